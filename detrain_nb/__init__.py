@@ -1,0 +1,45 @@
+"""Train PyTorch models on many machines without leaving the notebook.
+
+``%load_ext detrain_nb`` gives the magics; the same in plain Python starts with ``Session``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .session.results import CellResult, RankResult
+    from .session.session import Session
+
+__all__ = ["CellResult", "RankResult", "Session", "__version__"]
+
+_HOMES = {
+    "CellResult": ".session.results",
+    "RankResult": ".session.results",
+    "Session": ".session.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names when they are asked for: a node that imports one module does not import them all."""
+    from importlib import import_module
+
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """``%load_ext detrain_nb``."""
+    from detrain_nb.magics import load_ipython_extension as load
+
+    load(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """``%unload_ext detrain_nb``."""
+    from detrain_nb.magics import unload_ipython_extension as unload
+
+    unload(ipython)

@@ -1,0 +1,150 @@
+"""Every exception of detrain_nb.
+
+DetrainError
+├── SpecError (ValueError)            what was asked for cannot be: a field, a number, a name
+├── SessionError                      the session is not in a state for that: none runs, a rank is busy
+├── LaunchError                       the ranks of a node could not be started
+├── TransportError                    a node cannot be reached, or its channel broke
+│   └── WireError                     the other side sent what is not a message
+├── NodeLost                          a node's agent or launcher is gone, and its ranks with it
+├── RankLost                          the process of a rank ended by itself
+├── CellTimeout                       a cell did not end in the time it was given
+├── RankError                         a cell raised on at least one rank
+│   └── CellInterrupted (KeyboardInterrupt)   ... because it was interrupted
+└── ValueNotSupported (TypeError)     a value that cannot travel between the notebook and a rank
+
+Remote failures travel as text. IPython shows what ``_render_traceback_`` returns instead of a traceback of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+__all__ = [
+    "CellInterrupted",
+    "CellTimeout",
+    "DetrainError",
+    "LaunchError",
+    "NodeLost",
+    "RankError",
+    "RankLost",
+    "RemoteError",
+    "SessionError",
+    "SpecError",
+    "TransportError",
+    "ValueNotSupported",
+    "WireError",
+    "format_ranks",
+]
+
+
+class DetrainError(Exception):
+    """The base of every exception that a user can cause or meet."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class SpecError(DetrainError, ValueError):
+    """What was asked for cannot be."""
+
+
+class SessionError(DetrainError):
+    """The session is not in a state for what was asked."""
+
+
+class LaunchError(DetrainError):
+    """The ranks of a node could not be started."""
+
+
+class TransportError(DetrainError):
+    """A node cannot be reached, or the channel to it broke."""
+
+
+class WireError(TransportError):
+    """The other side sent something that is not a message."""
+
+
+class NodeLost(DetrainError):
+    """A node's agent or launcher is gone, and its ranks with it."""
+
+
+class RankLost(DetrainError):
+    """The process of a rank ended by itself."""
+
+
+class CellTimeout(DetrainError):
+    """A cell did not end in the time it was given."""
+
+
+class ValueNotSupported(DetrainError, TypeError):
+    """A value that cannot travel between the notebook and a rank."""
+
+
+@dataclass(frozen=True)
+class RemoteError:
+    """What a cell raised on one rank, as text: nothing a rank sends becomes an exception object of its own class."""
+
+    rank: int
+    host: str
+    name: str
+    message: str
+    traceback: tuple[str, ...] = ()
+    interrupted: bool = False
+
+    @property
+    def summary(self) -> str:
+        return f"{self.name}: {self.message}" if self.message else self.name
+
+
+class RankError(DetrainError):
+    """A cell raised on at least one rank; ``errors`` has every rank's error, by rank."""
+
+    def __init__(self, errors: Mapping[int, RemoteError], *, world_size: int, note: str = "") -> None:
+        self.errors = dict(sorted(errors.items()))
+        self.world_size = world_size
+        self.note = note
+        super().__init__("; ".join(f"{where}: {error.summary}" for where, error in self._entries()))
+
+    def _entries(self) -> list[tuple[str, RemoteError]]:
+        """Ranks that failed with the same error are one entry."""
+        entries: dict[tuple[str, str, tuple[str, ...], str], list[RemoteError]] = {}
+        for error in self.errors.values():
+            entries.setdefault((error.name, error.message, error.traceback, error.host), []).append(error)
+        return [
+            (f"{format_ranks(error.rank for error in group)} on {group[0].host}", group[0])
+            for group in entries.values()
+        ]
+
+    def _render_traceback_(self) -> list[str]:
+        lines: list[str] = []
+        for where, error in self._entries():
+            lines += [f"--- {where} ---", *error.traceback, error.summary]
+        well = self.world_size - len(self.errors)
+        if well > 0 and not all(error.interrupted for error in self.errors.values()):
+            lines.append(f"--- no error on the other {well} of {self.world_size} ranks ---")
+        if self.note:
+            lines.append(self.note)
+        return lines
+
+
+class CellInterrupted(RankError, KeyboardInterrupt):
+    """The ranks were interrupted while they ran a cell; they keep their variables."""
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks as a user writes them: ``rank 1``, ``ranks 0-3``, ``ranks 0, 2, 5-7``."""
+    numbers = sorted(set(ranks))
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {short_ranks(numbers, separator=', ')}"
+
+
+def short_ranks(ranks: Iterable[int], *, separator: str = ",") -> str:
+    """Write ranks as ``0``, ``0-3`` or ``0,2,5-7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return separator.join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

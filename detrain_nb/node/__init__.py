@@ -1,0 +1,1 @@
+"""What runs on a node: agent -> launcher -> one worker per rank -> one interpreter per worker."""

@@ -1,0 +1,228 @@
+"""IPython as it runs cells on a rank: what is shown, the value of a cell and its error go to callbacks, nothing is kept.
+
+No history, no cache of outputs: a tensor that a cell showed is freed when the next one has run.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import linecache
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.completer import provisionalcompleter, rectify_completions
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+Bundle = dict[str, Any]
+_MAX_BUNDLE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Where the rich outputs of a cell go: ``display(bundle, display_id, is_update)`` and ``clear(wait)``."""
+
+    display: Callable[[Bundle, str, bool], None]
+    clear: Callable[[bool], None]
+
+
+@dataclass(frozen=True)
+class CellOutcome:
+    """How a cell ended: the rich form of its last expression's value, and the exception that ended it, if any."""
+
+    value: Bundle
+    error: BaseException | None
+
+
+class _CellCompiler(CachingCompiler):  # type: ignore[misc]
+    """Names the code of cell 3 ``<cell 3>``, in tracebacks, in faulthandler's dumps and for inspect.getsource."""
+
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        return f"<cell {number}>"
+
+
+class _CellDisplayHook(DisplayHook):  # type: ignore[misc]
+    def __call__(self, result: object = None) -> None:
+        self.check_for_underscore()
+        if result is None or self.semicolon_at_end_of_expression(self.shell.cell_source):
+            return
+        bundle, _ = self.compute_format_data(result)
+        self.shell.user_ns["_"] = result
+        self.fill_exec_result(result)
+        self.shell.cell_value = sendable_bundle(bundle)
+
+
+class _CellDisplayPublisher(DisplayPublisher):  # type: ignore[misc]
+    def publish(
+        self,
+        data: Bundle,
+        metadata: Bundle | None = None,
+        *,
+        transient: Bundle | None = None,
+        update: bool = False,
+        **kwargs: object,
+    ) -> None:
+        display_id = str((transient or {}).get("display_id", ""))
+        self.shell.screen.display(sendable_bundle(data), display_id, update)
+
+    def clear_output(self, wait: bool = False) -> None:
+        self.shell.screen.clear(wait)
+
+
+class CellRunner(InteractiveShell):  # type: ignore[misc]
+    """One per rank. ``run`` a cell; ``user_ns`` is the namespace of ``__main__``."""
+
+    compiler_class = Type(_CellCompiler)
+    displayhook_class = Type(_CellDisplayHook)
+    display_pub_class = Type(_CellDisplayPublisher)
+    screen: Screen
+    cell_source = ""
+    cell_value: Bundle
+
+    @classmethod
+    def create(cls, screen: Screen) -> CellRunner:
+        """Make the only one of this process; ``__main__`` becomes the module of the cells."""
+        main = types.ModuleType("__main__", "The cells of a rank.")
+        sys.modules["__main__"] = main
+        config = Config()
+        config.HistoryManager.enabled = False
+        config.InteractiveShell.cache_size = 0
+        config.InteractiveShell.enable_tip = False
+        runner: CellRunner = cls.instance(config=config, user_module=main)
+        runner.screen = screen
+        runner.cell_value = {}
+        return runner
+
+    def run(self, code: str, cell: int) -> CellOutcome:
+        """Run ``code`` in the calling thread."""
+        self.execution_count = cell
+        self.cell_source, self.cell_value = code, {}
+        self._unreported: list[BaseException] = []
+        result: ExecutionResult = self.run_cell(code, store_history=False)
+        error = result.error_before_exec or result.error_in_exec
+        if error is None:
+            for earlier in self._unreported:  # %run and the like show an error and go on
+                sys.stderr.write("\n".join([*user_traceback(earlier), error_summary(earlier)]) + "\n")
+        self._unreported = []
+        value, self.cell_value = self.cell_value, {}
+        return CellOutcome({} if error else value, error)
+
+    def complete_code(self, code: str, position: int) -> tuple[list[str], list[str], int, int]:
+        """Completions at ``position`` (characters), their types, and the span of the text they replace."""
+        with provisionalcompleter():
+            found = list(rectify_completions(code, self.Completer.completions(code, position)))
+        if not found:
+            return [], [], position, position
+        return [c.text for c in found], [c.type or "" for c in found], found[0].start, found[0].end
+
+    def inspect_name(self, name: str, detail: int) -> str:
+        """What ``name?`` shows; empty when there is no such name."""
+        try:
+            bundle = self.object_inspect_mime(name, detail_level=detail)
+        except KeyError:
+            return ""
+        return str(bundle.get("text/plain", ""))
+
+    # ---- what IPython would do for a person at a terminal
+
+    @contextlib.contextmanager
+    def _tee(self, channel: str) -> Iterator[None]:
+        """Keep no copy of what a cell prints."""
+        yield
+
+    def showtraceback(self, *args: object, **kwargs: object) -> None:
+        """Keep the error; ``run`` returns it, or writes it where IPython goes on after it."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._unreported.append(error)
+
+    showsyntaxerror = showindentationerror = showtraceback
+
+    def system(self, cmd: str) -> None:
+        """Run ``!cmd``; its output goes where the rank's own goes. It stays in the rank's process group."""
+        sys.stdout.flush()
+        command = self.var_expand(cmd, depth=1)
+        self.user_ns["_exit_code"] = subprocess.call(command, shell=True, stdin=subprocess.DEVNULL)
+
+    system_piped = system_raw = system
+
+    def ask_exit(self) -> None:
+        print("a rank ends with its session: %distributed stop", file=sys.stderr)
+
+
+def sendable_bundle(data: Bundle) -> Bundle:
+    """A mime bundle as JSON: images as base64 text, nothing that JSON does not have, nothing beyond bounds."""
+    bundle: Bundle = {}
+    for mime, value in data.items():
+        if isinstance(value, bytes):
+            bundle[mime] = base64.b64encode(value).decode("ascii")
+        elif isinstance(value, str):
+            bundle[mime] = value
+        else:
+            with contextlib.suppress(TypeError, ValueError):
+                bundle[mime] = json.loads(json.dumps(value, allow_nan=False))
+    for mime in list(bundle):
+        size_bytes = len(bundle[mime]) if isinstance(bundle[mime], str) else len(json.dumps(bundle[mime]))
+        if size_bytes > _MAX_BUNDLE_BYTES:
+            bundle[mime if mime == "text/plain" else "text/plain"] = f"<{mime} of {size_bytes >> 20} MB is not shown>"
+            if mime != "text/plain":
+                del bundle[mime]
+    return bundle
+
+
+def error_summary(error: BaseException) -> str:
+    """The last line of a traceback."""
+    message = str(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def user_traceback(error: BaseException) -> list[str]:
+    """The lines of a traceback that are the user's: cells and own files, and the innermost frame wherever it is."""
+    lines: list[str] = []
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        link = "caused" if error.__cause__ else "was being handled before"
+        lines += [*user_traceback(cause), error_summary(cause), f"  ... which {link}:"]
+    if isinstance(error, SyntaxError) and error.text:
+        marker = " " * max(0, (error.offset or 1) - 1) + "^"
+        return [*lines, f"  {_place(error.filename or '?')}, line {error.lineno}", f"    {error.text.rstrip()}", f"    {marker}"]
+    frames = _frames(error)
+    for index, (filename, line, function, source) in enumerate(frames):
+        if _is_users(filename) or index == len(frames) - 1:
+            lines.append(f"  {_place(filename)}, line {line}, in {function}")
+            if source:
+                lines.append(f"    {source}")
+    return lines
+
+
+def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
+    frames = []
+    step = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        source = linecache.getline(code.co_filename, step.tb_lineno).strip()
+        frames.append((code.co_filename, step.tb_lineno, code.co_name, source))
+        step = step.tb_next
+    first = next((i for i, frame in enumerate(frames) if frame[0].startswith("<cell ")), None)
+    return frames if first is None else frames[first:]  # above the cell stand IPython's frames and ours
+
+
+def _place(filename: str) -> str:
+    return filename.strip("<>") if filename.startswith("<cell ") else filename
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<cell ") or filename in ("<timed exec>", "<magic-timeit>"):
+        return True
+    library = (sys.prefix, sys.base_prefix, "<")
+    return not filename.startswith(library) and "site-packages" not in filename

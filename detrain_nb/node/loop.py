@@ -1,0 +1,73 @@
+"""One thread that waits for many sources: links are flushed when they can be, readers are called when there is something."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..wire import Link, LinkClosed
+
+Source = Link | int  # a link, or a descriptor that is only read
+
+
+@dataclass
+class _Watched:
+    on_readable: Callable[[], None]
+    is_paused: bool = False
+    events: int = 0
+
+
+class Loop:
+    """Sources and what to do when they can be read."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._watched: dict[Source, _Watched] = {}
+
+    def add(self, source: Source, on_readable: Callable[[], None]) -> None:
+        """Watch ``source``, or change who reads from it; ``on_readable`` deals with its end as well."""
+        if source in self._watched:
+            self._watched[source].on_readable = on_readable
+        else:
+            self._watched[source] = _Watched(on_readable)
+
+    def remove(self, source: Source) -> None:
+        """Watch ``source`` no more; does nothing when it is not watched."""
+        watched = self._watched.pop(source, None)
+        if watched and watched.events:
+            self._selector.unregister(source)
+
+    def pause(self, source: Source, is_paused: bool) -> None:
+        """Do not read from ``source`` for a while; what waits for it is still sent."""
+        if source in self._watched:
+            self._watched[source].is_paused = is_paused
+
+    def once(self, timeout_s: float | None = None) -> None:
+        """Wait until something happens, or for ``timeout_s``, and deal with all that did."""
+        for source, watched in self._watched.items():
+            self._register(source, watched)
+        for key, events in self._selector.select(timeout_s):
+            source: Source = key.data
+            if events & selectors.EVENT_WRITE and isinstance(source, Link) and source in self._watched:
+                try:
+                    source.flush()
+                except LinkClosed:
+                    events |= selectors.EVENT_READ  # its reader meets the end too, and deals with it
+            watched_now = self._watched.get(source)
+            if events & selectors.EVENT_READ and watched_now:
+                watched_now.on_readable()
+
+    def _register(self, source: Source, watched: _Watched) -> None:
+        wanted = 0 if watched.is_paused else selectors.EVENT_READ
+        if isinstance(source, Link) and source.waiting_bytes:
+            wanted |= selectors.EVENT_WRITE
+        if wanted == watched.events:
+            return
+        if not wanted:
+            self._selector.unregister(source)
+        elif watched.events:
+            self._selector.modify(source, wanted, source)
+        else:
+            self._selector.register(source, wanted, source)
+        watched.events = wanted

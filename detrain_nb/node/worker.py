@@ -1,0 +1,307 @@
+"""The worker: the process of a rank that torchrun's engine knows; one per rank, single-threaded, never touches CUDA.
+
+It forks the interpreter and owns the read ends of its stdout and stderr, so that output, the line a rank is at, and the
+news of its death leave the node even while code in the interpreter holds the GIL or hangs.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import faulthandler
+import fcntl
+import functools
+import os
+import re
+import selectors
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+
+from ..launch import RankConfig
+from ..wire import (
+    CellDone,
+    CellFailed,
+    Frame,
+    GenerationReady,
+    Interrupt,
+    Link,
+    LinkClosed,
+    Locate,
+    Output,
+    Position,
+    RankEnded,
+    RankUp,
+    RunCell,
+    WorkerUp,
+)
+from .loop import Loop
+from .processes import adopt_orphans, close_inherited_sockets, die_with_parent, end_descendants, memory_bytes
+
+_PIPE_BYTES = 1 << 20
+_FULL_BYTES = 16 << 20  # above this the ranks wait in their print until the agent has taken some
+_LOCATE_LIMIT_S = 0.5
+_LEAVE_LIMIT_S = 1.0
+_STDERR_TAIL_BYTES = 4000
+_CELL_LINE = re.compile(r'File "<cell (\d+)>", line (\d+)')
+
+
+def main() -> None:
+    """What the engine calls, in a process of its own, once per rank; returns when the session ends."""
+    config = RankConfig.from_env(os.environ)
+    rank = int(os.environ["RANK"])
+    agent = socket.socket(socket.AF_UNIX)
+    agent.connect(config.agent_socket)
+    close_inherited_sockets(keep={agent.fileno()})
+    adopt_orphans()
+    try:
+        _Worker(config, rank, Link(agent)).run()
+    finally:
+        end_descendants()
+
+
+@dataclass
+class _Interpreter:
+    """The interpreter's process as its worker holds it."""
+
+    pid: int
+    link: Link
+    outputs: dict[str, int]
+    where: int
+    state: str = "starting"
+    cell: int = 0
+    since: float = field(default_factory=time.monotonic)
+    stderr_tail: bytes = b""
+
+
+class _Worker:
+    def __init__(self, config: RankConfig, rank: int, agent: Link) -> None:
+        self._config = config
+        self._rank = rank
+        self._agent = agent
+        self._loop = Loop()
+        self._locating: collections.deque[tuple[int, float]] = collections.deque()
+        self._child_ended, child_signal = os.pipe()
+        os.set_blocking(self._child_ended, False)
+        os.set_blocking(child_signal, False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(child_signal, warn_on_full_buffer=False)
+        self._agent.send(WorkerUp(rank, os.getpid()))
+        self._interpreter = self._fork_interpreter()
+
+    def run(self) -> None:
+        """Pass messages and output on until the agent is gone."""
+        self._loop.add(self._agent, self._from_agent)
+        self._loop.add(self._child_ended, self._on_child_ended)
+        self._watch(self._interpreter)
+        with contextlib.suppress(LinkClosed):
+            while True:
+                self._wait_once()
+        self._leave()
+
+    def _wait_once(self) -> None:
+        interpreter = self._interpreter
+        self._loop.pause(self._agent, interpreter.link.waiting_bytes > _FULL_BYTES)
+        is_full = self._agent.waiting_bytes > _FULL_BYTES
+        for source in (interpreter.link, *interpreter.outputs.values()):
+            self._loop.pause(source, is_full)
+        self._loop.once(max(0.0, self._locating[0][1] - time.monotonic()) if self._locating else None)
+        if self._locating and time.monotonic() >= self._locating[0][1]:
+            self._answer_locate("")
+
+    # ---- the interpreter's process
+
+    def _fork_interpreter(self) -> _Interpreter:
+        ours, theirs = socket.socketpair()
+        pipes = {name: os.pipe() for name in ("stdout", "stderr", "where")}
+        parent_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                self._become_interpreter(theirs, {name: write for name, (_, write) in pipes.items()}, parent_pid)
+                status = 0
+            finally:
+                os._exit(status)
+        theirs.close()
+        for read, write in pipes.values():
+            os.close(write)
+            os.set_blocking(read, False)
+            with contextlib.suppress(OSError, AttributeError):  # more room: a rank that prints runs ahead of us
+                fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        outputs = {name: pipes[name][0] for name in ("stdout", "stderr")}
+        return _Interpreter(pid, Link(ours), outputs, pipes["where"][0])
+
+    def _become_interpreter(self, link: socket.socket, pipes: dict[str, int], parent_pid: int) -> None:
+        """In the forked process: leave the worker's descriptors behind, and serve cells until the worker hangs up."""
+        os.setpgid(0, 0)
+        die_with_parent(parent_pid)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("500")  # short of memory, the kernel ends this process and not the worker
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (pipes["stdout"], 1), (pipes["stderr"], 2)):
+            os.dup2(source, target)
+        close_inherited_sockets(keep={link.fileno()})
+        faulthandler.register(signal.SIGUSR1, file=pipes["where"], all_threads=False)
+        from . import interpreter
+
+        interpreter.serve(self._config, self._rank, link)
+
+    def _watch(self, interpreter: _Interpreter) -> None:
+        self._loop.add(interpreter.link, self._from_interpreter)
+        self._loop.add(interpreter.where, self._on_where)
+        for name, fd in interpreter.outputs.items():
+            self._loop.add(fd, functools.partial(self._read_output, name, fd))
+
+    def _unwatch(self, interpreter: _Interpreter) -> None:
+        for source in (interpreter.link, interpreter.where, *interpreter.outputs.values()):
+            self._loop.remove(source)
+
+    def _on_child_ended(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._child_ended, 4096)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans of the rank come here too
+                if ended[0] == self._interpreter.pid:
+                    self._report_end(ended[1])
+
+    def _report_end(self, wait_status: int) -> None:
+        """The interpreter ended by itself: say so with its last words, and end what it left running."""
+        interpreter = self._interpreter
+        self._unwatch(interpreter)
+        with contextlib.suppress(LinkClosed):
+            self._pass_on(interpreter.link.receive())
+        end_descendants()
+        self._drain()
+        interpreter.state = "lost"
+        interpreter.link.close()
+        exit_code = os.waitstatus_to_exitcode(wait_status)
+        self._agent.send(
+            RankEnded(
+                self._rank,
+                interpreter.pid,
+                interpreter.cell,
+                signal=max(0, -exit_code),
+                exit_code=max(0, exit_code),
+                stderr_tail=interpreter.stderr_tail.decode(errors="replace"),
+            )
+        )
+
+    def _leave(self) -> None:
+        """The session ends: an idle interpreter may run its exit functions, whatever still runs then is killed."""
+        interpreter = self._interpreter
+        if interpreter.state == "lost":
+            return
+        interpreter.link.close()
+        deadline = time.monotonic() + (_LEAVE_LIMIT_S if interpreter.state == "idle" else 0)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._child_ended, selectors.EVENT_READ)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(interpreter.pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+                    selector.select(deadline - time.monotonic())
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._child_ended, 4096)
+
+    # ---- agent -> interpreter
+
+    def _from_agent(self) -> None:
+        for frame in self._agent.receive():
+            message = frame.message()
+            if isinstance(message, Locate):
+                self._locate(message.request)
+            elif isinstance(message, Interrupt):
+                if self._interpreter.state == "running" and self._interpreter.cell == message.cell:
+                    os.kill(self._interpreter.pid, signal.SIGINT)
+            elif self._interpreter.state != "lost":
+                if isinstance(message, RunCell):
+                    self._set_state("running", cell=message.cell)
+                self._to_interpreter(frame)
+
+    def _to_interpreter(self, frame: Frame) -> None:
+        with contextlib.suppress(LinkClosed):  # it is ending; its reaping brings the news
+            self._interpreter.link.send_bytes(frame.to_bytes())
+
+    # ---- interpreter -> agent
+
+    def _from_interpreter(self) -> None:
+        try:
+            frames = self._interpreter.link.receive()
+        except LinkClosed:
+            self._loop.remove(self._interpreter.link)
+            return
+        self._pass_on(frames)
+
+    def _pass_on(self, frames: list[Frame]) -> None:
+        for frame in frames:
+            message = frame.message()
+            if isinstance(message, (CellDone, CellFailed)):
+                self._drain()  # what the cell printed comes before its end
+                self._set_state("idle", cell=message.cell)
+            elif isinstance(message, (RankUp, GenerationReady)):
+                self._set_state("idle", cell=self._interpreter.cell)
+            self._agent.send_bytes(frame.to_bytes())
+
+    def _drain(self) -> None:
+        """Read what is in the pipes now: one read takes all that a pipe holds."""
+        for name, fd in self._interpreter.outputs.items():
+            self._read_output(name, fd)
+
+    def _read_output(self, name: str, fd: int) -> None:
+        try:
+            data = os.read(fd, _PIPE_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove(fd)
+            return
+        if name == "stderr":
+            self._interpreter.stderr_tail = (self._interpreter.stderr_tail + data)[-_STDERR_TAIL_BYTES:]
+        self._agent.send(Output(self._rank, self._interpreter.cell, name, data))
+
+    # ---- where the rank is
+
+    def _set_state(self, state: str, *, cell: int) -> None:
+        self._interpreter.state, self._interpreter.cell = state, cell
+        self._interpreter.since = time.monotonic()
+
+    def _locate(self, request: int) -> None:
+        self._locating.append((request, time.monotonic() + _LOCATE_LIMIT_S))
+        if self._interpreter.state == "running":
+            os.kill(self._interpreter.pid, signal.SIGUSR1)  # faulthandler answers also while C code holds the GIL
+        else:
+            self._answer_locate("")
+
+    def _on_where(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._answer_locate(os.read(self._interpreter.where, 1 << 16).decode(errors="replace"))
+
+    def _answer_locate(self, dump: str) -> None:
+        interpreter = self._interpreter
+        stack = [line.strip() for line in dump.splitlines() if line.lstrip().startswith("File ")]
+        lines = [int(match[2]) for match in _CELL_LINE.finditer(dump) if int(match[1]) == interpreter.cell]
+        while self._locating:
+            request, _ = self._locating.popleft()
+            self._agent.send(
+                Position(
+                    self._rank,
+                    request,
+                    interpreter.pid,
+                    interpreter.state,
+                    interpreter.cell,
+                    line=lines[0] if lines else 0,
+                    seconds=time.monotonic() - interpreter.since,
+                    rss_bytes=memory_bytes(interpreter.pid),
+                    stack=stack,
+                )
+            )
+
+
+if __name__ == "__main__":  # started by the torchrun command, each rank in a Python of its own
+    from .launcher import warm_up
+
+    warm_up()
+    main()

@@ -1,0 +1,598 @@
+"""A session: ranks that keep their state from one cell to the next, driven from this process.
+
+    with Session.start(ranks=2) as session:
+        result = session.run_cell("x = torch.ones(4) * rank; dist.all_reduce(x); x")
+        result.values[0]        # tensor([1., 1., 1., 1.])
+        session.pull("x")       # {0: tensor(...), 1: tensor(...)}
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from .. import values as travelling
+from ..deploy import bring_up_agent
+from ..errors import (
+    CellInterrupted,
+    CellTimeout,
+    DetrainError,
+    LaunchError,
+    NodeLost,
+    RankError,
+    RankLost,
+    SessionError,
+    SpecError,
+    TransportError,
+    ValueNotSupported,
+    format_ranks,
+)
+from ..launch import RankConfig, launch_node, threads_per_rank
+from ..plan import Plan, parse_ranks, plan_one_node
+from ..transport.local import LocalTransport
+from ..wire import (
+    PIECE_BYTES,
+    Ack,
+    Attach,
+    Attached,
+    CellDone,
+    CellFailed,
+    ClearOutput,
+    Complete,
+    Completions,
+    Display,
+    EndSession,
+    GenerationReady,
+    Inspect,
+    Inspection,
+    Interrupt,
+    Launch,
+    LauncherEnded,
+    Locate,
+    Message,
+    NewGeneration,
+    Notice,
+    Output,
+    Piece,
+    Position,
+    Pull,
+    Push,
+    RankEnded,
+    RankUp,
+    Refused,
+    RequestDone,
+    RequestFailed,
+    RunCell,
+    Value,
+)
+from .cells import CellObserver, CellRun
+from .log import OutputLog
+from .node_link import NodeLink
+from .requests import Request, Requests
+from .results import CellResult, RankResult, TextOnly
+from .status import RankStatus, SessionStatus
+
+__all__ = ["Session"]
+
+Ranks = str | int | Iterable[int] | None
+
+START_LIMIT_S = 120.0
+GROUP_LIMIT_S = 60.0
+STOP_LIMIT_S = 4.0  # how long a stop waits for ranks before it gives the prompt back
+LOST_LIMIT_S = 2.0  # how long a cell goes on after one of its ranks was lost
+END_LIMIT_S = 8.0
+VALUE_LIMIT_S = 600.0
+
+
+class Session:
+    """Ranks on this machine that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
+
+    def __init__(self, name: str, transport: LocalTransport) -> None:
+        self.name = name
+        self.plan = Plan((), "cpu", "gloo")
+        self.log = OutputLog()
+        self.notices: list[str] = []
+        self._transport = transport
+        self._requests = Requests()
+        self._runs: dict[int, CellRun] = {}
+        self._cells_run = 0
+        self._up: dict[int, RankUp] = {}
+        self._lost: dict[int, RankEnded] = {}
+        self._has_group: dict[int, bool] = {}
+        self._last_seconds: dict[int, float] = {}
+        self._generation = 0
+        self._wants_group = True
+        self._failure: DetrainError | None = None
+        self._is_stopped = False
+        self._attached = self._requests.new([0])
+        self._ranks_up = self._requests.new([])
+        self._generation_ready = self._requests.new([])
+        self._stopping = threading.Lock()
+        sock = bring_up_agent(transport, name)
+        self._link = NodeLink(sock, on_message=self._on_message, on_closed=self._on_closed)
+
+    @classmethod
+    def start(
+        cls,
+        ranks: int | None = None,
+        *,
+        device: str = "auto",
+        backend: str | None = None,
+        name: str | None = None,
+        init: bool = True,
+        env: Mapping[str, str] | None = None,
+        start: str = "fork",
+        seed: int = 0,
+        folder: str | None = None,
+    ) -> Session:
+        """Start ``ranks`` ranks on this machine; by default one a GPU, else two on the CPU.
+
+        ``init`` makes the default process group (``backend``, by default gloo, with NCCL for CUDA tensors). The ranks
+        start in ``folder`` (the current one), with ``env`` added to the environment. ``start`` is "fork" (fast: torch is
+        imported once) or "exec" (the plain torchrun command). Rank r is seeded with ``seed + r``.
+
+        Raises: SpecError for numbers that do not fit, LaunchError when the ranks do not come up, SessionError when a
+        session of that name runs already. Nothing is left behind then.
+        """
+        _check_start(ranks=ranks, start=start, env=env or {})
+        session = cls(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}", LocalTransport())
+        try:
+            attached = session._attach()
+            session._wants_group = init
+            session.plan = plan_one_node(ranks=ranks, device=device, backend=backend, gpus=attached.gpus)
+            session._launch(cpus=attached.cpus, env=env or {}, start=start, seed=seed, folder=folder or os.getcwd())
+            if init:
+                session._make_group()
+        except BaseException:
+            session.stop()
+            raise
+        _stop_at_exit(session)
+        return session
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def next_cell(self) -> int:
+        """The number that the next cell will have."""
+        return self._cells_run + 1
+
+    @property
+    def is_alive(self) -> bool:
+        """The session's agent and launcher run; single ranks may be lost."""
+        return not self._is_stopped and self._failure is None
+
+    def run_cell(
+        self,
+        code: str,
+        *,
+        ranks: Ranks = None,
+        timeout_s: float | None = None,
+        observer: CellObserver | None = None,
+        values: bool = True,
+    ) -> CellResult:
+        """Run ``code`` on ``ranks`` (all) and wait until every one of them has ended it.
+
+        ``values`` brings the values of the last expression here, where they can travel. Output is kept in the result
+        and in ``log``, and goes to ``observer`` while the cell runs.
+
+        Raises: RankError with every rank's error, CellInterrupted after KeyboardInterrupt, CellTimeout after
+        ``timeout_s``, RankLost when a rank's process ended, SessionError when a chosen rank is busy or lost.
+        """
+        if not code.strip():
+            raise SpecError("the cell is empty: write the code to run below its first line")
+        chosen = parse_ranks(ranks, world_size=self.world_size)
+        self._require_idle(chosen)
+        self._mend_group()
+        self._cells_run += 1
+        hosts = {rank: up.host for rank, up in self._up.items()}
+        run = CellRun(self._cells_run, chosen, observer, hosts)
+        self._runs = {number: known for number, known in self._runs.items() if known.running}
+        self._runs[run.cell] = run
+        self._send(RunCell(list(chosen), run.cell, code))
+        self._wait_for_cell(run, timeout_s)
+        self._last_seconds.update((r, o.seconds) for r, o in run.outcomes.items() if not isinstance(o, RankEnded))
+        self._raise_for(run)
+        return self._result(run, values=values)
+
+    def pull(self, names: str | Iterable[str], *, ranks: Ranks = None) -> dict[int, Any]:
+        """Bring variables of the ranks here: ``{rank: value}`` for one name, ``{rank: {name: value}}`` for a list.
+
+        Tensors arrive detached, on the CPU. Raises: SessionError when a rank has no such variable, or a value there
+        cannot travel.
+        """
+        wanted = [names] if isinstance(names, str) else list(names)
+        chosen = parse_ranks(ranks, world_size=self.world_size)
+        self._require_idle(chosen)
+        with self._request(chosen) as request:
+            self._send(Pull(list(chosen), request.number, wanted))
+            request.wait(VALUE_LIMIT_S, what=f"pull of {', '.join(wanted)}")
+            found = {rank: {name: request.value(rank, name) for name in wanted} for rank in chosen}
+        return {rank: found[rank][names] for rank in chosen} if isinstance(names, str) else found
+
+    def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
+        """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; nothing is set then."""
+        chosen = parse_ranks(ranks, world_size=self.world_size)
+        self._require_idle(chosen)
+        packed = [(name, *travelling.pack(value, name=name)) for name, value in variables.items()]
+        for name, description, buffers in packed:
+            with self._request(chosen) as request:
+                self._send(Push(list(chosen), request.number, name, description))
+                for index, buffer in enumerate(buffers):
+                    for start in range(0, len(buffer), PIECE_BYTES):
+                        body = bytes(buffer[start : start + PIECE_BYTES])
+                        self._send(Piece(list(chosen), request.number, name, index, body))
+                request.wait(VALUE_LIMIT_S, what=f"push of {name}")
+
+    def status(self, *, limit_s: float = 2.0) -> SessionStatus:
+        """Where every rank is: its state, the line of the cell it is at, its memory."""
+        positions = self._locate(range(self.world_size), limit_s=limit_s)
+        rows = []
+        for rank in range(self.world_size):
+            up, position = self._up[rank], positions.get(rank)
+            rows.append(
+                RankStatus(
+                    rank,
+                    up.host,
+                    up.pid,
+                    up.device,
+                    position.state if position else ("lost" if rank in self._lost else "no answer"),
+                    position.cell if position else 0,
+                    position.line if position and position.state == "running" else 0,
+                    position.rss_bytes if position else 0,
+                    self._last_seconds.get(rank),
+                )
+            )
+        return SessionStatus(self.name, tuple(rows))
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt on every rank that runs a cell. Does not wait."""
+        for run in list(self._runs.values()):
+            if run.running:
+                self._send(Interrupt(list(run.running), run.cell))
+
+    def complete(self, code: str, position: int, *, limit_s: float = 0.3) -> Completions | None:
+        """Completions by the first idle rank; None when there is none, or it does not answer in time."""
+        answer = self._ask_one(lambda rank, number: Complete([rank], number, code, position), limit_s)
+        return answer if isinstance(answer, Completions) else None
+
+    def inspect(self, name: str, detail: int = 0, *, limit_s: float = 0.3) -> str | None:
+        """The help text of a name, by the first idle rank."""
+        answer = self._ask_one(lambda rank, number: Inspect([rank], number, name, detail), limit_s)
+        return answer.text or None if isinstance(answer, Inspection) else None
+
+    def stop(self) -> None:
+        """End the ranks and everything they started. Does nothing the second time."""
+        with self._stopping:
+            if self._is_stopped:
+                return
+            self._is_stopped = True
+            with contextlib.suppress(TransportError):
+                self._link.send(EndSession())
+            self._link.wait_for_end(limit_s=END_LIMIT_S)
+            self._link.close()
+            self._transport.wait_for_end(limit_s=END_LIMIT_S)
+            self.log.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = "running" if self.is_alive else "ended"
+        return f"<Session {self.name!r}: {self.world_size} ranks on {self.plan.device}, {state}>"
+
+    # ---- start
+
+    def _attach(self) -> Attached:
+        self._link.send(Attach(self.name, f"pid {os.getpid()}"))
+        self._attached.wait(START_LIMIT_S, what="attach")
+        answer = self._attached.answers[0]
+        assert isinstance(answer, Attached)
+        return answer
+
+    def _launch(self, *, cpus: int, env: Mapping[str, str], start: str, seed: int, folder: str) -> None:
+        ranks = list(self.plan.nodes[0].ranks)
+        threads = int(env.get("OMP_NUM_THREADS", 0)) or threads_per_rank(len(ranks), cpus=cpus)
+        config = RankConfig(
+            agent_socket="agent.sock",
+            folder=folder,
+            device=self.plan.device,
+            backend=self.plan.backend,
+            init_group=self._wants_group,
+            seed=seed,
+            threads=threads,
+        )
+        launch = launch_node(
+            self.plan,
+            config,
+            node_rank=0,
+            python=self._transport.python,
+            store_address=self._transport.store_address,
+            start=start,
+            extra_env=env,
+        )
+        self._ranks_up = self._requests.new(ranks)
+        self._send(Launch(launch.argv, launch.env, ranks))
+        self._ranks_up.wait(START_LIMIT_S, what="start")
+
+    # ---- cells
+
+    def _require_idle(self, chosen: Iterable[int]) -> None:
+        if self._is_stopped:
+            raise SessionError(f"session {self.name!r} has ended: start another one")
+        if self._failure:
+            raise self._failure
+        lost = [rank for rank in chosen if rank in self._lost]
+        if lost:
+            raise SessionError(f"{format_ranks(lost)} of session {self.name!r} ended: %distributed restart")
+        for run in self._runs.values():
+            busy = set(run.running) & set(chosen)
+            if busy:
+                where = self._where(busy)
+                raise SessionError(
+                    f"cell {run.cell} still runs: {where}: wait for it, or start all ranks anew with %distributed restart"
+                )
+
+    def _wait_for_cell(self, run: CellRun, timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while not run.done.wait(_next_look(deadline)):
+                if self._failure:
+                    raise self._failure
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s: {self._stop_cell(run)}")
+                if run.lost and deadline is None:
+                    deadline = time.monotonic() + LOST_LIMIT_S
+                self._tell_who_is_waited_for(run)
+        except KeyboardInterrupt:
+            note = self._stop_cell(run)
+            raise CellInterrupted(run.errors(), world_size=len(run.ranks), note=note) from None
+
+    def _stop_cell(self, run: CellRun) -> str:
+        """Interrupt what still runs, give it a few seconds, and say in words how that went."""
+        try:
+            if run.running:
+                self._send(Interrupt(list(run.running), run.cell))
+                run.done.wait(STOP_LIMIT_S)
+        except KeyboardInterrupt:
+            pass  # pressed again: the prompt comes back at once
+        if not run.running:
+            return "all ranks stopped and kept their variables"
+        return (
+            f"{self._where(run.running)} did not stop within {STOP_LIMIT_S:g} s, blocked in C code or in a collective: "
+            "wait for it, or start all ranks anew with %distributed restart"
+        )
+
+    def _tell_who_is_waited_for(self, run: CellRun) -> None:
+        """When some ranks have ended the cell: which have not, and where they are."""
+        observer = run.observer
+        if observer is None or not run.running:
+            return
+        text = ""
+        if run.outcomes:
+            text = f"waiting for {self._where(run.running)}"
+            failed = [rank for rank, outcome in run.outcomes.items() if isinstance(outcome, CellFailed)]
+            if failed:
+                text += f"; {format_ranks(failed)} failed with {run.errors()[failed[0]].summary.splitlines()[0]}"
+        observer.waiting(text)
+
+    def _raise_for(self, run: CellRun) -> None:
+        with contextlib.suppress(TransportError):
+            self._link.send(Ack(self._link.last_number))
+        if run.lost:
+            raise RankLost("; ".join(self._describe_end(end) for end in run.lost.values()))
+        errors = run.errors()
+        if errors:
+            is_stopped = all(error.interrupted for error in errors.values())
+            raise (CellInterrupted if is_stopped else RankError)(errors, world_size=len(run.ranks))
+
+    def _result(self, run: CellRun, *, values: bool) -> CellResult:
+        bundles = run.bundles()
+        found = self._pull_values(run, bundles) if values and bundles else {}
+        results = {}
+        for rank, outcome in run.outcomes.items():
+            assert isinstance(outcome, CellDone)
+            bundle = bundles.get(rank, {})
+            value = found.get(rank, TextOnly(bundle["text/plain"]) if bundle else None)
+            host = self._up[rank].host
+            results[rank] = RankResult(rank, host, outcome.seconds, None, bundle, value, self.log, run.cell)
+        return CellResult(run.cell, results)
+
+    def _pull_values(self, run: CellRun, bundles: Iterable[int]) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for rank in bundles:
+            with contextlib.suppress(SessionError, ValueNotSupported):  # its text stands for what cannot travel
+                found.update(self.pull("_", ranks=rank))
+        return found
+
+    def _describe_end(self, end: RankEnded) -> str:
+        host = self._up[end.rank].host
+        how = f"signal {end.signal}" if end.signal else f"exit code {end.exit_code}"
+        last_words = f"; its last words:\n{end.stderr_tail.strip()}" if end.stderr_tail.strip() else ""
+        return (
+            f"rank {end.rank} on {host} (pid {end.pid}) ended with {how}, its variables are gone: "
+            f"start all ranks anew with %distributed restart{last_words}"
+        )
+
+    # ---- process groups
+
+    def _mend_group(self) -> None:
+        """Make the default group anew when a cell has destroyed it; needs every rank idle."""
+        is_whole = all(self._has_group.get(rank) for rank in range(self.world_size))
+        if not self._wants_group or is_whole or self._lost or any(run.running for run in self._runs.values()):
+            return
+        self._make_group()
+
+    def _make_group(self) -> None:
+        self._generation += 1
+        everyone = list(range(self.world_size))
+        self._generation_ready = self._requests.new(everyone)
+        self._send(NewGeneration(everyone, self._generation))
+        try:
+            self._generation_ready.wait(GROUP_LIMIT_S, what="making the process group")
+        finally:
+            self._requests.end(self._generation_ready)
+        failed = {
+            rank: answer.error
+            for rank, answer in self._generation_ready.answers.items()
+            if isinstance(answer, GenerationReady) and answer.error
+        }
+        if failed:
+            raise LaunchError(f"{format_ranks(failed)} could not make the process group: {next(iter(failed.values()))}")
+
+    # ---- questions
+
+    @contextlib.contextmanager
+    def _request(self, ranks: Iterable[int]) -> Iterator[Request]:
+        request = self._requests.new(ranks)
+        try:
+            yield request
+        finally:
+            self._requests.end(request)
+
+    def _locate(self, ranks: Iterable[int], *, limit_s: float) -> dict[int, Position]:
+        asked = [rank for rank in ranks if rank not in self._lost]
+        with self._request(asked) as request:
+            if asked:
+                with contextlib.suppress(TransportError):
+                    self._send(Locate(asked, request.number))
+                    request.wait_quietly(limit_s)
+            return {rank: answer for rank, answer in request.answers.items() if isinstance(answer, Position)}
+
+    def _where(self, ranks: Iterable[int]) -> str:
+        """Ranks and the line each is at, those at the same line together: ``ranks 0, 2 (line 7), rank 1 (line 3)``."""
+        positions = self._locate(ranks, limit_s=1.0)
+        places: dict[str, list[int]] = {}
+        for rank in ranks:
+            line = positions[rank].line if rank in positions else 0
+            places.setdefault(f" (line {line})" if line else "", []).append(rank)
+        return ", ".join(format_ranks(group) + place for place, group in places.items())
+
+    def _ask_one(self, ask: Any, limit_s: float) -> Message | None:
+        busy = {rank for run in self._runs.values() for rank in run.running}
+        rank = next((rank for rank in range(self.world_size) if rank not in busy and rank not in self._lost), None)
+        if rank is None or not self.is_alive:
+            return None
+        with self._request([rank]) as request, contextlib.suppress(TransportError):
+            self._send(ask(rank, request.number))
+            request.wait_quietly(limit_s)
+        return request.answers.get(rank)
+
+    # ---- what comes from the node, in the background thread
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._link.send(message)
+        except TransportError as exc:
+            raise self._failure or NodeLost(f"the agent of session {self.name!r} is gone: {exc}") from exc
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, Output):
+            self.log.append(message)
+            if run := self._runs.get(message.cell):
+                run.take_output(message)
+        elif isinstance(message, (Display, ClearOutput)):
+            if run := self._runs.get(message.cell):
+                run.take_display(message)
+        elif isinstance(message, (CellDone, CellFailed)):
+            self._has_group[message.rank] = message.has_group
+            if run := self._runs.get(message.cell):
+                run.take_end(message)
+        elif isinstance(message, RankEnded):
+            self._on_rank_ended(message)
+        elif isinstance(message, GenerationReady):
+            self._has_group[message.rank] = not message.error
+            if message.number == self._generation:
+                self._generation_ready.take(message)
+        elif isinstance(message, RankUp):
+            self._up[message.rank] = message
+            self._ranks_up.take(message)
+        elif isinstance(message, (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)):
+            self._requests.take(message)
+        elif isinstance(message, Attached):
+            self._attached.answers[0] = message
+            self._attached.release()
+        elif isinstance(message, Refused):
+            self._fail(SessionError(message.reason))
+        elif isinstance(message, LauncherEnded):
+            self._on_launcher_ended(message)
+        elif isinstance(message, Notice):
+            self._on_notice(message.text)
+
+    def _on_rank_ended(self, message: RankEnded) -> None:
+        self._lost[message.rank] = message
+        for run in list(self._runs.values()):
+            if message.rank in run.running:
+                run.take_end(message)
+        how = f"signal {message.signal}" if message.signal else f"exit code {message.exit_code}"
+        last = message.stderr_tail.strip().splitlines()[-1:]
+        error = RankLost(": ".join([f"rank {message.rank} (pid {message.pid}) ended with {how}", *last]))
+        self._ranks_up.fail(error)
+        self._requests.fail_all(error)
+
+    def _on_launcher_ended(self, message: LauncherEnded) -> None:
+        words = message.log_tail.strip()
+        last = words.splitlines()[-1] if words else f"exit code {message.exit_code}"
+        if len(self._up) < self.world_size:
+            self._fail(LaunchError(f"the ranks did not start: {last}"))
+        else:
+            self._fail(NodeLost(f"the ranks of session {self.name!r} ended: {last}: %distributed restart"))
+
+    def _on_notice(self, text: str) -> None:
+        self.notices.append(text)
+        for run in list(self._runs.values()):
+            if run.observer and run.running:
+                run.observer.notice(text)
+
+    def _on_closed(self, reason: str) -> None:
+        self._fail(NodeLost(f"the agent of session {self.name!r} is gone ({reason}): %distributed restart"))
+
+    def _fail(self, error: DetrainError) -> None:
+        """Nothing will come from the node any more: whoever waits is told."""
+        self._failure = self._failure or error
+        self._requests.fail_all(self._failure)
+        for run in list(self._runs.values()):
+            run.done.set()
+
+
+def _next_look(deadline: float | None) -> float:
+    """Seconds until the next look at who is waited for."""
+    return 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
+
+
+def _check_start(*, ranks: int | None, start: str, env: Mapping[str, str]) -> None:
+    if ranks is not None and ranks < 1:
+        raise SpecError(f"{ranks} ranks: a session needs at least 1")
+    if start not in ("fork", "exec"):
+        raise SpecError(f"start {start!r} is neither fork nor exec")
+    for key, value in env.items():
+        if not key or "=" in key or "\0" in key + value:
+            raise SpecError(f"{key!r} is no name of an environment variable")
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is not None and torch_distributed.is_available() and torch_distributed.is_initialized():
+        raise SessionError(
+            "torch.distributed is initialised in this process itself: call torch.distributed.destroy_process_group() "
+            "first, the ranks are processes of their own"
+        )
+
+
+def _stop_at_exit(session: Session) -> None:
+    reference = weakref.ref(session)
+
+    def stop() -> None:
+        if (alive := reference()) is not None:
+            alive.stop()
+
+    atexit.register(stop)

@@ -1,0 +1,1 @@
+"""How bytes and files reach a node."""

@@ -1,0 +1,498 @@
+"""Python values, numpy arrays and torch tensors <-> a JSON description plus raw buffers; nothing is ever pickled.
+
+A description is a node: null, a bool, an int of 64 bits, a finite float, a short string, a list of nodes, or one of
+    {"tuple": LIST}  {"set": LIST}  {"frozenset": LIST}  {"dict": [LIST of keys, LIST of values]}
+    {"int": HEX}  {"float": HEX of 8 bytes}  {"complex": HEX of 16 bytes}
+    {"str": SIZE}  {"bytes": SIZE}  {"bytearray": SIZE}  {"array": [DTYPE, SHAPE]}  {"tensor": [DTYPE, SHAPE]}
+    {"scalar": a string, bytes, or an array without dimensions}          a numpy scalar
+    {"int64": COUNT}  {"float64": COUNT}  {"strs": [COUNT, SIZE]}        a long LIST of one type
+Each SIZE, COUNT or SHAPE stands for raw bytes, in this order: large ones are a buffer each, all others share the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import re
+import reprlib
+import struct
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .errors import ValueNotSupported, WireError
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+__all__ = ["MAX_DESCRIPTION_BYTES", "Json", "buffer_sizes", "pack", "unpack"]
+
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+
+MAX_DESCRIPTION_BYTES = 8 << 20  # as JSON; the header of a message holds twice that
+_MAX_ITEMS = MAX_DESCRIPTION_BYTES // 2  # an item is a character and a comma at least
+_MAX_DEPTH = 64
+_MAX_DIMS = 32  # what numpy 1.26 has
+_LARGE_BYTES = 1024
+_ALIGN_BYTES = 16
+_SHORT_CHARS = 64
+_LONG_LIST = 32
+
+_SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_NUMBERS = {"int64": "q", "float64": "d"}
+_HEX = {"int": r"-?[0-9a-f]+", "float": r"[0-9a-f]{16}", "complex": r"[0-9a-f]{32}"}
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_ARRAY_DTYPE = re.compile(
+    r"\|[biu]1|[<>]([iuf][248]|c8|c16)|\|S[0-9]{1,9}|[<>]U[0-9]{1,8}"
+    r"|[<>][mM]8(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+)
+_TENSOR_DTYPES = {  # the bytes of an element, and numpy's name
+    "bool": (1, "|b1"), "uint8": (1, "|u1"), "uint16": (2, "<u2"), "uint32": (4, "<u4"), "uint64": (8, "<u8"),
+    "int8": (1, "|i1"), "int16": (2, "<i2"), "int32": (4, "<i4"), "int64": (8, "<i8"),
+    "float16": (2, "<f2"), "float32": (4, "<f4"), "float64": (8, "<f8"), "bfloat16": (2, ""),
+    "float8_e4m3fn": (1, ""), "float8_e4m3fnuz": (1, ""), "float8_e5m2": (1, ""), "float8_e5m2fnuz": (1, ""),
+    "float8_e8m0fnu": (1, ""), "float4_e2m1fn_x2": (1, ""),
+    "complex32": (4, ""), "complex64": (8, "<c8"), "complex128": (16, "<c16"),
+}  # fmt: skip
+
+_ITEM, _KEY, _ELEMENT = "{}[{}]", "a key of {}", "an element of {}"
+_INSTEAD = {  # what a type has -> what to write in place of its value
+    "state_dict": "use {}.state_dict() instead",
+    "full_tensor": "use {0}.to_local() instead, or {0}.full_tensor() called on every rank",
+    "as_subclass": "use a plain torch.Tensor instead",
+    "to_numpy": "use {}.to_numpy() instead",
+    "filled": "use {}.filled() instead",
+    "__array_wrap__": "use numpy.asarray({}) instead",
+    "_asdict": "use {}._asdict() instead",
+    "__dataclass_fields__": "use dataclasses.asdict({}) instead",
+    "__members__": "use {}.value instead",
+    "__fspath__": "use str({}) instead",
+}
+_WHAT_TRAVELS = "only numbers, strings, bytes, lists, tuples, sets, dicts, numpy arrays and torch tensors do"
+
+
+def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
+    """Describe ``value``, which the user calls ``name``; returns the description and the raw buffers.
+
+    Buffers are C-contiguous and of bytes. Large arrays and tensors that are contiguous and on the CPU are not copied:
+    send the buffers before the value changes. Tensors arrive detached, on the CPU, and share no memory any more; a
+    Parameter arrives as a tensor, an OrderedDict or defaultdict as a dict, a torch.Size as a tuple.
+    Raises: ValueNotSupported with the place inside the value, the type found there and what to do.
+    """
+    packer = _Packer(name)
+    description = packer.pack(value)
+    size_bytes = len(json.dumps(description, allow_nan=False, separators=(",", ":")))
+    if size_bytes > MAX_DESCRIPTION_BYTES:
+        raise ValueNotSupported(
+            f"{name} takes {size_bytes} bytes to describe, {MAX_DESCRIPTION_BYTES} can travel: "
+            "use numpy arrays, or a part of it"
+        )
+    return description, packer.buffers()
+
+
+def buffer_sizes(description: object, *, limit_bytes: int = 4 << 30) -> list[int]:
+    """Check a description that came from the other side; returns the sizes in bytes that its buffers must have.
+
+    Raises: WireError when it is not a description, or when its buffers would hold more than ``limit_bytes``.
+    """
+    return _buffer_sizes(_check(description, limit_bytes=limit_bytes))
+
+
+def unpack(description: object, buffers: Sequence[bytes | bytearray | memoryview]) -> object:
+    """Make the value that ``pack`` described.
+
+    Arrays and tensors live in the memory of ``buffers`` where that is writable, else in a copy of it. Where torch is
+    not installed, a tensor arrives as a numpy array.
+    Raises: WireError when this is nothing that ``pack`` makes; ValueNotSupported when numpy or torch is missing here.
+    """
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    found = [len(view) for view in views]
+    sizes = _check(description, limit_bytes=sum(found))
+    if found != (needed := _buffer_sizes(sizes)):
+        raise WireError(f"a value announces buffers of {_short(needed)} bytes, {_short(found)} came")
+    return _build(description, _cut(sizes, views))
+
+
+# ---- raw bytes <-> buffers
+
+
+def _padded(size_bytes: int) -> int:
+    return size_bytes if size_bytes >= _LARGE_BYTES else -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _buffer_sizes(sizes: list[int]) -> list[int]:
+    small = sum(_padded(size) for size in sizes if size < _LARGE_BYTES)
+    return [size for size in (small, *sizes) if size >= _LARGE_BYTES or size == small > 0]
+
+
+def _cut(sizes: list[int], views: list[memoryview]) -> Iterator[memoryview]:
+    """Yield the raw bytes of each node, from views that have the sizes of ``_buffer_sizes(sizes)``."""
+    large = iter(views)
+    small = next(large) if any(0 < size < _LARGE_BYTES for size in sizes) else memoryview(b"")
+    start = 0
+    for size in sizes:
+        if size >= _LARGE_BYTES:
+            yield next(large)
+        else:
+            yield small[start : start + size]
+            start += _padded(size)
+
+
+# ---- a value -> nodes
+
+
+class _Step:
+    """A container that is being packed; ``label`` is the item it is at."""
+
+    def __init__(self, container: object, template: str) -> None:
+        self.container = container
+        self.template = template
+        self.label: object = None
+
+
+class _Packer:
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._trail: list[_Step] = []
+        self._num_items = 0
+        self._small = bytearray()
+        self._large: list[memoryview] = []
+
+    def buffers(self) -> list[memoryview]:
+        return [memoryview(self._small), *self._large] if self._small else self._large
+
+    def pack(self, value: Any) -> Any:
+        self._count(1)
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        elif kind is str:
+            return self._pack_str(value)
+        elif kind is int:
+            return value if value.bit_length() < 64 else {"int": f"{value:x}"}
+        elif kind is float:
+            return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+        elif kind is complex:
+            return {"complex": struct.pack(">2d", value.real, value.imag).hex()}
+        elif kind is bytes or kind is bytearray:  # a copy: a view of a bytearray would keep it from growing
+            return {kind.__name__: self._add_raw(memoryview(bytes(value)))}
+        elif kind is list:
+            return self._pack_items(value, value[:])
+        elif kind is tuple:
+            return {"tuple": self._pack_items(value, value)}
+        elif kind is set or kind is frozenset:
+            return {kind.__name__: self._pack_items(value, list(value), template=_ELEMENT)}
+        elif kind in (dict, OrderedDict, defaultdict):
+            pairs = list(value.items())
+            keys, items = [key for key, _ in pairs], [item for _, item in pairs]
+            return {"dict": [self._pack_items(value, keys, template=_KEY), self._pack_items(value, items, labels=keys)]}
+        return self._pack_foreign(value)
+
+    def _pack_str(self, text: str) -> Json:
+        if len(text) > _SHORT_CHARS or _SURROGATE.search(text):  # JSON would join two surrogates into one character
+            return {"str": self._add_raw(_encode(text))}
+        return text
+
+    def _pack_items(
+        self, container: object, items: Sequence[Any], *, template: str = _ITEM, labels: Iterable[object] | None = None
+    ) -> Json:
+        if long_list := self._pack_long_list(items):
+            return long_list
+        if any(step.container is container for step in self._trail):
+            raise self._refuse(container, advice="it contains itself")
+        if len(self._trail) == _MAX_DEPTH:
+            raise ValueNotSupported(f"{self._name} is nested more than {_MAX_DEPTH} deep: use a part of it")
+        step = _Step(container, template)
+        self._trail.append(step)
+        nodes = []
+        for step.label, item in zip(range(len(items)) if labels is None else labels, items, strict=True):
+            nodes.append(self.pack(item))
+        self._trail.pop()
+        return nodes
+
+    def _pack_long_list(self, items: Sequence[Any]) -> Json:
+        """A list of one plain type as raw bytes; None where it is not one, or short."""
+        kinds = set(map(type, items)) if len(items) >= _LONG_LIST else set()
+        if kinds == {str}:
+            text = "\0".join(items)
+            if text.count("\0") < len(items):
+                self._count(len(items))
+                return {"strs": [len(items), self._add_raw(_encode(text))]}
+        elif kinds in ({int}, {float}):
+            kind = "int64" if kinds == {int} else "float64"
+            try:
+                self._add_raw(memoryview(struct.pack(f"<{len(items)}{_NUMBERS[kind]}", *items)))
+            except struct.error:  # an int of more than 64 bits
+                return None
+            return {kind: len(items)}
+        return None
+
+    def _pack_foreign(self, value: Any) -> Json:
+        """Pack what is numpy's or torch's; who has such a value has imported them."""
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        kind = type(value)
+        if torch and kind is torch.Size:
+            return {"tuple": self._pack_items(value, list(value))}
+        elif torch and kind in (torch.Tensor, torch.nn.Parameter):
+            return {"tensor": self._pack_tensor(value)}
+        elif numpy and kind is numpy.ndarray:
+            return {"array": self._pack_array(value)}
+        elif numpy and kind in (numpy.str_, numpy.bytes_):  # an array would drop the NULs at their end
+            return {"scalar": self.pack(value.item())}
+        elif numpy and isinstance(value, numpy.generic):
+            return {"scalar": {"array": self._pack_array(numpy.asarray(value))}}
+        raise self._refuse(value)
+
+    def _pack_array(self, array: numpy.ndarray[Any, Any]) -> Json:
+        import numpy
+
+        if not _ARRAY_DTYPE.fullmatch(array.dtype.str) or array.ndim > _MAX_DIMS:
+            what = f"numpy array of dtype {array.dtype} with {array.ndim} dimensions"
+            instead = "{}.astype('float64')" if array.dtype.kind in "fc" else "{}.tolist()"
+            raise self._refuse(array, what=what, advice=f"use {instead} instead")
+        flat = numpy.ascontiguousarray(array).reshape(-1)
+        self._add_raw(memoryview(flat.view(numpy.uint8) if flat.nbytes else b""))
+        return [array.dtype.str, list(array.shape)]
+
+    def _pack_tensor(self, tensor: torch.Tensor) -> Json:
+        if any(step.template is not _ITEM for step in self._trail):
+            raise self._refuse(tensor, advice="it is found by its identity, which stays behind; use its name instead")
+        if problem := _tensor_problem(tensor):
+            raise self._refuse(tensor, what=problem[0], advice=problem[1])
+        whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        self._add_raw(_tensor_bytes(whole))
+        return [str(whole.dtype).removeprefix("torch."), list(whole.shape)]
+
+    def _add_raw(self, raw: memoryview) -> int:
+        if raw.nbytes >= _LARGE_BYTES:
+            self._large.append(raw)
+        else:
+            self._small += raw
+            self._small += bytes(_padded(raw.nbytes) - raw.nbytes)
+        return raw.nbytes
+
+    def _count(self, num_items: int) -> None:
+        self._num_items += num_items
+        if self._num_items > _MAX_ITEMS:
+            raise ValueNotSupported(f"{self._name} has more than {_MAX_ITEMS} items: use numpy arrays, or a part of it")
+
+    def _refuse(self, value: object, *, what: str = "", advice: str = "") -> ValueNotSupported:
+        path = self._name
+        for step in self._trail:
+            path = step.template.format(path, _short(step.label))
+        what = what or _type_name(value)
+        article = "an" if what[0] in "aeiouAEIOU" else "a"
+        advice = (advice or _advice(value)).format(path)
+        return ValueNotSupported(f"{path} is {article} {what} and cannot travel: {advice}")
+
+
+def _encode(text: str) -> memoryview:
+    return memoryview(text.encode("utf-8", "surrogatepass"))
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; not by way of numpy, which a node may lack."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    if size_bytes == 0:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # lives as long as the view
+    return memoryview(memory).cast("B")
+
+
+def _tensor_problem(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """What keeps a tensor from travelling, and what to do about it."""
+    import torch
+
+    if tensor.is_nested:
+        return "nested tensor", "use list({}.unbind()) instead"
+    elif tensor.layout != torch.strided:
+        return f"tensor of layout {tensor.layout}", "use {}.to_dense() instead"
+    elif tensor.is_quantized:
+        return "quantized tensor", "use {}.dequantize() instead"
+    elif tensor.is_meta or (tensor.numel() and not tensor.untyped_storage().nbytes()):
+        return "tensor without data", "it is on the meta device or its storage was freed; fill it first"
+    elif str(tensor.dtype).removeprefix("torch.") not in _TENSOR_DTYPES:
+        return f"tensor of dtype {tensor.dtype}", "use {}.to(torch.float32) or {0}.view(torch.uint8) instead"
+    elif tensor.dim() > _MAX_DIMS:
+        return f"tensor of {tensor.dim()} dimensions", f"use {{}}.flatten() instead, {_MAX_DIMS} are the most"
+    return None
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _advice(value: object) -> str:
+    for attribute, advice in _INSTEAD.items():
+        if hasattr(type(value), attribute):
+            return advice
+    for plain in (int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict):
+        if isinstance(value, plain):
+            return f"use {plain.__name__}({{}}) instead"
+    if _type_name(value) in ("torch.dtype", "torch.device"):
+        return "use str({}) instead"
+    return "use list({}) instead" if isinstance(value, Iterable) else _WHAT_TRAVELS
+
+
+# ---- nodes from the other side -> the sizes of their raw bytes
+
+
+def _check(description: object, *, limit_bytes: int) -> list[int]:
+    checker = _Checker(limit_bytes)
+    checker.check(description, depth=0)
+    return checker.sizes
+
+
+class _Checker:
+    """Walks a whole description; what it lets pass, ``_build`` can make."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.sizes: list[int] = []
+        self._limit_bytes = limit_bytes
+        self._num_bytes = 0
+        self._num_items = 0
+
+    def check(self, node: object, *, depth: int) -> None:
+        self._count(1)
+        if node is None or type(node) in (bool, int, float, str):
+            return
+        kind, content = ("list", node) if type(node) is list else _only_item(node)
+        if kind == "list" or kind in _SEQUENCES:
+            self._check_list(content, depth=depth)
+        elif kind in _NUMBERS or kind == "strs":
+            self._check_list(node, depth=depth)
+        elif kind == "dict":
+            keys, items = _pair(content)
+            if self._check_list(keys, depth=depth) != self._check_list(items, depth=depth):
+                raise WireError("a dict has more keys than values, or fewer")
+        elif kind in _HEX:
+            if type(content) is not str or not re.fullmatch(_HEX[kind], content):
+                raise WireError(f"{_short(content)} is not the hexadecimal form of a {kind}")
+        elif kind in ("str", "bytes", "bytearray"):
+            self._add_raw(_natural(content))
+        elif kind == "array" or kind == "tensor":
+            self._add_raw(_data_bytes(kind, *_pair(content)))
+        elif kind == "scalar" and _is_scalar(content):
+            self.check(content, depth=depth)
+        else:
+            raise WireError(f"{_short(node)} describes no value")
+
+    def _check_list(self, node: object, *, depth: int) -> int:
+        """Check a LIST; returns its length."""
+        if type(node) is list:
+            if depth == _MAX_DEPTH:
+                raise WireError(f"a value is nested more than {_MAX_DEPTH} deep")
+            for item in node:
+                self.check(item, depth=depth + 1)
+            return len(node)
+        kind, content = _only_item(node)
+        if kind == "strs":
+            count, size_bytes = map(_natural, _pair(content))
+            self._count(count)
+        elif kind in _NUMBERS:
+            count, size_bytes = _natural(content), 8 * _natural(content)
+        else:
+            raise WireError(f"{_short(node)} describes no list")
+        self._add_raw(size_bytes)
+        return count
+
+    def _add_raw(self, size_bytes: int) -> None:
+        self.sizes.append(size_bytes)
+        self._num_bytes += _padded(size_bytes)
+        if self._num_bytes > self._limit_bytes:
+            raise WireError(f"a value announces more than {self._limit_bytes} bytes")
+
+    def _count(self, num_items: int) -> None:
+        self._num_items += num_items
+        if self._num_items > _MAX_ITEMS:
+            raise WireError(f"a value has more than {_MAX_ITEMS} items")
+
+
+def _only_item(node: object) -> tuple[str, Any]:
+    if type(node) is dict and len(node) == 1:
+        kind, content = next(iter(node.items()))
+        return str(kind), content
+    raise WireError(f"{_short(node)} describes no value")
+
+
+def _pair(content: object) -> tuple[Any, Any]:
+    if type(content) is list and len(content) == 2:
+        return content[0], content[1]
+    raise WireError(f"{_short(content)} is not a pair")
+
+
+def _natural(number: object) -> int:
+    if type(number) is int and number >= 0:
+        return number
+    raise WireError(f"{_short(number)} is not a size")
+
+
+def _is_scalar(node: object) -> bool:
+    if type(node) is str:
+        return True
+    kind, content = _only_item(node)
+    return kind in ("str", "bytes") or (kind == "array" and _pair(content)[1] == [])
+
+
+def _data_bytes(kind: str, dtype: object, shape: object) -> int:
+    """The size in bytes of an array or a tensor."""
+    if kind == "tensor" and type(dtype) is str and dtype in _TENSOR_DTYPES:
+        item_bytes = _TENSOR_DTYPES[dtype][0]
+    elif kind == "array" and type(dtype) is str and _ARRAY_DTYPE.fullmatch(dtype):
+        item_bytes = int(dtype[2:].partition("[")[0]) * (4 if dtype[1] == "U" else 1)
+    else:
+        raise WireError(f"{_short(dtype)} is not a dtype of an {kind} that can travel")
+    if type(shape) is not list or len(shape) > _MAX_DIMS:
+        raise WireError(f"{_short(shape)} is not a shape")
+    dims = [_natural(dim) for dim in shape]
+    if math.prod(dim or 1 for dim in dims) * (item_bytes or 1) >= 1 << 63:  # also where another dim is 0
+        raise WireError(f"{_short(shape)} is larger than any memory")
+    return math.prod(dims) * item_bytes
+
+
+def _short(value: object) -> str:
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxother = 120
+    try:
+        return shortener.repr(value)
+    except ValueError:  # an int of thousands of digits
+        return f"<{type(value).__name__}>"
+
+
+# ---- checked nodes and their raw bytes -> a value
+
+
+def _build(node: Any, raws: Iterator[memoryview]) -> Any:
+    if type(node) is list:
+        return [_build(item, raws) for item in node]
+    if type(node) is not dict:
+        return node
+    kind, content = _only_item(node)
+    if kind == "tuple":
+        return tuple(_build(content, raws))
+    elif kind in ("set", "frozenset", "dict"):
+        return _build_hashed(kind, content, raws)
+    elif kind in _NUMBERS:
+        return list(struct.unpack(f"<{content}{_NUMBERS[kind]}", next(raws)))
+    elif kind == "strs":
+        return _split(next(raws), count=content[0])
+    elif kind == "str":
+        return _decode(next(raws))
+    elif kind == "bytes" or kind == "bytearray":
+        return bytes(next(raws)) if kind == "bytes" else bytearray(next(raws))
+    elif kind == "int":
+        return int(content, 16)
+    elif kind == "float":
+        return struct.unpack(">d", bytes.fromhex(content))[0]
+    elif kind == "complex":
+        return complex(*struct.unpack(">2d", bytes.fromhex(content)))
+    elif kind == "tensor":
+        return _build_tensor(content[0], content[1], next(raws))
+    elif kind == "array":
+        return _build_array(content[0], content[1], next(raws))
+    return _build_scalar(_build(content, raws))

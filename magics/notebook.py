@@ -1,0 +1,43 @@
+"""What a session needs to know of the notebook it belongs to: its name, and when its kernel ends."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def session_name(user_ns: dict[str, Any]) -> str:
+    """A name from the notebook's file, so that the same notebook finds its session again; else a unique one.
+
+    JupyterLab says the file in JPY_SESSION_NAME, VS Code in a variable.
+    """
+    path = os.environ.get("JPY_SESSION_NAME") or user_ns.get("__vsc_ipynb_file__")
+    if not isinstance(path, str) or not path:
+        return f"kernel-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")[:40] or "notebook"
+    return f"{stem}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+
+
+def on_shutdown(ipython: Any, act: Callable[[], None]) -> Callable[[], None]:
+    """Call ``act`` when the kernel is shut down for good, not for a restart; returns what undoes it."""
+    kernel = getattr(ipython, "kernel", None)
+    if kernel is None:
+        return lambda: None
+    shut_down = kernel.do_shutdown
+
+    def do_shutdown(restart: bool) -> Any:
+        if not restart:
+            act()
+        return shut_down(restart)
+
+    kernel.do_shutdown = do_shutdown
+
+    def undo() -> None:
+        kernel.do_shutdown = shut_down
+
+    return undo

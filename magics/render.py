@@ -1,0 +1,194 @@
+"""A %%distributed cell as the notebook shows it: live while it runs, in its canonical form when it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+
+from ..session.results import CellResult
+from .screen import Screen
+from .transcript import Bundle, Item, LineSplitter, Rich, Text, Transcript, canonical, joined, prefixed_lines, rich_items
+
+_STANDING_S = 0.2
+
+
+@dataclass(frozen=True)
+class RenderOptions:
+    """How a cell is shown; a limit of 0 is none."""
+
+    merge: str = "same"
+    is_live: bool = True
+    is_quiet: bool = False
+    max_lines: int = 5_000
+    max_chars: int = 200_000
+
+
+class LiveCell:
+    """Observes a cell (session.cells.CellObserver) and draws it on a screen."""
+
+    def __init__(self, screen: Screen, ranks: tuple[int, ...], cell: int, options: RenderOptions) -> None:
+        self._screen = screen
+        self._options = options
+        self._cell = cell
+        self._lock = threading.Lock()
+        share_lines = -(-options.max_lines // len(ranks))
+        share_chars = -(-options.max_chars // len(ranks))
+        self._transcripts = {rank: Transcript(max_lines=share_lines, max_chars=share_chars) for rank in ranks}
+        self._splitters = {(rank, stream): LineSplitter() for rank in ranks for stream in ("stdout", "stderr")}
+        self._displays: dict[tuple[int, str], tuple[str, Rich]] = {}
+        self._shown: list[Item] = []
+        self._room_lines, self._room_chars = options.max_lines, options.max_chars
+        self._lines_not_shown = 0
+        self._waiting = ""
+        self._fed_at: dict[tuple[int, str], float] = {}
+        self._is_finished = False
+
+    # ---- while it runs, in the session's thread
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        with self._lock:
+            splitter = self._splitters[rank, stream]
+            self._fed_at[rank, stream] = time.monotonic()
+            self._add_lines(rank, stream, splitter.feed(text))
+            self._draw_transient()
+
+    def display(self, rank: int, bundle: Bundle, display_id: str, is_update: bool) -> None:
+        with self._lock:
+            rich = Rich(bundle)
+            known = self._displays.get((rank, display_id)) if display_id else None
+            if is_update and known is None:
+                return
+            if known and is_update:
+                self._transcripts[rank].replace_rich(known[1], rich)
+                self._displays[rank, display_id] = (known[0], rich)
+                self._shown = [item for item in self._shown if item != known[1]]  # so the canonical form replaces it
+                if self._is_drawing:
+                    self._screen.update(rich, known[0])
+                return
+            self._transcripts[rank].add_rich(rich)
+            own_id = uuid.uuid4().hex if display_id else ""
+            if display_id:
+                self._displays[rank, display_id] = (own_id, rich)
+            for item in rich_items({rank: bundle}, is_merging=False):
+                self._show_live(item, own_id if isinstance(item, Rich) else "")
+
+    def clear(self, rank: int, wait: bool) -> None:
+        with self._lock:
+            self._transcripts[rank].clear()
+            if self._is_drawing and self._screen.can_clear:
+                self._shown = self._canonical()
+                self._screen.replace(self._shown)
+
+    def waiting(self, text: str) -> None:
+        with self._lock:
+            self._waiting = text
+            self._draw_transient()
+
+    def notice(self, text: str) -> None:
+        with self._lock:
+            self._screen.show(Text("stderr", f"{text}\n"))
+
+    # ---- when it has ended, in the caller's thread
+
+    def finish(self, result: CellResult | None) -> None:
+        """Bring the cell into its canonical form; ``result`` is None when the cell failed."""
+        with self._lock:
+            for (rank, stream), splitter in self._splitters.items():
+                if last := splitter.end():
+                    self._transcripts[rank].add_lines(stream, last)
+            items = self._canonical()
+            if result is not None:
+                bundles = {r.rank: r.bundle for r in result if r.bundle}
+                if self._options.merge == "rank0":
+                    bundles = {rank: bundles[rank] for rank in sorted(bundles)[:1]}
+                items = joined([*items, *rich_items(bundles, is_merging=self._options.merge == "same")])
+            if not self._options.is_quiet:
+                self._settle(items)
+            self._is_finished = True
+        self._screen.close()
+
+    def _settle(self, items: list[Item]) -> None:
+        """Show what is not shown yet; everything anew where something else is shown."""
+        rest = _rest(joined(self._shown), items)
+        if not self._screen.can_clear:  # what stands on a terminal stays; the values are new
+            rest = items if not self._shown else [item for item in items if item not in self._shown][-1:]
+        if rest is None or self._screen.has_transient:
+            self._screen.replace(items)
+            return
+        for item in rest:
+            self._screen.show(item)
+
+    @property
+    def _is_drawing(self) -> bool:
+        return self._options.is_live and not self._options.is_quiet
+
+    def _add_lines(self, rank: int, stream: str, lines: list[str]) -> None:
+        if not lines:
+            return
+        self._transcripts[rank].add_lines(stream, lines)
+        first_rank = min(self._transcripts)
+        if self._options.merge == "rank0" and rank != first_rank:
+            return
+        count = self._fitting(lines)
+        if count:
+            self._show_live(Text(stream, prefixed_lines(rank, lines[:count])))
+        self._lines_not_shown += len(lines) - count
+
+    def _fitting(self, lines: list[str]) -> int:
+        """How many of ``lines`` the live view still has room for."""
+        count = len(lines)
+        if self._options.max_lines:
+            count = min(count, self._room_lines)
+            self._room_lines -= count
+        if self._options.max_chars:
+            for index in range(count):
+                self._room_chars -= len(lines[index]) + 1
+                if self._room_chars < 0:
+                    self._room_lines = 0
+                    return index
+        return count
+
+    def _show_live(self, item: Item, display_id: str = "") -> None:
+        if self._is_drawing or self._is_finished and not self._options.is_quiet:  # what comes late is always shown
+            self._screen.show(item, display_id=display_id)
+            self._shown.append(item)
+
+    def _draw_transient(self) -> None:
+        """The lines that ranks have not finished, and who is waited for."""
+        if not self._is_drawing or self._is_finished:
+            return
+        lines = [f"[{source[0]}] {s.unfinished}" for source, s in self._splitters.items() if self._is_partial(source, s)]
+        if self._lines_not_shown:
+            lines.append(f"... {self._lines_not_shown:,} more lines are not shown while the cell runs")
+        if self._waiting:
+            lines.append(self._waiting)
+        self._screen.set_transient("\n".join(lines))
+
+    def _is_partial(self, source: tuple[int, str], splitter: LineSplitter) -> bool:
+        """A line that is redrawn, or that has stood unfinished for a while; not one that is just on its way."""
+        if not splitter.unfinished:
+            return False
+        return splitter.is_redrawn or time.monotonic() - self._fed_at[source] > _STANDING_S
+
+    def _canonical(self) -> list[Item]:
+        how_to_read = {rank: f"%distributed log --cell {self._cell} --rank {rank}" for rank in self._transcripts}
+        return canonical(self._transcripts, merge=self._options.merge, how_to_read=how_to_read)
+
+
+def _rest(shown: list[Item], items: list[Item]) -> list[Item] | None:
+    """What is left to show of ``items`` when ``shown`` stands there; None when ``items`` begin otherwise."""
+    if not shown:
+        return items
+    *before, last = shown
+    count = len(before)
+    if len(items) <= count or items[:count] != before:
+        return None
+    if items[count] == last:
+        return items[count + 1 :]
+    there = items[count]
+    if isinstance(last, Text) and isinstance(there, Text) and last.stream == there.stream:
+        if there.text.startswith(last.text):
+            return [Text(there.stream, there.text[len(last.text) :]), *items[count + 1 :]]
+    return None

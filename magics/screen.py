@@ -1,0 +1,220 @@
+"""Where a cell's output goes: into the notebook cell that caused it, or to a terminal.
+
+In a kernel, stream messages with the cell's own parent header are sent by one thread, in batches: a print from a thread
+would land in whatever cell ran last, and a message a line is more than a front end takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import uuid
+from typing import Any, Protocol
+
+from .transcript import Bundle, Item, Rich, Text
+
+_GAP_S = 0.05  # 20 batches a second: a Jupyter server drops above 1,000 messages
+_REDRAW_S = 0.1
+_IDLE_S = 2.0
+_SERVER_BYTES_PER_S = 700_000  # a Jupyter server drops stream output above 1 MB/s
+_BATCH_CHARS = 1 << 20
+_SERVED_BATCH_CHARS = 200_000
+
+
+class Screen(Protocol):
+    """Takes output in order, from any thread."""
+
+    can_clear: bool
+
+    def show(self, item: Item, *, display_id: str = "") -> None:
+        """Show an item below what stands there."""
+
+    def update(self, rich: Rich, display_id: str) -> None:
+        """Redraw a rich output that was shown under ``display_id``."""
+
+    def set_transient(self, text: str) -> None:
+        """Lines that are being redrawn; gone when ``text`` is empty."""
+
+    @property
+    def has_transient(self) -> bool:
+        """Redrawn lines were shown, and left a place where they stood."""
+
+    def replace(self, items: list[Item]) -> None:
+        """Show ``items`` instead of all that was shown."""
+
+    def close(self) -> None:
+        """All that was given is shown when this returns; more may still come, and is shown at once."""
+
+
+class KernelScreen:
+    """The output of the notebook cell that runs now: make it in the main thread, inside the cell."""
+
+    can_clear = True
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._parent = kernel.get_parent("shell")
+        self._is_served = "JPY_SESSION_NAME" in os.environ
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[str, dict[str, Any]]] = []
+        self._transient = ""
+        self._transient_shown = ""
+        self._transient_id = ""
+        self._redrawn_at = 0.0
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def show(self, item: Item, *, display_id: str = "") -> None:
+        if isinstance(item, Text):
+            self._put("stream", {"name": item.stream, "text": item.text})
+        else:
+            self._put("display_data", _display(item.bundle, display_id))
+
+    def update(self, rich: Rich, display_id: str) -> None:
+        self._put("update_display_data", _display(rich.bundle, display_id))
+
+    def set_transient(self, text: str) -> None:
+        with self._changed:
+            self._transient = text
+        self._start()
+
+    @property
+    def has_transient(self) -> bool:
+        return bool(self._transient_id)
+
+    def replace(self, items: list[Item]) -> None:
+        with self._changed:
+            self._waiting.clear()
+            self._transient = self._transient_shown = self._transient_id = ""
+            self._waiting.append(("clear_output", {"wait": bool(items)}))
+        for item in items:
+            self.show(item)
+
+    def close(self) -> None:
+        thread = self._thread
+        if thread is None:
+            return
+        with self._changed:
+            self._transient = ""
+            self._is_closed = True
+            self._changed.notify()
+        thread.join()
+        self._thread, self._is_closed = None, False
+
+    def _put(self, kind: str, content: dict[str, Any]) -> None:
+        with self._changed:
+            self._waiting.append((kind, content))
+        self._start()
+
+    def _start(self) -> None:
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="detrain_nb cell output", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._has_redrawn() or self._is_closed, _IDLE_S)
+                batch, self._waiting = self._waiting, []
+                is_closed = self._is_closed
+                if not batch and not self._has_redrawn() and not is_closed:
+                    self._thread = None  # a later line starts another one
+                    return
+            sent_chars = self._send_batch(batch)
+            self._redraw(now=is_closed)
+            if is_closed and not self._waiting:
+                return
+            # what comes after silence goes out at once, the rest waits for its batch
+            time.sleep(max(_GAP_S, sent_chars / _SERVER_BYTES_PER_S if self._is_served else 0.0))
+
+    def _send_batch(self, batch: list[tuple[str, dict[str, Any]]]) -> int:
+        sent_chars = 0
+        limit = _SERVED_BATCH_CHARS if self._is_served else _BATCH_CHARS
+        for kind, content in _merged(batch):
+            if kind != "stream":
+                self._send(kind, content)
+                continue
+            text = content["text"]
+            for start in range(0, len(text), limit):
+                if sent_chars + limit > limit and self._is_served and start:
+                    time.sleep(limit / _SERVER_BYTES_PER_S)
+                self._send("stream", {"name": content["name"], "text": text[start : start + limit]})
+            sent_chars += len(text)
+        return sent_chars
+
+    def _has_redrawn(self) -> bool:
+        return self._transient != self._transient_shown
+
+    def _redraw(self, *, now: bool) -> None:
+        if not self._has_redrawn() or not (now or time.monotonic() - self._redrawn_at >= _REDRAW_S):
+            return
+        self._transient_shown, self._redrawn_at = self._transient, time.monotonic()
+        kind = "update_display_data" if self._transient_id else "display_data"
+        self._transient_id = self._transient_id or uuid.uuid4().hex
+        self._send(kind, _display({"text/plain": self._transient_shown}, self._transient_id))
+
+    def _send(self, kind: str, content: dict[str, Any]) -> None:
+        """An IOPub message of this cell. ipykernel's socket hands it to its own thread: any thread may."""
+        with contextlib.suppress(OSError):  # the kernel is going down
+            self._kernel.session.send(
+                self._kernel.iopub_socket, kind, content, parent=self._parent, ident=kind.encode()
+            )
+
+
+class TextScreen:
+    """A terminal, or any text stream: live, in order of arrival, nothing is taken back."""
+
+    can_clear = False
+    has_transient = False
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def show(self, item: Item, *, display_id: str = "") -> None:
+        with self._lock:
+            if isinstance(item, Text):
+                stream = sys.stderr if item.stream == "stderr" else sys.stdout
+                stream.write(item.text)
+            else:
+                stream = sys.stdout
+                stream.write(item.bundle.get("text/plain", "") + "\n")
+            stream.flush()
+
+    def update(self, rich: Rich, display_id: str) -> None:
+        self.show(rich)
+
+    def set_transient(self, text: str) -> None:
+        """A terminal that others print to has no line of its own to redraw."""
+
+    def replace(self, items: list[Item]) -> None:
+        """What stands on a terminal stays."""
+
+    def close(self) -> None:
+        """All was shown at once."""
+
+
+def screen_for(ipython: Any) -> Screen:
+    """The screen of the cell that runs now."""
+    kernel = getattr(ipython, "kernel", None)
+    return KernelScreen(kernel) if kernel is not None else TextScreen()
+
+
+def _display(bundle: Bundle, display_id: str) -> dict[str, Any]:
+    return {"data": bundle, "metadata": {}, "transient": {"display_id": display_id} if display_id else {}}
+
+
+def _merged(batch: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """Neighbouring texts of one stream become one message."""
+    merged: list[tuple[str, dict[str, Any], list[str]]] = []
+    for kind, content in batch:
+        last = merged[-1] if merged else None
+        if kind == "stream" and last and last[0] == "stream" and last[1]["name"] == content["name"]:
+            last[2].append(content["text"])
+        else:
+            merged.append((kind, content, [content.get("text", "")]))
+    return [(kind, {**content, "text": "".join(texts)} if kind == "stream" else content) for kind, content, texts in merged]

@@ -1,0 +1,249 @@
+"""What each rank said in one cell, within bounds, and its canonical form: the same at every run of the same cell.
+
+While a cell runs, lines appear as they come, so two runs differ in order. The canonical form has the ranks in order,
+stdout before stderr between two rich outputs, and what several ranks said identically once, marked ``[0-3]``.
+"""
+
+from __future__ import annotations
+
+import collections
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import short_ranks
+
+Bundle = dict[str, Any]
+TAIL_LINES = 200
+_DIFF_LINES = 2000  # above this, lines are matched by their position: the diff takes time by the square
+
+
+@dataclass(frozen=True)
+class Text:
+    """Whole lines of one stream, each with its newline."""
+
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Rich:
+    """A rich output, {mime type: data}."""
+
+    bundle: Bundle
+
+
+Item = Text | Rich
+
+
+class LineSplitter:
+    """Split what one rank writes to one stream into finished lines and the line it is still writing or redrawing."""
+
+    def __init__(self) -> None:
+        self.unfinished = ""
+        self.is_redrawn = False  # the unfinished line is one that the rank draws again and again
+        self._returned = False  # a return was seen: the next character begins the line anew
+
+    def feed(self, text: str) -> list[str]:
+        """Take the next text; return the lines that are now finished, without their newlines."""
+        if "\r" not in text and not self._returned:
+            *finished, self.unfinished = (self.unfinished + text).split("\n")
+            self.is_redrawn = self.is_redrawn and not finished
+            return finished
+        finished = []
+        for part in text.replace("\r\n", "\n").splitlines(keepends=True):
+            content = part.rstrip("\r\n")
+            if self._returned and content:
+                self.unfinished, self._returned = "", False
+            self.unfinished += content
+            if part.endswith("\n"):
+                finished.append(self.unfinished)
+                self.unfinished, self._returned, self.is_redrawn = "", False, False
+            elif part.endswith("\r"):
+                self._returned = self.is_redrawn = True
+        return finished
+
+    def end(self) -> list[str]:
+        """The cell is over: a line without its newline is a line too."""
+        line, self.unfinished, self._returned = self.unfinished, "", False
+        return [line] if line else []
+
+
+@dataclass
+class _Lines:
+    stream: str
+    lines: list[str]
+
+
+class Transcript:
+    """What one rank said: its first lines within the limits, its last ``TAIL_LINES``, all rich outputs."""
+
+    def __init__(self, *, max_lines: int, max_chars: int) -> None:
+        """Zero means no limit."""
+        self._room_lines = max(1, max_lines - TAIL_LINES) if max_lines else None
+        self._room_chars = max_chars or None
+        self._head: list[_Lines | Rich] = []
+        self._tail: collections.deque[tuple[str, str]] = collections.deque(maxlen=TAIL_LINES)
+        self._left_out = 0
+
+    def add_lines(self, stream: str, lines: list[str]) -> None:
+        fitting = self._fitting(lines)
+        if fitting:
+            last = self._head[-1] if self._head else None
+            if isinstance(last, _Lines) and last.stream == stream:
+                last.lines += lines[:fitting]
+            else:
+                self._head.append(_Lines(stream, lines[:fitting]))
+        if fitting < len(lines):
+            rest = lines[fitting:]
+            self._left_out += len(rest)
+            self._tail.extend((stream, line[:_MAX_TAIL_LINE]) for line in rest[-TAIL_LINES:])
+
+    def add_rich(self, rich: Rich) -> None:
+        self._head.append(rich)
+
+    def replace_rich(self, old: Rich, new: Rich) -> None:
+        """A rich output was redrawn under its display id."""
+        self._head = [new if entry is old else entry for entry in self._head]
+
+    def clear(self) -> None:
+        self._head.clear()
+        self._tail.clear()
+        self._left_out = 0
+
+    def sections(self, how_to_read: str) -> list[tuple[dict[str, list[str]], Rich | None]]:
+        """What was said between two rich outputs, by stream, and the rich output that ended it."""
+        sections: list[tuple[dict[str, list[str]], Rich | None]] = []
+        said: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        for entry in self._head:
+            if isinstance(entry, Rich):
+                sections.append((said, entry))
+                said = {"stdout": [], "stderr": []}
+            else:
+                said[entry.stream] += entry.lines
+        hidden = self._left_out - len(self._tail)
+        if hidden > 0:
+            said["stdout"].append(f"... {hidden:,} more lines, read them with {how_to_read} ...")
+        for stream, line in self._tail:
+            said[stream].append(line)
+        sections.append((said, None))
+        return sections
+
+    def _fitting(self, lines: list[str]) -> int:
+        """How many of ``lines`` still fit in the head; the room they take is gone."""
+        if self._left_out:
+            return 0
+        count = len(lines) if self._room_lines is None else min(len(lines), self._room_lines)
+        if self._room_chars is not None:
+            for index in range(count):
+                self._room_chars -= len(lines[index]) + 1
+                if self._room_chars < 0:
+                    count = index
+                    break
+        if self._room_lines is not None:
+            self._room_lines -= count
+        return count
+
+
+_MAX_TAIL_LINE = 2000
+
+
+def canonical(transcripts: dict[int, Transcript], *, merge: str, how_to_read: dict[int, str]) -> list[Item]:
+    """The canonical form of a cell. ``merge`` is "same" (identical lines once), "all", or "rank0" (the first rank)."""
+    chosen = sorted(transcripts)[:1] if merge == "rank0" else sorted(transcripts)
+    by_rank = {rank: transcripts[rank].sections(how_to_read[rank]) for rank in chosen}
+    items: list[Item] = []
+    for index in range(max((len(sections) for sections in by_rank.values()), default=0)):
+        here = {rank: sections[index] for rank, sections in by_rank.items() if index < len(sections)}
+        for stream in ("stdout", "stderr"):
+            lines = {rank: said[stream] for rank, (said, _) in here.items() if said[stream]}
+            text = "".join(_prefixed(ranks, line) for ranks, line in merge_lines(lines, is_merging=merge == "same"))
+            if text:
+                items.append(Text(stream, text))
+        riches = {rank: rich.bundle for rank, (_, rich) in here.items() if rich}
+        items += rich_items(riches, is_merging=merge == "same")
+    return joined(items)
+
+
+def rich_items(bundles: dict[int, Bundle], *, is_merging: bool) -> list[Item]:
+    """Rich outputs of the ranks, identical ones once; text goes out with its ranks before it, so does an image's."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(bundles):
+        key = json.dumps(bundles[rank], sort_keys=True) if is_merging else str(rank)
+        groups.setdefault(key, []).append(rank)
+    items: list[Item] = []
+    for ranks in groups.values():
+        bundle = bundles[ranks[0]]
+        label = f"[{short_ranks(ranks)}] "
+        text = bundle.get("text/plain", "")
+        indented = label + text.replace("\n", "\n" + " " * len(label))
+        if set(bundle) == {"text/plain"}:
+            items.append(Rich({"text/plain": indented}))
+        else:
+            items += [Text("stdout", f"{label.rstrip()}\n"), Rich(bundle)]
+    return items
+
+
+def merge_lines(lines: dict[int, list[str]], *, is_merging: bool) -> Iterator[tuple[tuple[int, ...], str]]:
+    """The lines of several ranks in order of rank, those that stand in the same place of several ranks' output once."""
+    merged: list[tuple[tuple[int, ...], str]] = []
+    for rank in sorted(lines):
+        mine = [((rank,), line) for line in lines[rank]]
+        merged = _merge_two(merged, mine) if is_merging and merged else merged + mine
+    return iter(merged)
+
+
+_Marked = tuple[tuple[int, ...], str]
+
+
+def _merge_two(first: list[_Marked], second: list[_Marked]) -> list[_Marked]:
+    a, b = [line for _, line in first], [line for _, line in second]
+    merged: list[_Marked] = []
+    for tag, a_start, a_end, b_start, b_end in _matching(a, b):
+        if tag == "equal":
+            pairs = zip(first[a_start:a_end], second[b_start:b_end])
+            merged += [(mine + theirs, line) for (mine, line), (theirs, _) in pairs]
+        else:
+            merged += first[a_start:a_end] + second[b_start:b_end]
+    return merged
+
+
+def _matching(a: Sequence[str], b: Sequence[str]) -> Iterable[tuple[str, int, int, int, int]]:
+    if len(a) + len(b) <= _DIFF_LINES:
+        return difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
+    codes: list[tuple[str, int, int, int, int]] = []
+    shorter = min(len(a), len(b))
+    start = 0
+    while start < shorter:
+        is_equal = a[start] == b[start]
+        end = start + 1
+        while end < shorter and (a[end] == b[end]) == is_equal:
+            end += 1
+        codes.append(("equal" if is_equal else "replace", start, end, start, end))
+        start = end
+    codes.append(("replace", shorter, len(a), shorter, len(b)))
+    return codes
+
+
+def joined(items: Iterable[Item]) -> list[Item]:
+    """Neighbouring texts of one stream as one."""
+    result: list[Item] = []
+    for item in items:
+        last = result[-1] if result else None
+        if isinstance(item, Text) and isinstance(last, Text) and last.stream == item.stream:
+            result[-1] = Text(item.stream, last.text + item.text)
+        else:
+            result.append(item)
+    return result
+
+
+def prefixed_lines(rank: int, lines: list[str]) -> str:
+    """Finished lines of one rank as they are shown live."""
+    prefix = f"[{rank}] "
+    return prefix + f"\n{prefix}".join(lines) + "\n"
+
+
+def _prefixed(ranks: tuple[int, ...], line: str) -> str:
+    return f"[{short_ranks(ranks)}] {line}\n"
