@@ -2,6 +2,7 @@
 
 DetrainError
 ├── SpecError (ValueError)            what was asked for cannot be: a field, a number, a name
+│   └── CellSyntaxError               a cell is not Python; nothing was sent
 ├── SessionError                      the session is not in a state for that: none runs, a rank is busy
 ├── LaunchError                       the ranks of a node could not be started
 ├── TransportError                    a node cannot be reached, or its channel broke
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 __all__ = [
     "CellInterrupted",
+    "CellSyntaxError",
     "CellTimeout",
     "DetrainError",
     "LaunchError",
@@ -48,6 +50,19 @@ class DetrainError(Exception):
 
 class SpecError(DetrainError, ValueError):
     """What was asked for cannot be."""
+
+
+class CellSyntaxError(SpecError):
+    """A cell is not Python; nothing was sent."""
+
+    def __init__(self, error: SyntaxError) -> None:
+        self.error = error
+        super().__init__(f"{error.msg} (line {error.lineno})")
+
+    def _render_traceback_(self) -> list[str]:
+        text = (self.error.text or "").rstrip()
+        marker = " " * max(0, (self.error.offset or 1) - 1) + "^"
+        return [f"  line {self.error.lineno}", f"    {text}", f"    {marker}", f"SyntaxError: {self.error.msg}"]
 
 
 class SessionError(DetrainError):

@@ -5,7 +5,7 @@ A description is a node: null, a bool, an int of 64 bits, a finite float, a shor
     {"int": HEX}  {"float": HEX of 8 bytes}  {"complex": HEX of 16 bytes}
     {"str": SIZE}  {"bytes": SIZE}  {"bytearray": SIZE}  {"array": [DTYPE, SHAPE]}  {"tensor": [DTYPE, SHAPE]}
     {"scalar": a string, bytes, or an array without dimensions}          a numpy scalar
-    {"int64": COUNT}  {"float64": COUNT}  {"strs": [COUNT, SIZE]}        a long LIST of one type
+    {"int64": COUNT}  {"float64": COUNT}                                 a long LIST of numbers
 Each SIZE, COUNT or SHAPE stands for raw bytes, in this order: large ones are a buffer each, all others share the first.
 """
 
@@ -18,7 +18,7 @@ import re
 import reprlib
 import struct
 import sys
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_DESCRIPTION_BYTES", "Json", "buffer_sizes", "pack", "unpack"]
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MAX_DESCRIPTION_BYTES = 8 << 20  # as JSON; the header of a message holds twice that
 _MAX_ITEMS = MAX_DESCRIPTION_BYTES // 2  # an item is a character and a comma at least
@@ -40,8 +40,8 @@ _LARGE_BYTES = 1024
 _ALIGN_BYTES = 16
 _SHORT_CHARS = 64
 _LONG_LIST = 32
+_MAX_SAME_HASH = 1000
 
-_SEQUENCES = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _NUMBERS = {"int64": "q", "float64": "d"}
 _HEX = {"int": r"-?[0-9a-f]+", "float": r"[0-9a-f]{16}", "complex": r"[0-9a-f]{32}"}
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -125,7 +125,8 @@ def _padded(size_bytes: int) -> int:
 
 def _buffer_sizes(sizes: list[int]) -> list[int]:
     small = sum(_padded(size) for size in sizes if size < _LARGE_BYTES)
-    return [size for size in (small, *sizes) if size >= _LARGE_BYTES or size == small > 0]
+    large = [size for size in sizes if size >= _LARGE_BYTES]
+    return [small, *large] if small else large
 
 
 def _cut(sizes: list[int], views: list[memoryview]) -> Iterator[memoryview]:
@@ -148,8 +149,7 @@ class _Step:
     """A container that is being packed; ``label`` is the item it is at."""
 
     def __init__(self, container: object, template: str) -> None:
-        self.container = container
-        self.template = template
+        self.container, self.template = container, template
         self.label: object = None
 
 
@@ -165,7 +165,7 @@ class _Packer:
         return [memoryview(self._small), *self._large] if self._small else self._large
 
     def pack(self, value: Any) -> Any:
-        self._count(1)
+        self._count()
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -193,14 +193,14 @@ class _Packer:
 
     def _pack_str(self, text: str) -> Json:
         if len(text) > _SHORT_CHARS or _SURROGATE.search(text):  # JSON would join two surrogates into one character
-            return {"str": self._add_raw(_encode(text))}
+            return {"str": self._add_raw(memoryview(text.encode("utf-8", "surrogatepass")))}
         return text
 
     def _pack_items(
         self, container: object, items: Sequence[Any], *, template: str = _ITEM, labels: Iterable[object] | None = None
     ) -> Json:
-        if long_list := self._pack_long_list(items):
-            return long_list
+        if numbers := self._pack_numbers(items):
+            return numbers
         if any(step.container is container for step in self._trail):
             raise self._refuse(container, advice="it contains itself")
         if len(self._trail) == _MAX_DEPTH:
@@ -208,27 +208,24 @@ class _Packer:
         step = _Step(container, template)
         self._trail.append(step)
         nodes = []
-        for step.label, item in zip(range(len(items)) if labels is None else labels, items, strict=True):
+        for label, item in zip(range(len(items)) if labels is None else labels, items, strict=True):
+            step.label = label
             nodes.append(self.pack(item))
         self._trail.pop()
         return nodes
 
-    def _pack_long_list(self, items: Sequence[Any]) -> Json:
-        """A list of one plain type as raw bytes; None where it is not one, or short."""
+    def _pack_numbers(self, items: Sequence[Any]) -> Json:
+        """A long list of floats, or of ints of 64 bits, as raw bytes; None where it is not one."""
         kinds = set(map(type, items)) if len(items) >= _LONG_LIST else set()
-        if kinds == {str}:
-            text = "\0".join(items)
-            if text.count("\0") < len(items):
-                self._count(len(items))
-                return {"strs": [len(items), self._add_raw(_encode(text))]}
-        elif kinds in ({int}, {float}):
-            kind = "int64" if kinds == {int} else "float64"
-            try:
-                self._add_raw(memoryview(struct.pack(f"<{len(items)}{_NUMBERS[kind]}", *items)))
-            except struct.error:  # an int of more than 64 bits
-                return None
-            return {kind: len(items)}
-        return None
+        if kinds not in ({int}, {float}):
+            return None
+        kind = "int64" if kinds == {int} else "float64"
+        try:
+            raw = struct.pack(f"<{len(items)}{_NUMBERS[kind]}", *items)
+        except struct.error:  # an int of more bits
+            return None
+        self._add_raw(memoryview(raw))
+        return {kind: len(items)}
 
     def _pack_foreign(self, value: Any) -> Json:
         """Pack what is numpy's or torch's; who has such a value has imported them."""
@@ -240,8 +237,8 @@ class _Packer:
             return {"tensor": self._pack_tensor(value)}
         elif numpy and kind is numpy.ndarray:
             return {"array": self._pack_array(value)}
-        elif numpy and kind in (numpy.str_, numpy.bytes_):  # an array would drop the NULs at their end
-            return {"scalar": self.pack(value.item())}
+        elif numpy and kind in (numpy.str_, numpy.bytes_):  # as arrays, or by .item(), they lose NULs at their end
+            return {"scalar": self.pack("".join(value) if kind is numpy.str_ else bytes(value))}
         elif numpy and isinstance(value, numpy.generic):
             return {"scalar": {"array": self._pack_array(numpy.asarray(value))}}
         raise self._refuse(value)
@@ -254,7 +251,7 @@ class _Packer:
             instead = "{}.astype('float64')" if array.dtype.kind in "fc" else "{}.tolist()"
             raise self._refuse(array, what=what, advice=f"use {instead} instead")
         flat = numpy.ascontiguousarray(array).reshape(-1)
-        self._add_raw(memoryview(flat.view(numpy.uint8) if flat.nbytes else b""))
+        self._add_raw(flat.view(numpy.uint8).data if flat.nbytes else memoryview(b""))
         return [array.dtype.str, list(array.shape)]
 
     def _pack_tensor(self, tensor: torch.Tensor) -> Json:
@@ -274,8 +271,8 @@ class _Packer:
             self._small += bytes(_padded(raw.nbytes) - raw.nbytes)
         return raw.nbytes
 
-    def _count(self, num_items: int) -> None:
-        self._num_items += num_items
+    def _count(self) -> None:
+        self._num_items += 1
         if self._num_items > _MAX_ITEMS:
             raise ValueNotSupported(f"{self._name} has more than {_MAX_ITEMS} items: use numpy arrays, or a part of it")
 
@@ -287,10 +284,6 @@ class _Packer:
         article = "an" if what[0] in "aeiouAEIOU" else "a"
         advice = (advice or _advice(value)).format(path)
         return ValueNotSupported(f"{path} is {article} {what} and cannot travel: {advice}")
-
-
-def _encode(text: str) -> memoryview:
-    return memoryview(text.encode("utf-8", "surrogatepass"))
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -358,14 +351,17 @@ class _Checker:
         self._num_items = 0
 
     def check(self, node: object, *, depth: int) -> None:
-        self._count(1)
+        self._count()
         if node is None or type(node) in (bool, int, float, str):
             return
-        kind, content = ("list", node) if type(node) is list else _only_item(node)
-        if kind == "list" or kind in _SEQUENCES:
-            self._check_list(content, depth=depth)
-        elif kind in _NUMBERS or kind == "strs":
+        if type(node) is list:
             self._check_list(node, depth=depth)
+            return
+        kind, content = _only_item(node)
+        if kind in _NUMBERS:
+            self._check_list(node, depth=depth)
+        elif kind in ("tuple", "set", "frozenset"):
+            self._check_list(content, depth=depth)
         elif kind == "dict":
             keys, items = _pair(content)
             if self._check_list(keys, depth=depth) != self._check_list(items, depth=depth):
@@ -391,15 +387,10 @@ class _Checker:
                 self.check(item, depth=depth + 1)
             return len(node)
         kind, content = _only_item(node)
-        if kind == "strs":
-            count, size_bytes = map(_natural, _pair(content))
-            self._count(count)
-        elif kind in _NUMBERS:
-            count, size_bytes = _natural(content), 8 * _natural(content)
-        else:
+        if kind not in _NUMBERS:
             raise WireError(f"{_short(node)} describes no list")
-        self._add_raw(size_bytes)
-        return count
+        self._add_raw(8 * _natural(content))
+        return _natural(content)
 
     def _add_raw(self, size_bytes: int) -> None:
         self.sizes.append(size_bytes)
@@ -407,8 +398,8 @@ class _Checker:
         if self._num_bytes > self._limit_bytes:
             raise WireError(f"a value announces more than {self._limit_bytes} bytes")
 
-    def _count(self, num_items: int) -> None:
-        self._num_items += num_items
+    def _count(self) -> None:
+        self._num_items += 1
         if self._num_items > _MAX_ITEMS:
             raise WireError(f"a value has more than {_MAX_ITEMS} items")
 
@@ -456,6 +447,7 @@ def _data_bytes(kind: str, dtype: object, shape: object) -> int:
 
 
 def _short(value: object) -> str:
+    """The repr of a value, of bounded length whatever the value is."""
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = 120
     try:
@@ -475,24 +467,92 @@ def _build(node: Any, raws: Iterator[memoryview]) -> Any:
     kind, content = _only_item(node)
     if kind == "tuple":
         return tuple(_build(content, raws))
-    elif kind in ("set", "frozenset", "dict"):
-        return _build_hashed(kind, content, raws)
+    elif kind == "set" or kind == "frozenset":
+        keys = _build_keys(content, raws)
+        return set(keys) if kind == "set" else frozenset(keys)
+    elif kind == "dict":
+        return dict(zip(_build_keys(content[0], raws), _build(content[1], raws), strict=True))
     elif kind in _NUMBERS:
         return list(struct.unpack(f"<{content}{_NUMBERS[kind]}", next(raws)))
-    elif kind == "strs":
-        return _split(next(raws), count=content[0])
-    elif kind == "str":
-        return _decode(next(raws))
-    elif kind == "bytes" or kind == "bytearray":
-        return bytes(next(raws)) if kind == "bytes" else bytearray(next(raws))
     elif kind == "int":
         return int(content, 16)
     elif kind == "float":
         return struct.unpack(">d", bytes.fromhex(content))[0]
     elif kind == "complex":
         return complex(*struct.unpack(">2d", bytes.fromhex(content)))
+    elif kind == "str":
+        return _decode(next(raws))
+    elif kind == "bytes" or kind == "bytearray":
+        return bytes(next(raws)) if kind == "bytes" else bytearray(next(raws))
     elif kind == "tensor":
         return _build_tensor(content[0], content[1], next(raws))
     elif kind == "array":
         return _build_array(content[0], content[1], next(raws))
+    assert kind == "scalar", kind
     return _build_scalar(_build(content, raws))
+
+
+def _build_keys(node: Json, raws: Iterator[memoryview]) -> list[Any]:
+    """A list whose items can be the keys of a dict or the elements of a set."""
+    keys: list[Any] = _build(node, raws)
+    try:
+        hashes = Counter(map(hash, keys))
+    except TypeError as exc:
+        raise WireError(f"a key or an element cannot be one: {exc}") from exc
+    if hashes and max(hashes.values()) > _MAX_SAME_HASH:  # a set of them would take hours
+        raise WireError(f"more than {_MAX_SAME_HASH} keys or elements have the same hash")
+    return keys
+
+
+def _decode(raw: memoryview) -> str:
+    try:
+        return str(raw, "utf-8", "surrogatepass")
+    except UnicodeDecodeError as exc:
+        raise WireError(f"a string is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+
+
+def _build_scalar(value: Any) -> Any:
+    numpy = _import_numpy()
+    if type(value) is str:
+        return numpy.str_(value)
+    return numpy.bytes_(value) if type(value) is bytes else value[()]
+
+
+def _build_array(dtype: str, shape: list[int], raw: memoryview) -> Any:
+    numpy = _import_numpy()
+    memory = bytearray(raw) if raw.readonly else raw
+    if dtype == "|b1" and numpy.ndarray(len(raw), "|u1", memory).max(initial=0) > 1:
+        raise WireError("an array of bool holds bytes that are neither 0 nor 1")
+    if dtype[1] == "U" and numpy.ndarray(len(raw) // 4, f"{dtype[0]}u4", memory).max(initial=0) > sys.maxunicode:
+        raise WireError("an array of strings holds what is no character")
+    return numpy.ndarray(shape, dtype, memory)
+
+
+def _import_numpy() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        raise ValueNotSupported("the value holds numpy arrays or numbers, or tensors: install numpy here") from None
+    return numpy
+
+
+def _build_tensor(dtype: str, shape: list[int], raw: memoryview) -> Any:
+    item_bytes, numpy_dtype = _TENSOR_DTYPES[dtype]
+    try:
+        import torch
+    except ImportError:
+        if not numpy_dtype:
+            raise ValueNotSupported(
+                f"the value holds a tensor of {dtype}, unknown to numpy: install torch here"
+            ) from None
+        return _build_array(numpy_dtype, shape, raw)
+    if not hasattr(torch, dtype):
+        raise ValueNotSupported(
+            f"the value holds a tensor of {dtype}, unknown to torch {torch.__version__}: upgrade it"
+        )
+    memory = bytearray(raw) if raw.readonly else raw
+    flat = torch.frombuffer(memory, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    if dtype == "bool" and raw and flat.max() > 1:
+        raise WireError("a tensor of bool holds bytes that are neither 0 nor 1")
+    aligned = flat.clone() if flat.data_ptr() % item_bytes else flat
+    return aligned.view(getattr(torch, dtype)).reshape(shape)

@@ -11,7 +11,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.display import display
 
-from ..errors import DetrainError, SessionError, SpecError
+from ..errors import CellSyntaxError, DetrainError, SessionError, SpecError
 from ..plan import parse_ranks
 from ..session.session import Session
 from ..transport.local import running_sessions
@@ -135,11 +135,14 @@ class DistributedMagics(Magics):  # type: ignore[misc]
         return self._parsed[key]
 
     def _check_syntax(self, cell: str) -> None:
-        """Raises: SyntaxError, before anything is sent."""
+        """Raises: CellSyntaxError, before anything is sent."""
         if not cell.strip():
             raise UsageError("%%distributed: the cell is empty: write the code to run below its first line")
-        code = self.shell.transform_cell(cell)
-        compile(code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        try:
+            code = self.shell.transform_cell(cell)
+            compile(code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        except SyntaxError as exc:
+            raise CellSyntaxError(exc) from None
 
     def _session_for(self, count: int | None) -> Session:
         if self.session is None or not self.session.is_alive:
@@ -277,6 +280,8 @@ class DistributedMagics(Magics):  # type: ignore[misc]
             act()
         except HelpShown as shown:
             print(shown)
+        except CellSyntaxError as exc:
+            raise exc.with_traceback(None) from None
         except SpecError as exc:
             raise UsageError(str(exc)) from None
         except DetrainError as exc:

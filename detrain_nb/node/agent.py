@@ -18,7 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
-import time
+import traceback
 import uuid
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def main(folder: Path) -> None:
         try:
             agent.run()
         except Exception as exc:
-            agent.say_last_words(f"the agent failed: {exc!r}")
+            agent.say_last_words(f"the agent failed: {exc!r}, at {traceback.extract_tb(exc.__traceback__)[-1]}")
             raise
         finally:
             ended = folder.with_name(f".ended-{os.getpid()}")
@@ -240,7 +240,9 @@ class _Agent:
         try:
             for frame in self._notebook.receive():
                 self._handle(frame)
-        except WireError:
+        except WireError as exc:
+            if not isinstance(exc, LinkClosed):
+                self.say_last_words(f"the agent could not read a message: {exc}")
             self._hang_up(self._notebook)
             self._notebook = None
             self._is_ending = True  # its notebook is gone

@@ -202,9 +202,10 @@ class _Interpreter:
     def _answer(self, request: int, act: Callable[[], None]) -> None:
         try:
             act()
-        except DetrainError as exc:
+        except Exception as exc:  # repr of a user's class, memory, torch: the rank lives on and says what it was
             self._arriving.pop(request, None)
-            self._send(RequestFailed(self._rank, request, _bounded(str(exc))))
+            error = str(exc) if isinstance(exc, DetrainError) else f"{type(exc).__name__}: {exc}"
+            self._send(RequestFailed(self._rank, request, _bounded(error)))
 
     def _pull(self, message: Pull) -> None:
         packed = [(name, *values.pack(self._look_up(name), name=name)) for name in message.names]
@@ -222,7 +223,7 @@ class _Interpreter:
             return namespace[name]
         near = difflib.get_close_matches(name, [known for known in namespace if not known.startswith("_")], 1)
         hint = f": did you mean {near[0]!r}?" if near else ""
-        raise DetrainError(f"there is no variable {name!r} on rank {self._rank}{hint}")
+        raise DetrainError(f"there is no variable {name!r}{hint}")
 
     def _begin_push(self, message: Push) -> None:
         buffers = [bytearray(size) for size in values.buffer_sizes(message.description)]

@@ -54,9 +54,12 @@ class Request:
             raise CellTimeout(f"{what}: {format_ranks(self._waiting_for)} did not answer within {limit_s:g} s")
         if self._failure:
             raise self._failure
-        refused = {rank: m.error for rank, m in self.answers.items() if isinstance(m, RequestFailed)}
+        refused: dict[str, list[int]] = {}
+        for rank, answer in self.answers.items():
+            if isinstance(answer, RequestFailed):
+                refused.setdefault(answer.error, []).append(rank)
         if refused:
-            raise SessionError("; ".join(dict.fromkeys(refused.values())))
+            raise SessionError("; ".join(f"{format_ranks(ranks)}: {error}" for error, ranks in refused.items()))
 
     def wait_quietly(self, limit_s: float) -> None:
         """Wait for all answers, and be content with those that came."""

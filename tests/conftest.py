@@ -1,0 +1,84 @@
+"""Skips: counted by reason at the end, and in `.ci/run` allowed only where nothing could be done about them.
+
+A test that needs a Debian package says ``@pytest.mark.needs_debian("chromium")``; a fixture of any scope that needs one
+takes `needs_debian` and calls it. Both skip with the command that installs it. With DETRAIN_NB_CI set, every other skip
+is a failure unless its reason says GPU; so is a missing Debian package, unless SYSTEM_DEPS=no or the user is not root
+(then the Makefile could not install it).
+
+Fixtures of a room stand in ``tests/<room>/conftest.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+# What shows that a package is there: a program on PATH, or a file. Other systems may bring it in their own way.
+DEBIAN = {
+    "chromium": "chromium",
+    "dataset-fashion-mnist": "/usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz",
+}
+ADVICE = "apt-get install"
+
+
+@pytest.fixture(scope="session")
+def needs_debian() -> Callable[..., None]:
+    """Return a function that skips the test, or whoever needs the fixture that calls it, where a package is missing."""
+    return _skip_without
+
+
+def _skip_without(*packages: str) -> None:
+    missing = [name for name in packages if not (shutil.which(DEBIAN[name]) or Path(DEBIAN[name]).exists())]
+    if missing:
+        pytest.skip(f"needs {' and '.join(missing)}: run '{ADVICE} {' '.join(missing)}' as root")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs_debian"):
+        _skip_without(*mark.args)
+
+
+def _is_allowed(reason: str) -> bool:
+    can_install = os.environ.get("SYSTEM_DEPS") != "no" and os.geteuid() == 0
+    return "GPU" in reason or (ADVICE in reason and not can_install)
+
+
+def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("DETRAIN_NB_CI"):
+        reason = _read_reason(report)
+        if not _is_allowed(reason):
+            report.outcome = "failed"
+            report.longrepr = f"skipped: {reason}\nhere only a missing GPU may be a reason: install what the test needs"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_skipped(report)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    counts = Counter(_read_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    if counts:
+        terminalreporter.section("skipped, by reason")
+        for reason, count in counts.most_common():
+            terminalreporter.line(f"{count:5}  {reason}")
+
+
+def _read_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    longrepr = report.longrepr
+    text = longrepr[2] if isinstance(longrepr, tuple) else str(longrepr)
+    return text.removeprefix("Skipped: ")

@@ -1,0 +1,508 @@
+"""The rooms and the arrows between them are those of docs/design.md: the two blocks there are read, the code is walked.
+
+`read_rules` turns the blocks into `Rules`; `find_faults` holds a tree against them and returns one line per fault, so
+the tests below can also show it a small tree with a fault in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "detrain_nb"
+MAPPED = {"magics": f"{PACKAGE}.magics", "widgets": f"{PACKAGE}.widgets"}  # folder at the top -> import name
+HEAVY = {"IPython", "ipykernel", "ipywidgets", "anywidget", "paramiko", "torch", "numpy"}  # the core does without
+NOT_ON_WINDOWS = {"fcntl", "grp", "pty", "pwd", "resource", "termios"}
+DRIVES_NODES = {"session", "transport"}  # these run on Windows too
+
+# What the standard library got after Python 3.10.
+NEWER_MODULES = {"annotationlib", "asyncio.taskgroups", "compression", "concurrent.interpreters", "tomllib"}
+NEWER_MODULES |= {"importlib.resources.abc", "pathlib.types", "string.templatelib", "wsgiref.types"}
+NEWER_NAMES = {
+    "asyncio": "Barrier BrokenBarrierError QueueShutDown Runner TaskGroup Timeout timeout timeout_at",
+    "base64": "z85decode z85encode",
+    "builtins": "BaseExceptionGroup ExceptionGroup PythonFinalizationError",
+    "calendar": "Day Month",
+    "concurrent.futures": "InterpreterPoolExecutor",
+    "contextlib": "chdir",
+    "copy": "replace",
+    "datetime": "UTC",
+    "enum": "CONFORM EJECT EnumCheck EnumDict EnumType FlagBoundary KEEP NAMED_FLAGS ReprEnum STRICT StrEnum UNIQUE "
+    "global_enum member nonmember property show_flag_values verify",
+    "functools": "Placeholder",
+    "glob": "translate",
+    "hashlib": "file_digest",
+    "inspect": "BufferFlags getasyncgenlocals getasyncgenstate getmembers_static markcoroutinefunction",
+    "itertools": "batched",
+    "logging": "getHandlerByName getHandlerNames getLevelNamesMapping",
+    "math": "cbrt exp2 fma sumprod",
+    "operator": "call is_none is_not_none",
+    "os": "login_tty posix_openpt process_cpu_count ptsname setns timerfd_create unshare",
+    "pathlib": "UnsupportedOperation",
+    "queue": "ShutDown",
+    "re": "NOFLAG PatternError",
+    "sys": "activate_stack_trampoline exception monitoring",
+    "threading": "setprofile_all_threads settrace_all_threads",
+    "types": "CapsuleType get_original_bases",
+    "typing": "LiteralString Never NoDefault NotRequired ReadOnly Required Self TypeAliasType TypeIs TypeVarTuple "
+    "Unpack assert_never assert_type clear_overloads dataclass_transform get_overloads get_protocol_members "
+    "is_protocol override reveal_type",
+    "uuid": "uuid6 uuid7 uuid8",
+    "warnings": "deprecated",
+}
+NEWER = NEWER_MODULES | {f"{module}.{name}" for module, names in NEWER_NAMES.items() for name in names.split()}
+NEWER_METHODS = {"add_note"}  # on whatever object
+
+
+# The rules
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """What a room may import from outside the standard library."""
+
+    anywhere: frozenset[str] = frozenset()
+    in_functions: frozenset[str] = frozenset()
+    by_file: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    def allow(self, library: str, file_name: str, scope: str) -> bool:
+        if scope == "typing":
+            return True
+        at_top = self.anywhere | self.by_file.get(file_name, frozenset())
+        return library in at_top or (scope == "function" and library in self.in_functions)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The two blocks of docs/design.md. Rooms are named as in the second one: `wire`, `node`, `__init__`."""
+
+    top_level: frozenset[str]  # "detrain_nb/", "magics/": folders end with a slash
+    in_package: frozenset[str]  # "wire.py", "node/"
+    may_import: dict[str, frozenset[str]]  # transitive, the room itself included
+    libraries: dict[str, Libraries]
+    on_node: frozenset[str]
+
+
+def read_rules(design: str) -> Rules:
+    """Parse the block of rooms and the block of arrows; raises ValueError on a line it cannot read."""
+    blocks = re.findall(r"(?:^ {4}.*\n)+", design, flags=re.MULTILINE)
+    rooms = next(block for block in blocks if block.startswith(f"    {PACKAGE}/"))
+    arrows = next(block for block in blocks if block.startswith("    __init__:"))
+    top_level, in_package = _read_rooms(rooms)
+    may_import, libraries, on_node = _read_arrows(arrows)
+    return Rules(top_level, in_package, may_import, libraries, on_node)
+
+
+def _read_rooms(block: str) -> tuple[frozenset[str], frozenset[str]]:
+    top_level, in_package = set(), set()
+    for line in block.splitlines():
+        if match := re.match(r" {6}([^\s,]+(?:, [^\s,]+)*)", line):
+            in_package.update(match[1].split(", "))
+        elif re.match(r" {4}\S", line):  # more than one may stand in a line: "tests/  mirrors the rooms;   docs/"
+            top_level.update(re.findall(r"(?:^|;) +(\S+/|\S+\.\w+)(?= |$)", line))
+    return frozenset(top_level), frozenset(in_package)
+
+
+def _read_arrows(block: str) -> tuple[dict[str, frozenset[str]], dict[str, Libraries], frozenset[str]]:
+    may_import: dict[str, frozenset[str]] = {}
+    libraries: dict[str, Libraries] = {}
+    on_node: frozenset[str] = frozenset()
+    for line in re.sub(r"\n {5,}# ", "; ", block).splitlines():  # a comment may go on below
+        match = re.fullmatch(r" {4}([\w ,]+):\s+([^#]+?)(?:\s+# (.+))?", line)
+        if not match:
+            raise ValueError(f"docs/design.md: cannot read {line!r}: write 'room: rooms   # libraries'")
+        names, targets, comment = match[1].split(", "), match[2], match[3] or ""
+        if names == ["on a node"]:
+            on_node = frozenset(targets.split(", "))
+            continue
+        reached = _read_targets(targets, may_import)
+        for name in names:
+            may_import[name] = reached | set(names)
+            libraries[name] = _read_libraries(comment)
+    return may_import, libraries, on_node
+
+
+def _read_targets(targets: str, above: dict[str, frozenset[str]]) -> frozenset[str]:
+    if targets in {"-", "everything, inside functions"}:  # the porch is lazy: who imports it imports nothing else
+        return frozenset()
+    first, *rest = targets.split(", ")
+    if first == "everything above":
+        return frozenset(above) - {name.removeprefix("not ") for name in rest}
+    direct = {first, *rest}
+    if unknown := direct - set(above):
+        raise ValueError(f"docs/design.md: {', '.join(sorted(unknown))} stands in no line above {targets!r}")
+    return frozenset(direct).union(*(above[name] for name in direct))
+
+
+def _read_libraries(comment: str) -> Libraries:
+    anywhere: set[str] = set()
+    in_functions: set[str] = set()
+    by_file: dict[str, frozenset[str]] = {}
+    for clause in comment.split("; ") if comment and not comment.startswith("none") else []:
+        match = re.fullmatch(r"(?:([\w.]+\.py(?:, [\w.]+\.py)*): )?(\w+(?:, \w+)*)( inside functions)?", clause)
+        if not match:
+            raise ValueError(f"docs/design.md: cannot read {clause!r}: write 'file.py: library' or 'none: why'")
+        names = frozenset(match[2].split(", "))
+        if match[1]:
+            by_file |= dict.fromkeys(match[1].split(", "), names)
+        else:
+            (in_functions if match[3] else anywhere).update(names)
+    return Libraries(frozenset(anywhere), frozenset(in_functions), by_file)
+
+
+# The tree
+
+
+@dataclass(frozen=True)
+class Module:
+    path: Path  # below the root of the tree
+    room: str
+    package: str  # what a relative import starts from
+
+    @property
+    def import_name(self) -> str:
+        return self.package if self.path.name == "__init__.py" else f"{self.package}.{self.path.stem}"
+
+
+def list_modules(root: Path) -> Iterator[Module]:
+    """Yield the modules of the installed package, with the room each is in."""
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        inside = path.relative_to(root / PACKAGE)
+        room = inside.parts[0].removesuffix(".py")
+        yield Module(path.relative_to(root), room, ".".join([PACKAGE, *inside.parts[:-1]]))
+    for folder, import_name in MAPPED.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            inside = path.relative_to(root / folder)
+            yield Module(path.relative_to(root), folder, ".".join([import_name, *inside.parts[:-1]]))
+
+
+def find_faults(root: Path, rules: Rules) -> list[str]:
+    """Hold the tree at ``root`` against the rules; one line per fault, with the file, the line and what to do."""
+    faults = list(_find_strangers(root, rules))
+    for module in list_modules(root):
+        if module.room in rules.may_import:
+            source = (root / module.path).read_text(encoding="utf-8")
+            faults += [f"{module.path}:{line}: {text}" for line, text in _find_faults_in(module, source, rules)]
+    return list(dict.fromkeys(faults))  # `from x import a, b` is one fault, not two
+
+
+def _find_strangers(root: Path, rules: Rules) -> Iterator[str]:
+    gitignore = root / ".gitignore"
+    lines = gitignore.read_text().splitlines() if gitignore.exists() else []
+    ignored = {".*", *(line.strip("/") for line in lines if line and not line.startswith("#"))}
+    for folder, known in ((root, rules.top_level), (root / PACKAGE, rules.in_package)):
+        for path in sorted(folder.iterdir()):
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in ignored) or (path / "pyvenv.cfg").exists():
+                continue
+            name = f"{path.name}/" if path.is_dir() else path.name
+            if (path.is_dir() or path.suffix == ".py") and name not in known:
+                yield f"{path.relative_to(root)}: is not in docs/design.md: move it into a room, or add it there first"
+
+
+def _find_faults_in(module: Module, source: str, rules: Rules) -> Iterator[tuple[int, str]]:
+    on_node = module.room in rules.on_node
+    try:
+        tree = ast.parse(source, feature_version=(3, 10) if on_node else None)
+    except SyntaxError as exc:
+        yield exc.lineno or 0, f"does not parse as Python 3.10, which a node may have: {exc.msg}"
+        return
+    uses = _Uses(module)
+    uses.visit(tree)
+    for use in uses.imports:
+        yield from _check_import(module, use, rules)
+    if module.room in DRIVES_NODES:
+        for use in uses.imports + uses.names:
+            if use.scope == "top" and (use.target.split(".")[0] in NOT_ON_WINDOWS or use.target == "socket.AF_UNIX"):
+                yield (
+                    use.line,
+                    f"{use.target} does not exist on Windows, which runs {module.room}/: use it in a function",
+                )
+    if on_node:
+        for use in uses.imports + uses.names:
+            newer = use.target in NEWER or use.module in NEWER_MODULES or use.name in NEWER_METHODS
+            if newer and use.scope != "typing":
+                yield use.line, f"{use.target} is newer than Python 3.10, which a node may have"
+
+
+def _check_import(module: Module, use: Use, rules: Rules) -> Iterator[tuple[int, str]]:
+    library, *inner = use.module.split(".")
+    if library == PACKAGE:
+        room = _room_of(use, inner, rules)
+        if module.room == "__init__":
+            if use.scope == "top":
+                yield use.line, f"the porch imports {room} when it is imported: do it in a function"
+        elif room not in rules.may_import[module.room]:
+            allowed = ", ".join(sorted(rules.may_import[module.room] - {module.room})) or "nothing of ours"
+            yield use.line, f"{module.room} imports {room} but may import {allowed}: move the code, or change design.md"
+    elif library not in sys.stdlib_module_names and not rules.libraries[module.room].allow(
+        library, module.path.name, use.scope
+    ):
+        where = " here" if library in rules.libraries[module.room].in_functions else ""
+        yield use.line, f"{module.room} may not import {library}{where}: design.md says which file may, and where"
+
+
+def _room_of(use: Use, inner: list[str], rules: Rules) -> str:
+    """The room an import of ours leads to; a name that is no room is one that the porch gives."""
+    name = inner[0] if inner else use.name
+    return name if name in rules.may_import else "__init__"
+
+
+@dataclass(frozen=True)
+class Use:
+    """An import, or a name of a module that is used. ``name`` is what `from module import name` asks for, or empty."""
+
+    line: int
+    module: str
+    name: str
+    scope: str  # "top", "function", "typing"
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}.{self.name}" if self.name else self.module
+
+
+class _Uses(ast.NodeVisitor):
+    """Collects what a module imports and which attributes of imported modules it uses, and in which scope."""
+
+    def __init__(self, module: Module) -> None:
+        self.imports: list[Use] = []
+        self.names: list[Use] = []
+        self._module = module
+        self._scope = "top"
+        self._alias: dict[str, str] = {}  # local name -> module or module.name
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            first = alias.name.split(".")[0]
+            self._alias[alias.asname or first] = alias.name if alias.asname else first
+            self._add_import(node.lineno, alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        base = self._module.package.split(".")
+        start = base[: len(base) - node.level + 1] if node.level else []
+        source = ".".join([*start, *([node.module] if node.module else [])])
+        for alias in node.names:
+            self._alias[alias.asname or alias.name] = f"{source}.{alias.name}"
+            self._add_import(node.lineno, source, alias.name)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = self._resolve(node.func)
+        if called in {"importlib.import_module", "__import__"} and node.args and isinstance(node.args[0], ast.Constant):
+            name = str(node.args[0].value)
+            self._add_import(node.lineno, f"{PACKAGE}{name}" if name.startswith(".") else name)
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._add_name(node.lineno, self._resolve(node.value), node.attr)
+        self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id not in self._alias and hasattr(builtins, node.id):
+            self._add_name(node.lineno, "builtins", node.id)
+
+    def visit_If(self, node: ast.If) -> None:
+        test = ast.unparse(node.test)
+        if "TYPE_CHECKING" in test or "sys.version_info" in test:
+            self._visit_as("typing", node.body)
+            self._visit_all(node.orelse)
+        else:
+            self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self._visit_all([*node.decorator_list, node.args])  # defaults are evaluated where the function stands
+        self._visit_as("typing", [node.returns] if node.returns else [])
+        self._visit_as("function", node.body)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_arg(self, node: ast.arg) -> None:
+        self._visit_as("typing", [node.annotation] if node.annotation else [])
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._visit_as("typing", [node.annotation])
+        self._visit_all([node.target, *([node.value] if node.value else [])])
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self.visit(node.args)
+        self._visit_as("function", [node.body])
+
+    def _visit_all(self, nodes: Iterable[ast.AST]) -> None:
+        for node in nodes:
+            self.visit(node)
+
+    def _visit_as(self, scope: str, nodes: Iterable[ast.AST]) -> None:
+        outer, self._scope = self._scope, "typing" if self._scope == "typing" else scope
+        self._visit_all(nodes)
+        self._scope = outer
+
+    def _resolve(self, node: ast.AST) -> str:
+        """Spell `t.Self` as `typing.Self` after `import typing as t`; "" for what no import gave."""
+        if isinstance(node, ast.Name):
+            return self._alias.get(node.id, node.id if node.id == "__import__" else "")
+        if isinstance(node, ast.Attribute) and (base := self._resolve(node.value)):
+            return f"{base}.{node.attr}"
+        return ""
+
+    def _add_import(self, line: int, module: str, name: str = "") -> None:
+        self.imports.append(Use(line, module, name, self._scope))
+
+    def _add_name(self, line: int, module: str, name: str) -> None:
+        self.names.append(Use(line, module, name, self._scope))
+
+
+# The tests
+
+
+@pytest.fixture(scope="module")
+def rules() -> Rules:
+    return read_rules((ROOT / "docs/design.md").read_text(encoding="utf-8"))
+
+
+def test_tree_is_the_one_of_the_design(rules: Rules) -> None:
+    faults = find_faults(ROOT, rules)
+    assert not faults, "\n".join(["", *faults])
+
+
+def test_both_blocks_of_the_design_name_the_same_rooms(rules: Rules) -> None:
+    rooms = {name.removesuffix(".py").removesuffix("/") for name in rules.in_package} | set(MAPPED)
+    assert rooms == set(rules.may_import)
+    assert rules.on_node <= rooms
+    assert rules.top_level >= {
+        "detrain_nb/",
+        "magics/",
+        "widgets/",
+        "sdl/",
+        "notebooks/",
+        "tests/",
+        "benchmarks/",
+        "docs/",
+    }
+    assert all(name.endswith("/") or name == "environment.yml" for name in rules.top_level)
+
+
+def test_what_a_room_may_import_is_transitive(rules: Rules) -> None:
+    assert rules.may_import["errors"] == {"errors"}
+    assert rules.may_import["deploy"] >= {"transport", "wire", "errors", "launch", "plan", "storage", "spec"}
+    assert "session" not in rules.may_import["deploy"]
+    assert rules.may_import["widgets"] >= {"session", "jobs", "wide_area"}
+    assert not rules.may_import["cli"] & {"magics", "widgets"}
+    assert rules.libraries["transport"].allow("paramiko", "ssh.py", "top")
+    assert not rules.libraries["transport"].allow("paramiko", "local.py", "function")
+
+
+FAULTS = {
+    "a room above": ("wire.py", "from detrain_nb.session import cells", "wire imports session but may import errors"),
+    "a room above, relative": ("wire.py", "from . import launch", "wire imports launch"),
+    "a room above, from a folder": ("node/agent.py", "from ..session import cells", "node imports session"),
+    "a room above, in a function": ("plan.py", "def f():\n    import detrain_nb.launch", "plan imports launch"),
+    "a room above, for types": ("plan.py", "if TYPE_CHECKING:\n    from .launch import x", "plan imports launch"),
+    "a room above, by name": (
+        "plan.py",
+        "from importlib import import_module as i\ni('detrain_nb.cli')",
+        "plan imports",
+    ),
+    "the porch": ("wire.py", "from detrain_nb import Session", "wire imports __init__"),
+    "a porch that is not lazy": ("__init__.py", "from .wire import Frame", "the porch imports wire"),
+    "a view in the core": ("session/cells.py", "def f():\n    import IPython", "session may not import IPython"),
+    "magics in a view": ("../widgets/board.py", "import detrain_nb.magics", "widgets imports magics"),
+    "magics by its folder": ("cli.py", "import magics", "cli may not import magics"),
+    "torch at the top of values": ("values.py", "import torch", "values may not import torch here"),
+    "torch in the agent": ("node/agent.py", "def f():\n    import torch", "node may not import torch"),
+    "IPython in the launcher": ("node/launcher.py", "import IPython", "node may not import IPython"),
+    "paramiko beside ssh.py": ("transport/local.py", "import paramiko", "transport may not import paramiko"),
+    "any library in the agent": ("node/agent.py", "from psutil import Process", "node may not import psutil"),
+    "syntax of 3.11 on a node": ("wire.py", "try: pass\nexcept* OSError: pass", "does not parse as Python 3.10"),
+    "a module of 3.11 on a node": ("node/agent.py", "from tomllib import load", "tomllib.load is newer"),
+    "a name of 3.11 on a node": ("plan.py", "from enum import StrEnum", "enum.StrEnum is newer"),
+    "an attribute of 3.11 on a node": ("plan.py", "import datetime as d\nd.UTC", "datetime.UTC is newer"),
+    "a builtin of 3.11 on a node": ("plan.py", "def f(e):\n    ExceptionGroup('', [e])", "ExceptionGroup is newer"),
+    "a method of 3.11 on a node": ("plan.py", "def f(e):\n    e.add_note('')", "add_note is newer"),
+    "fcntl in the session": ("session/cells.py", "import fcntl", "fcntl does not exist on Windows"),
+    "AF_UNIX in the transport": ("transport/a.py", "import socket\nF = socket.AF_UNIX", "does not exist on Windows"),
+    "AF_UNIX, imported": ("transport/a.py", "from socket import AF_UNIX", "does not exist on Windows"),
+    "AF_UNIX as a default": ("transport/a.py", "import socket\ndef f(x=socket.AF_UNIX): pass", "does not exist on Win"),
+    "a module of no room": ("helpers.py", "", "helpers.py: is not in docs/design.md"),
+    "a folder of no room": ("util/a.py", "", "util: is not in docs/design.md"),
+    "a folder at the top": ("../tools/a.py", "", "tools: is not in docs/design.md"),
+    "a module at the top": ("../setup.py", "", "setup.py: is not in docs/design.md"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_fault_is_found(case: str, rules: Rules, tmp_path: Path) -> None:
+    file, source, complaint = FAULTS[case]
+    _plant(tmp_path, file, source)
+    faults = find_faults(tmp_path, rules)
+    assert len(faults) == 1
+    assert complaint in faults[0]
+
+
+ALLOWED = {
+    "a room below": ("wire.py", "from detrain_nb.errors import DetrainError\nfrom . import errors"),
+    "a room below the one below": ("node/agent.py", "from ..errors import DetrainError\nfrom . import spool"),
+    "a lazy porch": ("__init__.py", "def load_ipython_extension(ip):\n    from .magics import load"),
+    "the version in a view": ("../magics/a.py", "import IPython\nfrom detrain_nb import __version__"),
+    "torch in a function of values": ("values.py", "import struct\ndef f():\n    import torch"),
+    "torch for types": ("values.py", "if TYPE_CHECKING:\n    import torch\n    from typing import Self"),
+    "torch in the launcher": ("node/launcher.py", "from torch.distributed.elastic import agent"),
+    "AF_UNIX in a function": ("transport/local.py", "import socket\ndef f():\n    return socket.AF_UNIX"),
+    "a newer name behind a version": ("plan.py", "import sys\nif sys.version_info >= (3, 11):\n    import tomllib"),
+    "newer things in the kernel": ("session/cells.py", "import asyncio\nfrom typing import Self\nasyncio.TaskGroup"),
+    "caches and environments": ("../.cache/a.py", ""),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_what_the_design_allows_is_no_fault(case: str, rules: Rules, tmp_path: Path) -> None:
+    _plant(tmp_path, *ALLOWED[case])
+    assert find_faults(tmp_path, rules) == []
+
+
+def _plant(root: Path, file: str, source: str) -> None:
+    (root / PACKAGE).mkdir()
+    path = root / PACKAGE / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+
+
+@pytest.mark.parametrize("line", ["    wire:  errors  # numpy, but seldom", "    wire errors", "    wire:  nowhere"])
+def test_line_that_cannot_be_read_is_an_error(line: str) -> None:
+    with pytest.raises(ValueError, match=r"docs/design\.md"):
+        _read_arrows(f"    errors:  -\n{line}\n")
+
+
+def test_core_imports_without_torch_ipython_widgets_and_paramiko(rules: Rules, tmp_path: Path) -> None:
+    names = []
+    for module in list_modules(ROOT):
+        libraries = rules.libraries[module.room]
+        if not any(libraries.allow(library, module.path.name, "top") for library in HEAVY):
+            names.append(module.import_name)
+    assert {PACKAGE, f"{PACKAGE}.session"} <= set(names)
+    _import_elsewhere(names, tmp_path, before=f"sys.modules.update(dict.fromkeys({sorted(HEAVY)}))")
+
+
+def test_notebook_side_imports_where_there_is_no_fcntl_and_no_unix_socket(tmp_path: Path) -> None:
+    names = [PACKAGE, *(module.import_name for module in list_modules(ROOT) if module.room in DRIVES_NODES)]
+    hide = f"import socket; del socket.AF_UNIX; sys.modules.update(dict.fromkeys({sorted(NOT_ON_WINDOWS)}))"
+    _import_elsewhere(names, tmp_path, before=hide)
+
+
+def _import_elsewhere(names: list[str], folder: Path, *, before: str = "") -> None:
+    """Import the modules in a process that has neither the checkout nor the present folder on its path."""
+    code = f"import importlib, sys\n{before}\nfor name in {names}: importlib.import_module(name)"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr

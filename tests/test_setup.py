@@ -1,0 +1,123 @@
+"""What the Makefile does on machines unlike this one, shown with stand-ins for the programs of the system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    """Run make with only the given scripts, and a few real programs, on PATH; returns its status and all it printed."""
+    for name in ["sh", "mkdir", "sed", "tr", "cat"]:
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+
+    def run_make(*arguments: str, **scripts: str) -> tuple[int, str]:
+        for name, script in scripts.items():
+            path = tmp_path / name.replace("_", "-")
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+        done = subprocess.run(
+            [shutil.which("make") or "make", f"VENV={tmp_path}/venv", *arguments],
+            cwd=ROOT,
+            env={"PATH": str(tmp_path), "HOME": str(tmp_path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout
+
+    return run_make
+
+
+def test_python_that_is_missing_is_named(make) -> None:
+    status, output = make("install", "PYTHON=python9")
+    assert status != 0
+    assert "python9 is not found: install Python 3.11 or newer, or name one" in output
+
+
+def test_python_that_is_too_old_is_named_with_its_version(make) -> None:
+    status, output = make("install", python3='[ "$1" = --version ] && echo Python 3.9.2; exit 1')
+    assert status != 0
+    assert "Python 3.9.2 is too old: install Python 3.11 or newer and name it" in output
+
+
+WITHOUT_ENSUREPIP = 'case "$2" in *version_info\\ *) exit 0 ;; *ensurepip*) exit 1 ;; *) echo python3.11-venv ;; esac'
+
+
+def test_python_without_ensurepip_names_the_package_that_brings_it(make, tmp_path: Path) -> None:
+    status, output = make("install", python3=WITHOUT_ENSUREPIP, dpkg_query="exit 1")
+    assert status != 0
+    assert "without python3.11-venv (no apt-get here)" in output
+    assert "python3 lacks ensurepip: on Debian and Ubuntu run 'apt-get install python3.11-venv' as root" in output
+    assert not (tmp_path / "venv").exists()
+
+
+APT_GET = 'echo "apt-get $*"'
+
+
+def test_root_gets_the_missing_packages_after_one_update(make) -> None:
+    installed = 'case "$3" in chromium) printf installed ;; *) exit 1 ;; esac'
+    status, output = make("test-deps", dpkg_query=installed, apt_get=APT_GET, id="echo 0")
+    assert (status, output.splitlines()[-3:]) == (
+        0,
+        [
+            "installing Debian packages: dataset-fashion-mnist",
+            "apt-get -qq update",
+            "apt-get -qq install --yes --no-install-recommends dataset-fashion-mnist",
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "user", "message"),
+    [
+        (
+            ["SYSTEM_DEPS=no"],
+            "0",
+            "without dataset-fashion-mnist (SYSTEM_DEPS=no): the quickstart trains on the digits",
+        ),
+        ([], "1000", "without dataset-fashion-mnist ('apt-get install dataset-fashion-mnist' as root brings it): the"),
+    ],
+)
+def test_packages_are_left_alone_without_leave(make, arguments: list[str], user: str, message: str) -> None:
+    status, output = make("data", *arguments, dpkg_query="exit 1", apt_get=APT_GET, id=f"echo {user}")
+    assert status == 0
+    assert message in output
+    assert "apt-get -qq" not in output
+
+
+def test_package_that_cannot_be_installed_stops_nothing(make) -> None:
+    status, output = make("data", dpkg_query="exit 1", apt_get="exit 100", id="echo 0")
+    assert status == 0
+    assert "could not install dataset-fashion-mnist: the quickstart trains on the digits of scikit-learn" in output
+
+
+def test_nothing_is_said_when_all_is_there(make) -> None:
+    assert make("data", "-s", dpkg_query="printf installed") == (0, "")
+
+
+def test_ci_runs_every_part_and_fails_with_any(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    (tmp_path / "Makefile").write_text("lint test-slow:\n\t@echo $@ $$DETRAIN_NB_CI\ntest:\n\t@cat; exit 1\n")
+    done = subprocess.run(
+        [tmp_path / ".ci/run"],
+        env={key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))},
+        stdin=subprocess.PIPE,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "lint 1" in done.stdout
+    assert "test-slow 1" in done.stdout
+    assert "make lint: passed" in done.stdout
+    assert "make test: FAILED" in done.stdout
