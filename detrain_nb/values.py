@@ -2,10 +2,10 @@
 
 A description is a node: null, a bool, an int of 64 bits, a finite float, a short string, a list of nodes, or one of
     {"tuple": LIST}  {"set": LIST}  {"frozenset": LIST}  {"dict": [LIST of keys, LIST of values]}
-    {"int": HEX}  {"float": HEX of 8 bytes}  {"complex": HEX of 16 bytes}
-    {"str": SIZE}  {"bytes": SIZE}  {"bytearray": SIZE}  {"array": [DTYPE, SHAPE]}  {"tensor": [DTYPE, SHAPE]}
-    {"scalar": a string, bytes, or an array without dimensions}          a numpy scalar
-    {"int64": COUNT}  {"float64": COUNT}                                 a long LIST of numbers
+    {"int": SIZE}  {"float": 8}  {"complex": 16}  {"str": SIZE}  {"bytes": SIZE}  {"bytearray": SIZE}
+    {"int64": COUNT}  {"float64": COUNT}                               a long LIST of numbers
+    {"array": [DTYPE, SHAPE]}  {"tensor": [DTYPE, SHAPE]}
+    {"scalar": a string, bytes, or an array without dimensions}        a numpy scalar
 Each SIZE, COUNT or SHAPE stands for raw bytes, in this order: large ones are a buffer each, all others share the first.
 """
 
@@ -19,7 +19,7 @@ import reprlib
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .errors import ValueNotSupported, WireError
@@ -43,7 +43,6 @@ _LONG_LIST = 32
 _MAX_SAME_HASH = 1000
 
 _NUMBERS = {"int64": "q", "float64": "d"}
-_HEX = {"int": r"-?[0-9a-f]+", "float": r"[0-9a-f]{16}", "complex": r"[0-9a-f]{32}"}
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ARRAY_DTYPE = re.compile(
     r"\|[biu]1|[<>]([iuf][248]|c8|c16)|\|S[0-9]{1,9}|[<>]U[0-9]{1,8}"
@@ -113,10 +112,38 @@ def unpack(description: object, buffers: Sequence[bytes | bytearray | memoryview
     sizes = _check(description, limit_bytes=sum(found))
     if found != (needed := _buffer_sizes(sizes)):
         raise WireError(f"a value announces buffers of {_short(needed)} bytes, {_short(found)} came")
-    return _build(description, _cut(sizes, views))
+    try:
+        return _build(description, _cut(sizes, views))
+    except (UnicodeDecodeError, struct.error) as exc:
+        raise WireError(f"raw bytes that are no such value: {exc}") from exc
 
 
-# ---- raw bytes <-> buffers
+# ---- raw bytes: of plain values, and in buffers
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a plain value can stand in the description itself and be short there."""
+    if type(value) is str:  # JSON would join two surrogates into one character
+        return len(value) <= _SHORT_CHARS and not _SURROGATE.search(value)
+    return math.isfinite(value) if type(value) is float else type(value) is int and value.bit_length() < 64
+
+
+_TO_BYTES: dict[type, Callable[[Any], bytes]] = {
+    int: lambda value: value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True),
+    float: lambda value: struct.pack("<d", value),
+    complex: lambda value: struct.pack("<2d", value.real, value.imag),
+    str: lambda value: value.encode("utf-8", "surrogatepass"),
+    bytes: bytes,
+    bytearray: bytes,  # a copy: a view of it would keep it from growing
+}
+_FROM_BYTES: dict[str, Callable[[memoryview], object]] = {
+    "int": lambda raw: int.from_bytes(raw, "little", signed=True),
+    "float": lambda raw: struct.unpack("<d", raw)[0],
+    "complex": lambda raw: complex(*struct.unpack("<2d", raw)),
+    "str": lambda raw: str(raw, "utf-8", "surrogatepass"),
+    "bytes": bytes,
+    "bytearray": bytearray,
+}
 
 
 def _padded(size_bytes: int) -> int:
@@ -169,16 +196,8 @@ class _Packer:
         kind = type(value)
         if value is None or kind is bool:
             return value
-        elif kind is str:
-            return self._pack_str(value)
-        elif kind is int:
-            return value if value.bit_length() < 64 else {"int": f"{value:x}"}
-        elif kind is float:
-            return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
-        elif kind is complex:
-            return {"complex": struct.pack(">2d", value.real, value.imag).hex()}
-        elif kind is bytes or kind is bytearray:  # a copy: a view of a bytearray would keep it from growing
-            return {kind.__name__: self._add_raw(memoryview(bytes(value)))}
+        elif kind in _TO_BYTES:
+            return value if _is_json(value) else {kind.__name__: self._add_raw(_TO_BYTES[kind](value))}
         elif kind is list:
             return self._pack_items(value, value[:])
         elif kind is tuple:
@@ -190,11 +209,6 @@ class _Packer:
             keys, items = [key for key, _ in pairs], [item for _, item in pairs]
             return {"dict": [self._pack_items(value, keys, template=_KEY), self._pack_items(value, items, labels=keys)]}
         return self._pack_foreign(value)
-
-    def _pack_str(self, text: str) -> Json:
-        if len(text) > _SHORT_CHARS or _SURROGATE.search(text):  # JSON would join two surrogates into one character
-            return {"str": self._add_raw(memoryview(text.encode("utf-8", "surrogatepass")))}
-        return text
 
     def _pack_items(
         self, container: object, items: Sequence[Any], *, template: str = _ITEM, labels: Iterable[object] | None = None
@@ -224,7 +238,7 @@ class _Packer:
             raw = struct.pack(f"<{len(items)}{_NUMBERS[kind]}", *items)
         except struct.error:  # an int of more bits
             return None
-        self._add_raw(memoryview(raw))
+        self._add_raw(raw)
         return {kind: len(items)}
 
     def _pack_foreign(self, value: Any) -> Json:
@@ -248,10 +262,10 @@ class _Packer:
 
         if not _ARRAY_DTYPE.fullmatch(array.dtype.str) or array.ndim > _MAX_DIMS:
             what = f"numpy array of dtype {array.dtype} with {array.ndim} dimensions"
-            instead = "{}.astype('float64')" if array.dtype.kind in "fc" else "{}.tolist()"
+            instead = {"f": "{}.astype('float64')", "c": "{}.astype('complex128')"}.get(array.dtype.kind, "{}.tolist()")
             raise self._refuse(array, what=what, advice=f"use {instead} instead")
         flat = numpy.ascontiguousarray(array).reshape(-1)
-        self._add_raw(flat.view(numpy.uint8).data if flat.nbytes else memoryview(b""))
+        self._add_raw(flat.view(numpy.uint8).data if flat.nbytes else b"")
         return [array.dtype.str, list(array.shape)]
 
     def _pack_tensor(self, tensor: torch.Tensor) -> Json:
@@ -263,13 +277,13 @@ class _Packer:
         self._add_raw(_tensor_bytes(whole))
         return [str(whole.dtype).removeprefix("torch."), list(whole.shape)]
 
-    def _add_raw(self, raw: memoryview) -> int:
-        if raw.nbytes >= _LARGE_BYTES:
-            self._large.append(raw)
+    def _add_raw(self, raw: bytes | memoryview) -> int:
+        if len(raw) >= _LARGE_BYTES:
+            self._large.append(memoryview(raw))
         else:
             self._small += raw
-            self._small += bytes(_padded(raw.nbytes) - raw.nbytes)
-        return raw.nbytes
+            self._small += bytes(_padded(len(raw)) - len(raw))
+        return len(raw)
 
     def _count(self) -> None:
         self._num_items += 1
@@ -286,11 +300,11 @@ class _Packer:
         return ValueNotSupported(f"{path} is {article} {what} and cannot travel: {advice}")
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
+def _tensor_bytes(tensor: torch.Tensor) -> bytes | memoryview:
     """The memory of a contiguous tensor on the CPU; not by way of numpy, which a node may lack."""
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes == 0:
-        return memoryview(b"")
+        return b""
     memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]  # lives as long as the view
     return memoryview(memory).cast("B")
@@ -309,7 +323,7 @@ def _tensor_problem(tensor: torch.Tensor) -> tuple[str, str] | None:
     elif tensor.is_meta or (tensor.numel() and not tensor.untyped_storage().nbytes()):
         return "tensor without data", "it is on the meta device or its storage was freed; fill it first"
     elif str(tensor.dtype).removeprefix("torch.") not in _TENSOR_DTYPES:
-        return f"tensor of dtype {tensor.dtype}", "use {}.to(torch.float32) or {0}.view(torch.uint8) instead"
+        return f"tensor of dtype {tensor.dtype}", "use {}.view(torch.uint8) instead"
     elif tensor.dim() > _MAX_DIMS:
         return f"tensor of {tensor.dim()} dimensions", f"use {{}}.flatten() instead, {_MAX_DIMS} are the most"
     return None
@@ -366,10 +380,7 @@ class _Checker:
             keys, items = _pair(content)
             if self._check_list(keys, depth=depth) != self._check_list(items, depth=depth):
                 raise WireError("a dict has more keys than values, or fewer")
-        elif kind in _HEX:
-            if type(content) is not str or not re.fullmatch(_HEX[kind], content):
-                raise WireError(f"{_short(content)} is not the hexadecimal form of a {kind}")
-        elif kind in ("str", "bytes", "bytearray"):
+        elif kind in _FROM_BYTES:
             self._add_raw(_natural(content))
         elif kind == "array" or kind == "tensor":
             self._add_raw(_data_bytes(kind, *_pair(content)))
@@ -474,16 +485,8 @@ def _build(node: Any, raws: Iterator[memoryview]) -> Any:
         return dict(zip(_build_keys(content[0], raws), _build(content[1], raws), strict=True))
     elif kind in _NUMBERS:
         return list(struct.unpack(f"<{content}{_NUMBERS[kind]}", next(raws)))
-    elif kind == "int":
-        return int(content, 16)
-    elif kind == "float":
-        return struct.unpack(">d", bytes.fromhex(content))[0]
-    elif kind == "complex":
-        return complex(*struct.unpack(">2d", bytes.fromhex(content)))
-    elif kind == "str":
-        return _decode(next(raws))
-    elif kind == "bytes" or kind == "bytearray":
-        return bytes(next(raws)) if kind == "bytes" else bytearray(next(raws))
+    elif kind in _FROM_BYTES:
+        return _FROM_BYTES[kind](next(raws))
     elif kind == "tensor":
         return _build_tensor(content[0], content[1], next(raws))
     elif kind == "array":
@@ -502,13 +505,6 @@ def _build_keys(node: Json, raws: Iterator[memoryview]) -> list[Any]:
     if hashes and max(hashes.values()) > _MAX_SAME_HASH:  # a set of them would take hours
         raise WireError(f"more than {_MAX_SAME_HASH} keys or elements have the same hash")
     return keys
-
-
-def _decode(raw: memoryview) -> str:
-    try:
-        return str(raw, "utf-8", "surrogatepass")
-    except UnicodeDecodeError as exc:
-        raise WireError(f"a string is not UTF-8: {exc.reason} at byte {exc.start}") from exc
 
 
 def _build_scalar(value: Any) -> Any:

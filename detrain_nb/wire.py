@@ -21,6 +21,8 @@ PROTOCOL = 1
 MAX_HEADER_BYTES = 16 << 20
 MAX_BODY_BYTES = 64 << 20
 PIECE_BYTES = 1 << 20
+_SMALL_READ_BYTES = 1 << 16
+_LARGE_READ_BYTES = 1 << 20
 _PREFIX = struct.Struct("!IIQ")
 
 Json = Any
@@ -37,11 +39,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Attach(Message):
-    """First message of a notebook: which session it means, and the last number it has shown."""
+    """First message of a notebook: which session it means, and who it is."""
 
     session: str
     holder: str
-    after: int = 0
     protocol: int = PROTOCOL
 
 
@@ -52,13 +53,6 @@ class Launch(Message):
     argv: list[str]
     env: dict[str, str]
     ranks: list[int]
-
-
-@dataclass(frozen=True)
-class Ack(Message):
-    """Everything up to ``number`` has been shown."""
-
-    number: int
 
 
 @dataclass(frozen=True)
@@ -422,6 +416,7 @@ class Link:
         self._reader = FrameReader()
         self._waiting: deque[memoryview] = deque()
         self.waiting_bytes = 0
+        self._receive_bytes = _SMALL_READ_BYTES
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -455,13 +450,15 @@ class Link:
     def receive(self) -> list[Frame]:
         """Read once; the frames that are now complete. Raises: LinkClosed at the end, WireError on nonsense."""
         try:
-            data = self.sock.recv(1 << 20)
+            data = self.sock.recv(self._receive_bytes)
         except BlockingIOError:
             return []
         except OSError as exc:
             raise LinkClosed(f"the other end is gone: {exc}") from exc
         if not data:
             raise LinkClosed("the other end closed the connection")
+        # room for a large read costs time at every small one: make it while large ones come
+        self._receive_bytes = _SMALL_READ_BYTES if len(data) < self._receive_bytes else _LARGE_READ_BYTES
         return self._reader.feed(data)
 
     def close(self) -> None:

@@ -25,7 +25,6 @@ from pathlib import Path
 from ..launch import usable_cpus
 from ..wire import (
     PROTOCOL,
-    Ack,
     Attach,
     Attached,
     EndSession,
@@ -65,7 +64,7 @@ def main(folder: Path) -> None:
             sys.exit(f"another agent serves {folder}")
         agent = _Agent(folder)
         Path(PID_NAME).write_text(str(os.getpid()), encoding="ascii")
-        print(READY, flush=True)
+        os.write(1, f"{READY}\n".encode())  # in one piece: the starter hangs up when it has read it
         _leave_the_starter()
         try:
             agent.run()
@@ -141,14 +140,17 @@ class _Agent:
         self._loop.add(self._listener.fileno(), self._accept)
         self._loop.add(self._child_ended, self._on_child_ended)
         while not self._is_ending:
-            is_full = self._notebook is not None and self._notebook.waiting_bytes > _FULL_BYTES
-            is_any_worker_full = any(worker.waiting_bytes > _FULL_BYTES for worker in self._workers.values())
-            for worker in self._workers.values():
-                self._loop.pause(worker, is_full)
-            if self._notebook:
-                self._loop.pause(self._notebook, is_any_worker_full)
             self._loop.once()
             self._feed_notebook()
+            self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Do not read values faster than the other side takes them."""
+        if self._notebook:
+            for worker in self._workers.values():
+                self._loop.pause(worker, self._notebook.waiting_bytes > _FULL_BYTES)
+            is_any_full = any(worker.waiting_bytes > _FULL_BYTES for worker in self._workers.values())
+            self._loop.pause(self._notebook, is_any_full)
 
     def say_last_words(self, reason: str) -> None:
         """Tell the notebook why its session ends, as far as that is still possible."""
@@ -253,8 +255,6 @@ class _Agent:
             self._launch(message)
         elif isinstance(message, EndSession):
             self._is_ending = True
-        elif isinstance(message, Ack):
-            pass
         else:
             data = frame.to_bytes()
             for rank in getattr(message, "ranks", []):

@@ -117,7 +117,7 @@ class _Interpreter:
         )
         reader = FrameReader()
         while True:
-            data = self._link.recv(1 << 20)
+            data = self._link.recv(1 << 16)
             if not data:
                 raise EOFError
             for frame in reader.feed(data):

@@ -24,29 +24,38 @@ class Loop:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._watched: dict[Source, _Watched] = {}
+        self._links: list[Link] = []
 
     def add(self, source: Source, on_readable: Callable[[], None]) -> None:
         """Watch ``source``, or change who reads from it; ``on_readable`` deals with its end as well."""
         if source in self._watched:
             self._watched[source].on_readable = on_readable
-        else:
-            self._watched[source] = _Watched(on_readable)
+            return
+        self._watched[source] = _Watched(on_readable)
+        if isinstance(source, Link):
+            self._links.append(source)
+        self._register(source)
 
     def remove(self, source: Source) -> None:
         """Watch ``source`` no more; does nothing when it is not watched."""
         watched = self._watched.pop(source, None)
         if watched and watched.events:
             self._selector.unregister(source)
+        if isinstance(source, Link) and watched:
+            self._links.remove(source)
 
     def pause(self, source: Source, is_paused: bool) -> None:
         """Do not read from ``source`` for a while; what waits for it is still sent."""
-        if source in self._watched:
-            self._watched[source].is_paused = is_paused
+        watched = self._watched.get(source)
+        if watched and watched.is_paused != is_paused:
+            watched.is_paused = is_paused
+            self._register(source)
 
     def once(self, timeout_s: float | None = None) -> None:
         """Wait until something happens, or for ``timeout_s``, and deal with all that did."""
-        for source, watched in self._watched.items():
-            self._register(source, watched)
+        for link in self._links:
+            if bool(link.waiting_bytes) != bool(self._watched[link].events & selectors.EVENT_WRITE):
+                self._register(link)
         for key, events in self._selector.select(timeout_s):
             source: Source = key.data
             if events & selectors.EVENT_WRITE and isinstance(source, Link) and source in self._watched:
@@ -54,11 +63,12 @@ class Loop:
                     source.flush()
                 except LinkClosed:
                     events |= selectors.EVENT_READ  # its reader meets the end too, and deals with it
-            watched_now = self._watched.get(source)
-            if events & selectors.EVENT_READ and watched_now:
-                watched_now.on_readable()
+            watched = self._watched.get(source)
+            if events & selectors.EVENT_READ and watched:
+                watched.on_readable()
 
-    def _register(self, source: Source, watched: _Watched) -> None:
+    def _register(self, source: Source) -> None:
+        watched = self._watched[source]
         wanted = 0 if watched.is_paused else selectors.EVENT_READ
         if isinstance(source, Link) and source.waiting_bytes:
             wanted |= selectors.EVENT_WRITE

@@ -78,6 +78,7 @@ class Spool:
         self._files_made = 0
         self._reading = 0  # index of the segment that the reader is in
         self._offset = 0
+        self._fresh = b""  # what was appended while the reader had everything else: it need not come from the disk
         self._lost_bytes = 0
         self._loss_reason = ""
 
@@ -102,7 +103,7 @@ class Spool:
             self._reading, self._offset = self._reading + 1, 0
             if self._segments[self._reading - 1].in_memory:
                 self._drop(self._reading - 1)
-        data = self._segments[self._reading].read(self._offset, limit_bytes)
+        data, self._fresh = self._fresh or self._segments[self._reading].read(self._offset, limit_bytes), b""
         self._offset += len(data)
         return data
 
@@ -114,6 +115,7 @@ class Spool:
     def _put(self, frame: Frame, *, can_be_lost: bool) -> bool:
         """False when there was no room for a frame that can be lost."""
         data = frame.to_bytes(number=self.last_number + 1)
+        is_reader_waiting = not self.has_more
         segment = self._segment_for_writing()
         if segment.in_memory and can_be_lost and segment.size_bytes + len(data) > _MEMORY_BYTES:
             return False
@@ -124,6 +126,7 @@ class Spool:
             segment.append(data)
             self._segments.append(segment)
         self.last_number += 1
+        self._fresh = data if is_reader_waiting else b""
         return True
 
     def _segment_for_writing(self) -> _Segment:

@@ -16,6 +16,7 @@ import re
 import selectors
 import signal
 import socket
+import termios
 import time
 from dataclasses import dataclass, field
 
@@ -40,6 +41,7 @@ from .loop import Loop
 from .processes import adopt_orphans, close_inherited_sockets, die_with_parent, end_descendants, memory_bytes
 
 _PIPE_BYTES = 1 << 20
+_SMALL_READ_BYTES = 1 << 16
 _FULL_BYTES = 16 << 20  # above this the ranks wait in their print until the agent has taken some
 _LOCATE_LIMIT_S = 0.5
 _LEAVE_LIMIT_S = 1.0
@@ -81,6 +83,8 @@ class _Worker:
         self._rank = rank
         self._agent = agent
         self._loop = Loop()
+        self._is_holding_back = False
+        self._read_bytes = _SMALL_READ_BYTES
         self._locating: collections.deque[tuple[int, float]] = collections.deque()
         self._child_ended, child_signal = os.pipe()
         os.set_blocking(self._child_ended, False)
@@ -102,14 +106,20 @@ class _Worker:
         self._leave()
 
     def _wait_once(self) -> None:
-        interpreter = self._interpreter
-        self._loop.pause(self._agent, interpreter.link.waiting_bytes > _FULL_BYTES)
-        is_full = self._agent.waiting_bytes > _FULL_BYTES
-        for source in (interpreter.link, *interpreter.outputs.values()):
-            self._loop.pause(source, is_full)
         self._loop.once(max(0.0, self._locating[0][1] - time.monotonic()) if self._locating else None)
         if self._locating and time.monotonic() >= self._locating[0][1]:
             self._answer_locate("")
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Do not read faster than the other side takes it; a rank then waits in its print."""
+        interpreter = self._interpreter
+        self._loop.pause(self._agent, interpreter.link.waiting_bytes > _FULL_BYTES)
+        is_full = self._agent.waiting_bytes > _FULL_BYTES
+        if is_full != self._is_holding_back:
+            self._is_holding_back = is_full
+            for source in (interpreter.link, *interpreter.outputs.values()):
+                self._loop.pause(source, is_full)
 
     # ---- the interpreter's process
 
@@ -246,18 +256,25 @@ class _Worker:
             self._agent.send_bytes(frame.to_bytes())
 
     def _drain(self) -> None:
-        """Read what is in the pipes now: one read takes all that a pipe holds."""
+        """Read what is in the pipes now: one read of its size takes all that a pipe holds."""
         for name, fd in self._interpreter.outputs.items():
-            self._read_output(name, fd)
+            if self._has_output(fd):
+                self._read_bytes = _PIPE_BYTES
+                self._read_output(name, fd)
+
+    def _has_output(self, fd: int) -> bool:
+        waiting = fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0")
+        return waiting != b"\0\0\0\0"
 
     def _read_output(self, name: str, fd: int) -> None:
         try:
-            data = os.read(fd, _PIPE_BYTES)
+            data = os.read(fd, self._read_bytes)
         except BlockingIOError:
             return
         if not data:
             self._loop.remove(fd)
             return
+        self._read_bytes = _SMALL_READ_BYTES if len(data) < self._read_bytes else _PIPE_BYTES
         if name == "stderr":
             self._interpreter.stderr_tail = (self._interpreter.stderr_tail + data)[-_STDERR_TAIL_BYTES:]
         self._agent.send(Output(self._rank, self._interpreter.cell, name, data))

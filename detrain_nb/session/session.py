@@ -40,7 +40,6 @@ from ..plan import Plan, parse_ranks, plan_one_node
 from ..transport.local import LocalTransport
 from ..wire import (
     PIECE_BYTES,
-    Ack,
     Attach,
     Attached,
     CellDone,
@@ -389,8 +388,6 @@ class Session:
         observer.waiting(text)
 
     def _raise_for(self, run: CellRun) -> None:
-        with contextlib.suppress(TransportError):
-            self._link.send(Ack(self._link.last_number))
         if run.lost:
             raise RankLost("; ".join(self._describe_end(end) for end in run.lost.values()))
         errors = run.errors()

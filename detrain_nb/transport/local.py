@@ -19,7 +19,7 @@ from ..errors import LaunchError, SessionError
 _SOCKET_NAME = "agent.sock"
 _PID_NAME = "agent.pid"
 _AGENT_MODULE = "detrain_nb.node.agent"
-_READY = b"detrain-nb agent ready"
+_READY = b"detrain-nb agent ready\n"
 _MAX_SOCKET_PATH = 100
 _START_LIMIT_S = 30.0
 
