@@ -57,7 +57,7 @@ def plan_one_node(*, ranks: int | None, device: str, backend: str | None, gpus: 
 
 
 def parse_ranks(text: str | int | Iterable[int] | None, *, world_size: int) -> tuple[int, ...]:
-    """Resolve a choice of ranks: ``"0,2"``, ``"0-3"``, ``"-1"`` (the last), ``"all"``, a number, a list, or None for all.
+    """Resolve a choice of ranks: ``"0,2"``, ``"0-3"``, ``"-1"`` (the last), ``"all"``, a number, a list, None for all.
 
     Returns the ranks in ascending order, each once. Raises: SpecError.
     """

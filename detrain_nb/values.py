@@ -417,8 +417,7 @@ class _Checker:
 
 def _only_item(node: object) -> tuple[str, Any]:
     if type(node) is dict and len(node) == 1:
-        kind, content = next(iter(node.items()))
-        return str(kind), content
+        return next(iter(node.items()))
     raise WireError(f"{_short(node)} describes no value")
 
 

@@ -535,6 +535,4 @@ _CHECKED_FIELDS = {
     kind: {f.name: (_FITS[str(f.type)], f.default is MISSING) for f in fields(kind)}  # type: ignore[arg-type]
     for kind in _KINDS.values()
 }
-_HEADER_FIELDS = {
-    kind: tuple(name for name in checks if name != "body") for kind, checks in _CHECKED_FIELDS.items()
-}
+_HEADER_FIELDS = {kind: tuple(name for name in checks if name != "body") for kind, checks in _CHECKED_FIELDS.items()}

@@ -38,11 +38,12 @@ class StartOptions:
 
 
 @magics_class
-class DistributedMagics(Magics):  # type: ignore[misc]
+class DistributedMagics(Magics):
     """The magics of one notebook; they hold its session."""
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
+        self._ipython = shell
         self.session: Session | None = None
         self.settings = Settings.from_env()
         self._started_with = StartOptions()
@@ -73,7 +74,7 @@ class DistributedMagics(Magics):  # type: ignore[misc]
         self._guard(lambda: self._run_cell("%%rank", line, cell))
 
     @no_var_expand
-    @line_magic("distributed")
+    @line_magic("distributed")  # type: ignore[arg-type]
     def distributed_line(self, line: str) -> None:
         """The session of this notebook.
 
@@ -105,7 +106,7 @@ class DistributedMagics(Magics):  # type: ignore[misc]
         self._check_syntax(cell)
         session = self._session_for(getattr(args, "count", None))
         live = LiveCell(
-            screen_for(self.shell),
+            screen_for(self._ipython),
             parse_ranks(args.ranks, world_size=session.world_size),
             session.next_cell,
             self._render_options(args),
@@ -122,7 +123,7 @@ class DistributedMagics(Magics):  # type: ignore[misc]
         finally:
             live.finish(result)
         if args.out:
-            self.shell.user_ns[args.out] = result
+            self._ipython.user_ns[args.out] = result
 
     def _parse_cell_line(self, prog: str, line: str) -> Any:
         """Lines recur from cell to cell, and argparse takes its time."""
@@ -139,7 +140,7 @@ class DistributedMagics(Magics):  # type: ignore[misc]
         if not cell.strip():
             raise UsageError("%%distributed: the cell is empty: write the code to run below its first line")
         try:
-            code = self.shell.transform_cell(cell)
+            code = self._ipython.transform_cell(cell)
             compile(code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except SyntaxError as exc:
             raise CellSyntaxError(exc) from None
@@ -227,13 +228,13 @@ class DistributedMagics(Magics):  # type: ignore[misc]
                 transcripts[rank].add_lines(stream, splitters[rank, stream].feed(text))
         for (rank, stream), splitter in splitters.items():
             transcripts[rank].add_lines(stream, splitter.end())
-        screen = screen_for(self.shell)
+        screen = screen_for(self._ipython)
         for item in canonical(transcripts, merge=self.settings.merge, how_to_read=dict.fromkeys(chosen, "")):
             screen.show(item)
         screen.close()
 
     def _start(self, wanted: StartOptions) -> None:
-        name = wanted.name or session_name(self.shell.user_ns)
+        name = wanted.name or session_name(self._ipython.user_ns)
         self.session = Session.start(
             wanted.count,
             device=wanted.device,
@@ -264,15 +265,15 @@ class DistributedMagics(Magics):  # type: ignore[misc]
         for name in names:
             by_rank = {rank: found[rank][name] for rank in chosen}
             value = by_rank[chosen[0]] if args.ranks is not None and len(chosen) == 1 else by_rank
-            self.shell.user_ns[args.new_name or name] = value
+            self._ipython.user_ns[args.new_name or name] = value
 
     def _push(self, line: str) -> None:
         args = options.push_parser().parse_line(line)
         names = [name for name in args.names.split(",") if name]
-        missing = [name for name in names if name not in self.shell.user_ns]
+        missing = [name for name in names if name not in self._ipython.user_ns]
         if missing:
             raise UsageError(f"%push: there is no variable {missing[0]!r} in the notebook")
-        self._running().push({name: self.shell.user_ns[name] for name in names}, ranks=args.ranks)
+        self._running().push({name: self._ipython.user_ns[name] for name in names}, ranks=args.ranks)
 
     def _guard(self, act: Callable[[], None]) -> None:
         """Help is printed; a wrong line is one line; what the ranks raised fails the cell."""

@@ -115,7 +115,9 @@ _RANKS_HELP = "ranks like 0,2 or 0-3 or -1 (the last) or all"
 
 def cell_parser(prog: str = "%%distributed") -> LineParser:
     """``%%distributed``, and ``%%rank`` whose ranks come first."""
-    parser = LineParser(prog=prog, description="Run the cell on every rank of the session, and start one where none runs.")
+    parser = LineParser(
+        prog=prog, description="Run the cell on every rank of the session, and start one where none runs."
+    )
     if prog == "%%rank":
         parser.add_argument("ranks", metavar="RANKS", help=_RANKS_HELP)
     else:
@@ -135,7 +137,9 @@ def cell_parser(prog: str = "%%distributed") -> LineParser:
 
 def session_parser() -> LineParser:
     """``%distributed COMMAND``."""
-    parser = LineParser(prog="%distributed", description="The session of this notebook: ranks that keep their variables.")
+    parser = LineParser(
+        prog="%distributed", description="The session of this notebook: ranks that keep their variables."
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
     _add_start(commands.add_parser("start", help="start ranks"))
     commands.add_parser("status", help="where every rank is")

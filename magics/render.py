@@ -9,7 +9,18 @@ from dataclasses import dataclass
 
 from ..session.results import CellResult
 from .screen import Screen
-from .transcript import Bundle, Item, LineSplitter, Rich, Text, Transcript, canonical, joined, prefixed_lines, rich_items
+from .transcript import (
+    Bundle,
+    Item,
+    LineSplitter,
+    Rich,
+    Text,
+    Transcript,
+    canonical,
+    joined,
+    prefixed_lines,
+    rich_items,
+)
 
 _STANDING_S = 0.2
 
@@ -159,7 +170,9 @@ class LiveCell:
         """The lines that ranks have not finished, and who is waited for."""
         if not self._is_drawing or self._is_finished:
             return
-        lines = [f"[{source[0]}] {s.unfinished}" for source, s in self._splitters.items() if self._is_partial(source, s)]
+        lines = [
+            f"[{source[0]}] {s.unfinished}" for source, s in self._splitters.items() if self._is_partial(source, s)
+        ]
         if self._lines_not_shown:
             lines.append(f"... {self._lines_not_shown:,} more lines are not shown while the cell runs")
         if self._waiting:
@@ -188,7 +201,8 @@ def _rest(shown: list[Item], items: list[Item]) -> list[Item] | None:
     if items[count] == last:
         return items[count + 1 :]
     there = items[count]
-    if isinstance(last, Text) and isinstance(there, Text) and last.stream == there.stream:
-        if there.text.startswith(last.text):
-            return [Text(there.stream, there.text[len(last.text) :]), *items[count + 1 :]]
+    if not isinstance(last, Text) or not isinstance(there, Text) or last.stream != there.stream:
+        return None
+    if there.text.startswith(last.text):
+        return [Text(there.stream, there.text[len(last.text) :]), *items[count + 1 :]]
     return None

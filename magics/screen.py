@@ -217,4 +217,6 @@ def _merged(batch: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str
             last[2].append(content["text"])
         else:
             merged.append((kind, content, [content.get("text", "")]))
-    return [(kind, {**content, "text": "".join(texts)} if kind == "stream" else content) for kind, content, texts in merged]
+    return [
+        (kind, {**content, "text": "".join(texts)} if kind == "stream" else content) for kind, content, texts in merged
+    ]

@@ -36,6 +36,7 @@ class Rich:
 
 
 Item = Text | Rich
+_Marked = tuple[tuple[int, ...], str]
 
 
 class LineSplitter:
@@ -190,12 +191,9 @@ def merge_lines(lines: dict[int, list[str]], *, is_merging: bool) -> Iterator[tu
     """The lines of several ranks in order of rank, those that stand in the same place of several ranks' output once."""
     merged: list[tuple[tuple[int, ...], str]] = []
     for rank in sorted(lines):
-        mine = [((rank,), line) for line in lines[rank]]
+        mine: list[_Marked] = [((rank,), line) for line in lines[rank]]
         merged = _merge_two(merged, mine) if is_merging and merged else merged + mine
     return iter(merged)
-
-
-_Marked = tuple[tuple[int, ...], str]
 
 
 def _merge_two(first: list[_Marked], second: list[_Marked]) -> list[_Marked]:

@@ -22,6 +22,7 @@ import traceback
 import uuid
 from pathlib import Path
 
+from ..errors import WireError
 from ..launch import usable_cpus
 from ..wire import (
     PROTOCOL,
@@ -37,7 +38,6 @@ from ..wire import (
     Piece,
     Refused,
     Value,
-    WireError,
     WorkerUp,
     to_frame,
 )
@@ -214,7 +214,8 @@ class _Agent:
             self._hang_up(link)
             return
         if message.protocol != PROTOCOL:
-            link.send(Refused(f"the notebook speaks protocol {message.protocol}, this node {PROTOCOL}: install one version"))
+            spoken = f"the notebook speaks protocol {message.protocol}, this node {PROTOCOL}"
+            link.send(Refused(f"{spoken}: install one version of detrain_nb on both"))
             self._hang_up(link)
             return
         self._notebook = link
@@ -277,7 +278,7 @@ class _Agent:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    preexec_fn=lambda: die_with_parent(agent_pid),
+                    preexec_fn=lambda: die_with_parent(agent_pid),  # noqa: PLW1509  the agent has one thread
                 )
             except OSError as exc:
                 self._say(LauncherEnded(127, f"{message.argv[0]} cannot be started: {exc}"))

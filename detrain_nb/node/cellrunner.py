@@ -1,4 +1,4 @@
-"""IPython as it runs cells on a rank: what is shown, the value of a cell and its error go to callbacks, nothing is kept.
+"""IPython as it runs cells on a rank: what is shown, a cell's value and its error go to callbacks, nothing is kept.
 
 No history, no cache of outputs: a tensor that a cell showed is freed when the next one has run.
 """
@@ -9,6 +9,7 @@ import base64
 import contextlib
 import json
 import linecache
+import os
 import subprocess
 import sys
 import types
@@ -26,6 +27,7 @@ from traitlets.config import Config
 
 Bundle = dict[str, Any]
 _MAX_BUNDLE_BYTES = 32 << 20
+_OUR_FOLDER = os.path.dirname(__file__)
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,16 @@ class CellOutcome:
     error: BaseException | None
 
 
-class _CellCompiler(CachingCompiler):  # type: ignore[misc]
+class _CellCompiler(CachingCompiler):
     """Names the code of cell 3 ``<cell 3>``, in tracebacks, in faulthandler's dumps and for inspect.getsource."""
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
         return f"<cell {number}>"
 
 
-class _CellDisplayHook(DisplayHook):  # type: ignore[misc]
+class _CellDisplayHook(DisplayHook):
+    shell: Any
+
     def __call__(self, result: object = None) -> None:
         self.check_for_underscore()
         if result is None or self.semicolon_at_end_of_expression(self.shell.cell_source):
@@ -62,11 +66,14 @@ class _CellDisplayHook(DisplayHook):  # type: ignore[misc]
         self.shell.cell_value = sendable_bundle(bundle)
 
 
-class _CellDisplayPublisher(DisplayPublisher):  # type: ignore[misc]
+class _CellDisplayPublisher(DisplayPublisher):
+    shell: Any
+
     def publish(
         self,
         data: Bundle,
         metadata: Bundle | None = None,
+        source: object = None,
         *,
         transient: Bundle | None = None,
         update: bool = False,
@@ -79,7 +86,7 @@ class _CellDisplayPublisher(DisplayPublisher):  # type: ignore[misc]
         self.shell.screen.clear(wait)
 
 
-class CellRunner(InteractiveShell):  # type: ignore[misc]
+class CellRunner(InteractiveShell):
     """One per rank. ``run`` a cell; ``user_ns`` is the namespace of ``__main__``."""
 
     compiler_class = Type(_CellCompiler)
@@ -152,7 +159,7 @@ class CellRunner(InteractiveShell):  # type: ignore[misc]
         """Run ``!cmd``; its output goes where the rank's own goes. It stays in the rank's process group."""
         sys.stdout.flush()
         command = self.var_expand(cmd, depth=1)
-        self.user_ns["_exit_code"] = subprocess.call(command, shell=True, stdin=subprocess.DEVNULL)
+        self.user_ns["_exit_code"] = subprocess.call(command, shell=True, stdin=subprocess.DEVNULL)  # noqa: S602
 
     system_piped = system_raw = system
 
@@ -195,7 +202,8 @@ def user_traceback(error: BaseException) -> list[str]:
         lines += [*user_traceback(cause), error_summary(cause), f"  ... which {link}:"]
     if isinstance(error, SyntaxError) and error.text:
         marker = " " * max(0, (error.offset or 1) - 1) + "^"
-        return [*lines, f"  {_place(error.filename or '?')}, line {error.lineno}", f"    {error.text.rstrip()}", f"    {marker}"]
+        place = f"  {_place(error.filename or '?')}, line {error.lineno}"
+        return [*lines, place, f"    {error.text.rstrip()}", f"    {marker}"]
     frames = _frames(error)
     for index, (filename, line, function, source) in enumerate(frames):
         if _is_users(filename) or index == len(frames) - 1:
@@ -213,8 +221,10 @@ def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
         source = linecache.getline(code.co_filename, step.tb_lineno).strip()
         frames.append((code.co_filename, step.tb_lineno, code.co_name, source))
         step = step.tb_next
-    first = next((i for i, frame in enumerate(frames) if frame[0].startswith("<cell ")), None)
-    return frames if first is None else frames[first:]  # above the cell stand IPython's frames and ours
+    first = next((i for i, frame in enumerate(frames) if frame[0].startswith("<cell ")), 0)
+    while len(frames) > first + 1 and frames[-1][0].startswith(_OUR_FOLDER):
+        frames.pop()  # an interrupt is raised in a handler of ours, and what we refuse in a function of ours
+    return frames[first:]  # above the cell stand IPython's frames and ours
 
 
 def _place(filename: str) -> str:

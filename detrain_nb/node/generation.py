@@ -1,7 +1,7 @@
 """The process groups of a rank. All groups of one generation are made, and end, together.
 
-The default group is made on the engine's own store, under a prefix with the generation's number, so that a new one never
-meets what an old one left there. ``init_process_group`` in a cell replaces the default group instead of failing.
+The default group is made on the engine's own store, under a prefix with the generation's number, so that a new one
+never meets what an old one left there. ``init_process_group`` in a cell replaces the default group instead of failing.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Generation:
 
     def take_over_torch(self) -> None:
         """Let code written for torchrun run in a cell: init_process_group replaces the group, mp.spawn is refused."""
-        dist.init_process_group = self._replace_group
-        dist.distributed_c10d.init_process_group = self._replace_group
+        modules: tuple[Any, ...] = (dist, dist.distributed_c10d)
+        for module in modules:
+            module.init_process_group = self._replace_group
         torch.multiprocessing.spawn = _refuse_spawn
 
     def _replace_group(self, backend: str | None = None, init_method: str | None = None, **options: Any) -> None:

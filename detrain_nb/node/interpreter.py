@@ -193,7 +193,7 @@ class _Interpreter:
         error = ""
         try:
             self._generation.start(message.number)
-        except Exception as exc:  # whatever torch raises here, the notebook has to know and the rank lives on
+        except Exception as exc:  # noqa: BLE001  whatever torch raises here, the notebook has to know and the rank lives on
             error = f"{type(exc).__name__}: {exc}"
         self._send(GenerationReady(self._rank, message.number, _bounded(error)))
 
@@ -202,7 +202,7 @@ class _Interpreter:
     def _answer(self, request: int, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as exc:  # repr of a user's class, memory, torch: the rank lives on and says what it was
+        except Exception as exc:  # noqa: BLE001  repr of a user's class, memory, torch: the rank lives on and says what it was
             self._arriving.pop(request, None)
             error = str(exc) if isinstance(exc, DetrainError) else f"{type(exc).__name__}: {exc}"
             self._send(RequestFailed(self._rank, request, _bounded(error)))

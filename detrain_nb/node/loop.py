@@ -1,4 +1,4 @@
-"""One thread that waits for many sources: links are flushed when they can be, readers are called when there is something."""
+"""One thread that waits for many sources: links are flushed when they can be, readers called in turn."""
 
 from __future__ import annotations
 

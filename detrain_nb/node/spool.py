@@ -1,4 +1,4 @@
-"""What the ranks say to the notebook, numbered and kept on disk until it is read: a slow or absent notebook holds up nobody.
+"""What the ranks say to the notebook, numbered, on disk until it is read: a slow notebook holds up nobody.
 
 Frames lie in segments, the oldest of which go when the spool is over its limit. With the disk full, a segment in memory
 takes over: what ends a cell is always kept there, output only within bounds; what is lost is counted and announced.

@@ -6,7 +6,6 @@ news of its death leave the node even while code in the interpreter holds the GI
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import faulthandler
 import fcntl
@@ -37,13 +36,14 @@ from ..wire import (
     RunCell,
     WorkerUp,
 )
-from .loop import Loop
+from .loop import Loop, Source
 from .processes import adopt_orphans, close_inherited_sockets, die_with_parent, end_descendants, memory_bytes
 
 _PIPE_BYTES = 1 << 20
 _SMALL_READ_BYTES = 1 << 16
 _FULL_BYTES = 16 << 20  # above this the ranks wait in their print until the agent has taken some
 _LOCATE_LIMIT_S = 0.5
+_DUMP_GAP_S = 0.01
 _LEAVE_LIMIT_S = 1.0
 _STDERR_TAIL_BYTES = 4000
 _CELL_LINE = re.compile(r'File "<cell (\d+)>", line (\d+)')
@@ -76,6 +76,11 @@ class _Interpreter:
     since: float = field(default_factory=time.monotonic)
     stderr_tail: bytes = b""
 
+    @property
+    def sources(self) -> list[Source]:
+        """What it says something through, save where it is."""
+        return [self.link, *self.outputs.values()]
+
 
 class _Worker:
     def __init__(self, config: RankConfig, rank: int, agent: Link) -> None:
@@ -85,7 +90,9 @@ class _Worker:
         self._loop = Loop()
         self._is_holding_back = False
         self._read_bytes = _SMALL_READ_BYTES
-        self._locating: collections.deque[tuple[int, float]] = collections.deque()
+        self._locating: list[int] = []  # requests
+        self._dump = b""  # what faulthandler has written of the stack so far
+        self._answer_at = 0.0
         self._child_ended, child_signal = os.pipe()
         os.set_blocking(self._child_ended, False)
         os.set_blocking(child_signal, False)
@@ -106,9 +113,9 @@ class _Worker:
         self._leave()
 
     def _wait_once(self) -> None:
-        self._loop.once(max(0.0, self._locating[0][1] - time.monotonic()) if self._locating else None)
-        if self._locating and time.monotonic() >= self._locating[0][1]:
-            self._answer_locate("")
+        self._loop.once(max(0.0, self._answer_at - time.monotonic()) if self._locating else None)
+        if self._locating and time.monotonic() >= self._answer_at:
+            self._answer_locate()
         self._hold_back()
 
     def _hold_back(self) -> None:
@@ -118,7 +125,7 @@ class _Worker:
         is_full = self._agent.waiting_bytes > _FULL_BYTES
         if is_full != self._is_holding_back:
             self._is_holding_back = is_full
-            for source in (interpreter.link, *interpreter.outputs.values()):
+            for source in interpreter.sources:
                 self._loop.pause(source, is_full)
 
     # ---- the interpreter's process
@@ -168,7 +175,7 @@ class _Worker:
             self._loop.add(fd, functools.partial(self._read_output, name, fd))
 
     def _unwatch(self, interpreter: _Interpreter) -> None:
-        for source in (interpreter.link, interpreter.where, *interpreter.outputs.values()):
+        for source in (*interpreter.sources, interpreter.where):
             self._loop.remove(source)
 
     def _on_child_ended(self) -> None:
@@ -286,22 +293,32 @@ class _Worker:
         self._interpreter.since = time.monotonic()
 
     def _locate(self, request: int) -> None:
-        self._locating.append((request, time.monotonic() + _LOCATE_LIMIT_S))
+        if not self._locating:
+            self._read_dump()  # what came too late for the last answer
+            self._dump = b""
+        self._locating.append(request)
         if self._interpreter.state == "running":
+            self._answer_at = time.monotonic() + _LOCATE_LIMIT_S
             os.kill(self._interpreter.pid, signal.SIGUSR1)  # faulthandler answers also while C code holds the GIL
         else:
-            self._answer_locate("")
+            self._answer_locate()
 
     def _on_where(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._answer_locate(os.read(self._interpreter.where, 1 << 16).decode(errors="replace"))
+        """A piece of a dump; there are many, and silence ends them."""
+        self._read_dump()
+        self._answer_at = min(self._answer_at, time.monotonic() + _DUMP_GAP_S)
 
-    def _answer_locate(self, dump: str) -> None:
+    def _read_dump(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._dump += os.read(self._interpreter.where, 1 << 16)
+
+    def _answer_locate(self) -> None:
         interpreter = self._interpreter
+        dump, self._dump = self._dump.decode(errors="replace"), b""
         stack = [line.strip() for line in dump.splitlines() if line.lstrip().startswith("File ")]
         lines = [int(match[2]) for match in _CELL_LINE.finditer(dump) if int(match[1]) == interpreter.cell]
-        while self._locating:
-            request, _ = self._locating.popleft()
+        requests, self._locating = self._locating, []
+        for request in requests:
             self._agent.send(
                 Position(
                     self._rank,

@@ -8,24 +8,30 @@ import socket
 import threading
 from collections.abc import Callable
 
-from ..errors import TransportError
-from ..wire import Link, LinkClosed, Message, WireError
+from ..errors import TransportError, WireError
+from ..wire import Link, LinkClosed, Message
 
 
 class NodeLink:
     """``on_message`` and, once at the end, ``on_closed`` are called in the background thread."""
 
     def __init__(
-        self, sock: socket.socket, *, on_message: Callable[[Message], None], on_closed: Callable[[str], None]
+        self,
+        sock: socket.socket,
+        *,
+        on_message: Callable[[Message], None],
+        on_gap: Callable[[str], None],
+        on_closed: Callable[[str], None],
     ) -> None:
         self._link = Link(sock)
         self._on_message = on_message
+        self._on_gap = on_gap
         self._on_closed = on_closed
         self._sending = threading.Lock()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._is_closed = False
-        self.last_number = 0
+        self._last_number = 0
         self._thread = threading.Thread(target=self._run, name="detrain_nb node link", daemon=True)
         self._thread.start()
 
@@ -87,6 +93,13 @@ class NodeLink:
                 self._link.flush()
         if ready & selectors.EVENT_READ:
             for frame in self._link.receive():
-                self._on_message(frame.message())
                 if frame.number:
-                    self.last_number = frame.number
+                    self._check_number(frame.number)
+                self._on_message(frame.message())
+
+    def _check_number(self, number: int) -> None:
+        """The agent numbers what it keeps for us without a gap."""
+        missing = number - self._last_number - 1
+        if missing:
+            self._on_gap(f"{missing} messages from the ranks are missing")
+        self._last_number = number

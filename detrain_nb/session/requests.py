@@ -34,14 +34,19 @@ class Request:
         elif isinstance(message, Piece):
             self._take_piece(rank, message)
         else:
-            self.answers[rank] = message
-            self._waiting_for.discard(rank)
-            if not self._waiting_for:
-                self._done.set()
+            self.take_from(rank, message)
 
-    def release(self) -> None:
-        """Whoever waits has what it needs."""
-        self._done.set()
+    def take_from(self, rank: int, message: Message) -> None:
+        """The end of a rank's answer."""
+        self.answers[rank] = message
+        self._waiting_for.discard(rank)
+        if not self._waiting_for:
+            self._done.set()
+
+    @property
+    def is_open(self) -> bool:
+        """Somebody has not answered yet."""
+        return bool(self._waiting_for)
 
     def fail(self, error: DetrainError) -> None:
         """Nobody will answer any more."""

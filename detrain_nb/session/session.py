@@ -1,9 +1,9 @@
 """A session: ranks that keep their state from one cell to the next, driven from this process.
 
-    with Session.start(ranks=2) as session:
-        result = session.run_cell("x = torch.ones(4) * rank; dist.all_reduce(x); x")
-        result.values[0]        # tensor([1., 1., 1., 1.])
-        session.pull("x")       # {0: tensor(...), 1: tensor(...)}
+with Session.start(ranks=2) as session:
+    result = session.run_cell("x = torch.ones(4) * rank; dist.all_reduce(x); x")
+    result.values[0]        # tensor([1., 1., 1., 1.])
+    session.pull("x")       # {0: tensor(...), 1: tensor(...)}
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +23,6 @@ from ..deploy import bring_up_agent
 from ..errors import (
     CellInterrupted,
     CellTimeout,
-    DetrainError,
     LaunchError,
     NodeLost,
     RankError,
@@ -44,38 +42,29 @@ from ..wire import (
     Attached,
     CellDone,
     CellFailed,
-    ClearOutput,
     Complete,
     Completions,
-    Display,
     EndSession,
     GenerationReady,
     Inspect,
     Inspection,
     Interrupt,
     Launch,
-    LauncherEnded,
     Locate,
     Message,
     NewGeneration,
-    Notice,
-    Output,
     Piece,
     Position,
     Pull,
     Push,
     RankEnded,
-    RankUp,
-    Refused,
-    RequestDone,
-    RequestFailed,
     RunCell,
-    Value,
 )
 from .cells import CellObserver, CellRun
+from .inbox import Inbox
 from .log import OutputLog
 from .node_link import NodeLink
-from .requests import Request, Requests
+from .requests import Request
 from .results import CellResult, RankResult, TextOnly
 from .status import RankStatus, SessionStatus
 
@@ -97,26 +86,19 @@ class Session:
     def __init__(self, name: str, transport: LocalTransport) -> None:
         self.name = name
         self.plan = Plan((), "cpu", "gloo")
-        self.log = OutputLog()
-        self.notices: list[str] = []
         self._transport = transport
-        self._requests = Requests()
-        self._runs: dict[int, CellRun] = {}
+        self._inbox = Inbox(name)
         self._cells_run = 0
-        self._up: dict[int, RankUp] = {}
-        self._lost: dict[int, RankEnded] = {}
-        self._has_group: dict[int, bool] = {}
-        self._last_seconds: dict[int, float] = {}
         self._generation = 0
         self._wants_group = True
-        self._failure: DetrainError | None = None
         self._is_stopped = False
-        self._attached = self._requests.new([0])
-        self._ranks_up = self._requests.new([])
-        self._generation_ready = self._requests.new([])
         self._stopping = threading.Lock()
-        sock = bring_up_agent(transport, name)
-        self._link = NodeLink(sock, on_message=self._on_message, on_closed=self._on_closed)
+        try:
+            sock = bring_up_agent(transport, name)
+        except BaseException:
+            self.log.close()
+            raise
+        self._link = NodeLink(sock, on_message=self._inbox.take, on_gap=self._inbox.notice, on_closed=self._inbox.close)
 
     @classmethod
     def start(
@@ -135,7 +117,7 @@ class Session:
         """Start ``ranks`` ranks on this machine; by default one a GPU, else two on the CPU.
 
         ``init`` makes the default process group (``backend``, by default gloo, with NCCL for CUDA tensors). The ranks
-        start in ``folder`` (the current one), with ``env`` added to the environment. ``start`` is "fork" (fast: torch is
+        start in ``folder`` (the current one), with ``env`` added to the environment. ``start`` is "fork" (torch is
         imported once) or "exec" (the plain torchrun command). Rank r is seeded with ``seed + r``.
 
         Raises: SpecError for numbers that do not fit, LaunchError when the ranks do not come up, SessionError when a
@@ -153,8 +135,18 @@ class Session:
         except BaseException:
             session.stop()
             raise
-        _stop_at_exit(session)
+        atexit.register(session.stop)
         return session
+
+    @property
+    def log(self) -> OutputLog:
+        """Everything the ranks printed, cell by cell."""
+        return self._inbox.log
+
+    @property
+    def notices(self) -> list[str]:
+        """What the user should know and no cell has said: output that was lost, a full disk."""
+        return self._inbox.notices
 
     @property
     def world_size(self) -> int:
@@ -168,7 +160,7 @@ class Session:
     @property
     def is_alive(self) -> bool:
         """The session's agent and launcher run; single ranks may be lost."""
-        return not self._is_stopped and self._failure is None
+        return not self._is_stopped and self._inbox.failure is None
 
     def run_cell(
         self,
@@ -193,13 +185,10 @@ class Session:
         self._require_idle(chosen)
         self._mend_group()
         self._cells_run += 1
-        hosts = {rank: up.host for rank, up in self._up.items()}
-        run = CellRun(self._cells_run, chosen, observer, hosts)
-        self._runs = {number: known for number, known in self._runs.items() if known.running}
-        self._runs[run.cell] = run
+        run = CellRun(self._cells_run, chosen, observer, {rank: up.host for rank, up in self._inbox.up.items()})
+        self._inbox.add_run(run)
         self._send(RunCell(list(chosen), run.cell, code))
         self._wait_for_cell(run, timeout_s)
-        self._last_seconds.update((r, o.seconds) for r, o in run.outcomes.items() if not isinstance(o, RankEnded))
         self._raise_for(run)
         return self._result(run, values=values)
 
@@ -237,27 +226,26 @@ class Session:
         positions = self._locate(range(self.world_size), limit_s=limit_s)
         rows = []
         for rank in range(self.world_size):
-            up, position = self._up[rank], positions.get(rank)
+            up, position = self._inbox.up[rank], positions.get(rank)
             rows.append(
                 RankStatus(
                     rank,
                     up.host,
                     up.pid,
                     up.device,
-                    position.state if position else ("lost" if rank in self._lost else "no answer"),
+                    position.state if position else ("lost" if rank in self._inbox.lost else "no answer"),
                     position.cell if position else 0,
                     position.line if position and position.state == "running" else 0,
                     position.rss_bytes if position else 0,
-                    self._last_seconds.get(rank),
+                    self._inbox.last_seconds.get(rank),
                 )
             )
         return SessionStatus(self.name, tuple(rows))
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt on every rank that runs a cell. Does not wait."""
-        for run in list(self._runs.values()):
-            if run.running:
-                self._send(Interrupt(list(run.running), run.cell))
+        for run in set(self._inbox.busy.values()):
+            self._send(Interrupt(list(run.running), run.cell))
 
     def complete(self, code: str, position: int, *, limit_s: float = 0.3) -> Completions | None:
         """Completions by the first idle rank; None when there is none, or it does not answer in time."""
@@ -275,6 +263,7 @@ class Session:
             if self._is_stopped:
                 return
             self._is_stopped = True
+            atexit.unregister(self.stop)
             with contextlib.suppress(TransportError):
                 self._link.send(EndSession())
             self._link.wait_for_end(limit_s=END_LIMIT_S)
@@ -296,8 +285,8 @@ class Session:
 
     def _attach(self) -> Attached:
         self._link.send(Attach(self.name, f"pid {os.getpid()}"))
-        self._attached.wait(START_LIMIT_S, what="attach")
-        answer = self._attached.answers[0]
+        self._inbox.attached.wait(START_LIMIT_S, what="attach")
+        answer = self._inbox.attached.answers[0]
         assert isinstance(answer, Attached)
         return answer
 
@@ -322,42 +311,45 @@ class Session:
             start=start,
             extra_env=env,
         )
-        self._ranks_up = self._requests.new(ranks)
+        self._inbox.ranks_up = self._inbox.requests.new(ranks)
         self._send(Launch(launch.argv, launch.env, ranks))
-        self._ranks_up.wait(START_LIMIT_S, what="start")
+        self._inbox.ranks_up.wait(START_LIMIT_S, what="start")
 
     # ---- cells
 
     def _require_idle(self, chosen: Iterable[int]) -> None:
         if self._is_stopped:
             raise SessionError(f"session {self.name!r} has ended: start another one")
-        if self._failure:
-            raise self._failure
-        lost = [rank for rank in chosen if rank in self._lost]
+        if self._inbox.failure:
+            raise self._inbox.failure
+        lost = [rank for rank in chosen if rank in self._inbox.lost]
         if lost:
             raise SessionError(f"{format_ranks(lost)} of session {self.name!r} ended: %distributed restart")
-        for run in self._runs.values():
-            busy = set(run.running) & set(chosen)
-            if busy:
-                where = self._where(busy)
-                raise SessionError(
-                    f"cell {run.cell} still runs: {where}: wait for it, or start all ranks anew with %distributed restart"
-                )
+        busy = [rank for rank in self._inbox.busy if rank in set(chosen)]
+        if busy:
+            raise SessionError(
+                f"{self._where(busy)} still in cell {self._inbox.busy[busy[0]].cell}: "
+                "wait for it, or start all ranks anew with %distributed restart"
+            )
 
     def _wait_for_cell(self, run: CellRun, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        lost_deadline = None
         try:
             while not run.done.wait(_next_look(deadline)):
-                if self._failure:
-                    raise self._failure
-                if deadline is not None and time.monotonic() >= deadline:
+                now = time.monotonic()
+                if deadline is not None and now >= deadline:
                     raise CellTimeout(f"the cell did not end within {timeout_s:g} s: {self._stop_cell(run)}")
-                if run.lost and deadline is None:
-                    deadline = time.monotonic() + LOST_LIMIT_S
+                if run.lost and lost_deadline is None:
+                    lost_deadline = now + LOST_LIMIT_S
+                if lost_deadline is not None and now >= lost_deadline:
+                    raise RankLost(f"{self._describe_losses(run)}\n{self._stop_cell(run)}")
                 self._tell_who_is_waited_for(run)
         except KeyboardInterrupt:
             note = self._stop_cell(run)
             raise CellInterrupted(run.errors(), world_size=len(run.ranks), note=note) from None
+        if run.running and self._inbox.failure:
+            raise self._inbox.failure
 
     def _stop_cell(self, run: CellRun) -> str:
         """Interrupt what still runs, give it a few seconds, and say in words how that went."""
@@ -389,7 +381,7 @@ class Session:
 
     def _raise_for(self, run: CellRun) -> None:
         if run.lost:
-            raise RankLost("; ".join(self._describe_end(end) for end in run.lost.values()))
+            raise RankLost(self._describe_losses(run))
         errors = run.errors()
         if errors:
             is_stopped = all(error.interrupted for error in errors.values())
@@ -403,7 +395,7 @@ class Session:
             assert isinstance(outcome, CellDone)
             bundle = bundles.get(rank, {})
             value = found.get(rank, TextOnly(bundle["text/plain"]) if bundle else None)
-            host = self._up[rank].host
+            host = self._inbox.up[rank].host
             results[rank] = RankResult(rank, host, outcome.seconds, None, bundle, value, self.log, run.cell)
         return CellResult(run.cell, results)
 
@@ -414,8 +406,11 @@ class Session:
                 found.update(self.pull("_", ranks=rank))
         return found
 
+    def _describe_losses(self, run: CellRun) -> str:
+        return "\n".join(self._describe_end(end) for end in run.lost.values())
+
     def _describe_end(self, end: RankEnded) -> str:
-        host = self._up[end.rank].host
+        host = self._inbox.up[end.rank].host
         how = f"signal {end.signal}" if end.signal else f"exit code {end.exit_code}"
         last_words = f"; its last words:\n{end.stderr_tail.strip()}" if end.stderr_tail.strip() else ""
         return (
@@ -427,23 +422,23 @@ class Session:
 
     def _mend_group(self) -> None:
         """Make the default group anew when a cell has destroyed it; needs every rank idle."""
-        is_whole = all(self._has_group.get(rank) for rank in range(self.world_size))
-        if not self._wants_group or is_whole or self._lost or any(run.running for run in self._runs.values()):
+        is_whole = all(self._inbox.has_group.get(rank) for rank in range(self.world_size))
+        if not self._wants_group or is_whole or self._inbox.lost or self._inbox.busy:
             return
         self._make_group()
 
     def _make_group(self) -> None:
         self._generation += 1
         everyone = list(range(self.world_size))
-        self._generation_ready = self._requests.new(everyone)
+        ready = self._inbox.generation_ready = self._inbox.requests.new(everyone)
         self._send(NewGeneration(everyone, self._generation))
         try:
-            self._generation_ready.wait(GROUP_LIMIT_S, what="making the process group")
+            ready.wait(GROUP_LIMIT_S, what="making the process group")
         finally:
-            self._requests.end(self._generation_ready)
+            self._inbox.requests.end(ready)
         failed = {
             rank: answer.error
-            for rank, answer in self._generation_ready.answers.items()
+            for rank, answer in ready.answers.items()
             if isinstance(answer, GenerationReady) and answer.error
         }
         if failed:
@@ -453,14 +448,14 @@ class Session:
 
     @contextlib.contextmanager
     def _request(self, ranks: Iterable[int]) -> Iterator[Request]:
-        request = self._requests.new(ranks)
+        request = self._inbox.requests.new(ranks)
         try:
             yield request
         finally:
-            self._requests.end(request)
+            self._inbox.requests.end(request)
 
     def _locate(self, ranks: Iterable[int], *, limit_s: float) -> dict[int, Position]:
-        asked = [rank for rank in ranks if rank not in self._lost]
+        asked = [rank for rank in ranks if rank not in self._inbox.lost]
         with self._request(asked) as request:
             if asked:
                 with contextlib.suppress(TransportError):
@@ -478,8 +473,10 @@ class Session:
         return ", ".join(format_ranks(group) + place for place, group in places.items())
 
     def _ask_one(self, ask: Any, limit_s: float) -> Message | None:
-        busy = {rank for run in self._runs.values() for rank in run.running}
-        rank = next((rank for rank in range(self.world_size) if rank not in busy and rank not in self._lost), None)
+        busy = self._inbox.busy
+        rank = next(
+            (rank for rank in range(self.world_size) if rank not in busy and rank not in self._inbox.lost), None
+        )
         if rank is None or not self.is_alive:
             return None
         with self._request([rank]) as request, contextlib.suppress(TransportError):
@@ -487,81 +484,11 @@ class Session:
             request.wait_quietly(limit_s)
         return request.answers.get(rank)
 
-    # ---- what comes from the node, in the background thread
-
     def _send(self, message: Message) -> None:
         try:
             self._link.send(message)
         except TransportError as exc:
-            raise self._failure or NodeLost(f"the agent of session {self.name!r} is gone: {exc}") from exc
-
-    def _on_message(self, message: Message) -> None:
-        if isinstance(message, Output):
-            self.log.append(message)
-            if run := self._runs.get(message.cell):
-                run.take_output(message)
-        elif isinstance(message, (Display, ClearOutput)):
-            if run := self._runs.get(message.cell):
-                run.take_display(message)
-        elif isinstance(message, (CellDone, CellFailed)):
-            self._has_group[message.rank] = message.has_group
-            if run := self._runs.get(message.cell):
-                run.take_end(message)
-        elif isinstance(message, RankEnded):
-            self._on_rank_ended(message)
-        elif isinstance(message, GenerationReady):
-            self._has_group[message.rank] = not message.error
-            if message.number == self._generation:
-                self._generation_ready.take(message)
-        elif isinstance(message, RankUp):
-            self._up[message.rank] = message
-            self._ranks_up.take(message)
-        elif isinstance(message, (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)):
-            self._requests.take(message)
-        elif isinstance(message, Attached):
-            self._attached.answers[0] = message
-            self._attached.release()
-        elif isinstance(message, Refused):
-            self._fail(SessionError(message.reason))
-        elif isinstance(message, LauncherEnded):
-            self._on_launcher_ended(message)
-        elif isinstance(message, Notice):
-            self._on_notice(message.text)
-
-    def _on_rank_ended(self, message: RankEnded) -> None:
-        self._lost[message.rank] = message
-        for run in list(self._runs.values()):
-            if message.rank in run.running:
-                run.take_end(message)
-        how = f"signal {message.signal}" if message.signal else f"exit code {message.exit_code}"
-        last = message.stderr_tail.strip().splitlines()[-1:]
-        error = RankLost(": ".join([f"rank {message.rank} (pid {message.pid}) ended with {how}", *last]))
-        self._ranks_up.fail(error)
-        self._requests.fail_all(error)
-
-    def _on_launcher_ended(self, message: LauncherEnded) -> None:
-        words = message.log_tail.strip()
-        last = words.splitlines()[-1] if words else f"exit code {message.exit_code}"
-        if len(self._up) < self.world_size:
-            self._fail(LaunchError(f"the ranks did not start: {last}"))
-        else:
-            self._fail(NodeLost(f"the ranks of session {self.name!r} ended: {last}: %distributed restart"))
-
-    def _on_notice(self, text: str) -> None:
-        self.notices.append(text)
-        for run in list(self._runs.values()):
-            if run.observer and run.running:
-                run.observer.notice(text)
-
-    def _on_closed(self, reason: str) -> None:
-        self._fail(NodeLost(f"the agent of session {self.name!r} is gone ({reason}): %distributed restart"))
-
-    def _fail(self, error: DetrainError) -> None:
-        """Nothing will come from the node any more: whoever waits is told."""
-        self._failure = self._failure or error
-        self._requests.fail_all(self._failure)
-        for run in list(self._runs.values()):
-            run.done.set()
+            raise self._inbox.failure or NodeLost(f"the agent of session {self.name!r} is gone: {exc}") from exc
 
 
 def _next_look(deadline: float | None) -> float:
@@ -583,13 +510,3 @@ def _check_start(*, ranks: int | None, start: str, env: Mapping[str, str]) -> No
             "torch.distributed is initialised in this process itself: call torch.distributed.destroy_process_group() "
             "first, the ranks are processes of their own"
         )
-
-
-def _stop_at_exit(session: Session) -> None:
-    reference = weakref.ref(session)
-
-    def stop() -> None:
-        if (alive := reference()) is not None:
-            alive.stop()
-
-    atexit.register(stop)
