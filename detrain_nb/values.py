@@ -77,7 +77,7 @@ def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
     """Describe ``value``, which the user calls ``name``; returns the description and the raw buffers.
 
     Buffers are C-contiguous and of bytes. Large arrays and tensors that are contiguous and on the CPU are not copied:
-    send the buffers before the value changes. Tensors arrive detached, on the CPU, and share no memory any more; a
+    send the buffers before the value changes or is freed. Tensors arrive detached, on the CPU, sharing no memory; a
     Parameter arrives as a tensor, an OrderedDict or defaultdict as a dict, a torch.Size as a tuple.
     Raises: ValueNotSupported with the place inside the value, the type found there and what to do.
     """
@@ -499,7 +499,7 @@ def _build_keys(node: Json, raws: Iterator[memoryview]) -> list[Any]:
     keys: list[Any] = _build(node, raws)
     try:
         hashes = Counter(map(hash, keys))
-    except TypeError as exc:
+    except (TypeError, ValueError) as exc:  # ValueError: a timedelta64 without unit
         raise WireError(f"a key or an element cannot be one: {exc}") from exc
     if hashes and max(hashes.values()) > _MAX_SAME_HASH:  # a set of them would take hours
         raise WireError(f"more than {_MAX_SAME_HASH} keys or elements have the same hash")

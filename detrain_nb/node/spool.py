@@ -84,7 +84,7 @@ class Spool:
 
     def append(self, frame: Frame) -> None:
         """Number a frame and keep it."""
-        if self._lost_bytes and self._put(to_frame(self._loss()), can_be_lost=True):
+        if self._lost_bytes and self._has_room_again() and self._put(to_frame(self._loss()), can_be_lost=True):
             self._lost_bytes = 0
         # looking costs less than decoding: to_frame writes the type last
         can_be_lost = frame.header.endswith((b'"type":"Output"}', b'"type":"Display"}'))
@@ -155,6 +155,10 @@ class Spool:
         self._segments.pop(index).drop()
         if index < self._reading:
             self._reading -= 1
+
+    def _has_room_again(self) -> bool:
+        last = self._segments[-1]
+        return not last.in_memory or not self.has_more
 
     def _loss(self) -> Notice:
         return Notice(

@@ -17,6 +17,7 @@ import signal
 import socket
 import termios
 import time
+import traceback
 from dataclasses import dataclass, field
 
 from ..launch import RankConfig
@@ -51,6 +52,7 @@ _CELL_LINE = re.compile(r'File "<cell (\d+)>", line (\d+)')
 
 def main() -> None:
     """What the engine calls, in a process of its own, once per rank; returns when the session ends."""
+    launcher_pid = os.getppid()
     config = RankConfig.from_env(os.environ)
     rank = int(os.environ["RANK"])
     agent = socket.socket(socket.AF_UNIX)
@@ -61,6 +63,7 @@ def main() -> None:
         _Worker(config, rank, Link(agent)).run()
     finally:
         end_descendants()
+        die_with_parent(launcher_pid)  # the engine waits for all workers together, and they for it
 
 
 @dataclass
@@ -142,6 +145,8 @@ class _Worker:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 self._become_interpreter(theirs, {name: write for name, (_, write) in pipes.items()}, parent_pid)
                 status = 0
+            except BaseException:  # its last words go where the worker reads them
+                os.write(2, traceback.format_exc().encode(errors="replace"))
             finally:
                 os._exit(status)
         theirs.close()

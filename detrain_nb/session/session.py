@@ -123,13 +123,14 @@ class Session:
         Raises: SpecError for numbers that do not fit, LaunchError when the ranks do not come up, SessionError when a
         session of that name runs already. Nothing is left behind then.
         """
-        _check_start(ranks=ranks, start=start, env=env or {})
+        folder = os.path.abspath(folder or os.getcwd())
+        _check_start(ranks=ranks, start=start, env=env or {}, folder=folder)
         session = cls(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}", LocalTransport())
         try:
             attached = session._attach()
             session._wants_group = init
             session.plan = plan_one_node(ranks=ranks, device=device, backend=backend, gpus=attached.gpus)
-            session._launch(cpus=attached.cpus, env=env or {}, start=start, seed=seed, folder=folder or os.getcwd())
+            session._launch(cpus=attached.cpus, env=env or {}, start=start, seed=seed, folder=folder)
             if init:
                 session._make_group()
         except BaseException:
@@ -496,11 +497,13 @@ def _next_look(deadline: float | None) -> float:
     return 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
 
 
-def _check_start(*, ranks: int | None, start: str, env: Mapping[str, str]) -> None:
+def _check_start(*, ranks: int | None, start: str, env: Mapping[str, str], folder: str) -> None:
     if ranks is not None and ranks < 1:
         raise SpecError(f"{ranks} ranks: a session needs at least 1")
     if start not in ("fork", "exec"):
         raise SpecError(f"start {start!r} is neither fork nor exec")
+    if not os.path.isdir(folder):
+        raise SpecError(f"folder {folder} is not there: the ranks start in it")
     for key, value in env.items():
         if not key or "=" in key or "\0" in key + value:
             raise SpecError(f"{key!r} is no name of an environment variable")

@@ -33,6 +33,7 @@ class LocalTransport:
 
     def __init__(self) -> None:
         self._agent: subprocess.Popen[bytes] | None = None
+        self._folder = Path()
 
     def start_agent(self, session: str) -> socket.socket:
         """Start the agent of ``session`` and return a connected socket.
@@ -41,7 +42,7 @@ class LocalTransport:
         """
         if sys.platform == "win32":
             raise LaunchError("ranks on this machine need Linux: Windows can drive nodes, not be one")
-        folder = runtime_folder() / session
+        folder = self._folder = runtime_folder() / session
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as exc:
@@ -78,6 +79,8 @@ class LocalTransport:
         except subprocess.TimeoutExpired:
             self._agent.kill()
             self._agent.wait()
+        if self._agent.returncode:  # it could not tidy up itself
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def agent_exit_code(self) -> int | None:
@@ -122,7 +125,7 @@ def _require_private(folder: Path) -> None:
     if not hasattr(os, "getuid"):
         return
     if state.st_uid != os.getuid():
-        raise LaunchError(f"run directory {folder} belongs to uid {state.st_uid}, not to us: set DETRAIN_NB_RUNTIME_DIR")
+        raise LaunchError(f"run directory {folder} belongs to uid {state.st_uid}, not us: set DETRAIN_NB_RUNTIME_DIR")
     if state.st_mode & 0o077:
         mode = stat.S_IMODE(state.st_mode)
         raise LaunchError(f"run directory {folder} is open to others (mode {mode:04o}): chmod 700 {folder}")

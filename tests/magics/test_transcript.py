@@ -1,0 +1,138 @@
+"""Lines of ranks: split, kept within bounds, and merged into a form that is the same at every run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detrain_nb.magics.transcript import LineSplitter, Rich, Text, Transcript, canonical, merge_lines, rich_items
+
+
+@pytest.mark.parametrize(
+    ("written", "finished", "unfinished"),
+    [
+        (["a\nb", "c\n"], ["a", "bc"], ""),
+        (["a\r\nb\r\n"], ["a", "b"], ""),
+        (["\r 10%", "\r 20%", "\r100%\n"], ["100%"], ""),
+        (["\r 10%", "\r 20%"], [], " 20%"),
+        (["long text\rshort"], [], "short"),
+        (["50%\r"], [], "50%"),
+        (["50%\r", "\n"], ["50%"], ""),
+        (["a", "b"], [], "ab"),
+    ],
+)
+def test_redrawn_lines_are_one_line(written: list[str], finished: list[str], unfinished: str) -> None:
+    splitter = LineSplitter()
+    lines = list(itertools.chain.from_iterable(splitter.feed(text) for text in written))
+    assert lines == finished
+    assert splitter.unfinished == unfinished
+    assert splitter.end() == ([unfinished] if unfinished else [])
+
+
+def test_only_a_line_with_a_return_counts_as_redrawn() -> None:
+    splitter = LineSplitter()
+    splitter.feed("on its way")
+    assert not splitter.is_redrawn
+    splitter.feed("\r 10%")
+    assert splitter.is_redrawn
+    splitter.feed("\nnext")
+    assert not splitter.is_redrawn
+
+
+def _transcripts(said: dict[int, list[tuple[str, list[str]]]], **limits: int) -> dict[int, Transcript]:
+    transcripts = {rank: Transcript(max_lines=0, max_chars=0, **limits) for rank in said}
+    for rank, parts in said.items():
+        for stream, lines in parts:
+            transcripts[rank].add_lines(stream, lines)
+    return transcripts
+
+
+def _text(items: list[Text | Rich]) -> str:
+    return "".join(item.text for item in items if isinstance(item, Text))
+
+
+def _canonical(transcripts: dict[int, Transcript], merge: str = "same") -> list[Text | Rich]:
+    return canonical(transcripts, merge=merge, how_to_read={rank: f"log {rank}" for rank in transcripts})
+
+
+def test_lines_that_ranks_share_stand_once_where_they_belong() -> None:
+    said = {
+        0: [("stdout", ["start", "loss 0", "save", "end"])],
+        1: [("stdout", ["start", "loss 1", "end"])],
+        2: [("stdout", ["start", "loss 2", "end"])],
+    }
+    assert _text(_canonical(_transcripts(said))).splitlines() == [
+        "[0-2] start", "[0] loss 0", "[0] save", "[1] loss 1", "[2] loss 2", "[0-2] end",
+    ]  # fmt: skip
+
+
+def test_merge_all_keeps_every_ranks_lines_and_rank0_only_the_first_ranks() -> None:
+    transcripts = _transcripts({1: [("stdout", ["a"])], 3: [("stdout", ["a"])]})
+    assert _text(_canonical(transcripts, "all")) == "[1] a\n[3] a\n"
+    assert _text(_canonical(transcripts, "rank0")) == "[1] a\n"
+
+
+def test_streams_stand_apart_in_an_order_that_no_race_decides() -> None:
+    one = _transcripts({0: [("stderr", ["warn"]), ("stdout", ["a"])], 1: [("stdout", ["a"]), ("stderr", ["warn"])]})
+    assert _canonical(one) == [Text("stdout", "[0-1] a\n"), Text("stderr", "[0-1] warn\n")]
+
+
+@given(st.lists(st.lists(st.sampled_from("abc"), max_size=8), min_size=1, max_size=4))
+def test_merging_loses_and_invents_nothing(lines: list[list[str]]) -> None:
+    by_rank = dict(enumerate(lines))
+    merged = list(merge_lines(by_rank, is_merging=True))
+    for rank, mine in by_rank.items():
+        assert [line for ranks, line in merged if rank in ranks] == mine
+
+
+def test_many_lines_are_merged_without_taking_the_square_of_the_time() -> None:
+    same = [f"line {i}" for i in range(20_000)]
+    merged = list(merge_lines({0: same, 1: [*same[:-1], "other"], 2: same[:-1]}, is_merging=True))
+    assert merged[0] == ((0, 1, 2), "line 0")
+    assert len(merged) == 20_001
+
+
+def test_long_output_keeps_its_beginning_and_its_end_and_says_how_to_read_the_rest() -> None:
+    transcript = Transcript(max_lines=250, max_chars=0)
+    for start in range(0, 1000, 7):
+        transcript.add_lines("stdout", [f"line {i}" for i in range(start, min(start + 7, 1000))])
+    lines = _text(_canonical({2: transcript})).splitlines()
+    assert lines[:50] == [f"[2] line {i}" for i in range(50)]
+    assert lines[50] == "[2] ... 750 more lines, read them with log 2 ..."
+    assert lines[51:] == [f"[2] line {i}" for i in range(800, 1000)]
+
+
+def test_characters_are_bounded_too() -> None:
+    transcript = Transcript(max_lines=0, max_chars=1000)
+    transcript.add_lines("stdout", ["x" * 90] * 10)
+    transcript.add_lines("stdout", ["y" * 1_000_000])
+    assert len(_text(_canonical({0: transcript}))) < 4000
+
+
+def test_limits_are_exact_where_everything_fits() -> None:
+    transcript = Transcript(max_lines=250, max_chars=0)
+    transcript.add_lines("stdout", [str(i) for i in range(250)])
+    assert _text(_canonical({0: transcript})).splitlines() == [f"[0] {i}" for i in range(250)]
+
+
+def test_rich_outputs_stand_between_the_lines_around_them() -> None:
+    transcripts = _transcripts({0: [("stdout", ["before"])], 1: [("stdout", ["before"])]})
+    for transcript in transcripts.values():
+        transcript.add_rich(Rich({"text/plain": "fig", "image/png": "aa"}))
+        transcript.add_lines("stdout", ["after"])
+    assert _canonical(transcripts) == [
+        Text("stdout", "[0-1] before\n[0-1]\n"),
+        Rich({"text/plain": "fig", "image/png": "aa"}),
+        Text("stdout", "[0-1] after\n"),
+    ]
+
+
+def test_values_that_are_identical_are_shown_once() -> None:
+    bundles = {0: {"text/plain": "1"}, 1: {"text/plain": "2\n3"}, 2: {"text/plain": "1"}}
+    assert rich_items(bundles, is_merging=True) == [
+        Rich({"text/plain": "[0,2] 1"}),
+        Rich({"text/plain": "[1] 2\n    3"}),
+    ]

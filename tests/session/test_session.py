@@ -1,0 +1,530 @@
+"""A session in plain Python: cells on real ranks, their values, errors, stops, and what is left when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from detrain_nb import Session
+from detrain_nb.errors import (
+    CellInterrupted,
+    CellTimeout,
+    LaunchError,
+    NodeLost,
+    RankError,
+    RankLost,
+    SessionError,
+    SpecError,
+    ValueNotSupported,
+)
+from detrain_nb.session.results import TextOnly
+
+# ---- cells and what they find
+
+
+def test_collective_of_a_cell_meets_all_ranks(session: Session) -> None:
+    result = session.run_cell("x = torch.ones(4, device=device) * (rank + 1)\ndist.all_reduce(x)\nx")
+    assert result.ranks == (0, 1)
+    assert all(torch.equal(value, torch.full((4,), 3.0)) for value in result.values.values())
+
+
+def test_names_are_ready_and_variables_stay(session: Session) -> None:
+    session.run_cell("mine = (rank, local_rank, world_size, str(device), dist.get_rank())")
+    assert session.pull("mine") == {0: (0, 0, 2, "cpu", 0), 1: (1, 1, 2, "cpu", 1)}
+
+
+def test_cell_runs_on_the_chosen_ranks_only(session: Session) -> None:
+    assert session.run_cell("rank * 10", ranks="-1").values == {1: 10}
+    assert session.run_cell("rank * 10", ranks=[0]).values == {0: 0}
+
+
+def test_classes_of_cells_travel_between_ranks_and_into_files(session: Session, tmp_path: Path) -> None:
+    session.push({"path": str(tmp_path)})
+    code = """
+class Thing:
+    def __init__(self, n): self.n = n
+torch.save(Thing(rank), f"{path}/{rank}.pt")
+everyone = [None] * world_size
+dist.all_gather_object(everyone, Thing(rank))
+[t.n for t in everyone], torch.load(f"{path}/{rank}.pt", weights_only=False).n, Thing.__module__
+"""
+    assert session.run_cell(code).values == {0: ([0, 1], 0, "__main__"), 1: ([0, 1], 1, "__main__")}
+
+
+def test_data_loader_workers_find_what_cells_define(session: Session) -> None:
+    code = """
+class Squares(torch.utils.data.Dataset):
+    def __len__(self): return 6
+    def __getitem__(self, i): return i * i
+[batch.tolist() for batch in torch.utils.data.DataLoader(Squares(), batch_size=3, num_workers=2)]
+"""
+    assert session.run_cell(code).values[1] == [[0, 1, 4], [9, 16, 25]]
+
+
+def test_ipython_is_there_as_in_any_cell(session: Session, tmp_path: Path) -> None:
+    session.run_cell("import os, asyncio")
+    assert session.run_cell("await asyncio.sleep(0.01, result=rank)").values == {0: 0, 1: 1}
+    assert session.run_cell("%env DETRAIN_NB_TEST=7\nos.environ['DETRAIN_NB_TEST']").values[0] == "7"
+    assert session.run_cell("!echo from a command; exit 3\n_exit_code").values == {0: 3, 1: 3}
+    assert "from a command" in session.run_cell("!echo from a command").stdout[1]
+    assert "Wall time" in session.run_cell("%%time\nsum(range(10))").stdout[0]
+    assert "loop" in session.run_cell("%timeit -n1 -r1 1 + 1").stdout[0]
+
+
+def test_random_numbers_differ_between_ranks_and_repeat_between_sessions() -> None:
+    code = "import random, numpy as np\n(random.random(), float(np.random.rand()), float(torch.rand(1)))"
+    drawn = []
+    for seed in (1, 1, 7):
+        with Session.start(ranks=2, device="cpu", seed=seed, init=False) as session:
+            drawn.append(session.run_cell(code).values)
+    first, again, other = drawn
+    assert first == again
+    assert all(a != b for a, b in zip(first[0], first[1], strict=True))
+    assert all(a != b for a, b in zip(first[0], other[0], strict=True))
+
+
+def test_ranks_start_in_the_folder_with_it_on_the_path(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_notebook.py").write_text("answer = 42\n")
+    with Session.start(ranks=1, device="cpu", init=False, folder=str(tmp_path)) as session:
+        assert session.run_cell("import os, beside_the_notebook as b\n(os.getcwd(), b.answer)").values[0] == (
+            str(tmp_path),
+            42,
+        )
+
+
+def test_plain_torchrun_can_start_the_ranks() -> None:
+    with Session.start(ranks=2, device="cpu", start="exec", env={"MINE": "x y"}) as session:
+        result = session.run_cell("import os\nt = torch.ones(1)\ndist.all_reduce(t)\n(os.environ['MINE'], t.item())")
+    assert result.values == {0: ("x y", 2.0), 1: ("x y", 2.0)}
+
+
+def test_no_socket_of_a_session_listens_beyond_loopback(processes: Callable[[], set[psutil.Process]]) -> None:
+    with Session.start(ranks=2, device="cpu") as session:
+        session.run_cell("dist.all_reduce(torch.ones(1))\ndist.new_group([0, 1])")
+        listening = [c.laddr for p in processes() for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert listening, "the store and gloo listen somewhere"
+    assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+
+
+# ---- process groups
+
+
+def test_tutorial_code_replaces_the_group(session: Session) -> None:
+    code = """
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
+dist.init_process_group("gloo", rank=rank, world_size=world_size)
+t = torch.ones(1); dist.all_reduce(t); t.item()
+"""
+    session.run_cell("import os")
+    result = session.run_cell(code)
+    assert result.values == {0: 2.0, 1: 2.0}
+    assert "world_size, rank ignored, the session has set them" in result.stderr[0]
+
+
+def test_destroyed_group_is_made_again_before_the_next_cell(session: Session) -> None:
+    session.run_cell("dist.destroy_process_group()")
+    assert session.run_cell("t = torch.ones(1); dist.all_reduce(t); t.item()").values == {0: 2.0, 1: 2.0}
+    session.run_cell("dist.destroy_process_group()", ranks=0)  # on one rank only: all of them have to meet
+    assert session.run_cell("t = torch.ones(1); dist.all_reduce(t); t.item()").values == {0: 2.0, 1: 2.0}
+
+
+def test_spawn_is_refused_with_the_reason(session: Session) -> None:
+    with pytest.raises(RankError, match=r"mp\.spawn starts processes of its own"):
+        session.run_cell("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
+
+
+# ---- values
+
+
+def test_values_travel_both_ways(session: Session) -> None:
+    sent = {
+        "number": 2.5, "text": "é", "raw": b"\0\xff", "nested": {"a": [1, (2, None)], 3: {True}},
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3), "half": torch.randn(3, 5).to(torch.bfloat16),
+    }  # fmt: skip
+    session.push(sent, ranks=1)
+    back = session.pull(list(sent), ranks=1)[1]
+    assert {name: back[name] for name in ("number", "text", "raw", "nested")} == {
+        name: sent[name] for name in ("number", "text", "raw", "nested")
+    }
+    np.testing.assert_array_equal(back["array"], sent["array"])
+    assert torch.equal(back["half"], sent["half"])
+
+
+def test_large_tensor_travels_in_pieces(session: Session) -> None:
+    session.run_cell("big = torch.arange(9_000_000, dtype=torch.float32) + rank")
+    pulled = session.pull("big")
+    assert torch.equal(pulled[1], torch.arange(9_000_000, dtype=torch.float32) + 1)
+    session.push({"again": pulled[1]})
+    assert session.run_cell("bool((again - 1 == torch.arange(9_000_000)).all())").values == {0: True, 1: True}
+
+
+def test_unknown_name_is_refused_with_the_nearest_one(session: Session) -> None:
+    session.run_cell("losses = [1]")
+    with pytest.raises(SessionError, match=r"ranks 0-1: there is no variable 'lossess': did you mean 'losses'\?"):
+        session.pull("lossess")
+
+
+def test_what_cannot_travel_is_refused_by_name_and_type(session: Session) -> None:
+    session.run_cell("f = lambda: 1")
+    with pytest.raises(SessionError, match="f is a function"):
+        session.pull("f")
+    with pytest.raises(ValueNotSupported, match="g is a function"):
+        session.push({"good": 1, "g": lambda: 1})
+    with pytest.raises(SessionError, match="no variable 'good'"):
+        session.pull("good")
+
+
+def test_value_that_cannot_travel_is_there_as_text(session: Session) -> None:
+    value = session.run_cell("torch.nn.Linear(2, 3)").values[0]
+    assert isinstance(value, TextOnly)
+    assert value == "Linear(in_features=2, out_features=3, bias=True)"
+
+
+# ---- output
+
+
+def test_everything_printed_is_in_the_result(session: Session) -> None:
+    code = """
+import sys, subprocess, ctypes
+print("print", rank); print("err", file=sys.stderr)
+subprocess.run(["echo", "child"], check=True)
+ctypes.CDLL(None).printf(b"from C\\n")
+os.write(1, "é\\n".encode()[:2]); os.write(1, "é\\n".encode()[2:])
+print("no newline", end="")
+"""
+    result = session.run_cell(code)
+    assert result.stdout[1] == "print 1\nchild\nfrom C\né\nno newline"
+    assert result.stderr == {0: "err\n", 1: "err\n"}
+
+
+def test_flood_of_every_rank_arrives_complete_in_the_log(session: Session) -> None:
+    result = session.run_cell("for i in range(100_000): print(f'{rank} line {i:06d}')")
+    for rank in (0, 1):
+        assert result[rank].stdout == "".join(f"{rank} line {i:06d}\n" for i in range(100_000))
+
+
+def test_c_output_is_seen_while_the_cell_runs(session: Session) -> None:
+    class Observer:
+        def __init__(self) -> None:
+            self.seen_after_s: float | None = None
+
+        def output(self, rank: int, stream: str, text: str) -> None:
+            self.seen_after_s = self.seen_after_s or time.monotonic() - started
+
+        def display(self, *args: object) -> None: ...
+        def clear(self, *args: object) -> None: ...
+        def waiting(self, text: str) -> None: ...
+        def notice(self, text: str) -> None: ...
+
+    observer = Observer()
+    started = time.monotonic()
+    session.run_cell(
+        "import ctypes, time\nctypes.CDLL(None).puts(b'x')\ntime.sleep(1.5)", ranks=0, observer=observer
+    )
+    assert observer.seen_after_s is not None
+    assert observer.seen_after_s < 1.2
+
+
+# ---- errors
+
+
+def test_error_names_rank_host_and_the_users_line(session: Session) -> None:
+    code = "def train(n):\n    return 1 / n\nif rank == 1: train(0)"
+    with pytest.raises(RankError) as caught:
+        session.run_cell(code)
+    [error] = caught.value.errors.values()
+    assert (error.rank, error.name, error.message) == (1, "ZeroDivisionError", "division by zero")
+    shown = "\n".join(caught.value._render_traceback_())
+    assert "line 3, in <module>\n    if rank == 1: train(0)" in shown
+    assert "line 2, in train\n    return 1 / n" in shown
+    assert "no error on the other 1 of 2 ranks" in shown
+    assert "IPython" not in shown
+    assert "detrain_nb" not in shown
+
+
+def test_same_error_of_several_ranks_is_one_entry(session: Session) -> None:
+    with pytest.raises(RankError) as caught:
+        session.run_cell("raise KeyError('x')")
+    assert str(caught.value).count("KeyError") == 1
+    assert str(caught.value).startswith("ranks 0-1 on ")
+
+
+def test_what_was_defined_before_an_error_stays(session: Session) -> None:
+    with pytest.raises(RankError, match="no_such_magic"):
+        session.run_cell("before = 1\n%no_such_magic\nafter = 2")
+    assert session.pull("before", ranks=0) == {0: 1}
+    with pytest.raises(SessionError, match="'after'"):
+        session.pull("after", ranks=0)
+
+
+@pytest.mark.parametrize("code", ["input()", "exit()", "import sys; sys.exit(3)", "raise SystemExit"])
+def test_rank_survives_what_would_end_a_script(session: Session, code: str) -> None:
+    try:
+        session.run_cell(code)
+    except RankError as exc:
+        assert exc.errors
+    assert session.run_cell("rank").values == {0: 0, 1: 1}
+
+
+# ---- stops and deaths
+
+
+def _press_stop_after(seconds: float) -> None:
+    threading.Timer(seconds, lambda: signal.raise_signal(signal.SIGINT)).start()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time\ntime.sleep(60)",
+        "import asyncio\nawait asyncio.sleep(60)",
+        "import subprocess\nsubprocess.run(['sleep', '60'])",
+        "!sleep 60",
+    ],
+)
+def test_stop_interrupts_every_rank_and_keeps_variables(session: Session, code: str) -> None:
+    session.run_cell("kept = 'still here'")
+    _press_stop_after(0.7)
+    started = time.monotonic()
+    with pytest.raises(CellInterrupted) as caught:
+        session.run_cell(code)
+    assert time.monotonic() - started < 5
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert set(caught.value.errors) <= {0, 1}
+    assert session.pull("kept") == {0: "still here", 1: "still here"}
+
+
+def test_timeout_stops_the_cell(session: Session) -> None:
+    with pytest.raises(CellTimeout, match="did not end within 0.5 s: all ranks stopped and kept their variables"):
+        session.run_cell("while True: pass", timeout_s=0.5)
+    assert session.run_cell("1").values == {0: 1, 1: 1}
+
+
+def test_interrupt_that_comes_late_does_not_hit_the_next_cell(session: Session) -> None:
+    for _ in range(30):
+        session.run_cell("pass")
+        session.interrupt()
+        session.run_cell("x = sum(range(10_000))")
+
+
+def test_blocked_collective_gives_the_prompt_back_naming_rank_and_line() -> None:
+    with Session.start(ranks=2, device="cpu") as session:
+        started = time.monotonic()
+        with pytest.raises(CellTimeout, match=r"rank 0 \(line 2\) did not stop .* %distributed restart"):
+            session.run_cell("if rank == 0:\n    dist.all_reduce(torch.ones(1))", timeout_s=0.5)
+        assert time.monotonic() - started < 0.5 + 5.5
+        assert session.run_cell("'idle ranks go on'", ranks=1).values[1] == "idle ranks go on"
+        with pytest.raises(SessionError, match=r"rank 0 \(line 2\) still in cell 1"):
+            session.run_cell("1")
+        assert [rank.state for rank in session.status().ranks] == ["running", "idle"]
+        assert session.status().ranks[0].line == 2
+
+
+def test_killed_rank_ends_the_cell_with_its_name_and_signal() -> None:
+    with Session.start(ranks=2, device="cpu") as session:
+        with pytest.raises(RankLost, match=r"rank 1 on .* ended with signal 9") as caught:
+            session.run_cell(
+                "import os, sys\nprint('last words', file=sys.stderr)\nif rank == 1: os.kill(os.getpid(), 9)\n"
+                "while True: pass"
+            )
+        assert "last words" in str(caught.value)
+        assert "all ranks stopped" in str(caught.value)
+        with pytest.raises(SessionError, match="rank 1 of session .* ended"):
+            session.run_cell("1")
+        assert session.run_cell("rank", ranks=0).values == {0: 0}
+        assert [rank.state for rank in session.status().ranks] == ["idle", "lost"]
+
+
+@pytest.mark.parametrize("victim", ["agent", "launcher", "worker"])
+def test_death_of_what_holds_the_ranks_is_told_and_leaves_nothing(
+    victim: str, processes: Callable[[], set[psutil.Process]]
+) -> None:
+    session = Session.start(ranks=2, device="cpu")
+    try:
+        agent = next(p for p in processes() if "detrain_nb.node.agent" in p.cmdline())
+        launcher = agent.children()[0]
+        worker = launcher.children()[0]
+        threading.Timer(0.5, {"agent": agent, "launcher": launcher, "worker": worker}[victim].kill).start()
+        with pytest.raises((NodeLost, RankLost)):
+            session.run_cell("import subprocess\nsubprocess.run(['sleep', '60'])")
+    finally:
+        session.stop()
+    _assert_soon(lambda: not processes())
+
+
+# ---- the end
+
+
+def test_end_leaves_no_process_that_the_cells_started(processes: Callable[[], set[psutil.Process]]) -> None:
+    session = Session.start(ranks=2, device="cpu")
+    session.run_cell(
+        "import subprocess, os\n"
+        "subprocess.Popen(['sleep', '600'])\n"
+        "subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "if os.fork() == 0:\n    os.setsid(); os.execvp('sleep', ['sleep', '600'])\n"
+        "loader = iter(torch.utils.data.DataLoader(list(range(100)), num_workers=2)); next(loader)"
+    )
+    names = [process.name() for process in processes()]
+    assert names.count("sleep") == 6
+    assert len(names) >= 1 + 1 + 2 + 2 + 6 + 4, "agent, launcher, workers, interpreters, sleeps, loader workers"
+    session.stop()
+    _assert_soon(lambda: not processes())
+
+
+def test_kill_of_the_notebooks_process_ends_the_ranks(
+    processes: Callable[[], set[psutil.Process]], tmp_path: Path
+) -> None:
+    code = (
+        "from detrain_nb import Session\n"
+        "s = Session.start(ranks=2, device='cpu')\n"
+        "print('up', flush=True)\n"
+        "s.run_cell('import subprocess; subprocess.run([\"sleep\", \"600\"])')\n"
+    )
+    import subprocess
+
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as notebook:
+        assert notebook.stdout is not None
+        assert notebook.stdout.readline() == b"up\n"
+        assert len(processes()) >= 1 + 1 + 1 + 2 + 2
+        notebook.kill()
+    _assert_soon(lambda: not processes())
+
+
+def test_atexit_functions_of_an_idle_rank_run(tmp_path: Path) -> None:
+    with Session.start(ranks=1, device="cpu", init=False) as session:
+        session.push({"path": str(tmp_path / "left")})
+        session.run_cell("import atexit, pathlib\natexit.register(lambda: pathlib.Path(path).write_text('x'))")
+    assert (tmp_path / "left").read_text() == "x"
+
+
+def test_ended_session_says_so() -> None:
+    session = Session.start(ranks=1, device="cpu", init=False)
+    session.stop()
+    session.stop()
+    with pytest.raises(SessionError, match="has ended"):
+        session.run_cell("1")
+    assert not session.is_alive
+
+
+# ---- bad input: nothing starts, nothing is left
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "complaint"),
+    [
+        ({"ranks": 0}, SpecError, "0 ranks"),
+        ({"device": "tpu"}, SpecError, "none of auto, cpu, cuda"),
+        ({"start": "spawn"}, SpecError, "neither fork nor exec"),
+        ({"name": "a/b"}, SpecError, "session name 'a/b'"),
+        ({"name": ".."}, SpecError, "session name"),
+        ({"name": "x" * 200}, SpecError, "at most 80"),
+        ({"env": {"A=B": "1"}}, SpecError, "no name of an environment variable"),
+        ({"backend": "nosuch"}, LaunchError, "nosuch"),
+        ({"folder": "/nonexistent/folder"}, SpecError, "/nonexistent/folder"),
+        ({"ranks": 2000, "device": "cuda"}, SpecError, "GPU"),
+    ],
+)
+def test_bad_start_is_one_clear_error_and_leaves_nothing(
+    options: dict[str, Any],
+    kind: type[Exception],
+    complaint: str,
+    processes: Callable[[], set[psutil.Process]],
+    runtime_folder: Path,
+) -> None:
+    if options.get("device") == "cuda" and _gpus():
+        pytest.skip("needs a machine without a GPU")
+    before = set(runtime_folder.iterdir())
+    with pytest.raises(kind, match=complaint):
+        Session.start(**{"ranks": 1, "device": "cpu", **options})
+    assert not processes()
+    assert set(runtime_folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("code", ["", "  \n"])
+def test_empty_cell_is_refused(session: Session, code: str) -> None:
+    with pytest.raises(SpecError, match="the cell is empty"):
+        session.run_cell(code)
+
+
+def test_second_session_of_the_same_name_is_refused() -> None:
+    with (
+        Session.start(ranks=1, device="cpu", init=False, name="mine") as session,
+        pytest.raises(SessionError, match=r"'mine' runs already \(agent pid \d+\)"),
+    ):
+        Session.start(ranks=1, device="cpu", init=False, name="mine")
+    assert not session.is_alive
+    Session.start(ranks=1, device="cpu", init=False, name="mine").stop()
+
+
+def test_run_directory_that_is_open_or_not_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"open to others \(mode 0755\): chmod 700"):
+        Session.start(ranks=1)
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(file))
+    with pytest.raises(LaunchError, match="run directory"):
+        Session.start(ranks=1)
+    if os.getuid() == 0:
+        theirs = tmp_path / "theirs"
+        theirs.mkdir(mode=0o700)
+        os.chown(theirs, 12345, 12345)
+        monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(theirs))
+        with pytest.raises(LaunchError, match="belongs to uid 12345"):
+            Session.start(ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("version", "complaint"), [(None, "torch is missing in"), ("2.4.0", r"torch 2\.4\.0 in .* is too old: torch>=2.9.1")]
+)
+def test_torch_that_is_missing_or_too_old_is_named(tmp_path: Path, version: str | None, complaint: str) -> None:
+    module = "raise ModuleNotFoundError(\"No module named 'torch'\")" if version is None else f"__version__ = {version!r}"
+    (tmp_path / "torch.py").write_text(module)
+    with pytest.raises(LaunchError, match=complaint):
+        Session.start(ranks=1, device="cpu", env={"PYTHONPATH": str(tmp_path)})
+
+
+def test_initialised_torch_distributed_of_this_process_is_refused(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(SessionError, match="destroy_process_group"):
+            Session.start(ranks=1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_runtime_folder_with_a_long_path_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 20) / ("longer" * 15)
+    folder.mkdir(parents=True)
+    folder.chmod(0o700)
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(folder))
+    with Session.start(ranks=1, device="cpu", init=False) as session:
+        assert session.run_cell("rank").values == {0: 0}
+
+
+def _gpus() -> int:
+    from detrain_nb.node.agent import count_gpus
+
+    return count_gpus()
+
+
+def _assert_soon(holds: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        time.sleep(0.05)
