@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .completion import route_to_ranks
 from .distributed import DistributedMagics
 from .notebook import on_shutdown
 
@@ -18,17 +19,18 @@ def load_ipython_extension(ipython: Any) -> None:
         return
     magics = DistributedMagics(ipython)
     ipython.register_magics(magics)
-    undo = on_shutdown(ipython, magics.end_session)
+    undo = [on_shutdown(ipython, magics.end_session), route_to_ranks(ipython, lambda: magics.session)]
     setattr(ipython, _MAGICS, (magics, undo))
 
 
 def unload_ipython_extension(ipython: Any) -> None:
     """End the session and take the magics away."""
-    magics, undo = ipython.__dict__.pop(_MAGICS, (None, None))
+    magics, undo = ipython.__dict__.pop(_MAGICS, (None, []))
     if magics is None:
         return
     magics.end_session()
-    undo()
+    for act in undo:
+        act()
     for kind, names in magics.magics.items():
         for name in names:
             ipython.magics_manager.magics[kind].pop(name, None)

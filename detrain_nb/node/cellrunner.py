@@ -105,6 +105,7 @@ class CellRunner(InteractiveShell):
         config.HistoryManager.enabled = False
         config.InteractiveShell.cache_size = 0
         config.InteractiveShell.enable_tip = False
+        config.Completer.use_jedi = False  # its first answer takes seconds; the objects themselves are here to ask
         runner: CellRunner = cls.instance(config=config, user_module=main)
         runner.screen = screen
         runner.cell_value = {}

@@ -248,12 +248,12 @@ class Session:
         for run in set(self._inbox.busy.values()):
             self._send(Interrupt(list(run.running), run.cell))
 
-    def complete(self, code: str, position: int, *, limit_s: float = 0.3) -> Completions | None:
+    def complete(self, code: str, position: int, *, limit_s: float = 1.0) -> Completions | None:
         """Completions by the first idle rank; None when there is none, or it does not answer in time."""
         answer = self._ask_one(lambda rank, number: Complete([rank], number, code, position), limit_s)
         return answer if isinstance(answer, Completions) else None
 
-    def inspect(self, name: str, detail: int = 0, *, limit_s: float = 0.3) -> str | None:
+    def inspect(self, name: str, detail: int = 0, *, limit_s: float = 1.0) -> str | None:
         """The help text of a name, by the first idle rank."""
         answer = self._ask_one(lambda rank, number: Inspect([rank], number, name, detail), limit_s)
         return answer.text or None if isinstance(answer, Inspection) else None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from detrain_nb.magics.transcript import LineSplitter, Rich, Text, Transcript, canonical, merge_lines, rich_items
 from hypothesis import given
 from hypothesis import strategies as st
-
-from detrain_nb.magics.transcript import LineSplitter, Rich, Text, Transcript, canonical, merge_lines, rich_items
 
 
 @pytest.mark.parametrize(

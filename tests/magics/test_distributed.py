@@ -1,0 +1,319 @@
+"""The magics in a real kernel: what a front end gets, and what it then shows."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+# ---- output
+
+
+def test_identical_lines_and_values_stand_once_with_their_ranks(kernel: Any) -> None:
+    outcome = kernel.run("%%distributed\nprint('hello')\nprint('rank', rank)\n'same'")
+    assert outcome.text() == "[0-1] hello\n[0] rank 0\n[1] rank 1\n"
+    assert outcome.rich() == ["[0-1] 'same'"]
+
+
+def test_lines_arrive_while_the_cell_runs_with_the_rank_before_them(kernel: Any) -> None:
+    outcome = kernel.run("%%rank 1\nprint('early')\ntime.sleep(1)\nprint('late')")
+    streams = [content["text"] for kind, content in outcome.live if kind == "stream"]
+    assert streams == ["[1] early\n", "[1] late\n"]
+    assert "clear_output" not in [kind for kind, _ in outcome.live], "what stands there is the canonical form already"
+
+
+def test_merge_all_and_rank0(kernel: Any) -> None:
+    assert kernel.run("%%distributed --merge all\nprint('a')").text() == "[0] a\n[1] a\n"
+    assert kernel.run("%%distributed --merge rank0\nprint('a')\n7").text() == "[0] a\n"
+
+
+def test_quiet_shows_nothing_and_out_has_it_all(kernel: Any) -> None:
+    assert kernel.run("%%distributed --quiet --out got\nprint('a')\nrank * 10").live == []
+    assert kernel.run("got.values, got.stdout, got[1].value, sorted(got.seconds)").rich() == [
+        "({0: 0, 1: 10}, {0: 'a\\n', 1: 'a\\n'}, 10, [0, 1])"
+    ]
+    [table] = kernel.run("got").rich("text/html")
+    assert "<table>" in table
+
+
+def test_redrawn_lines_move_in_place_a_line_a_rank(kernel: Any) -> None:
+    code = "for i in range(8):\n    print(f'\\r{i * 10}%', end='')\n    time.sleep(.15)\nprint()"
+    outcome = kernel.run(f"%%distributed\n{code}")
+    drawn = [content["data"]["text/plain"] for kind, content in outcome.live if kind.endswith("display_data")]
+    assert any(re.fullmatch(r"\[0\] [1-6]0%\n\[1\] [1-6]0%", text) for text in drawn)
+    assert outcome.shown == [("stdout", "[0-1] 70%\n")]
+
+
+def test_colours_stay_and_other_controls_go(kernel: Any) -> None:
+    outcome = kernel.run("%%rank 0\nprint('\\x1b[31mred\\x1b[0m\\x1b]0;title\\x07\\x1b[2J')")
+    assert outcome.text() == "[0] \x1b[31mred\x1b[0m\n"
+
+
+def test_logging_and_warnings_of_ranks_appear(kernel: Any) -> None:
+    outcome = kernel.run("%%distributed\nimport logging, warnings\nlogging.warning('careful')\nwarnings.warn('old')")
+    assert "[0-1] WARNING:root:careful\n" in outcome.text("stderr")
+    assert "UserWarning: old" in outcome.text("stderr")
+
+
+def test_figures_arrive_as_images_and_tables_as_html(kernel: Any) -> None:
+    outcome = kernel.run("%%distributed\nimport matplotlib.pyplot as plt\nplt.plot([1, rank])\nprint('drawn')")
+    assert outcome.text() == "[0-1] drawn\n[0]\n[1]\n"
+    assert [image[:8] for image in outcome.rich("image/png")] == ["iVBORw0K"] * 2
+    outcome = kernel.run("%%rank 0\nimport pandas as pd\npd.DataFrame({'a': [1]})")
+    assert "<table" in outcome.rich("text/html")[0]
+
+
+def test_javascript_of_a_rank_does_not_reach_the_notebook(kernel: Any) -> None:
+    outcome = kernel.run("%%rank 0\nfrom IPython.display import Javascript, display\ndisplay(Javascript('alert(1)'))")
+    assert outcome.rich("application/javascript") == []
+    assert "alert" not in str(outcome.live)
+
+
+def test_display_is_updated_and_cleared_as_in_any_cell(kernel: Any) -> None:
+    code = "%%rank 0\nfrom IPython.display import display, clear_output\n"
+    outcome = kernel.run(code + "h = display('a', display_id=True)\ntime.sleep(.3)\nh.update('b')")
+    assert outcome.rich() == ["[0] 'b'"]
+    outcome = kernel.run(code + "print('old')\ntime.sleep(.3)\nclear_output(wait=True)\nprint('new')")
+    assert outcome.text() == "[0] new\n"
+
+
+def test_late_output_goes_to_the_cell_that_caused_it(kernel: Any) -> None:
+    code = "import threading\nthreading.Timer(.6, lambda: print('late')).start()"
+    message_id = kernel.client.execute(f"%%rank 0\n{code}")
+    after = kernel.client.execute("import time; time.sleep(1.2); print('local')")
+    owners = {}
+    while "local\n" not in owners:
+        message = kernel.client.get_iopub_msg(timeout=10)
+        if message["msg_type"] == "stream":
+            owners[message["content"]["text"]] = message["parent_header"]["msg_id"]
+    assert owners == {"[0] late\n": message_id, "local\n": after}
+
+
+@pytest.mark.parametrize("mode", ["live", "final"])
+def test_what_is_stored_is_the_same_at_every_run(kernel: Any, mode: str) -> None:
+    kernel.run(f"%distributed config output={mode}")
+    code = "%%distributed\nfor i in range(40):\n    print('step', i)\n    print(i * rank, file=sys.stderr)\nrank"
+    outcomes = [kernel.run(code) for _ in range(5)]
+    kernel.run("%distributed config output=live")
+    assert all(outcome.shown == outcomes[0].shown for outcome in outcomes)
+    if mode == "final":
+        assert all(not kind.startswith(("clear", "update")) for outcome in outcomes for kind, _ in outcome.live)
+
+
+def test_cap_says_how_many_more_and_how_to_read_them(kernel: Any) -> None:
+    outcome = kernel.run("%%distributed --max-lines 600\nfor i in range(5000): print(i)")
+    lines = outcome.text().splitlines()
+    assert len(lines) < 700
+    [more] = [line for line in lines if line.startswith("[0] ...")]
+    command = re.search(r"%distributed log --cell \d+ --rank 0", more)
+    assert command
+    assert re.search(r"4,700 more lines", more)
+    assert kernel.run(command[0]).text() == "".join(f"[0] {i}\n" for i in range(5000))
+
+
+def test_nothing_is_lost_without_a_cap(kernel: Any) -> None:
+    outcome = kernel.run("%%rank 0 --max-lines 0\nfor i in range(30_000): print(i)")
+    assert outcome.text() == "".join(f"[0] {i}\n" for i in range(30_000))
+
+
+# ---- errors and stops
+
+
+def test_error_shows_the_users_lines_and_fails_the_cell(kernel: Any) -> None:
+    outcome = kernel.run("%%distributed\nprint('before')\nif rank == 1:\n    raise ValueError('bad batch')")
+    assert outcome.status == "error"
+    assert outcome.text() == "[0-1] before\n"
+    assert "rank 1 on" in outcome.error
+    assert "line 3, in <module>\n    raise ValueError('bad batch')\nValueError: bad batch" in outcome.error
+    assert "magics" not in outcome.error
+
+
+def test_syntax_error_is_found_before_anything_is_sent(kernel: Any) -> None:
+    outcome = kernel.run("%%distributed\nx = 99\nx +")
+    assert outcome.error == "  line 2\n    x +\n       ^\nSyntaxError: invalid syntax"
+    assert kernel.run("%%rank 0\nx").rich() == ["[0] 1"]
+
+
+def test_stop_button_interrupts_the_ranks_and_variables_stay(kernel: Any) -> None:
+    outcome = kernel.run("%%distributed\nprint('going')\nwhile True: time.sleep(.01)", interrupt_when="[1] going")
+    assert outcome.status == "error"
+    assert "KeyboardInterrupt\nall ranks stopped and kept their variables" in outcome.error
+    assert outcome.seconds < 5
+    assert kernel.run("%%distributed\nx").rich() == ["[0] 1", "[1] 2"]
+
+
+def test_cell_says_who_is_waited_for_and_where(kernel: Any) -> None:
+    outcome = kernel.run("%%distributed\nif rank == 1:\n    time.sleep(2.5)")
+    drawn = [content["data"]["text/plain"] for kind, content in outcome.live if kind.endswith("display_data")]
+    assert "waiting for rank 1 (line 2)" in drawn
+    assert outcome.shown == []
+
+
+def test_timeout_stops_the_cell(kernel: Any) -> None:
+    outcome = kernel.run("%%distributed --timeout 0.5\nwhile True: pass")
+    assert outcome.status == "error"
+    assert "did not end within 0.5 s: all ranks stopped" in outcome.error
+
+
+# ---- the other magics
+
+
+def test_pull_and_push(kernel: Any) -> None:
+    kernel.run("%pull x")
+    assert kernel.run("x").rich() == ["{0: 1, 1: 2}"]
+    kernel.run("%pull x -r 1 --as one")
+    assert kernel.run("one").rich() == ["2"]
+    kernel.run("word, words = 'a', {'b': [1.5]}\n%push word,words")
+    assert kernel.run("%%distributed\nword, words").rich() == ["[0-1] ('a', {'b': [1.5]})"]
+
+
+def test_status_is_a_table(kernel: Any) -> None:
+    outcome = kernel.run("%distributed status")
+    [table], [text] = outcome.rich("text/html"), outcome.rich()
+    assert table.count("<tr>") == 3
+    assert re.search(r"0 +\S+ +\d+ +cpu +idle +\d+ MB +\d\.\d{3} s", text)
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("%%distributed -n 0\nx", "0 ranks: a session needs at least 1"),
+        ("%%distributed -n x\nx", "argument -n: invalid number value: 'x'"),
+        ("%%distributed -n 4\nx", "2 ranks run; %distributed restart -n 4 starts 4 anew, without their variables"),
+        ("%%distributed -r 7\nx", "rank 7 is not there: 2 ranks run, 0-1"),
+        ("%%rank\nx", "the following arguments are required: RANKS"),
+        ("%%distributed --nosuch\nx", "unrecognized arguments: --nosuch"),
+        ("%%distributed --merge some\nx", "invalid choice: 'some'"),
+        ("%%distributed --timeout -1\nx", "-1 seconds: give more than 0"),
+        ("%%distributed --out 1a\nx", "--out '1a' is no name of a variable"),
+        ("%%distributed 'x\nx", "No closing quotation"),
+        ("%%distributed\n   ", "the cell is empty"),
+        ("%%distributed", "the cell body is empty"),
+        ("%distributed start", "2 ranks run already; %distributed restart"),
+        ("%distributed nosuch", "invalid choice: 'nosuch'"),
+        ("%distributed config output=loud", "output is one of live, final, not 'loud'"),
+        ("%distributed config nosuch=1", "give KEY=VALUE with KEY one of"),
+        ("%distributed config max_lines=-1", "max_lines is a number, 0 or more"),
+        ("%distributed log --cell 9999", "cell 9999 printed nothing"),
+        ("%push nosuch", "there is no variable 'nosuch' in the notebook"),
+        ("%pull a,b --as c", "--as gives one variable another name"),
+    ],
+)
+def test_wrong_line_is_one_line_and_changes_nothing(kernel: Any, code: str, line: str) -> None:
+    outcome = kernel.run(code)
+    assert outcome.status == "error"
+    assert line in outcome.error
+    assert outcome.error.strip().count("\n") == 0
+    assert outcome.error.startswith("UsageError: ")
+
+
+def test_unknown_variable_is_refused_with_the_nearest_name(kernel: Any) -> None:
+    kernel.run("%%distributed\nlosses = []")
+    assert "no variable 'losess': did you mean 'losses'?" in kernel.run("%pull losess").error
+
+
+@pytest.mark.parametrize("code", ["%distributed --help", "%distributed", "%distributed start --help", "%pull -h"])
+def test_help_is_printed(kernel: Any, code: str) -> None:
+    outcome = kernel.run(code)
+    assert outcome.status == "ok"
+    assert outcome.text().startswith("usage: %")
+
+
+def test_question_mark_shows_the_options(kernel: Any) -> None:
+    payload = kernel.reply_to(kernel.client.execute("%distributed?"))["payload"]
+    assert "%distributed start [-n N]" in payload[0]["data"]["text/plain"]
+
+
+# ---- completion
+
+
+def _complete(kernel: Any, code: str) -> list[str]:
+    reply = kernel.client.complete(code, len(code), reply=True, timeout=20)["content"]
+    start = reply["cursor_start"]
+    assert all(match.startswith(code[start:]) for match in reply["matches"])
+    matches: list[str] = reply["matches"]
+    return matches
+
+
+def test_names_of_the_ranks_complete_in_the_body(kernel: Any) -> None:
+    kernel.run("%%distributed\nonly_on_ranks = {'a': 1}\nonly_here = 1")
+    kernel.run("only_in_notebook = 1")
+    assert _complete(kernel, "%%distributed\nonly_") == ["only_here", "only_on_ranks"]
+    assert _complete(kernel, "%%distributed\nonly_in") == []
+    assert "world_size" in _complete(kernel, "%%rank 0\nworld_")
+
+
+def test_options_complete_on_the_first_line(kernel: Any) -> None:
+    assert _complete(kernel, "%%distributed --m") == ["--max-lines", "--merge"]
+    assert _complete(kernel, "%distributed sta") == ["start", "status"]
+    assert _complete(kernel, "%distributed start --no") == ["--no-init"]
+
+
+def test_help_on_a_name_comes_from_the_ranks(kernel: Any) -> None:
+    kernel.run("%%distributed\ndef on_ranks():\n    'Do it on ranks.'")
+    code = "%%distributed\non_ranks"
+    found = kernel.client.inspect(code, len(code), reply=True, timeout=20)["content"]
+    assert "Do it on ranks." in found["data"]["text/plain"]
+
+
+# ---- sessions and kernels
+
+
+def test_session_is_named_after_its_notebook(start_kernel: Any, runtime_folder: Path) -> None:
+    kernel = start_kernel(JPY_SESSION_NAME="/home/x/My notebook (1).ipynb")
+    other = start_kernel(JPY_SESSION_NAME="/elsewhere/My notebook (1).ipynb")
+    for started in (kernel, other):
+        assert started.run("%distributed start -n 1 --no-init").status == "ok"
+    names = re.findall(r"^(\S+)  agent pid \d+", kernel.run("%distributed list").text(), re.MULTILINE)
+    mine = [name for name in names if name.startswith("My-notebook-1-")]
+    assert len(set(mine)) == 2
+    assert kernel.run("%distributed stop").status == "ok"
+
+
+def test_restart_keeps_the_options_and_loses_the_variables(start_kernel: Any) -> None:
+    kernel = start_kernel()
+    kernel.run("%distributed start -n 1 --no-init --env MINE=1")
+    kernel.run("%%distributed\ny = 1")
+    assert kernel.run("%distributed restart -n 2").status == "ok"
+    assert kernel.run("%%distributed\nimport os\nos.environ['MINE'], world_size, 'y' in globals()").rich() == [
+        "[0-1] ('1', 2, False)"
+    ]
+    assert kernel.run("%distributed stop").status == "ok"
+    assert "no session runs" in kernel.run("%pull x").error
+
+
+@pytest.mark.parametrize("how", ["shutdown", "kill"])
+def test_end_of_the_kernel_ends_everything(start_kernel: Any, how: str) -> None:
+    kernel = start_kernel(MARK_OF_THIS_TEST=how)
+    code = "import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n!sleep 600 &"
+    assert kernel.run(f"%%distributed -n 2\n{code}").status == "ok"
+    assert len(_marked(how)) >= 1 + 1 + 1 + 2 + 2 + 2
+    kernel.close(now=how == "kill")
+    deadline = time.monotonic() + 10
+    while left := _marked(how):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def _marked(value: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARK_OF_THIS_TEST") == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def test_extension_unloads_and_loads_again(start_kernel: Any) -> None:
+    kernel = start_kernel()
+    kernel.run("%%distributed -n 1\n1")
+    assert kernel.run("%load_ext detrain_nb").status == "ok"
+    assert kernel.run("%unload_ext detrain_nb").status == "ok"
+    assert "not found" in kernel.run("%distributed status").error
+    assert kernel.run("%load_ext detrain_nb\n%distributed list").status == "ok"
