@@ -1,0 +1,222 @@
+"""The agent by itself: who may talk to it, and what it does with nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from detrain_nb.launch import RankConfig, launch_node
+from detrain_nb.plan import plan_one_node
+from detrain_nb.wire import (
+    Attach,
+    Attached,
+    CellDone,
+    EndSession,
+    Frame,
+    FrameReader,
+    Launch,
+    LauncherEnded,
+    Message,
+    RankUp,
+    Refused,
+    RunCell,
+    WorkerUp,
+    to_frame,
+)
+
+
+@dataclass
+class Agent:
+    """A running agent and the folder it serves."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    sockets: contextlib.ExitStack
+
+    def connect(self) -> Peer:
+        sock = self.sockets.enter_context(socket.socket(socket.AF_UNIX))
+        sock.settimeout(20)
+        sock.connect(str(self.folder / "agent.sock"))
+        return Peer(sock)
+
+
+class Peer:
+    """One connection to the agent, as a notebook has it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._reader = FrameReader()
+        self._arrived: list[Message] = []
+        self.numbers: list[int] = []
+
+    def send(self, *messages: Message) -> None:
+        self.sock.sendall(b"".join(to_frame(message).to_bytes() for message in messages))
+
+    def receive(self, kind: type[Message]) -> Message:
+        """The next message of ``kind``; others are dropped. Raises: EOFError when the agent hangs up."""
+        while True:
+            while self._arrived:
+                message = self._arrived.pop(0)
+                if isinstance(message, kind):
+                    return message
+            try:
+                data = self.sock.recv(1 << 16)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise EOFError
+            for frame in self._reader.feed(data):
+                self.numbers += [frame.number] if frame.number else []
+                self._arrived.append(frame.message())
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    with tempfile.TemporaryDirectory() as base, contextlib.ExitStack() as sockets:
+        folder = Path(base) / "mine"
+        folder.mkdir(mode=0o700)
+        command = [sys.executable, "-m", "detrain_nb.node.agent", str(folder)]
+        process = sockets.enter_context(
+            subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, start_new_session=True)
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"detrain-nb agent ready\n"
+        try:
+            yield Agent(process, folder, sockets)
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def test_agent_says_what_it_runs_on(agent: Agent) -> None:
+    notebook = agent.connect()
+    notebook.send(Attach("mine", "test"))
+    answer = notebook.receive(Attached)
+    assert isinstance(answer, Attached)
+    assert (answer.pid, answer.host, answer.cpus >= 1) == (agent.process.pid, socket.gethostname(), True)
+
+
+def test_second_notebook_is_refused_and_the_first_goes_on(agent: Agent) -> None:
+    first, second = agent.connect(), agent.connect()
+    first.send(Attach("mine", "first"))
+    first.receive(Attached)
+    second.send(Attach("mine", "second"))
+    refusal = second.receive(Refused)
+    assert isinstance(refusal, Refused)
+    assert "a notebook is attached to session 'mine' already" in refusal.reason
+    first.send(Launch(["/nonexistent"], {}, [0]))
+    assert isinstance(first.receive(LauncherEnded), LauncherEnded)
+
+
+def test_notebook_of_another_protocol_is_refused(agent: Agent) -> None:
+    notebook = agent.connect()
+    notebook.send(Attach("mine", "test", protocol=99))
+    refusal = notebook.receive(Refused)
+    assert isinstance(refusal, Refused)
+    assert "install one version" in refusal.reason
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"GET / HTTP/1.1\r\n\r\n" * 10,
+        b"\xff" * 64,
+        to_frame(RunCell([0], 1, "x")).to_bytes(),
+        Frame(0, b"{}", b"").to_bytes(),
+    ],
+    ids=["http", "ones", "no introduction", "empty header"],
+)
+def test_nonsense_is_hung_up_on_and_others_are_served(agent: Agent, nonsense: bytes) -> None:
+    stranger = agent.connect()
+    stranger.sock.sendall(nonsense)
+    with pytest.raises(EOFError):
+        stranger.receive(Message)
+    notebook = agent.connect()
+    notebook.send(Attach("mine", "test"))
+    notebook.receive(Attached)
+
+
+def test_half_a_frame_holds_up_nobody(agent: Agent) -> None:
+    half = agent.connect()
+    half.sock.sendall(to_frame(WorkerUp(0, 1)).to_bytes()[:-3])
+    notebook = agent.connect()
+    notebook.send(Attach("mine", "test"))
+    notebook.receive(Attached)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_user_is_turned_away_even_with_the_folder_open(agent: Agent) -> None:
+    for folder in (agent.folder.parent, agent.folder):
+        folder.chmod(0o777)
+    (agent.folder / "agent.sock").chmod(0o777)
+    code = (
+        "import os, socket, sys\nos.setgid(12345); os.setuid(12345)\n"
+        "s = socket.socket(socket.AF_UNIX); s.settimeout(20); s.connect(sys.argv[1])\n"
+        "try:\n    print(s.recv(1))\nexcept ConnectionResetError:\n    print(b'')\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(agent.folder / "agent.sock")], capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "b''\n"
+
+
+def test_second_agent_for_the_folder_leaves_at_once(agent: Agent) -> None:
+    again = subprocess.run(
+        [sys.executable, "-m", "detrain_nb.node.agent", str(agent.folder)],
+        cwd=agent.folder, capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert again.returncode == 1
+    assert f"another agent serves {agent.folder}" in again.stderr
+
+
+def test_messages_of_ranks_are_numbered_without_a_gap_and_the_end_is_clean(agent: Agent) -> None:
+    plan = plan_one_node(ranks=2, device="cpu", backend=None, gpus=0)
+    config = RankConfig("agent.sock", str(agent.folder), "cpu", "gloo", init_group=False, seed=0, threads=1)
+    launch = launch_node(
+        plan, config, node_rank=0, python=sys.executable, store_address="127.0.0.1", start="fork", extra_env={}
+    )
+    notebook = agent.connect()
+    notebook.send(Attach("mine", "test"), Launch(launch.argv, launch.env, [0, 1]))
+    for _ in range(2):
+        notebook.receive(RankUp)
+    notebook.send(RunCell([0, 1], 1, "print('x')"))
+    for _ in range(2):
+        notebook.receive(CellDone)
+    assert notebook.numbers == list(range(1, len(notebook.numbers) + 1))
+    notebook.send(EndSession())
+    with pytest.raises(EOFError):
+        notebook.receive(Message)
+    assert agent.process.wait(10) == 0
+    assert not list(agent.folder.parent.iterdir())
+
+
+def test_full_disk_under_the_spool_is_told_and_the_cell_goes_on(tmp_path: Path) -> None:
+    """The kernel lets no file of these processes grow over 200 KB, as a full disk would not."""
+    code = """
+import resource, signal, sys
+from detrain_nb import Session
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+with Session.start(ranks=1, device="cpu", init=False, folder=sys.argv[1]) as session:
+    result = session.run_cell("for i in range(50_000): print('x' * 60)\\n'done'")
+    print(result.values, session.notices)
+    print(session.run_cell("1 + 1").values)
+"""
+    started = time.monotonic()
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "{0: 'done'}" in said.stdout, said.stderr
+    assert "takes no more" in said.stdout
+    assert "{0: 2}" in said.stdout
+    assert time.monotonic() - started < 60
