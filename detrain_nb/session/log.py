@@ -1,24 +1,34 @@
-"""Everything the ranks printed, cell by cell, on the notebook's disk: any cell's output can be read again, whole."""
+"""Everything the ranks printed, cell by cell, on the notebook's disk: any cell's output can be read again, whole.
+
+The log outlives its session, since results read from it; it goes with the last of them, or with the process.
+"""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..transport.local import is_running, runtime_folder
 from ..wire import FrameReader, Output, to_frame
 
 _READ_BYTES = 1 << 20
+_PREFIX = ".log-"
 
 
 class OutputLog:
     """One file of frames per cell, in a folder of its own."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="detrain_nb-log-"))
+        base = runtime_folder()
+        _remove_orphans(base)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self.error = ""
 
     def append(self, message: Output) -> None:
@@ -52,9 +62,13 @@ class OutputLog:
         """All that one rank printed to one stream in ``cell``."""
         return "".join(text for r, s, text in self.read(cell) if (r, s) == (rank, stream))
 
-    def close(self) -> None:
-        """Remove the log from the disk."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def _path(self, cell: int) -> Path:
         return self._folder / f"{cell:06d}.frames"
+
+
+def _remove_orphans(base: Path) -> None:
+    """Remove the logs of processes that were killed before they could."""
+    for folder in base.glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)

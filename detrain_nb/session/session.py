@@ -93,11 +93,7 @@ class Session:
         self._wants_group = True
         self._is_stopped = False
         self._stopping = threading.Lock()
-        try:
-            sock = bring_up_agent(transport, name)
-        except BaseException:
-            self.log.close()
-            raise
+        sock = bring_up_agent(transport, name)
         self._link = NodeLink(sock, on_message=self._inbox.take, on_gap=self._inbox.notice, on_closed=self._inbox.close)
 
     @classmethod
@@ -270,7 +266,6 @@ class Session:
             self._link.wait_for_end(limit_s=END_LIMIT_S)
             self._link.close()
             self._transport.wait_for_end(limit_s=END_LIMIT_S)
-            self.log.close()
 
     def __enter__(self) -> Session:
         return self

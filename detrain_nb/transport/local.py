@@ -109,6 +109,19 @@ def runtime_folder() -> Path:
     return folder
 
 
+def is_running(pid: int) -> bool:
+    """A process of that number may be there."""
+    if sys.platform == "win32":
+        return True  # asking with a signal would end it
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # somebody else's
+    return True
+
+
 def running_sessions() -> dict[str, int]:
     """The sessions of this user on this machine: name -> pid of the agent."""
     found = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -196,7 +197,7 @@ def test_value_that_cannot_travel_is_there_as_text(session: Session) -> None:
 
 def test_everything_printed_is_in_the_result(session: Session) -> None:
     code = """
-import sys, subprocess, ctypes
+import os, sys, subprocess, ctypes
 print("print", rank); print("err", file=sys.stderr)
 subprocess.run(["echo", "child"], check=True)
 ctypes.CDLL(None).printf(b"from C\\n")
@@ -390,8 +391,6 @@ def test_kill_of_the_notebooks_process_ends_the_ranks(
         "print('up', flush=True)\n"
         's.run_cell(\'import subprocess; subprocess.run(["sleep", "600"])\')\n'
     )
-    import subprocess
-
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as notebook:
         assert notebook.stdout is not None
         assert notebook.stdout.readline() == b"up\n"
@@ -407,13 +406,24 @@ def test_atexit_functions_of_an_idle_rank_run(tmp_path: Path) -> None:
     assert (tmp_path / "left").read_text() == "x"
 
 
-def test_ended_session_says_so() -> None:
+def test_ended_session_says_so_and_its_results_stay() -> None:
     session = Session.start(ranks=1, device="cpu", init=False)
+    result = session.run_cell("print('printed')")
     session.stop()
     session.stop()
     with pytest.raises(SessionError, match="has ended"):
         session.run_cell("1")
     assert not session.is_alive
+    assert result[0].stdout == "printed\n"
+
+
+def test_log_of_a_killed_process_is_removed_by_the_next_session(runtime_folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    orphan = runtime_folder / f".log-{ended.pid}-x"
+    orphan.mkdir()
+    Session.start(ranks=1, device="cpu", init=False).stop()
+    assert not orphan.exists()
 
 
 # ---- bad input: nothing starts, nothing is left
@@ -447,7 +457,7 @@ def test_bad_start_is_one_clear_error_and_leaves_nothing(
     with pytest.raises(kind, match=complaint):
         Session.start(**{"ranks": 1, "device": "cpu", **options})
     assert not processes()
-    assert set(runtime_folder.iterdir()) == before
+    assert {path for path in runtime_folder.iterdir() if not path.name.startswith(".log-")} <= before
 
 
 @pytest.mark.parametrize("code", ["", "  \n"])
