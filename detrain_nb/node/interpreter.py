@@ -22,7 +22,6 @@ import types
 from collections.abc import Callable
 from typing import NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -259,8 +258,11 @@ class _Interpreter:
         """Forked ranks share the state of every generator of random numbers: give each rank its own."""
         seed = self._config.seed + self._rank
         random.seed(seed)
-        np.random.seed(seed % (1 << 32))
         torch.manual_seed(seed)
+        with contextlib.suppress(ImportError):  # torch goes without it
+            import numpy as np
+
+            np.random.seed(seed % (1 << 32))
 
     def _send(self, message: Message) -> None:
         with self._sending:

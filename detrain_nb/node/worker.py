@@ -145,7 +145,7 @@ class _Worker:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 self._become_interpreter(theirs, {name: write for name, (_, write) in pipes.items()}, parent_pid)
                 status = 0
-            except BaseException:  # its last words go where the worker reads them
+            except BaseException:  # noqa: BLE001  its last words go where the worker reads them
                 os.write(2, traceback.format_exc().encode(errors="replace"))
             finally:
                 os._exit(status)

@@ -28,6 +28,7 @@ from ..wire import (
 from .cells import CellRun
 from .log import OutputLog
 from .requests import Requests
+from .safe_output import clean_text
 
 
 class Inbox:
@@ -121,10 +122,8 @@ class Inbox:
         for run in list(self.runs.values()):
             if message.rank in run.running:
                 run.take_end(message)
-        how = f"signal {message.signal}" if message.signal else f"exit code {message.exit_code}"
-        last_words = message.stderr_tail.strip().splitlines()[-1:]
-        error = RankLost(": ".join([f"rank {message.rank} (pid {message.pid}) ended with {how}", *last_words]))
-        self.requests.fail_all(error)
+        host = self.up[message.rank].host if message.rank in self.up else "this machine"
+        self.requests.fail_all(RankLost(describe_end(message, host=host)))
 
     def _take_end_of_launcher(self, message: LauncherEnded) -> None:
         words = message.log_tail.strip().splitlines()
@@ -133,3 +132,13 @@ class Inbox:
             self.fail(LaunchError(f"the ranks did not start: {last}"))
         else:
             self.fail(NodeLost(f"the ranks of session {self._session!r} ended: {last}: %distributed restart"))
+
+
+def describe_end(end: RankEnded, *, host: str) -> str:
+    """How a rank's process ended, with the last lines of its stderr."""
+    how = f"signal {end.signal}" if end.signal else f"exit code {end.exit_code}"
+    words = clean_text(end.stderr_tail).strip()
+    return (
+        f"rank {end.rank} on {host} (pid {end.pid}) ended with {how}, its variables are gone: "
+        f"start all ranks anew with %distributed restart{f'; its last words:{chr(10)}{words}' if words else ''}"
+    )

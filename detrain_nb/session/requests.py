@@ -15,8 +15,9 @@ from ..wire import Message, Piece, RequestFailed, Value
 class Request:
     """One question to some ranks. Each of them ends its answer with any message but ``Value`` and ``Piece``."""
 
-    def __init__(self, number: int, ranks: Iterable[int]) -> None:
+    def __init__(self, number: int, ranks: Iterable[int], names: Iterable[str] = ()) -> None:
         self.number = number
+        self._names = set(names)  # of the values that were asked for
         self.answers: dict[int, Message] = {}
         self._waiting_for = set(ranks)
         self._arriving: dict[tuple[int, str], tuple[Any, list[bytearray], list[int]]] = {}
@@ -29,6 +30,8 @@ class Request:
         if rank not in self._waiting_for:
             return
         if isinstance(message, Value):
+            if message.name not in self._names or (rank, message.name) in self._arriving:
+                raise WireError(f"rank {rank} sent a value that nobody asked for")
             buffers = [bytearray(size) for size in values.buffer_sizes(message.description)]
             self._arriving[rank, message.name] = (message.description, buffers, [0] * len(buffers))
         elif isinstance(message, Piece):
@@ -96,8 +99,8 @@ class Requests:
         self._numbers = itertools.count(1)
         self._open: dict[int, Request] = {}
 
-    def new(self, ranks: Iterable[int]) -> Request:
-        request = Request(next(self._numbers), ranks)
+    def new(self, ranks: Iterable[int], names: Iterable[str] = ()) -> Request:
+        request = Request(next(self._numbers), ranks, names)
         self._open[request.number] = request
         return request
 

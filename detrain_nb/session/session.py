@@ -15,21 +15,17 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .. import values as travelling
 from ..deploy import bring_up_agent
 from ..errors import (
     CellInterrupted,
     CellTimeout,
-    LaunchError,
-    NodeLost,
     RankError,
     RankLost,
     SessionError,
     SpecError,
-    TransportError,
     ValueNotSupported,
     format_ranks,
 )
@@ -37,34 +33,23 @@ from ..launch import RankConfig, launch_node, threads_per_rank
 from ..plan import Plan, parse_ranks, plan_one_node
 from ..transport.local import LocalTransport
 from ..wire import (
-    PIECE_BYTES,
     Attach,
     Attached,
     CellDone,
     CellFailed,
     Complete,
     Completions,
-    EndSession,
-    GenerationReady,
     Inspect,
     Inspection,
     Interrupt,
     Launch,
-    Locate,
     Message,
-    NewGeneration,
-    Piece,
-    Position,
-    Pull,
-    Push,
-    RankEnded,
     RunCell,
 )
 from .cells import CellObserver, CellRun
-from .inbox import Inbox
+from .inbox import describe_end
 from .log import OutputLog
-from .node_link import NodeLink
-from .requests import Request
+from .rank_link import RankLink
 from .results import CellResult, RankResult, TextOnly
 from .status import RankStatus, SessionStatus
 
@@ -73,11 +58,9 @@ __all__ = ["Session"]
 Ranks = str | int | Iterable[int] | None
 
 START_LIMIT_S = 120.0
-GROUP_LIMIT_S = 60.0
 STOP_LIMIT_S = 4.0  # how long a stop waits for ranks before it gives the prompt back
 LOST_LIMIT_S = 2.0  # how long a cell goes on after one of its ranks was lost
 END_LIMIT_S = 8.0
-VALUE_LIMIT_S = 600.0
 
 
 class Session:
@@ -87,14 +70,12 @@ class Session:
         self.name = name
         self.plan = Plan((), "cpu", "gloo")
         self._transport = transport
-        self._inbox = Inbox(name)
         self._cells_run = 0
-        self._generation = 0
         self._wants_group = True
         self._is_stopped = False
         self._stopping = threading.Lock()
-        sock = bring_up_agent(transport, name)
-        self._link = NodeLink(sock, on_message=self._inbox.take, on_gap=self._inbox.notice, on_closed=self._inbox.close)
+        self._ranks = RankLink(name, bring_up_agent(transport, name))
+        self._inbox = self._ranks.inbox
 
     @classmethod
     def start(
@@ -128,7 +109,7 @@ class Session:
             session.plan = plan_one_node(ranks=ranks, device=device, backend=backend, gpus=attached.gpus)
             session._launch(cpus=attached.cpus, env=env or {}, start=start, seed=seed, folder=folder)
             if init:
-                session._make_group()
+                session._ranks.make_group(session.world_size)
         except BaseException:
             session.stop()
             raise
@@ -178,14 +159,13 @@ class Session:
         """
         if not code.strip():
             raise SpecError("the cell is empty: write the code to run below its first line")
-        chosen = parse_ranks(ranks, world_size=self.world_size)
-        self._require_idle(chosen)
-        self._mend_group()
+        chosen = self._choose_idle(ranks)
+        if self._wants_group:
+            self._ranks.mend_group(self.world_size)
         self._cells_run += 1
         run = CellRun(self._cells_run, chosen, observer, {rank: up.host for rank, up in self._inbox.up.items()})
         self._inbox.add_run(run)
-        self._send(RunCell(list(chosen), run.cell, code))
-        self._wait_for_cell(run, timeout_s)
+        self._run_to_its_end(run, RunCell(list(chosen), run.cell, code), timeout_s)
         self._raise_for(run)
         return self._result(run, values=values)
 
@@ -196,31 +176,17 @@ class Session:
         cannot travel.
         """
         wanted = [names] if isinstance(names, str) else list(names)
-        chosen = parse_ranks(ranks, world_size=self.world_size)
-        self._require_idle(chosen)
-        with self._request(chosen) as request:
-            self._send(Pull(list(chosen), request.number, wanted))
-            request.wait(VALUE_LIMIT_S, what=f"pull of {', '.join(wanted)}")
-            found = {rank: {name: request.value(rank, name) for name in wanted} for rank in chosen}
+        chosen = self._choose_idle(ranks)
+        found = self._ranks.pull(wanted, chosen)
         return {rank: found[rank][names] for rank in chosen} if isinstance(names, str) else found
 
     def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
         """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; nothing is set then."""
-        chosen = parse_ranks(ranks, world_size=self.world_size)
-        self._require_idle(chosen)
-        packed = [(name, *travelling.pack(value, name=name)) for name, value in variables.items()]
-        for name, description, buffers in packed:
-            with self._request(chosen) as request:
-                self._send(Push(list(chosen), request.number, name, description))
-                for index, buffer in enumerate(buffers):
-                    for start in range(0, len(buffer), PIECE_BYTES):
-                        body = bytes(buffer[start : start + PIECE_BYTES])
-                        self._send(Piece(list(chosen), request.number, name, index, body))
-                request.wait(VALUE_LIMIT_S, what=f"push of {name}")
+        self._ranks.push(variables, self._choose_idle(ranks))
 
     def status(self, *, limit_s: float = 2.0) -> SessionStatus:
         """Where every rank is: its state, the line of the cell it is at, its memory."""
-        positions = self._locate(range(self.world_size), limit_s=limit_s)
+        positions = self._ranks.locate(range(self.world_size), limit_s=limit_s)
         rows = []
         for rank in range(self.world_size):
             up, position = self._inbox.up[rank], positions.get(rank)
@@ -242,16 +208,16 @@ class Session:
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt on every rank that runs a cell. Does not wait."""
         for run in set(self._inbox.busy.values()):
-            self._send(Interrupt(list(run.running), run.cell))
+            self._ranks.send(Interrupt(list(run.running), run.cell))
 
     def complete(self, code: str, position: int, *, limit_s: float = 1.0) -> Completions | None:
         """Completions by the first idle rank; None when there is none, or it does not answer in time."""
-        answer = self._ask_one(lambda rank, number: Complete([rank], number, code, position), limit_s)
+        answer = self._ask_idle(lambda rank, number: Complete([rank], number, code, position), limit_s)
         return answer if isinstance(answer, Completions) else None
 
     def inspect(self, name: str, detail: int = 0, *, limit_s: float = 1.0) -> str | None:
         """The help text of a name, by the first idle rank."""
-        answer = self._ask_one(lambda rank, number: Inspect([rank], number, name, detail), limit_s)
+        answer = self._ask_idle(lambda rank, number: Inspect([rank], number, name, detail), limit_s)
         return answer.text or None if isinstance(answer, Inspection) else None
 
     def stop(self) -> None:
@@ -261,10 +227,7 @@ class Session:
                 return
             self._is_stopped = True
             atexit.unregister(self.stop)
-            with contextlib.suppress(TransportError):
-                self._link.send(EndSession())
-            self._link.wait_for_end(limit_s=END_LIMIT_S)
-            self._link.close()
+            self._ranks.end(limit_s=END_LIMIT_S)
             self._transport.wait_for_end(limit_s=END_LIMIT_S)
 
     def __enter__(self) -> Session:
@@ -277,10 +240,16 @@ class Session:
         state = "running" if self.is_alive else "ended"
         return f"<Session {self.name!r}: {self.world_size} ranks on {self.plan.device}, {state}>"
 
+    def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float) -> Message | None:
+        idle = set(range(self.world_size)) - set(self._inbox.busy) - set(self._inbox.lost)
+        if not idle or not self.is_alive:
+            return None
+        return self._ranks.ask(min(idle), ask, limit_s=limit_s)
+
     # ---- start
 
     def _attach(self) -> Attached:
-        self._link.send(Attach(self.name, f"pid {os.getpid()}"))
+        self._ranks.send(Attach(self.name, f"pid {os.getpid()}"))
         self._inbox.attached.wait(START_LIMIT_S, what="attach")
         answer = self._inbox.attached.answers[0]
         assert isinstance(answer, Attached)
@@ -288,7 +257,8 @@ class Session:
 
     def _launch(self, *, cpus: int, env: Mapping[str, str], start: str, seed: int, folder: str) -> None:
         ranks = list(self.plan.nodes[0].ranks)
-        threads = int(env.get("OMP_NUM_THREADS", 0)) or threads_per_rank(len(ranks), cpus=cpus)
+        wanted_threads = env.get("OMP_NUM_THREADS", "")
+        threads = int(wanted_threads) if wanted_threads.isdigit() else threads_per_rank(len(ranks), cpus=cpus)
         config = RankConfig(
             agent_socket="agent.sock",
             folder=folder,
@@ -308,30 +278,24 @@ class Session:
             extra_env=env,
         )
         self._inbox.ranks_up = self._inbox.requests.new(ranks)
-        self._send(Launch(launch.argv, launch.env, ranks))
+        self._ranks.send(Launch(launch.argv, launch.env, ranks))
         self._inbox.ranks_up.wait(START_LIMIT_S, what="start")
 
     # ---- cells
 
-    def _require_idle(self, chosen: Iterable[int]) -> None:
+    def _choose_idle(self, ranks: Ranks) -> tuple[int, ...]:
+        """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now."""
         if self._is_stopped:
             raise SessionError(f"session {self.name!r} has ended: start another one")
-        if self._inbox.failure:
-            raise self._inbox.failure
-        lost = [rank for rank in chosen if rank in self._inbox.lost]
-        if lost:
-            raise SessionError(f"{format_ranks(lost)} of session {self.name!r} ended: %distributed restart")
-        busy = [rank for rank in self._inbox.busy if rank in set(chosen)]
-        if busy:
-            raise SessionError(
-                f"{self._where(busy)} still in cell {self._inbox.busy[busy[0]].cell}: "
-                "wait for it, or start all ranks anew with %distributed restart"
-            )
+        chosen = parse_ranks(ranks, world_size=self.world_size)
+        self._ranks.require_idle(chosen)
+        return chosen
 
-    def _wait_for_cell(self, run: CellRun, timeout_s: float | None) -> None:
+    def _run_to_its_end(self, run: CellRun, message: RunCell, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         lost_deadline = None
         try:
+            self._ranks.send(message)
             while not run.done.wait(_next_look(deadline)):
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
@@ -351,15 +315,15 @@ class Session:
         """Interrupt what still runs, give it a few seconds, and say in words how that went."""
         try:
             if run.running:
-                self._send(Interrupt(list(run.running), run.cell))
+                self._ranks.send(Interrupt(list(run.running), run.cell))
                 run.done.wait(STOP_LIMIT_S)
         except KeyboardInterrupt:
             pass  # pressed again: the prompt comes back at once
         if not run.running:
             return "all ranks stopped and kept their variables"
         return (
-            f"{self._where(run.running)} did not stop within {STOP_LIMIT_S:g} s, blocked in C code or in a collective: "
-            "wait for it, or start all ranks anew with %distributed restart"
+            f"{self._ranks.where(run.running)} did not stop within {STOP_LIMIT_S:g} s, "
+            "blocked in C code or in a collective: wait for it, or start all ranks anew with %distributed restart"
         )
 
     def _tell_who_is_waited_for(self, run: CellRun) -> None:
@@ -369,7 +333,7 @@ class Session:
             return
         text = ""
         if run.outcomes:
-            text = f"waiting for {self._where(run.running)}"
+            text = f"waiting for {self._ranks.where(run.running)}"
             failed = [rank for rank, outcome in run.outcomes.items() if isinstance(outcome, CellFailed)]
             if failed:
                 text += f"; {format_ranks(failed)} failed with {run.errors()[failed[0]].summary.splitlines()[0]}"
@@ -403,88 +367,7 @@ class Session:
         return found
 
     def _describe_losses(self, run: CellRun) -> str:
-        return "\n".join(self._describe_end(end) for end in run.lost.values())
-
-    def _describe_end(self, end: RankEnded) -> str:
-        host = self._inbox.up[end.rank].host
-        how = f"signal {end.signal}" if end.signal else f"exit code {end.exit_code}"
-        last_words = f"; its last words:\n{end.stderr_tail.strip()}" if end.stderr_tail.strip() else ""
-        return (
-            f"rank {end.rank} on {host} (pid {end.pid}) ended with {how}, its variables are gone: "
-            f"start all ranks anew with %distributed restart{last_words}"
-        )
-
-    # ---- process groups
-
-    def _mend_group(self) -> None:
-        """Make the default group anew when a cell has destroyed it; needs every rank idle."""
-        is_whole = all(self._inbox.has_group.get(rank) for rank in range(self.world_size))
-        if not self._wants_group or is_whole or self._inbox.lost or self._inbox.busy:
-            return
-        self._make_group()
-
-    def _make_group(self) -> None:
-        self._generation += 1
-        everyone = list(range(self.world_size))
-        ready = self._inbox.generation_ready = self._inbox.requests.new(everyone)
-        self._send(NewGeneration(everyone, self._generation))
-        try:
-            ready.wait(GROUP_LIMIT_S, what="making the process group")
-        finally:
-            self._inbox.requests.end(ready)
-        failed = {
-            rank: answer.error
-            for rank, answer in ready.answers.items()
-            if isinstance(answer, GenerationReady) and answer.error
-        }
-        if failed:
-            raise LaunchError(f"{format_ranks(failed)} could not make the process group: {next(iter(failed.values()))}")
-
-    # ---- questions
-
-    @contextlib.contextmanager
-    def _request(self, ranks: Iterable[int]) -> Iterator[Request]:
-        request = self._inbox.requests.new(ranks)
-        try:
-            yield request
-        finally:
-            self._inbox.requests.end(request)
-
-    def _locate(self, ranks: Iterable[int], *, limit_s: float) -> dict[int, Position]:
-        asked = [rank for rank in ranks if rank not in self._inbox.lost]
-        with self._request(asked) as request:
-            if asked:
-                with contextlib.suppress(TransportError):
-                    self._send(Locate(asked, request.number))
-                    request.wait_quietly(limit_s)
-            return {rank: answer for rank, answer in request.answers.items() if isinstance(answer, Position)}
-
-    def _where(self, ranks: Iterable[int]) -> str:
-        """Ranks and the line each is at, those at the same line together: ``ranks 0, 2 (line 7), rank 1 (line 3)``."""
-        positions = self._locate(ranks, limit_s=1.0)
-        places: dict[str, list[int]] = {}
-        for rank in ranks:
-            line = positions[rank].line if rank in positions else 0
-            places.setdefault(f" (line {line})" if line else "", []).append(rank)
-        return ", ".join(format_ranks(group) + place for place, group in places.items())
-
-    def _ask_one(self, ask: Any, limit_s: float) -> Message | None:
-        busy = self._inbox.busy
-        rank = next(
-            (rank for rank in range(self.world_size) if rank not in busy and rank not in self._inbox.lost), None
-        )
-        if rank is None or not self.is_alive:
-            return None
-        with self._request([rank]) as request, contextlib.suppress(TransportError):
-            self._send(ask(rank, request.number))
-            request.wait_quietly(limit_s)
-        return request.answers.get(rank)
-
-    def _send(self, message: Message) -> None:
-        try:
-            self._link.send(message)
-        except TransportError as exc:
-            raise self._inbox.failure or NodeLost(f"the agent of session {self.name!r} is gone: {exc}") from exc
+        return "\n".join(describe_end(end, host=self._inbox.up[rank].host) for rank, end in run.lost.items())
 
 
 def _next_look(deadline: float | None) -> float:

@@ -1,0 +1,51 @@
+"""What only a GPU can show: devices and NCCL; a rank that uses CUDA at all shows that nothing did before the fork."""
+
+from __future__ import annotations
+
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.errors import SpecError
+from detrain_nb.node.agent import count_gpus
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(count_gpus() == 0, reason="no GPU on this machine"),
+]
+
+
+def test_ranks_default_to_the_gpus_and_each_has_its_own() -> None:
+    with Session.start() as session:
+        assert session.world_size == count_gpus()
+        found = session.run_cell("torch.cuda.current_device(), str(device), torch.empty(1, device='cuda').device.index")
+        assert found.values == {rank: (rank, f"cuda:{rank}", rank) for rank in range(session.world_size)}
+
+
+def test_collectives_run_on_nccl_and_on_gloo() -> None:
+    with Session.start(device="cuda") as session:
+        session.run_cell("t = torch.ones(4, device=device); dist.all_reduce(t)")
+        session.run_cell("c = torch.ones(4); dist.all_reduce(c)")
+        result = session.run_cell("t.sum(), c.sum()")
+        for on_gpu, on_cpu in result.values.values():
+            assert on_gpu.item() == on_cpu.item() == 4.0 * session.world_size
+        assert "nccl" in session.run_cell("str(dist.get_backend_config())").values[0]
+
+
+def test_tensors_of_a_gpu_arrive_on_the_cpu() -> None:
+    with Session.start(1, device="cuda") as session:
+        session.run_cell("x = torch.arange(5, device=device, dtype=torch.bfloat16)")
+        assert session.pull("x")[0].tolist() == [0, 1, 2, 3, 4]
+        assert session.pull("x")[0].device.type == "cpu"
+
+
+def test_stop_of_a_gpu_loop_keeps_variables() -> None:
+    with Session.start(1, device="cuda") as session:
+        session.run_cell("x = torch.ones(1, device=device)")
+        with pytest.raises(Exception, match="did not end within"):
+            session.run_cell("while True: x.add_(0)", timeout_s=1)
+        assert session.run_cell("x.item()").values == {0: 1.0}
+
+
+def test_more_ranks_than_gpus_is_refused_with_the_numbers() -> None:
+    with pytest.raises(SpecError, match=f"need {count_gpus() + 1} GPUs but this machine has {count_gpus()}"):
+        Session.start(count_gpus() + 1, device="cuda")

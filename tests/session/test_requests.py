@@ -1,0 +1,81 @@
+"""Answers of ranks that are not trusted: only what was asked for is taken, and no more than was announced."""
+
+from __future__ import annotations
+
+import pytest
+
+from detrain_nb.errors import CellTimeout, NodeLost, SessionError, WireError
+from detrain_nb.session.requests import Requests
+from detrain_nb.values import pack
+from detrain_nb.wire import Piece, RequestDone, RequestFailed, Value
+
+
+def _description(size: int) -> object:
+    return pack(bytes(size), name="x")[0]
+
+
+def test_value_comes_together_from_its_pieces() -> None:
+    requests = Requests()
+    request = requests.new([0], ["x"])
+    requests.take(Value(0, request.number, "x", _description(2000)))
+    requests.take(Piece([0], request.number, "x", 0, b"a" * 1500))
+    requests.take(Piece([0], request.number, "x", 0, b"b" * 500))
+    requests.take(RequestDone(0, request.number))
+    request.wait(0, what="pull")
+    assert request.value(0, "x") == b"a" * 1500 + b"b" * 500
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Value(0, 1, "other", _description(2000)),
+        Value(0, 1, "x", _description(2000)),
+        Value(0, 1, "x", {"bytes": 1 << 60}),
+        Piece([0], 1, "x", 0, b"a" * 2001),
+        Piece([0], 1, "x", 1, b"a"),
+        Piece([0], 1, "x", -1, b"a"),
+        Piece([0], 1, "y", 0, b"a"),
+    ],
+    ids=["not asked", "twice", "absurd", "too long", "no such buffer", "negative buffer", "no such value"],
+)
+def test_what_was_not_asked_for_or_announced_is_refused(message: Value | Piece) -> None:
+    requests = Requests()
+    requests.new([0], ["x"])
+    requests.take(Value(0, 1, "x", _description(2000)))
+    with pytest.raises(WireError):
+        requests.take(message)
+
+
+def test_value_that_stays_incomplete_is_an_error() -> None:
+    requests = Requests()
+    request = requests.new([0], ["x"])
+    requests.take(Value(0, request.number, "x", _description(2000)))
+    requests.take(RequestDone(0, request.number))
+    with pytest.raises(WireError, match="rank 0 sent x incomplete"):
+        request.value(0, "x")
+
+
+def test_answer_of_a_rank_that_was_not_asked_changes_nothing() -> None:
+    requests = Requests()
+    request = requests.new([0])
+    requests.take(RequestDone(1, request.number))
+    requests.take(RequestDone(0, request.number + 7))
+    with pytest.raises(CellTimeout, match=r"pull: rank 0 did not answer within 0 s"):
+        request.wait(0, what="pull")
+
+
+def test_refusals_are_grouped_by_what_they_say() -> None:
+    requests = Requests()
+    request = requests.new([0, 1, 2])
+    for rank, error in enumerate(["no x", "no y", "no x"]):
+        requests.take(RequestFailed(rank, request.number, error))
+    with pytest.raises(SessionError, match=r"^ranks 0, 2: no x; rank 1: no y$"):
+        request.wait(0, what="pull")
+
+
+def test_whoever_waits_is_told_when_the_node_is_gone() -> None:
+    requests = Requests()
+    request = requests.new([0])
+    requests.fail_all(NodeLost("gone"))
+    with pytest.raises(NodeLost):
+        request.wait(5, what="pull")
