@@ -116,20 +116,9 @@ class LiveCell:
                     bundles = {rank: bundles[rank] for rank in sorted(bundles)[:1]}
                 items = joined([*items, *rich_items(bundles, is_merging=self._options.merge == "same")])
             if not self._options.is_quiet:
-                self._settle(items)
+                self._screen.settle(items, _rest(joined(self._shown), items))
             self._is_finished = True
         self._screen.close()
-
-    def _settle(self, items: list[Item]) -> None:
-        """Show what is not shown yet; everything anew where something else is shown."""
-        rest = _rest(joined(self._shown), items)
-        if not self._screen.can_clear:  # what stands on a terminal stays; the values are new
-            rest = items if not self._shown else [item for item in items if item not in self._shown][-1:]
-        if rest is None or self._screen.has_transient:
-            self._screen.replace(items)
-            return
-        for item in rest:
-            self._screen.show(item)
 
     @property
     def _is_drawing(self) -> bool:

@@ -19,6 +19,8 @@ from .transcript import Bundle, Item, Rich, Text
 _GAP_S = 0.05  # 20 batches a second: a Jupyter server drops above 1,000 messages
 _REDRAW_S = 0.1
 _IDLE_S = 2.0
+_STORED = ("stream", "display_data")
+_RESENT_CHARS = 250_000
 _SERVER_BYTES_PER_S = 700_000  # a Jupyter server drops stream output above 1 MB/s
 _BATCH_CHARS = 1 << 20
 _SERVED_BATCH_CHARS = 200_000
@@ -38,12 +40,11 @@ class Screen(Protocol):
     def set_transient(self, text: str) -> None:
         """Lines that are being redrawn; gone when ``text`` is empty."""
 
-    @property
-    def has_transient(self) -> bool:
-        """Redrawn lines were shown, and left a place where they stood."""
-
     def replace(self, items: list[Item]) -> None:
         """Show ``items`` instead of all that was shown."""
+
+    def settle(self, items: list[Item], rest: list[Item] | None) -> None:
+        """Show the last form, ``items``; ``rest`` is what is left to show of them, None when something else stands."""
 
     def close(self) -> None:
         """All that was given is shown when this returns; more may still come, and is shown at once."""
@@ -64,14 +65,12 @@ class KernelScreen:
         self._transient_shown = ""
         self._transient_id = ""
         self._redrawn_at = 0.0
+        self._outline: list[str] = []  # what was sent and stands in the cell, message by message
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def show(self, item: Item, *, display_id: str = "") -> None:
-        if isinstance(item, Text):
-            self._put("stream", {"name": item.stream, "text": item.text})
-        else:
-            self._put("display_data", _display(item.bundle, display_id))
+        self._put(*_message(item, display_id))
 
     def update(self, rich: Rich, display_id: str) -> None:
         self._put("update_display_data", _display(rich.bundle, display_id))
@@ -81,17 +80,33 @@ class KernelScreen:
             self._transient = text
         self._start()
 
-    @property
-    def has_transient(self) -> bool:
-        return bool(self._transient_id)
-
     def replace(self, items: list[Item]) -> None:
         with self._changed:
-            self._waiting.clear()
-            self._transient = self._transient_shown = self._transient_id = ""
-            self._waiting.append(("clear_output", {"wait": bool(items)}))
-        for item in items:
-            self.show(item)
+            self._replace(items)
+        self._start()
+
+    def settle(self, items: list[Item], rest: list[Item] | None) -> None:
+        with self._changed:
+            if rest is None or self._transient_id or self._would_be_stored_otherwise(items, rest):
+                self._replace(items)
+            else:
+                self._waiting += [_message(item) for item in rest]
+            if not self._waiting:
+                return
+        self._start()
+
+    def _replace(self, items: list[Item]) -> None:
+        self._transient = self._transient_shown = self._transient_id = ""
+        self._waiting = [("clear_output", {"wait": bool(items)}), *map(_message, items)]
+        self._outline.clear()
+
+    def _would_be_stored_otherwise(self, items: list[Item], rest: list[Item]) -> bool:
+        """The same text would be stored in other pieces: not every front end joins them as JupyterLab does."""
+        if sum(len(item.text) for item in items if isinstance(item, Text)) > _RESENT_CHARS:
+            return False
+        to_come = _merged([*self._waiting, *map(_message, rest)])
+        outline = self._outline + [content.get("name", kind) for kind, content in to_come]
+        return outline != [item.stream if isinstance(item, Text) else "display_data" for item in items]
 
     def close(self) -> None:
         thread = self._thread
@@ -120,7 +135,8 @@ class KernelScreen:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._has_redrawn() or self._is_closed, _IDLE_S)
-                batch, self._waiting = self._waiting, []
+                batch, self._waiting = _merged(self._waiting), []
+                self._outline += [content.get("name", kind) for kind, content in batch if kind in _STORED]
                 is_closed = self._is_closed
                 if not batch and not self._has_redrawn() and not is_closed:
                     self._thread = None  # a later line starts another one
@@ -135,7 +151,7 @@ class KernelScreen:
     def _send_batch(self, batch: list[tuple[str, dict[str, Any]]]) -> int:
         sent_chars = 0
         limit = _SERVED_BATCH_CHARS if self._is_served else _BATCH_CHARS
-        for kind, content in _merged(batch):
+        for kind, content in batch:
             if kind != "stream":
                 self._send(kind, content)
                 continue
@@ -170,13 +186,14 @@ class TextScreen:
     """A terminal, or any text stream: live, in order of arrival, nothing is taken back."""
 
     can_clear = False
-    has_transient = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._shown: list[Item] = []
 
     def show(self, item: Item, *, display_id: str = "") -> None:
         with self._lock:
+            self._shown.append(item)
             if isinstance(item, Text):
                 stream = sys.stderr if item.stream == "stderr" else sys.stdout
                 stream.write(item.text)
@@ -194,6 +211,13 @@ class TextScreen:
     def replace(self, items: list[Item]) -> None:
         """What stands on a terminal stays."""
 
+    def settle(self, items: list[Item], rest: list[Item] | None) -> None:
+        """Show the values, which are new; lines that others would join now stand there as they came."""
+        if rest is None:
+            rest = [item for item in items if isinstance(item, Rich) and item not in self._shown]
+        for item in rest:
+            self.show(item)
+
     def close(self) -> None:
         """All was shown at once."""
 
@@ -202,6 +226,12 @@ def screen_for(ipython: Any) -> Screen:
     """The screen of the cell that runs now."""
     kernel = getattr(ipython, "kernel", None)
     return KernelScreen(kernel) if kernel is not None else TextScreen()
+
+
+def _message(item: Item, display_id: str = "") -> tuple[str, dict[str, Any]]:
+    if isinstance(item, Text):
+        return "stream", {"name": item.stream, "text": item.text}
+    return "display_data", _display(item.bundle, display_id)
 
 
 def _display(bundle: Bundle, display_id: str) -> dict[str, Any]:

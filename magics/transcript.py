@@ -17,6 +17,7 @@ from ..errors import short_ranks
 
 Bundle = dict[str, Any]
 TAIL_LINES = 200
+_PREFIX_CHARS = 5  # "[0] " and the newline
 _DIFF_LINES = 2000  # above this, lines are matched by their position: the diff takes time by the square
 
 
@@ -79,12 +80,16 @@ class _Lines:
 
 
 class Transcript:
-    """What one rank said: its first lines within the limits, its last ``TAIL_LINES``, all rich outputs."""
+    """What one rank said: its first lines within the limits, its last ``TAIL_LINES``, all rich outputs.
+
+    The last lines take at most a quarter of the characters.
+    """
 
     def __init__(self, *, max_lines: int, max_chars: int) -> None:
         """Zero means no limit."""
         self._room_lines = max(1, max_lines - TAIL_LINES) if max_lines else None
-        self._room_chars = max_chars or None
+        self._room_chars = max_chars * 3 // 4 if max_chars else None
+        self._tail_chars = max_chars // 4 if max_chars else None
         self._head: list[_Lines | Rich] = []
         self._tail: collections.deque[tuple[str, str]] = collections.deque(maxlen=TAIL_LINES)
         self._left_out = 0
@@ -100,7 +105,7 @@ class Transcript:
         if fitting < len(lines):
             rest = lines[fitting:]
             self._left_out += len(rest)
-            self._tail.extend((stream, line[:_MAX_TAIL_LINE]) for line in rest[-TAIL_LINES:])
+            self._tail.extend((stream, line) for line in rest[-TAIL_LINES:])
 
     def add_rich(self, rich: Rich) -> None:
         self._head.append(rich)
@@ -124,13 +129,25 @@ class Transcript:
                 said = {"stdout": [], "stderr": []}
             else:
                 said[entry.stream] += entry.lines
-        hidden = self._left_out - len(self._tail)
+        tail = self._fitting_tail()
+        hidden = self._left_out - len(tail)
         if hidden > 0:
             said["stdout"].append(f"... {hidden:,} more lines, read them with {how_to_read} ...")
-        for stream, line in self._tail:
+        for stream, line in tail:
             said[stream].append(line)
         sections.append((said, None))
         return sections
+
+    def _fitting_tail(self) -> list[tuple[str, str]]:
+        tail = list(self._tail)
+        if self._tail_chars is None:
+            return tail
+        room = self._tail_chars
+        for index in range(len(tail) - 1, -1, -1):
+            room -= len(tail[index][1]) + _PREFIX_CHARS
+            if room < 0:
+                return tail[index + 1 :]
+        return tail
 
     def _fitting(self, lines: list[str]) -> int:
         """How many of ``lines`` still fit in the head; the room they take is gone."""
@@ -139,16 +156,13 @@ class Transcript:
         count = len(lines) if self._room_lines is None else min(len(lines), self._room_lines)
         if self._room_chars is not None:
             for index in range(count):
-                self._room_chars -= len(lines[index]) + 1
+                self._room_chars -= len(lines[index]) + _PREFIX_CHARS
                 if self._room_chars < 0:
                     count = index
                     break
         if self._room_lines is not None:
             self._room_lines -= count
         return count
-
-
-_MAX_TAIL_LINE = 2000
 
 
 def canonical(transcripts: dict[int, Transcript], *, merge: str, how_to_read: dict[int, str]) -> list[Item]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import os
 import subprocess
@@ -111,6 +112,10 @@ def test_entry_points_lead_somewhere(pyproject: dict[str, Any]) -> None:
     assert installed == wanted, "the package was installed before pyproject.toml changed: install it again"
     for entry in distribution.entry_points:
         assert callable(entry.load())
+
+
+def test_version_is_the_one_of_the_package(pyproject: dict[str, Any]) -> None:
+    assert pyproject["project"]["version"] == importlib.import_module(PACKAGE).__version__
 
 
 def _entry_groups(pyproject: dict[str, Any]) -> dict[str, dict[str, str]]:

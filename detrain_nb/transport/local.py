@@ -40,8 +40,8 @@ class LocalTransport:
 
         Raises: LaunchError when it does not come up, SessionError when a session of that name runs already.
         """
-        if sys.platform == "win32":
-            raise LaunchError("ranks on this machine need Linux: Windows can drive nodes, not be one")
+        if sys.platform != "linux":
+            raise LaunchError(f"ranks on this machine need Linux: {sys.platform} can drive nodes, not be one")
         folder = self._folder = runtime_folder() / session
         try:
             folder.mkdir(mode=0o700, exist_ok=True)

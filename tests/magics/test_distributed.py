@@ -22,8 +22,12 @@ def test_identical_lines_and_values_stand_once_with_their_ranks(kernel: Any) -> 
 def test_lines_arrive_while_the_cell_runs_with_the_rank_before_them(kernel: Any) -> None:
     outcome = kernel.run("%%rank 1\nprint('early')\ntime.sleep(1)\nprint('late')")
     streams = [content["text"] for kind, content in outcome.live if kind == "stream"]
-    assert streams == ["[1] early\n", "[1] late\n"]
-    assert "clear_output" not in [kind for kind, _ in outcome.live], "what stands there is the canonical form already"
+    assert streams == ["[1] early\n", "[1] late\n", "[1] early\n[1] late\n"]
+
+
+def test_canonical_form_is_not_sent_again_where_it_stands_already(kernel: Any) -> None:
+    outcome = kernel.run("%%rank 1\nprint('one')\n7")
+    assert [kind for kind, _ in outcome.live] == ["stream", "display_data"]
 
 
 def test_merge_all_and_rank0(kernel: Any) -> None:

@@ -108,7 +108,12 @@ def test_characters_are_bounded_too() -> None:
     transcript = Transcript(max_lines=0, max_chars=1000)
     transcript.add_lines("stdout", ["x" * 90] * 10)
     transcript.add_lines("stdout", ["y" * 1_000_000])
-    assert len(_text(_canonical({0: transcript}))) < 4000
+    transcript.add_lines("stdout", ["z" * 20] * 300)
+    text = _text(_canonical({0: transcript}))
+    assert 800 < len(text) < 1100
+    assert text.startswith("[0] x")
+    assert text.endswith("z\n")
+    assert "more lines, read them with log 0" in text
 
 
 def test_limits_are_exact_where_everything_fits() -> None:
