@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import sys
 
-OLDEST_TORCH = (2, 9, 1)
+from .preload import preload
 
 
 def main(argv: list[str]) -> None:
     """Run the ranks of this node until all workers have returned."""
-    warm_up()
+    preload()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import elastic_launch
@@ -31,24 +31,6 @@ def main(argv: list[str]) -> None:
         elastic_launch(config, worker.main)()
     except ChildFailedError as exc:
         sys.exit(str(exc))
-
-
-def warm_up() -> None:
-    """Import what every interpreter needs; leave with one clear line when torch is missing or too old."""
-    try:
-        import torch
-    except ImportError as exc:
-        sys.exit(f"torch is missing in {sys.executable} ({exc}): install it there with pip install torch")
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:3] if part.isdigit())
-    if version < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        sys.exit(f"torch {torch.__version__} in {sys.executable} is too old: torch>={oldest} is needed")
-    try:
-        import torch.distributed.run
-
-        from . import interpreter  # noqa: F401  imports IPython and what a rank uses
-    except ImportError as exc:
-        sys.exit(f"{sys.executable} cannot run a rank ({exc}): install detrain_nb there with pip")
 
 
 if __name__ == "__main__":

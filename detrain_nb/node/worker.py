@@ -340,7 +340,7 @@ class _Worker:
 
 
 if __name__ == "__main__":  # started by the torchrun command, each rank in a Python of its own
-    from .launcher import warm_up
+    from .preload import preload
 
-    warm_up()
+    preload()
     main()
