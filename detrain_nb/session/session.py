@@ -36,7 +36,6 @@ from ..wire import (
     Attach,
     Attached,
     CellDone,
-    CellFailed,
     Complete,
     Completions,
     Inspect,
@@ -299,7 +298,8 @@ class Session:
             while not run.done.wait(_next_look(deadline)):
                 now = time.monotonic()
                 if deadline is not None and now >= deadline:
-                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s: {self._stop_cell(run)}")
+                    stopped = self._stop_cell(run)
+                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s: {stopped}{_failures(run)}")
                 if run.lost and lost_deadline is None:
                     lost_deadline = now + LOST_LIMIT_S
                 if lost_deadline is not None and now >= lost_deadline:
@@ -331,13 +331,8 @@ class Session:
         observer = run.observer
         if observer is None or not run.running:
             return
-        text = ""
-        if run.outcomes:
-            text = f"waiting for {self._ranks.where(run.running)}"
-            failed = [rank for rank, outcome in run.outcomes.items() if isinstance(outcome, CellFailed)]
-            if failed:
-                text += f"; {format_ranks(failed)} failed with {run.errors()[failed[0]].summary.splitlines()[0]}"
-        observer.waiting(text)
+        is_waiting = bool(run.outcomes)
+        observer.waiting(f"waiting for {self._ranks.where(run.running)}{_failures(run)}" if is_waiting else "")
 
     def _raise_for(self, run: CellRun) -> None:
         if run.lost:
@@ -368,6 +363,15 @@ class Session:
 
     def _describe_losses(self, run: CellRun) -> str:
         return "\n".join(describe_end(end, host=self._inbox.up[rank].host) for rank, end in run.lost.items())
+
+
+def _failures(run: CellRun) -> str:
+    """What has failed while others still run: often the reason why they wait."""
+    failed: dict[str, list[int]] = {}
+    for rank, error in run.errors().items():
+        if not error.interrupted:
+            failed.setdefault(error.summary.splitlines()[0], []).append(rank)
+    return "".join(f"; {format_ranks(ranks)} failed with {summary}" for summary, ranks in failed.items())
 
 
 def _next_look(deadline: float | None) -> float:

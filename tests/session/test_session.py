@@ -332,6 +332,15 @@ def test_blocked_collective_gives_the_prompt_back_naming_rank_and_line() -> None
         assert session.status().ranks[0].line == 2
 
 
+def test_rank_that_failed_is_named_beside_those_that_wait_for_it() -> None:
+    with Session.start(ranks=2, device="cpu") as session:
+        code = "if rank == 1: raise ValueError('bad batch')\ndist.all_reduce(torch.ones(1))"
+        with pytest.raises(
+            CellTimeout, match=r"rank 0 \(line 2\) did not stop.*; rank 1 failed with ValueError: bad batch"
+        ):
+            session.run_cell(code, timeout_s=0.5)
+
+
 def test_killed_rank_ends_the_cell_with_its_name_and_signal() -> None:
     with Session.start(ranks=2, device="cpu") as session:
         with pytest.raises(RankLost, match=r"rank 1 on .* ended with signal 9") as caught:
