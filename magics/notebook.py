@@ -14,9 +14,11 @@ from typing import Any
 def session_name(user_ns: dict[str, Any]) -> str:
     """A name from the notebook's file, so that the same notebook finds its session again; else a unique one.
 
-    JupyterLab says the file in JPY_SESSION_NAME, VS Code in a variable.
+    `detrain-nb run` says the file in DETRAIN_NB_NOTEBOOK, JupyterLab in JPY_SESSION_NAME, VS Code in a variable.
     """
-    path = os.environ.get("JPY_SESSION_NAME") or user_ns.get("__vsc_ipynb_file__")
+    path = (
+        os.environ.get("DETRAIN_NB_NOTEBOOK") or os.environ.get("JPY_SESSION_NAME") or user_ns.get("__vsc_ipynb_file__")
+    )
     if not isinstance(path, str) or not path:
         return f"kernel-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")[:40] or "notebook"

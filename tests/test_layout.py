@@ -416,7 +416,7 @@ FAULTS = {
     "a porch that is not lazy": ("__init__.py", "from .wire import Frame", "the porch imports wire"),
     "a view in the core": ("session/cells.py", "def f():\n    import IPython", "session may not import IPython"),
     "magics in a view": ("../widgets/board.py", "import detrain_nb.magics", "widgets imports magics"),
-    "magics by its folder": ("cli.py", "import magics", "cli may not import magics"),
+    "magics by its folder": ("cli/commands.py", "import magics", "cli may not import magics"),
     "torch at the top of values": ("values.py", "import torch", "values may not import torch here"),
     "torch in the agent": ("node/agent.py", "def f():\n    import torch", "node may not import torch"),
     "IPython in the launcher": ("node/launcher.py", "import IPython", "node may not import IPython"),

@@ -55,14 +55,14 @@ _LOG_TAIL_BYTES = 4000
 
 def main(folder: Path) -> None:
     """Serve one session in ``folder``, then remove it."""
-    os.umask(0o077)
+    users_umask = os.umask(0o077)
     os.chdir(folder)
     with open("lock", "w", encoding="ascii") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             sys.exit(f"another agent serves {folder}")
-        agent = _Agent(folder)
+        agent = _Agent(folder, users_umask)
         Path(PID_NAME).write_text(str(os.getpid()), encoding="ascii")
         os.write(1, f"{READY}\n".encode())  # in one piece: the starter hangs up when it has read it
         _leave_the_starter()
@@ -111,8 +111,9 @@ def _count_with_nvidia_smi() -> int:
 
 
 class _Agent:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, users_umask: int) -> None:
         self._folder = folder
+        self._users_umask = users_umask
         self._incarnation = uuid.uuid4().hex
         self._loop = Loop()
         self._spool = Spool(folder)
@@ -278,6 +279,7 @@ class _Agent:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
+                    umask=self._users_umask,  # what a rank saves, others may read as ever
                     preexec_fn=lambda: die_with_parent(agent_pid),  # noqa: PLW1509  the agent has one thread
                 )
             except OSError as exc:

@@ -164,6 +164,9 @@ class CellRunner(InteractiveShell):
 
     system_piped = system_raw = system
 
+    def enable_gui(self, gui: str | None = None) -> None:
+        """``%matplotlib inline`` asks for it; a rank has no window."""
+
     def ask_exit(self) -> None:
         print("a rank ends with its session: %distributed stop", file=sys.stderr)
 

@@ -47,6 +47,7 @@ _LOCATE_LIMIT_S = 0.5
 _DUMP_GAP_S = 0.01
 _LEAVE_LIMIT_S = 1.0
 _STDERR_TAIL_BYTES = 4000
+_LAST_LINES = 10
 _CELL_LINE = re.compile(r'File "<cell (\d+)>", line (\d+)')
 
 
@@ -169,6 +170,7 @@ class _Worker:
             os.dup2(source, target)
         close_inherited_sockets(keep={link.fileno()})
         faulthandler.register(signal.SIGUSR1, file=pipes["where"], all_threads=False)
+        faulthandler.enable(file=pipes["where"], all_threads=False)  # a crash says where, not what torch's engine did
         from . import interpreter
 
         interpreter.serve(self._config, self._rank, link)
@@ -209,9 +211,28 @@ class _Worker:
                 interpreter.cell,
                 signal=max(0, -exit_code),
                 exit_code=max(0, exit_code),
-                stderr_tail=interpreter.stderr_tail.decode(errors="replace"),
+                stderr_tail=self._last_words(),
             )
         )
+
+    def _last_words(self) -> str:
+        """The last lines of stderr, each as it stood when last redrawn; where a crash was, down to the cell's line."""
+        self._read_dump()
+        crash, _, below = self._dump.decode(errors="replace").partition("Fatal Python error: ")[2].partition("\n\n")
+        words = (
+            self._interpreter.stderr_tail.decode(errors="replace")
+            .replace("\r\n", "\n")
+            .strip("\n")
+            .split("\n")[-_LAST_LINES:]
+        )
+        words = [line.rpartition("\r")[2] for line in words]
+        if crash:
+            words.append(f"Fatal Python error: {crash}")
+            for line in below.splitlines()[1:]:
+                words.append(line)
+                if _CELL_LINE.search(line):
+                    break
+        return "\n".join(words)
 
     def _leave(self) -> None:
         """The session ends: an idle interpreter may run its exit functions, whatever still runs then is killed."""
@@ -241,6 +262,7 @@ class _Worker:
             elif self._interpreter.state != "lost":
                 if isinstance(message, RunCell):
                     self._set_state("running", cell=message.cell)
+                    self._interpreter.stderr_tail = b""
                 self._to_interpreter(frame)
 
     def _to_interpreter(self, frame: Frame) -> None:

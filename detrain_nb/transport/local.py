@@ -124,7 +124,9 @@ def is_running(pid: int) -> bool:
 
 def running_sessions() -> dict[str, int]:
     """The sessions of this user on this machine: name -> pid of the agent."""
-    found = {}
+    found: dict[str, int] = {}
+    if sys.platform != "linux":
+        return found
     for folder in sorted(runtime_folder().iterdir()):
         if not folder.name.startswith(".") and (pid := _live_agent(folder)):
             found[folder.name] = pid

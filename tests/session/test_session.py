@@ -81,6 +81,7 @@ def test_ipython_is_there_as_in_any_cell(session: Session, tmp_path: Path) -> No
     assert "from a command" in session.run_cell("!echo from a command").stdout[1]
     assert "Wall time" in session.run_cell("%%time\nsum(range(10))").stdout[0]
     assert "loop" in session.run_cell("%timeit -n1 -r1 1 + 1").stdout[0]
+    session.run_cell("%matplotlib inline")
 
 
 def test_random_numbers_differ_between_ranks_and_repeat_between_sessions() -> None:
@@ -102,6 +103,13 @@ def test_ranks_start_in_the_folder_with_it_on_the_path(tmp_path: Path) -> None:
             str(tmp_path),
             42,
         )
+
+
+def test_files_of_ranks_get_the_users_mode(session: Session, tmp_path: Path) -> None:
+    session.push({"path": str(tmp_path / "saved")})
+    session.run_cell("torch.save({}, path)", ranks=0)
+    (tmp_path / "mine").write_text("")
+    assert (tmp_path / "saved").stat().st_mode == (tmp_path / "mine").stat().st_mode
 
 
 def test_plain_torchrun_can_start_the_ranks() -> None:
@@ -354,6 +362,16 @@ def test_killed_rank_ends_the_cell_with_its_name_and_signal() -> None:
             session.run_cell("1")
         assert session.run_cell("rank", ranks=0).values == {0: 0}
         assert [rank.state for rank in session.status().ranks] == ["idle", "lost"]
+
+
+def test_crash_in_c_says_where_down_to_the_cells_line() -> None:
+    with Session.start(ranks=1, device="cpu", init=False) as session:
+        session.run_cell("import sys, ctypes\nprint('of another cell', file=sys.stderr)")
+        with pytest.raises(RankLost, match="ended with signal 11") as caught:
+            session.run_cell("def f():\n    ctypes.string_at(0)\nprint('\\r1%\\r2%', file=sys.stderr)\nf()")
+    words = str(caught.value).partition("its last words:\n")[2].splitlines()
+    assert words[:2] == ["2%", "Fatal Python error: Segmentation fault"]
+    assert words[-1].strip() == 'File "<cell 2>", line 2 in f'
 
 
 @pytest.mark.parametrize("victim", ["agent", "launcher", "worker"])

@@ -1,0 +1,96 @@
+"""The commands: parse, act; every failure is one line and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from .. import __version__
+from ..errors import DetrainError, SpecError
+from ..transport.local import running_sessions
+from .notebook_file import read_notebook, save, summary
+from .notebook_run import FAILED, NotebookRun
+
+__all__ = ["main"]
+
+_WRONG_USE = 2  # what a signal ended has 128 + its number, as in a shell
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    args = _command_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
+    try:
+        status: int = args.act(args)
+    except DetrainError as exc:
+        print(f"detrain-nb: {exc}", file=sys.stderr)
+        return _WRONG_USE if isinstance(exc, SpecError) else FAILED
+    except KeyboardInterrupt:  # before there was a kernel, or after
+        return 128 + signal.SIGINT
+    return status
+
+
+def _command_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="detrain-nb", description="Train PyTorch models from notebooks, on many machines."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    run = commands.add_parser(
+        "run",
+        help="execute a notebook, its output appearing here as it comes",
+        description="Execute a notebook in its own folder, with this Python. Its output appears here as it comes.",
+    )
+    run.add_argument("notebook", type=Path, metavar="NOTEBOOK")
+    run.add_argument("--output", type=Path, metavar="PATH", help="the executed notebook; default: NAME.executed.ipynb")
+    run.add_argument("--timeout", type=_seconds, metavar="S", help="end when a cell takes longer than S seconds")
+    run.add_argument("--kernel", metavar="NAME", help="a Jupyter kernel by name, instead of this Python")
+    run.set_defaults(act=_run)
+    sessions = commands.add_parser("sessions", help="list the running sessions of this user on this machine")
+    sessions.set_defaults(act=_list_sessions)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text} seconds: give more than 0")
+    return seconds
+
+
+_seconds.__name__ = "number"  # argparse names it when the text is none
+
+
+def _list_sessions(args: argparse.Namespace) -> int:
+    lines = [f"{name}  agent pid {pid}" for name, pid in running_sessions().items()]
+    print("\n".join(lines) or "no session runs on this machine")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    notebook = read_notebook(args.notebook, is_any_kernel=args.kernel is not None)
+    output: Path = args.output or args.notebook.with_name(f"{args.notebook.stem}.executed.ipynb")
+    if not (output.parent.is_dir() and os.access(output.parent, os.W_OK)) or output.is_dir():
+        raise SpecError(f"{output}: cannot be written: give another place with --output")
+    run = NotebookRun(
+        notebook,
+        folder=args.notebook.absolute().parent,
+        # The name of its session comes from here. The executed notebook's path: the other may be open in Jupyter.
+        env={**os.environ, "DETRAIN_NB_NOTEBOOK": str(output.absolute())},
+        kernel=args.kernel,
+        timeout_s=args.timeout,
+    )
+    status = asyncio.run(run.execute())
+    save(notebook, output)
+    if run.failure:
+        run.terminal.say(f"detrain-nb: {run.failure}", is_error=True)
+    run.terminal.say(f"executed notebook{', as far as it came' if status else ''}: {output}")
+    run.terminal.say(summary(notebook))
+    run.terminal.leave()
+    return status

@@ -1,0 +1,86 @@
+"""Notebooks as files: read without outputs, saved whole or not at all, and what their summary says."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DetrainError, SpecError
+
+if TYPE_CHECKING:  # a second's import, which only `run` needs
+    from nbformat import NotebookNode
+
+__all__ = ["code_cells", "plain_text", "read_notebook", "save", "summary"]
+
+
+def read_notebook(path: Path, *, is_any_kernel: bool) -> NotebookNode:
+    """Read a notebook of any version, without its outputs. Raises: SpecError when it is none, or not in Python."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+    except OSError as exc:
+        raise SpecError(f"{path}: {(exc.strerror or str(exc)).lower()}") from exc
+    except ValueError as exc:
+        raise SpecError(f"{path}: is not a notebook: it is not JSON") from exc
+    if (
+        not isinstance(found, dict)
+        or not isinstance(found.get("nbformat"), int)
+        or not {"cells", "worksheets"} & set(found)
+    ):
+        raise SpecError(f"{path}: is not a notebook: it has no nbformat or no cells")
+    import nbformat
+
+    with warnings.catch_warnings(action="ignore"):  # missing cell ids are supplied
+        try:
+            notebook: NotebookNode = nbformat.reads(text, as_version=4)  # type: ignore[no-untyped-call]
+            nbformat.validate(notebook)
+        except (nbformat.ValidationError, AttributeError, KeyError, TypeError, ValueError) as exc:
+            raise SpecError(f"{path}: is not a valid notebook: {str(exc).splitlines()[0]}") from exc
+    language = notebook.metadata.get("kernelspec", {}).get("language", "python")
+    if language != "python" and not is_any_kernel:
+        raise SpecError(f"{path}: is written in {language}: name its kernel with --kernel")
+    for cell in code_cells(notebook):
+        cell.outputs, cell.execution_count = [], None
+    return notebook
+
+
+def save(notebook: NotebookNode, output: Path) -> None:
+    import nbformat
+
+    try:
+        nbformat.write(_joined_streams(notebook), output)  # type: ignore[no-untyped-call]
+    except OSError as exc:
+        raise DetrainError(f"{output}: the executed notebook cannot be written: {exc.strerror}") from exc
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _joined_streams(notebook: NotebookNode) -> NotebookNode:
+    """Make one output of neighbouring texts of a stream, as Jupyter does; how they were cut was a matter of time."""
+    for cell in code_cells(notebook):
+        joined: list[NotebookNode] = []
+        for output in cell.outputs:
+            last = joined[-1] if joined else None
+            if last and output.output_type == last.output_type == "stream" and output.name == last.name:
+                last.text += output.text
+            else:
+                joined.append(output)
+        cell.outputs = joined
+    return notebook
+
+
+def summary(notebook: NotebookNode) -> str:
+    """The text of the outputs of cells tagged ``summary``."""
+    cells = [cell for cell in code_cells(notebook) if "summary" in cell.metadata.get("tags", [])]
+    outputs = [output for cell in cells for output in cell.outputs]
+    texts = [output.text if output.output_type == "stream" else plain_text(output) for output in outputs]
+    return "\n".join(text.rstrip("\n") for text in texts if text)
+
+
+def plain_text(content: Any) -> str:
+    text: str = content.get("data", {}).get("text/plain", "")
+    return text

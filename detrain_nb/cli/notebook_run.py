@@ -1,0 +1,208 @@
+"""One execution of a notebook: a kernel of this Python, the cells in order, and the end of all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import LaunchError, SpecError
+from .notebook_file import code_cells
+from .terminal import Terminal
+
+if TYPE_CHECKING:  # a second's import, which only `run` needs
+    from nbclient import NotebookClient
+    from nbformat import NotebookNode
+
+__all__ = ["FAILED", "NotebookRun"]
+
+FAILED = 1  # exit status
+_SIGPIPE = 13  # also where the system has no such signal
+_KERNEL_ARGUMENTS = ["-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
+_STOP_LIMIT_S = 10.0  # how long an interrupted cell may take to end; a session gives its ranks less
+_END_LIMIT_S = 10.0  # how long the kernel may take to end; after half of it it is told by SIGTERM (ipykernel can block)
+_OUTPUT_LIMIT_S = 60  # how long what a cell has printed may be on its way when the cell has ended
+
+
+def _make_client(notebook: NotebookNode, tell: Callable[[str, dict[str, Any]], None], **options: Any) -> NotebookClient:
+    """Make nbclient's client, telling of every message of a cell before it is stored."""
+    from nbclient import NotebookClient
+
+    class TellingClient(NotebookClient):
+        def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
+            tell(msg["msg_type"], msg["content"])
+            return super().process_message(msg, cell, cell_index)
+
+    return TellingClient(notebook, **options)
+
+
+_HEADING = re.compile(r"#{1,6} ")
+
+
+class NotebookRun:
+    """One execution of a notebook, top to bottom; stops at the first cell that fails, or at a signal."""
+
+    def __init__(
+        self, notebook: NotebookNode, *, folder: Path, env: dict[str, str], kernel: str | None, timeout_s: float | None
+    ) -> None:
+        self.terminal = Terminal(sys.stdout, sys.stderr, on_gone=self._stop_unread)
+        self.failure = ""
+        self._notebook = notebook
+        self._start_options: dict[str, Any] = {"cwd": str(folder), "env": env}
+        self._kernel = kernel
+        self._timeout_s = timeout_s
+        self._stopped_by = 0
+        self._is_stopped = asyncio.Event()  # by a signal: end the cell, then the kernel
+        self._is_hurried = asyncio.Event()  # by a second one, or a cell that does not end: end the kernel now
+        self._client = _make_client(notebook, self.terminal.take, iopub_timeout=_OUTPUT_LIMIT_S, record_timing=False)
+
+    async def execute(self) -> int:
+        """Run the cells, end the kernel and its session; return the exit status, with ``failure`` in words.
+
+        Raises: SpecError for a kernel that is not there, LaunchError for one that does not start.
+        """
+        manager: Any = self._make_manager()
+        with _on_signals(self._stop):
+            try:
+                if await self._is_in_time(self._start_kernel()):
+                    self.failure = await self._run_cells(manager)
+            finally:
+                await self._end_kernel(manager)
+        if self._stopped_by:
+            self.failure = self.failure or "stopped"
+            return 128 + self._stopped_by
+        return FAILED if self.failure else 0
+
+    def _make_manager(self) -> Any:
+        """The manager of a kernel run by this Python; what is installed under that name may be another's."""
+        self._client.kernel_name = self._kernel or "python3"
+        manager: Any = self._client.create_kernel_manager()
+        manager.shutdown_wait_time = _END_LIMIT_S
+        try:
+            spec = manager.kernel_spec
+        except KeyError as exc:
+            raise SpecError(
+                f"there is no Jupyter kernel {self._client.kernel_name!r}: see jupyter kernelspec list"
+            ) from exc
+        if self._kernel is None:
+            spec.argv = [sys.executable, *_KERNEL_ARGUMENTS]
+            spec.env, spec.metadata, spec.interrupt_mode = {}, {}, "signal"
+        return manager
+
+    async def _start_kernel(self) -> None:
+        try:
+            await self._client.async_start_new_kernel(**self._start_options)
+            await self._client.async_start_new_kernel_client()
+        except (OSError, RuntimeError) as exc:
+            raise LaunchError(f"the kernel did not start: {exc}") from exc
+
+    async def _run_cells(self, manager: Any) -> str:
+        """Run until a cell fails; return what went wrong."""
+        numbers = itertools.count(1)
+        total = len(code_cells(self._notebook))
+        for index, cell in enumerate(self._notebook.cells):
+            if cell.cell_type == "markdown":
+                self.terminal.say("\n".join(f"\n{line}" for line in cell.source.splitlines() if _HEADING.match(line)))
+            if cell.cell_type != "code":
+                continue
+            name = f"cell {next(numbers)} of {total}"
+            if not cell.source.strip():
+                continue
+            if self._stopped_by:
+                return f"stopped before {name}"
+            self.terminal.begin_cell(f"=== {name}: {cell.source.strip().splitlines()[0]}")
+            failure = await self._run_cell(manager, index, cell)
+            self.terminal.end_cell()
+            if failure:
+                return f"{name} {failure}"
+        return ""
+
+    async def _run_cell(self, manager: Any, index: int, cell: NotebookNode) -> str:
+        from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+        running = asyncio.ensure_future(self._client.async_execute_cell(cell, index))
+        failure = ""
+        try:
+            if not await self._is_in_time(asyncio.shield(running), limit_s=self._timeout_s):
+                failure = "was interrupted" if self._stopped_by else f"did not end within {self._timeout_s:g} s"
+                await manager.interrupt_kernel()
+                await _first(running, self._is_hurried.wait(), limit_s=_STOP_LIMIT_S)
+                if not running.done():
+                    self._is_hurried.set()
+        except CellExecutionError:  # the terminal has shown it
+            return failure or "failed"
+        except DeadKernelError:
+            return failure or "ended the kernel's process"
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        return failure
+
+    async def _end_kernel(self, manager: Any) -> None:
+        """End the kernel, which ends its session; when the user is in a hurry, by a kill: its ranks then see it."""
+        if self._client.kc is not None:
+            self._client.kc.stop_channels()
+        if not await manager.is_alive():
+            await manager.cleanup_resources()
+            return
+        ending = asyncio.ensure_future(manager.shutdown_kernel(now=self._is_hurried.is_set()))
+        await _first(ending, self._is_hurried.wait(), limit_s=None)
+        if ending.done():
+            ending.result()
+            return
+        ending.cancel()
+        await asyncio.wait([ending])
+        await manager.shutdown_kernel(now=True)
+
+    async def _is_in_time(self, work: Awaitable[Any], *, limit_s: float | None = None) -> bool:
+        """Wait for ``work`` until a signal or the limit, then cancel it; is it done?"""
+        task = asyncio.ensure_future(work)
+        await _first(task, self._is_stopped.wait(), limit_s=limit_s)
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.wait([task])
+        return False
+
+    def _stop_unread(self) -> None:
+        if not self._stopped_by:
+            self._stop(_SIGPIPE)
+
+    def _stop(self, number: int) -> None:
+        if self._stopped_by:
+            self._is_hurried.set()
+        self._stopped_by = self._stopped_by or number
+        self._is_stopped.set()
+
+
+async def _first(task: asyncio.Future[Any], other: Awaitable[Any], *, limit_s: float | None) -> None:
+    """Wait until one of two is done, or the limit."""
+    waiting = asyncio.ensure_future(other)
+    try:
+        await asyncio.wait([task, waiting], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+@contextlib.contextmanager
+def _on_signals(act: Callable[[int], None]) -> Iterator[None]:
+    """Call ``act`` in the event loop when somebody wants an end; a signal that is ignored (nohup) stays ignored."""
+    loop = asyncio.get_running_loop()
+    names = ("SIGINT", "SIGTERM", "SIGHUP")
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(act, number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

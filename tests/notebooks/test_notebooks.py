@@ -1,0 +1,159 @@
+"""The guided tour: every notebook runs under nbval, its outputs as they are stored.
+
+To store them anew: ``DETRAIN_NB_OUTPUT=final detrain-nb run notebooks/NAME.ipynb --output notebooks/NAME.ipynb``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SANITIZE = ROOT / "notebooks/sanitize.cfg"
+TOUR = {
+    path.name: path
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+    if not path.name.endswith(".executed.ipynb")
+}
+PACKAGES = {"01_quickstart.ipynb": ["dataset-fashion-mnist"]}  # what Debian must bring for the outputs that are stored
+MAX_PATTERNS = 5
+MAX_LINES = 14
+LIMIT_S = 300
+# What keeps nbval from comparing a cell's outputs: tags, and comments in the cell.
+IGNORED = re.compile(r"(?:nbval|pytest-validate)-(?:ignore-output|skip)|skip-execution")
+
+
+def _code_cells(path: Path) -> list[Any]:
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+# ---- what is written in them
+
+
+@pytest.fixture(params=TOUR)
+def notebook(request: pytest.FixtureRequest) -> Path:
+    return TOUR[request.param]
+
+
+def test_tour_has_its_first_notebook() -> None:
+    assert "01_quickstart.ipynb" in TOUR
+
+
+def test_first_cell_says_what_it_shows_what_it_needs_and_how_long_it_takes(notebook: Path) -> None:
+    first = nbformat.read(notebook, as_version=4).cells[0]
+    assert first.cell_type == "markdown"
+    for promise in ("What you will see", "What it needs", "How long it takes"):
+        assert promise in first.source
+
+
+def test_cells_are_short_and_were_all_run(notebook: Path) -> None:
+    for cell in _code_cells(notebook):
+        assert len(cell.source.splitlines()) <= MAX_LINES, cell.source
+        assert cell.execution_count, cell.source
+
+
+def test_nothing_is_installed_and_no_path_is_of_one_machine(notebook: Path) -> None:
+    for cell in nbformat.read(notebook, as_version=4).cells:
+        text = cell.source + str(cell.get("outputs", ""))
+        assert not re.search(r"pip +install|conda +install", cell.source)
+        assert not re.search(r"/(?:home|root|Users|tmp|work|mnt)/", text), cell.source
+
+
+def test_output_that_is_not_compared_says_why(notebook: Path) -> None:
+    for cell in _code_cells(notebook):
+        comments = re.findall(r"^\s*#\s*(\w+)\s*$", cell.source, flags=re.MULTILINE)
+        marks = [*cell.metadata.get("tags", []), *(comment.lower().replace("_", "-") for comment in comments)]
+        if any(IGNORED.fullmatch(mark) for mark in marks):
+            assert cell.metadata.get("reason"), f"give metadata.reason to the cell\n{cell.source}"
+
+
+def test_few_patterns_replace_what_differs_and_each_is_used() -> None:
+    patterns = re.findall(r"^regex: (.*)\nreplace: .*$", SANITIZE.read_text(), flags=re.MULTILINE)
+    assert 0 < len(patterns) <= MAX_PATTERNS
+    assert len(patterns) == SANITIZE.read_text().count("regex:")
+    outputs = str([cell.outputs for path in TOUR.values() for cell in _code_cells(path)])
+    unused = [pattern for pattern in patterns if not re.search(pattern, outputs)]
+    assert not unused
+
+
+def test_quickstart_ends_with_its_accuracy_and_stops_its_ranks() -> None:
+    cells = _code_cells(TOUR["01_quickstart.ipynb"])
+    summary = [cell.outputs[0].text for cell in cells if "summary" in cell.metadata.get("tags", [])]
+    assert len(summary) == 1
+    assert re.match(r"test accuracy 0\.[89]\d* on 10,000 images$", summary[0])
+    assert cells[-1].source == "%distributed stop"
+
+
+# ---- what they do
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment in which ranks have the CPU; nothing that was started in it is left when the test is over."""
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    left_out = {"PYTEST_ADDOPTS", "JPY_SESSION_NAME"}
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    env |= {"DETRAIN_NB_RUNTIME_DIR": str(runtime), "DETRAIN_NB_OUTPUT": "final", "CUDA_VISIBLE_DEVICES": ""}
+    yield env
+    _, alive = psutil.wait_procs(_processes_with("DETRAIN_NB_RUNTIME_DIR", str(runtime)), timeout=10)
+    assert not alive, alive
+
+
+def _processes_with(name: str, value: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _run_nbval(notebook: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run nbval as its own pytest: here its plugin is off, and warnings of what it imports are not ours."""
+    options = ["-p", "nbval", "--nbval", "--nbval-current-env", f"--nbval-sanitize-with={SANITIZE}", "--color=no"]
+    settings = [f"--rootdir={notebook.parent}", "-c", os.devnull, f"--timeout={LIMIT_S}", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [Path(sys.executable).with_name("pytest"), *options, *settings, notebook],
+        env=env,
+        cwd=notebook.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("name", TOUR)
+def test_notebook_gives_the_stored_outputs(name: str, env: dict[str, str], needs_debian: Callable[..., None]) -> None:
+    needs_debian(*PACKAGES.get(name, []))
+    done = _run_nbval(TOUR[name], env)
+    assert done.returncode == 0, done.stdout
+
+
+def test_other_output_is_found_and_the_killed_kernel_leaves_no_rank(tmp_path: Path, env: dict[str, str]) -> None:
+    sources = [
+        "%load_ext detrain_nb",
+        "%%distributed -n 2\nimport subprocess\nsubprocess.Popen(['sleep', '300'])\n1 + 1",
+    ]
+    notebook = nbformat.v4.new_notebook()
+    for count, source in enumerate(sources, 1):
+        notebook.cells.append(nbformat.v4.new_code_cell(source, execution_count=count))
+    notebook.cells[1].outputs = [nbformat.v4.new_output("display_data", {"text/plain": "[0-1] 3"})]
+    nbformat.write(notebook, tmp_path / "wrong.ipynb")
+    done = _run_nbval(tmp_path / "wrong.ipynb", env)
+    assert done.returncode == 1, done.stdout
+    assert "[0-1] 2" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout
