@@ -27,6 +27,7 @@ from traitlets.config import Config
 
 Bundle = dict[str, Any]
 _MAX_BUNDLE_BYTES = 32 << 20
+_END_FRAMES = 12  # of a long traceback, this many from either end
 _OUR_FOLDER = os.path.dirname(__file__)
 
 
@@ -182,12 +183,12 @@ def sendable_bundle(data: Bundle) -> Bundle:
         else:
             with contextlib.suppress(TypeError, ValueError):
                 bundle[mime] = json.loads(json.dumps(value, allow_nan=False))
-    for mime in list(bundle):
-        size_bytes = len(bundle[mime]) if isinstance(bundle[mime], str) else len(json.dumps(bundle[mime]))
-        if size_bytes > _MAX_BUNDLE_BYTES:
-            bundle[mime if mime == "text/plain" else "text/plain"] = f"<{mime} of {size_bytes >> 20} MB is not shown>"
-            if mime != "text/plain":
-                del bundle[mime]
+    sizes = {mime: len(json.dumps(value)) for mime, value in bundle.items()}
+    while sum(sizes.values()) > _MAX_BUNDLE_BYTES:
+        largest = max(sizes, key=lambda mime: sizes[mime])
+        del bundle[largest]
+        bundle["text/plain"] = f"<{largest} of {sizes.pop(largest) >> 20} MB is not shown>"
+        sizes["text/plain"] = len(bundle["text/plain"])
     return bundle
 
 
@@ -209,11 +210,15 @@ def user_traceback(error: BaseException) -> list[str]:
         place = f"  {_place(error.filename or '?')}, line {error.lineno}"
         return [*lines, place, f"    {error.text.rstrip()}", f"    {marker}"]
     frames = _frames(error)
-    for index, (filename, line, function, source) in enumerate(frames):
-        if _is_users(filename) or index == len(frames) - 1:
-            lines.append(f"  {_place(filename)}, line {line}, in {function}")
-            if source:
-                lines.append(f"    {source}")
+    shown = [frame for frame in frames if _is_users(frame[0]) or frame is frames[-1]]
+    for index, (filename, line, function, source) in enumerate(shown):
+        if _END_FRAMES <= index < len(shown) - _END_FRAMES:  # a recursion without end
+            if index == _END_FRAMES:
+                lines.append(f"  ... {len(shown) - 2 * _END_FRAMES} more")
+            continue
+        lines.append(f"  {_place(filename)}, line {line}, in {function}")
+        if source:
+            lines.append(f"    {source}")
     return lines
 
 

@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import ctypes
 import difflib
+import mmap
 import os
 import random
 import signal
@@ -18,7 +19,6 @@ import socket
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -59,22 +59,26 @@ from .generation import Generation
 _libc = ctypes.CDLL(None)
 
 
-def serve(config: RankConfig, rank: int, link: socket.socket) -> None:
-    """Be the interpreter of ``rank`` until the worker hangs up. Descriptors 1 and 2 already are the worker's pipes."""
-    interpreter = _Interpreter(config, rank, link)
+def serve(config: RankConfig, rank: int, link: socket.socket, interrupted_cell: mmap.mmap) -> None:
+    """Be the interpreter of ``rank`` until the worker hangs up. Descriptors 1 and 2 already are the worker's pipes.
+
+    ``interrupted_cell``: where the worker writes the number of the cell that it sends a SIGINT for.
+    """
+    interpreter = _Interpreter(config, rank, link, interrupted_cell)
     with contextlib.suppress(EOFError):
         interpreter.run()
     atexit._run_exitfuncs()
 
 
 class _Interpreter:
-    def __init__(self, config: RankConfig, rank: int, link: socket.socket) -> None:
+    def __init__(self, config: RankConfig, rank: int, link: socket.socket, interrupted_cell: mmap.mmap) -> None:
         self._config = config
         self._rank = rank
         self._local_rank = int(os.environ["LOCAL_RANK"])
         self._world_size = int(os.environ["WORLD_SIZE"])
         self._link = link
         self._sending = threading.Lock()
+        self._interrupted_cell = interrupted_cell
         self._cell = 0
         self._is_in_cell = False
         self._arriving: dict[int, tuple[Push, list[bytearray], list[int]]] = {}
@@ -134,11 +138,9 @@ class _Interpreter:
         elif isinstance(message, Piece):
             self._answer(message.request, lambda: self._take_piece(message))
         elif isinstance(message, Complete):
-            found = self._runner.complete_code(message.code, message.position)
-            self._send(Completions(self._rank, message.request, *found))
+            self._answer(message.request, lambda: self._complete(message))
         elif isinstance(message, Inspect):
-            text = self._runner.inspect_name(message.name, message.detail)
-            self._send(Inspection(self._rank, message.request, text))
+            self._answer(message.request, lambda: self._inspect(message))
 
     # ---- cells
 
@@ -149,6 +151,7 @@ class _Interpreter:
         try:
             try:
                 self._is_in_cell = True
+                self._on_interrupt()  # one that came before the cell had begun
                 outcome = self._runner.run(message.code, message.cell)
             finally:
                 self._is_in_cell = False
@@ -176,8 +179,9 @@ class _Interpreter:
             )
         )
 
-    def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
-        if self._is_in_cell:
+    def _on_interrupt(self, *signal_and_frame: object) -> None:
+        """Interrupt the cell that the signal was sent for, and no other: it may come too early or too late."""
+        if self._is_in_cell and int.from_bytes(self._interrupted_cell[:], "little") == self._cell:
             raise KeyboardInterrupt
 
     def _display(self, bundle: Bundle, display_id: str, is_update: bool) -> None:
@@ -196,7 +200,15 @@ class _Interpreter:
             error = f"{type(exc).__name__}: {exc}"
         self._send(GenerationReady(self._rank, message.number, _bounded(error)))
 
-    # ---- values
+    # ---- questions
+
+    def _complete(self, message: Complete) -> None:
+        found = self._runner.complete_code(message.code, message.position)
+        self._send(Completions(self._rank, message.request, *found))
+
+    def _inspect(self, message: Inspect) -> None:
+        text = self._runner.inspect_name(message.name, message.detail)
+        self._send(Inspection(self._rank, message.request, _bounded(text, limit=200_000)))
 
     def _answer(self, request: int, act: Callable[[], None]) -> None:
         try:

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import fcntl
 import functools
+import mmap
 import os
 import re
 import selectors
@@ -103,6 +104,7 @@ class _Worker:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(child_signal, warn_on_full_buffer=False)
+        self._interrupted_cell = mmap.mmap(-1, 8)  # shared with the interpreter: which cell a SIGINT is meant for
         self._agent.send(WorkerUp(rank, os.getpid()))
         self._interpreter = self._fork_interpreter()
 
@@ -173,7 +175,7 @@ class _Worker:
         faulthandler.enable(file=pipes["where"], all_threads=False)  # a crash says where, not what torch's engine did
         from . import interpreter
 
-        interpreter.serve(self._config, self._rank, link)
+        interpreter.serve(self._config, self._rank, link, self._interrupted_cell)
 
     def _watch(self, interpreter: _Interpreter) -> None:
         self._loop.add(interpreter.link, self._from_interpreter)
@@ -258,6 +260,7 @@ class _Worker:
                 self._locate(message.request)
             elif isinstance(message, Interrupt):
                 if self._interpreter.state == "running" and self._interpreter.cell == message.cell:
+                    self._interrupted_cell[:] = message.cell.to_bytes(8, "little")
                     os.kill(self._interpreter.pid, signal.SIGINT)
             elif self._interpreter.state != "lost":
                 if isinstance(message, RunCell):

@@ -30,6 +30,7 @@ from detrain_nb.errors import (
     ValueNotSupported,
 )
 from detrain_nb.session.results import TextOnly
+from detrain_nb.wire import Interrupt
 
 # ---- cells and what they find
 
@@ -261,6 +262,29 @@ def test_error_names_rank_host_and_the_users_line(session: Session) -> None:
     assert "detrain_nb" not in shown
 
 
+def test_recursion_without_end_is_shown_by_its_ends(session: Session) -> None:
+    with pytest.raises(RankError, match="RecursionError") as caught:
+        session.run_cell("def again(): return again()\nagain()", ranks=0)
+    lines = caught.value._render_traceback_()
+    assert len(lines) < 60
+    assert any("more" in line for line in lines)
+
+
+def test_huge_output_is_named_instead_of_shown(session: Session) -> None:
+    result = session.run_cell(
+        "class Huge:\n    def _repr_html_(self): return 'x' * (40 << 20)\n    def __repr__(self): return 's'\nHuge()",
+        ranks=0,
+    )
+    assert result[0].bundle == {"text/plain": "<text/html of 40 MB is not shown>"}
+
+
+def test_completion_that_raises_leaves_the_rank_alive(session: Session) -> None:
+    code = "class Evil:\n    def __dir__(self): 1 / 0\n    def __getattr__(self, name): 1 / 0\ne = Evil()"
+    session.run_cell(code)
+    session.complete("e.", 2)
+    assert session.run_cell("1").values == {0: 1, 1: 1}
+
+
 def test_same_error_of_several_ranks_is_one_entry(session: Session) -> None:
     with pytest.raises(RankError) as caught:
         session.run_cell("raise KeyError('x')")
@@ -325,6 +349,28 @@ def test_interrupt_that_comes_late_does_not_hit_the_next_cell(session: Session) 
         session.run_cell("pass")
         session.interrupt()
         session.run_cell("x = sum(range(10_000))")
+
+
+def test_interrupt_that_comes_before_the_cell_has_begun_is_not_lost(session: Session) -> None:
+    class PressStop:
+        """Presses stop while the cell is still on its way to the ranks."""
+
+        def __init__(self, send: Callable[[Any], None]) -> None:
+            self.send = send
+
+        def __call__(self, message: Any) -> None:
+            self.send(message)
+            self.send(Interrupt(message.ranks, message.cell))
+
+    for _ in range(20):
+        link = session._ranks
+        send = link.send
+        link.send = PressStop(send)  # type: ignore[method-assign]
+        try:
+            with pytest.raises(CellInterrupted):
+                session.run_cell("while True: pass", timeout_s=5)
+        finally:
+            link.send = send  # type: ignore[method-assign]
 
 
 def test_blocked_collective_gives_the_prompt_back_naming_rank_and_line() -> None:
