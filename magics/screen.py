@@ -19,6 +19,7 @@ from .transcript import Bundle, Item, Rich, Text
 _GAP_S = 0.05  # 20 batches a second: a Jupyter server drops above 1,000 messages
 _REDRAW_S = 0.1
 _IDLE_S = 2.0
+_CLOSE_LIMIT_S = 600.0  # hundreds of megabytes at a server's rate
 _STORED = ("stream", "display_data")
 _RESENT_CHARS = 250_000
 _SERVER_BYTES_PER_S = 700_000  # a Jupyter server drops stream output above 1 MB/s
@@ -116,8 +117,12 @@ class KernelScreen:
             self._transient = ""
             self._is_closed = True
             self._changed.notify()
-        thread.join()
-        self._thread, self._is_closed = None, False
+        thread.join(_CLOSE_LIMIT_S)
+        with self._changed:
+            self._thread, self._is_closed = None, False
+            is_late = bool(self._waiting)
+        if is_late:
+            self._start()
 
     def _put(self, kind: str, content: dict[str, Any]) -> None:
         with self._changed:
@@ -145,8 +150,10 @@ class KernelScreen:
             self._redraw(now=is_closed)
             if is_closed and not self._waiting:
                 return
-            # what comes after silence goes out at once, the rest waits for its batch
-            time.sleep(max(_GAP_S, sent_chars / _SERVER_BYTES_PER_S if self._is_served else 0.0))
+            if self._is_served and sent_chars > _SERVED_BATCH_CHARS // 2:
+                time.sleep(sent_chars / _SERVER_BYTES_PER_S)
+            with self._changed:  # what comes after silence goes out at once, the rest waits for its batch
+                self._changed.wait_for(lambda: self._is_closed, _GAP_S)
 
     def _send_batch(self, batch: list[tuple[str, dict[str, Any]]]) -> int:
         sent_chars = 0
@@ -157,7 +164,7 @@ class KernelScreen:
                 continue
             text = content["text"]
             for start in range(0, len(text), limit):
-                if sent_chars + limit > limit and self._is_served and start:
+                if start and self._is_served:
                     time.sleep(limit / _SERVER_BYTES_PER_S)
                 self._send("stream", {"name": content["name"], "text": text[start : start + limit]})
             sent_chars += len(text)
