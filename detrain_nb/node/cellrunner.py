@@ -110,6 +110,8 @@ class CellRunner(InteractiveShell):
         runner: CellRunner = cls.instance(config=config, user_module=main)
         runner.screen = screen
         runner.cell_value = {}
+        for trap in (runner.builtin_trap, runner.display_trap):
+            trap.__enter__()  # set once: nobody else uses this process, and each cell would set and unset them
         return runner
 
     def run(self, code: str, cell: int) -> CellOutcome:
@@ -143,6 +145,11 @@ class CellRunner(InteractiveShell):
         return str(bundle.get("text/plain", ""))
 
     # ---- what IPython would do for a person at a terminal
+
+    def should_run_async(self, raw_cell: str, **kwargs: Any) -> bool:
+        """Compile a cell to find out only where it could be so."""
+        has_word = "await" in raw_cell or "async" in raw_cell
+        return has_word and bool(super().should_run_async(raw_cell, **kwargs))
 
     @contextlib.contextmanager
     def _tee(self, channel: str) -> Iterator[None]:

@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import ctypes
 import difflib
+import gc
 import mmap
 import os
 import random
@@ -65,6 +66,7 @@ def serve(config: RankConfig, rank: int, link: socket.socket, interrupted_cell: 
     ``interrupted_cell``: where the worker writes the number of the cell that it sends a SIGINT for.
     """
     interpreter = _Interpreter(config, rank, link, interrupted_cell)
+    gc.freeze()  # what is there now stays: no collection has to look at it
     with contextlib.suppress(EOFError):
         interpreter.run()
     atexit._run_exitfuncs()
