@@ -1,0 +1,196 @@
+"""A real ipykernel, driven over its own sockets as a front end does it.
+
+What arrives is kept as it came, with the time at which it came, and decoded when the cell is over: a front end that is
+busy decoding would be measured too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import KernelManager
+
+_COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+_START_LIMIT_S = 60.0
+_LOOK_MS = 500
+# Variables of whoever runs the benchmark that would change what a kernel does.
+_NOT_FOR_A_KERNEL = {"DETRAIN_NB_OUTPUT", "JPY_SESSION_NAME", "JPY_PARENT_PID", "PYTHONSTARTUP"}
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message of a cell as it came over the wire; ``at`` is ``time.time()``."""
+
+    kind: str
+    body: bytes
+    at: float
+
+    @property
+    def content(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self.body)
+        return content
+
+    @property
+    def display_id(self) -> str:
+        """What a display can be redrawn by; empty where there is none."""
+        return str(self.content.get("transient", {}).get("display_id", ""))
+
+    @property
+    def text(self) -> str:
+        """The text that a stream or a display carries; empty for everything else."""
+        if self.kind == "stream":
+            return str(self.content["text"])
+        if self.kind in ("display_data", "update_display_data"):
+            return str(self.content["data"].get("text/plain", ""))
+        return ""
+
+
+@dataclass
+class Cell:
+    """A cell that has ended: ``seconds`` from sending it until its reply and the kernel's "idle" were both here."""
+
+    sent_at: float
+    seconds: float = 0.0
+    status: str = ""
+    arrivals: list[Arrival] = field(default_factory=list)
+
+    @property
+    def wire_bytes(self) -> int:
+        """The content of all its messages as JSON, escapes and repetitions included."""
+        return sum(len(arrival.body) for arrival in self.arrivals)
+
+    def shown(self) -> str:
+        """The text that stands below the cell at the end; each display begins a line and ends it."""
+        texts: list[str] = []
+        displays: dict[str, int] = {}
+        will_clear = False
+        for arrival in self.arrivals:
+            if arrival.kind == "clear_output":
+                will_clear = arrival.content["wait"]
+                texts = texts if will_clear else []
+            elif arrival.kind in ("stream", "display_data"):
+                if will_clear:
+                    texts, displays, will_clear = [], {}, False
+                displays[arrival.display_id] = len(texts)
+                texts.append(arrival.text if arrival.kind == "stream" else f"\n{arrival.text}\n")
+            elif arrival.kind == "update_display_data" and arrival.display_id in displays:
+                texts[displays[arrival.display_id]] = f"\n{arrival.text}\n"
+        return "".join(texts)
+
+    def text_by_arrival(self) -> Iterator[tuple[str, float]]:
+        """All text in whole lines, with the time at which it was there; what was sent twice comes twice."""
+        unfinished: dict[str, str] = {}
+        for arrival in self.arrivals:
+            if arrival.kind == "stream":
+                name = arrival.content["name"]
+                text = unfinished.pop(name, "") + arrival.text
+                whole, newline, unfinished[name] = text.rpartition("\n")
+                yield whole + newline, arrival.at
+            elif arrival.text:
+                yield arrival.text, arrival.at
+        if self.arrivals:
+            yield from ((text, self.arrivals[-1].at) for text in unfinished.values() if text)
+
+
+class KernelError(Exception):
+    """A cell failed, or did not end in time."""
+
+
+class Kernel:
+    """One kernel in ``folder``, with nobody's configuration; close it. Every wait has a deadline.
+
+    ``wrapper`` is a command that runs the kernel's own, and ``transport`` "tcp", as front ends have it, or "ipc".
+    """
+
+    def __init__(self, folder: Path, *, wrapper: tuple[str, ...] = (), transport: str = "tcp") -> None:
+        self._manager = KernelManager(
+            kernel_spec_manager=_OneSpec([*wrapper, *_COMMAND]),
+            connection_file=str(folder / "kernel.json"),
+            transport=transport,
+        )
+        kept = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_A_KERNEL}
+        programs = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
+        own = {"PATH": programs, "IPYTHONDIR": str(folder / "ipython")}
+        with open(folder / "kernel.log", "wb") as log:
+            self._manager.start_kernel(cwd=str(folder), env={**kept, **own}, stdout=log, stderr=log)
+        self._front = self._manager.blocking_client()
+        self._front.start_channels()
+        try:
+            self._front.wait_for_ready(timeout=_START_LIMIT_S)
+        except BaseException as exc:
+            self.close()
+            if isinstance(exc, RuntimeError):
+                raise KernelError(f"the kernel did not start: {exc}") from exc
+            raise
+        self._shell, self._iopub = self._front.shell_channel.socket, self._front.iopub_channel.socket
+        self._poller = zmq.Poller()
+        for socket in (self._shell, self._iopub):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def run(self, code: str, *, timeout_s: float = 120.0) -> Cell:
+        """Run a cell to its end. Raises: KernelError when it fails, or does not end in time."""
+        started = time.perf_counter()
+        cell = Cell(sent_at=time.time())
+        message_id = self._front.execute(code, allow_stdin=False)
+        is_idle = False
+        while not (is_idle and cell.status):
+            ready = self._poller.poll(_LOOK_MS)
+            for socket, _ in ready:
+                kind, parent_id, body = self._receive(socket)
+                if parent_id != message_id:
+                    continue
+                if socket is self._shell:
+                    cell.status = json.loads(body)["status"]
+                    continue
+                cell.arrivals.append(Arrival(kind, body, time.time()))
+                is_idle = is_idle or kind == "status" and json.loads(body)["execution_state"] == "idle"
+            if time.perf_counter() - started > timeout_s:
+                raise KernelError(f"{_name(code)} did not end within {timeout_s:g} s")
+            if not ready and not self._manager.is_alive():
+                raise KernelError(f"the kernel died in {_name(code)}")
+        cell.seconds = time.perf_counter() - started
+        if cell.status != "ok":
+            raise KernelError(f"{_name(code)} failed: {_error(cell)}")
+        return cell
+
+    def close(self) -> None:
+        """End the kernel, by force when it does not end by itself."""
+        self._front.stop_channels()
+        self._manager.shutdown_kernel()
+
+    def _receive(self, socket: Any) -> tuple[str, str, bytes]:
+        """The type of a message, the id of the request it belongs to, and its content."""
+        _, parts = self._front.session.feed_identities(socket.recv_multipart())
+        header, parent = json.loads(parts[1]), json.loads(parts[2])
+        return header["msg_type"], parent.get("msg_id", ""), parts[4]
+
+
+class _OneSpec(KernelSpecManager):
+    """The kernel of this Python, whatever kernels the user has registered."""
+
+    def __init__(self, command: list[str]) -> None:
+        super().__init__()
+        self._command = command
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        return KernelSpec(argv=self._command, display_name=kernel_name, language="python")
+
+
+def _name(code: str) -> str:
+    return repr(code.splitlines()[0])
+
+
+def _error(cell: Cell) -> str:
+    for arrival in cell.arrivals:
+        if arrival.kind == "error":
+            return f"{arrival.content['ename']}: {arrival.content['evalue']}"
+    return cell.shown().strip()

@@ -1,0 +1,236 @@
+"""Samples become rows: one table for people, one file with everything else for later."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+US = "detrain_nb"
+ITSELF = "itself"  # as a floor: another figure of the same toolkit, from the same kernel
+_PACKAGES = ("torch", "ipykernel", "ipython", "jupyter_client", "pyzmq", "numpy", "ipyparallel", "nbdistributed")
+
+
+class Samples:
+    """What was measured: ``samples[who][what]`` in the order in which it was taken."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, dict[str, list[float]]] = {}
+
+    def add(self, who: str, what: str, *values: float) -> None:
+        self.by_name.setdefault(who, {}).setdefault(what, []).extend(values)
+
+    def get(self, who: str, what: str) -> list[float]:
+        return self.by_name.get(who, {}).get(what, [])
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+def p95(values: Sequence[float]) -> float:
+    """The smallest value that at least 95 in 100 do not exceed."""
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
+
+
+def worst(values: Sequence[float]) -> float:
+    return max(values)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A limit for our figure, or for what comparing it with the floor gives."""
+
+    limit: float
+    is_of_comparison: bool = False
+    is_more_better: bool = False
+
+    def is_met(self, figure: float) -> bool:
+        return figure >= self.limit if self.is_more_better else figure <= self.limit
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A row: which samples, what is made of them, and what they are held against (``compare``: difference, ratio)."""
+
+    key: str
+    title: str
+    what: str
+    statistic: Callable[[Sequence[float]], float] = median
+    floor: tuple[str, str] | None = None  # who, and what of theirs
+    compare: str = ""
+    goal: Goal | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A measure with its figures; None where nothing was measured. A peer's is its difference where ours is."""
+
+    measure: Measure
+    ours: float | None
+    floor: float | None
+    against_floor: float | None
+    peers: dict[str, float | None]
+
+    @property
+    def is_met(self) -> bool | None:
+        goal = self.measure.goal
+        if goal is None:
+            return None
+        figure = self.against_floor if goal.is_of_comparison else self.ours
+        return None if figure is None else goal.is_met(figure)
+
+    @property
+    def goal_text(self) -> str:
+        goal = self.measure.goal
+        if goal is None:
+            return ""
+        limit = _compared(self.measure, goal.limit) if goal.is_of_comparison else _number(goal.limit)
+        return f"{'>=' if goal.is_more_better else '<='} {limit}"
+
+
+def fill_rows(measures: Sequence[Measure], samples: Samples, peers: Sequence[str]) -> list[Row]:
+    """The rows of the table."""
+    rows = []
+    for measure in measures:
+        of_peers = {}
+        for name in peers:
+            value, _, against_floor = _figures(measure, samples, name)
+            of_peers[name] = against_floor if measure.compare == "difference" else value
+        rows.append(Row(measure, *_figures(measure, samples, US), of_peers))
+    return rows
+
+
+def _figures(measure: Measure, samples: Samples, who: str) -> tuple[float | None, float | None, float | None]:
+    """The figure of a toolkit, of its floor, and what comparing them gives."""
+    values = samples.get(who, measure.what)
+    value = measure.statistic(values) if values else None
+    if measure.floor is None:
+        return value, None, None
+    floor_who, floor_what = measure.floor
+    floor_values = samples.get(who if floor_who == ITSELF else floor_who, floor_what)
+    floor = measure.statistic(floor_values) if floor_values else None
+    if value is None or floor is None or not measure.compare:
+        return value, floor, None
+    if measure.compare == "difference":
+        return value, floor, value - floor
+    return value, floor, value / floor if floor else None
+
+
+def format_table(rows: Sequence[Row], absent: dict[str, str]) -> str:
+    """The table, and below it which peers are not in it and why."""
+    peers = list(rows[0].peers)
+    lines = [["", US, "floor", "", "against it", "goal", "met", *peers]]
+    for row in rows:
+        floor_who, floor_what = row.measure.floor or ("", "")
+        floor_name = "plain cell" if floor_who == ITSELF else floor_who
+        lines.append(
+            [
+                row.measure.title,
+                _number(row.ours),
+                _number(row.floor) if floor_what else "",
+                floor_name,
+                _compared(row.measure, row.against_floor) if row.measure.compare else "",
+                row.goal_text,
+                {True: "yes", False: "NO", None: ""}[row.is_met],
+                *(_of_peer(row, name) for name in peers),
+            ]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+    table.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*table, *(f"{name}: {reason}" for name, reason in absent.items())])
+
+
+def _of_peer(row: Row, name: str) -> str:
+    figure = row.peers[name]
+    return _compared(row.measure, figure) if row.measure.compare == "difference" else _number(figure)
+
+
+def _compared(measure: Measure, figure: float | None) -> str:
+    if figure is None:
+        return "-"
+    if measure.compare == "difference":
+        return f"{'+' if figure >= 0 else ''}{_number(figure)}"
+    return f"{_number(figure)} x" if measure.compare == "ratio" else _number(figure)
+
+
+def _number(figure: float | None) -> str:
+    if figure is None:
+        return "-"
+    if figure == int(figure) or abs(figure) >= 100:
+        return f"{figure:,.0f}"
+    return f"{figure:.3g}"
+
+
+def describe_machine() -> dict[str, Any]:
+    """What figures of two runs differ by: processors, memory, system, versions."""
+    versions = {}
+    for name in (US, *_PACKAGES):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "processor": _processor(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def write_results(
+    folder: Path, *, started_at: float, about: dict[str, Any], rows: Sequence[Row], samples: Samples
+) -> Path:
+    """Write the rows and every sample to a file named by the date; returns it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / time.strftime("%Y-%m-%d-%H%M%S.json", time.localtime(started_at))
+    result = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started_at)),
+        **about,
+        "rows": [
+            {
+                "key": row.measure.key,
+                "title": row.measure.title,
+                "statistic": row.measure.statistic.__name__,
+                US: row.ours,
+                "floor": row.floor,
+                "floor_is": " ".join(row.measure.floor or ()),
+                "compared_by": row.measure.compare,
+                "against_floor": row.against_floor,
+                "goal": row.goal_text,
+                "is_met": row.is_met,
+                "peers": row.peers,
+            }
+            for row in rows
+        ],
+        "samples": {who: {what: _rounded(v) for what, v in by.items()} for who, by in samples.by_name.items()},
+    }
+    text = re.sub(
+        r"\[[^][{}]*\]", lambda match: " ".join(match[0].split()), json.dumps(result, indent=1)
+    )  # a list, a line
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def _rounded(values: list[float]) -> list[float]:
+    return [round(value, 6) for value in values]

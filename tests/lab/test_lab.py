@@ -1,0 +1,377 @@
+"""What a user of JupyterLab sees of cells that run on ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from matplotlib.image import imread
+from playwright.sync_api import expect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .conftest import Notebook, Window
+
+    OpenNotebook = Callable[..., Notebook]
+
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "cell.png"
+START = "%load_ext detrain_nb\n%distributed start -n 2"
+WAIT_FOR = """
+def wait_for(what):
+    while not os.path.exists(what):
+        time.sleep(0.01)
+"""
+
+
+def say(nb: Notebook, what: str) -> None:
+    """End ``wait_for(what)`` in the kernel and on the ranks: they all run in the notebook's folder."""
+    (nb.path.parent / what).touch()
+
+
+def stored_text(nb: Notebook, index: int) -> str:
+    """All text of a cell's output in the notebook's file."""
+    return "".join(output.get("text", "") for output in nb.save().cells[index].outputs)
+
+
+def test_lines_appear_whole_in_their_cell_while_it_runs_and_after(notebook: OpenNotebook) -> None:
+    nb = notebook(
+        START,
+        f"""
+%%distributed
+import os, threading, time
+{WAIT_FOR}
+for i in range(200):
+    os.write(1, f"line {{i}} ".encode())  # in two pieces: another rank's could come between them
+    time.sleep(0.001)
+    os.write(1, f"of rank {{rank}}\\n".encode())
+def print_late():
+    wait_for("the next cell runs")
+    print("late line of rank", rank)
+threading.Thread(target=print_late).start()
+wait_for("all lines were seen")
+""",
+        f"""
+import os, time
+{WAIT_FOR}
+wait_for("the late lines were seen")
+""",
+        "%%distributed\nprint('the last cell')",
+    )
+    nb.run(0)
+    nb.start(1, 2, 3)
+    live = nb.wait_for_text(1, r"\A(\[(\d)\] line \d+ of rank \2\n){400}\Z").splitlines()
+    expect(nb.prompt(1)).to_have_text("[*]:")
+    say(nb, "all lines were seen")
+    expect(nb.prompt(1)).to_have_text("[2]:")
+    settled = nb.text(1).splitlines()
+    say(nb, "the next cell runs")
+    for rank in (0, 1):
+        nb.wait_for_text(1, rf"^\[{rank}\] late line of rank {rank}$")
+    expect(nb.prompt(2)).to_have_text("[*]:")
+    say(nb, "the late lines were seen")
+    expect(nb.prompt(3)).to_have_text("[4]:")
+
+    by_rank = {rank: [f"[{rank}] line {i} of rank {rank}" for i in range(200)] for rank in (0, 1)}
+    assert {rank: [line for line in live if line.startswith(f"[{rank}]")] for rank in (0, 1)} == by_rank
+    assert settled == by_rank[0] + by_rank[1]
+    assert len(nb.text(1).splitlines()) == 402
+    assert [nb.text(2), nb.text(3)] == ["", "[0-1] the last cell\n"]
+
+
+def test_canonical_form_stands_once_below_the_cell_and_in_the_file(notebook: OpenNotebook) -> None:
+    nb = notebook(
+        START,
+        f"""
+%%distributed
+import os, time
+{WAIT_FOR}
+print("before")
+print("rank", rank)
+wait_for("go on")
+print("after")
+torch.ones(2)
+""",
+    )
+    nb.run(0)
+    nb.start(1)
+    for rank in (0, 1):
+        nb.wait_for_text(1, rf"^\[{rank}\] rank {rank}$")
+    assert sorted(nb.text(1).splitlines()) == ["[0] before", "[0] rank 0", "[1] before", "[1] rank 1"]
+    say(nb, "go on")
+    expect(nb.prompt(1)).to_have_text("[2]:")
+    printed, value = "[0-1] before\n[0] rank 0\n[1] rank 1\n[0-1] after\n", "[0-1] tensor([1., 1.])"
+    expect(nb.outputs(1)).to_have_count(2)
+    assert nb.text(1) == f"{printed}{value}\n"
+    stored = nb.save().cells[1].outputs
+    assert [output.get("text") or output.data["text/plain"] for output in stored] == [printed, value]
+
+
+def test_bars_are_redrawn_in_place_a_line_per_rank(notebook: OpenNotebook) -> None:
+    nb = notebook(
+        START,
+        f"""
+%%distributed
+import os, time
+from tqdm import tqdm
+{WAIT_FOR}
+for step in tqdm(range(40), miniters=1, mininterval=0, bar_format="{{percentage:3.0f}}%|{{bar}}|"):
+    time.sleep(0.01)
+    if step == 20:
+        wait_for("go on")
+""",
+    )
+    nb.run(0)
+    nb.start(1)
+    nb.wait_for_text(1, r"\A\[0\]  50%\|.*\|\n\[1\]  50%\|.*\|\n\Z")
+    say(nb, "go on")
+    expect(nb.prompt(1)).to_have_text("[2]:")
+    final = nb.wait_for_text(1, r"\A\[0-1\] 100%\|.*\|\n\Z")
+    assert stored_text(nb, 1) == final
+
+
+def test_figures_and_tables_are_shown_as_such(notebook: OpenNotebook) -> None:
+    nb = notebook(
+        START,
+        """
+%%distributed
+import matplotlib.pyplot as plt
+plt.plot([rank, 2, 1])
+plt.show()
+""",
+        """
+%%distributed
+import pandas as pd
+pd.DataFrame({"rank": [0, 1], "loss": [0.5, 0.25]})
+""",
+    )
+    nb.run_all()
+    figures = nb.outputs(1).locator("img")
+    expect(figures).to_have_count(2)
+    for figure in figures.all():
+        expect(figure).to_have_js_property("complete", True)
+        assert figure.evaluate("image => image.naturalWidth") > 300
+    assert re.findall(r"\[\d\]", nb.text(1)) == ["[0]", "[1]"]
+    expect(nb.outputs(2).locator("table th")).to_have_text(["", "rank", "loss", "0", "1"])
+    assert "[0-1]" in nb.text(2)
+
+
+def test_error_of_a_rank_shows_its_line_and_stops_run_all(notebook: OpenNotebook) -> None:
+    nb = notebook(
+        START,
+        """
+%%distributed
+batch = rank + 2
+if batch == 3:
+    raise ValueError(f"batch {batch} has no labels")
+""",
+        "print('never')",
+    )
+    nb.run_all()
+    shown = nb.wait_for_text(1, "ValueError: batch 3 has no labels")
+    assert re.search(r"rank 1 on \S+", shown)
+    assert "cell 1, line 3" in shown
+    assert 'raise ValueError(f"batch {batch} has no labels")' in shown
+    assert "site-packages" not in shown
+    expect(nb.prompt(1)).to_have_text("[2]:")
+    expect(nb.prompt(2)).to_have_text("[ ]:")
+    assert nb.text(2) == ""
+
+
+def test_stop_button_gives_the_prompt_back_and_variables_stay(notebook: OpenNotebook) -> None:
+    nb = notebook(
+        START,
+        """
+%%distributed
+import time
+kept = 7 * rank
+print("it runs")
+while True:
+    time.sleep(0.1)
+""",
+        "%%distributed\nkept",
+    )
+    nb.run(0)
+    nb.start(1)
+    nb.wait_for_text(1, r"^\[1\] it runs$")
+    nb.stop()
+    expect(nb.prompt(1)).to_have_text("[2]:", timeout=5_000)
+    assert "KeyboardInterrupt" in nb.text(1)
+    nb.run(2)
+    assert nb.text(2) == "[0] 0\n[1] 7\n"
+
+
+def test_rank_in_a_collective_is_named_while_it_is_waited_for_and_when_stopped(notebook: OpenNotebook) -> None:
+    nb = notebook(START, "%%distributed\nif rank == 1:\n    dist.barrier()", "%distributed restart")
+    nb.run(0)
+    nb.start(1)
+    nb.wait_for_text(1, r"^waiting for rank 1 \(line 2\)$")
+    nb.stop()
+    expect(nb.prompt(1)).to_have_text("[2]:", timeout=8_000)
+    shown = nb.text(1)
+    assert re.search(r"rank 1 .*did not stop.*%distributed restart", shown)
+    assert "waiting for" not in shown
+    nb.run(2)
+    assert "2 ranks" in nb.text(2)
+
+
+def test_restart_and_run_all_gives_the_same_notebook(notebook: OpenNotebook) -> None:
+    nb = notebook(START, "%%distributed\nassert 'x' not in globals()\nx = 2 * rank\nx")
+    nb.run_all()
+    first = [nb.text(0), nb.text(1)]
+    assert first[1] == "[0] 0\n[1] 2\n"
+    nb.restart_and_run_all()
+    assert [nb.text(0), nb.text(1)] == first
+
+
+def test_status_is_a_table(notebook: OpenNotebook) -> None:
+    nb = notebook(START, "%%distributed\n1 + 1", "%distributed status")
+    nb.run_all()
+    rows = nb.outputs(2).locator("table tr")
+    expect(rows).to_have_count(3)
+    expect(rows.nth(0).locator("th")).to_contain_text(["rank", "host", "pid", "device", "state"])
+    for rank in (0, 1):
+        expect(rows.nth(1 + rank).locator("td")).to_contain_text([str(rank), "", "", "cpu", "idle"])
+
+
+# A click on an ipywidgets button waits for the running cell: ipykernel 7.4 gives it to the thread that published last
+# on the button's comm, the main one. Without that note it goes to a sub-shell, a thread beside the cell's.
+COUNTING_BUTTON = """
+import ipywidgets
+class LiveButton(ipywidgets.Button):
+    def open(self):
+        super().open()
+        vars(self.comm).pop("_reply_subshell_id", None)
+    def _send(self, *args, **kwargs):
+        super()._send(*args, **kwargs)
+        vars(self.comm).pop("_reply_subshell_id", None)
+clicks, button, label = [], LiveButton(description="click"), ipywidgets.Label("0")
+def count(_):
+    clicks.append(1)
+    label.value = str(len(clicks))
+button.on_click(count)
+ipywidgets.HBox([button, label])
+"""
+# Clicks again and again while a cell runs; gives how long each answer took, and the longest time in which the page did
+# nothing else.
+CLICK_WHILE_IT_RUNS = """async (widgetCell, runningCell) => {
+  const cells = document.querySelectorAll('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-Notebook .jp-Cell');
+  const button = cells[widgetCell].querySelector('button.widget-button');
+  const label = cells[widgetCell].querySelector('.widget-label');
+  const isRunning = () => cells[runningCell].querySelector('.jp-InputPrompt').textContent === '[*]:';
+  const answers_ms = [];
+  let standstill_ms = 0, last = performance.now();
+  const clock = setInterval(() => {
+    standstill_ms = Math.max(standstill_ms, performance.now() - last);
+    last = performance.now();
+  }, 5);
+  while (isRunning()) {
+    const clicked = performance.now(), before = label.textContent;
+    button.click();
+    while (label.textContent === before) await new Promise(next => setTimeout(next, 2));
+    answers_ms.push(performance.now() - clicked);
+    await new Promise(next => setTimeout(next, 20));
+  }
+  clearInterval(clock);
+  return [answers_ms, standstill_ms];
+}"""
+FLOOD = """
+%%distributed
+for i in range(100_000):
+    print(f"line {i:5d} of rank {rank}, filled up to a length of sixty bytes.")
+"""
+
+
+def flood_line(rank: int, i: int) -> str:
+    return f"[{rank}] line {i:5d} of rank {rank}, filled up to a length of sixty bytes."
+
+
+def test_flood_leaves_page_and_kernel_usable(notebook: OpenNotebook) -> None:
+    nb = notebook("%load_ext detrain_nb\n%distributed start -n 4", COUNTING_BUTTON, FLOOD)
+    nb.run(0)
+    nb.run(1)
+    expect(nb.cell(1).locator("button.widget-button")).to_be_visible()
+    nb.start(2)
+    answers_ms, standstill_ms = nb.js(CLICK_WHILE_IT_RUNS, 1, 2)
+    assert len(answers_ms) > 3, f"clicks waited for the cell: {answers_ms}"
+    assert statistics.median(answers_ms) < 1000
+    assert max(*answers_ms, standstill_ms) < 5000
+
+    nb.wait_for_text(2, r"^\[3\] line 99999 ")
+    stored = stored_text(nb, 2)
+    lines = stored.splitlines()
+    assert nb.text(2) == stored
+    assert len(lines) <= 5_000 + 4
+    assert len(stored) <= 200_000 + 4 * 100  # beside the lines that say how many more there are
+    for rank in range(4):
+        mine = [line for line in lines if line.startswith(f"[{rank}]")]
+        (cut,) = [index for index, line in enumerate(mine) if "more lines" in line]
+        first, last = mine[:cut], mine[cut + 1 :]
+        assert f"{100_000 - len(first) - len(last):,} more lines" in mine[cut]
+        assert f"%distributed log --cell 1 --rank {rank}" in mine[cut]
+        assert first == [flood_line(rank, i) for i in range(len(first))]
+        assert last == [flood_line(rank, i) for i in range(100_000 - len(last), 100_000)]
+        assert min(len(first), len(last)) > 100
+    assert [line[:3] for line in lines] == sorted(line[:3] for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_log_gives_a_flood_again_whole(notebook: OpenNotebook) -> None:
+    nb = notebook(START, FLOOD, "%distributed log --cell 1 --rank 1")
+    nb.run_all()
+    stored = nb.save().cells[2].outputs
+    assert [output.output_type for output in stored] == ["stream"], stored[-1]
+    assert stored[0].text.splitlines() == [flood_line(1, i) for i in range(100_000)]
+
+
+CELLS_OF_THE_PICTURE = (
+    "%load_ext detrain_nb",
+    """
+%%distributed -n 2
+x = torch.ones(4) * rank
+dist.all_reduce(x)
+x
+""",
+    """
+%%distributed
+from torch import nn
+model = nn.parallel.DistributedDataParallel(nn.Linear(784, 10))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for step in range(1, 101):
+    images = torch.randn(4096, 784)  # every rank has its own batch
+    loss = nn.functional.cross_entropy(model(images), images[:, :10].argmax(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 10 == 0:
+        print(f"step {step}  loss {loss:.3f}")
+""",
+)
+
+
+def test_picture_of_a_cell_on_two_ranks(sharp_window: Window, notebook: OpenNotebook, tmp_path: Path) -> None:
+    nb = notebook(*CELLS_OF_THE_PICTURE, "", "", window=sharp_window)
+    nb.run(0)
+    nb.run(1)
+    nb.start(2)
+    nb.select(4)
+    for rank in (0, 1):
+        nb.wait_for_text(2, rf"^\[{rank}\] step 40 ", limit_s=60)
+    path = PICTURE if os.environ.get("DETRAIN_NB_PICTURES") == "1" else tmp_path / PICTURE.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nb.take_picture(path, last=2)
+    assert nb.text(1) == "[0-1] tensor([1., 1., 1., 1.])\n"
+    expect(nb.prompt(2)).to_have_text("[*]:")
+
+    picture = imread(path)
+    height, width, _ = picture.shape
+    assert 1400 < width < 2000  # sharp, and readable where a README is 800 to 1000 points wide
+    assert 600 < height < 1600
+    is_dark = picture[:, :, :3].max(axis=2) < 0.5
+    assert 0.005 < is_dark.mean() < 0.2  # letters
+    assert is_dark.any(axis=1).mean() > 0.3  # from top to bottom
