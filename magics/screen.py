@@ -146,29 +146,32 @@ class KernelScreen:
                 if not batch and not self._has_redrawn() and not is_closed:
                     self._thread = None  # a later line starts another one
                     return
-            sent_chars = self._send_batch(batch)
+            unpaced_bytes = self._send_batch(batch)
             self._redraw(now=is_closed)
             if is_closed and not self._waiting:
                 return
-            if self._is_served and sent_chars > _SERVED_BATCH_CHARS // 2:
-                time.sleep(sent_chars / _SERVER_BYTES_PER_S)
+            if self._is_served and unpaced_bytes > _SERVED_BATCH_CHARS // 2:
+                time.sleep(unpaced_bytes / _SERVER_BYTES_PER_S)
             with self._changed:  # what comes after silence goes out at once, the rest waits for its batch
                 self._changed.wait_for(lambda: self._is_closed, _GAP_S)
 
     def _send_batch(self, batch: list[tuple[str, dict[str, Any]]]) -> int:
-        sent_chars = 0
+        """Send what waits; returns the bytes of stream output that the server has not had time for yet."""
         limit = _SERVED_BATCH_CHARS if self._is_served else _BATCH_CHARS
+        unpaced_bytes = 0
         for kind, content in batch:
             if kind != "stream":
                 self._send(kind, content)
                 continue
             text = content["text"]
             for start in range(0, len(text), limit):
-                if start and self._is_served:
-                    time.sleep(limit / _SERVER_BYTES_PER_S)
-                self._send("stream", {"name": content["name"], "text": text[start : start + limit]})
-            sent_chars += len(text)
-        return sent_chars
+                if self._is_served and unpaced_bytes > _SERVED_BATCH_CHARS:
+                    time.sleep(unpaced_bytes / _SERVER_BYTES_PER_S)
+                    unpaced_bytes = 0
+                piece = text[start : start + limit]
+                self._send("stream", {"name": content["name"], "text": piece})
+                unpaced_bytes += len(piece.encode("utf-8", "replace"))
+        return unpaced_bytes
 
     def _has_redrawn(self) -> bool:
         return self._transient != self._transient_shown

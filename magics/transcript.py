@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import collections
 import difflib
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,11 +88,12 @@ class Transcript:
 
     def __init__(self, *, max_lines: int, max_chars: int) -> None:
         """Zero means no limit."""
-        self._room_lines = max(1, max_lines - TAIL_LINES) if max_lines else None
+        tail_lines = min(TAIL_LINES, max_lines * 4 // 5) if max_lines else TAIL_LINES
+        self._room_lines = max_lines - tail_lines if max_lines else None
         self._room_chars = max_chars * 3 // 4 if max_chars else None
         self._tail_chars = max_chars // 4 if max_chars else None
         self._head: list[_Lines | Rich] = []
-        self._tail: collections.deque[tuple[str, str]] = collections.deque(maxlen=TAIL_LINES)
+        self._tail: collections.deque[tuple[str, str]] = collections.deque(maxlen=tail_lines)
         self._left_out = 0
 
     def add_lines(self, stream: str, lines: list[str]) -> None:
@@ -213,7 +215,7 @@ def merge_lines(lines: dict[int, list[str]], *, is_merging: bool) -> Iterator[tu
 def _merge_two(first: list[_Marked], second: list[_Marked]) -> list[_Marked]:
     a, b = [line for _, line in first], [line for _, line in second]
     merged: list[_Marked] = []
-    for tag, a_start, a_end, b_start, b_end in _matching(a, b):
+    for tag, a_start, a_end, b_start, b_end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if tag == "equal":
             pairs = zip(first[a_start:a_end], second[b_start:b_end])
             merged += [(mine + theirs, line) for (mine, line), (theirs, _) in pairs]
@@ -222,21 +224,19 @@ def _merge_two(first: list[_Marked], second: list[_Marked]) -> list[_Marked]:
     return merged
 
 
-def _matching(a: Sequence[str], b: Sequence[str]) -> Iterable[tuple[str, int, int, int, int]]:
-    if len(a) + len(b) <= _DIFF_LINES:
-        return difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
-    codes: list[tuple[str, int, int, int, int]] = []
-    shorter = min(len(a), len(b))
-    start = 0
-    while start < shorter:
-        is_equal = a[start] == b[start]
-        end = start + 1
-        while end < shorter and (a[end] == b[end]) == is_equal:
-            end += 1
-        codes.append(("equal" if is_equal else "replace", start, end, start, end))
-        start = end
-    codes.append(("replace", shorter, len(a), shorter, len(b)))
-    return codes
+def _merge_by_place(lines: dict[int, list[str]]) -> list[_Marked]:
+    """Lines that stand at the same place of every rank's output once."""
+    ranks = tuple(sorted(lines))
+    merged: list[_Marked] = []
+    places = itertools.zip_longest(*(lines[rank] for rank in ranks))
+    for is_same, run in itertools.groupby(places, key=lambda place: len(set(place)) == 1):
+        columns = list(zip(*run))
+        if is_same:
+            merged += [(ranks, line) for line in columns[0]]
+        else:
+            for rank, column in zip(ranks, columns):
+                merged += [((rank,), line) for line in column if line is not None]
+    return merged
 
 
 def joined(items: Iterable[Item]) -> list[Item]:

@@ -94,6 +94,19 @@ def test_many_lines_are_merged_without_taking_the_square_of_the_time() -> None:
     assert len(merged) == 20_001
 
 
+def test_ranks_stay_in_order_in_long_outputs_that_differ() -> None:
+    lines = {rank: [f"{rank} {i}" for i in range(1000)] for rank in range(4)}
+    order = [ranks for ranks, _ in merge_lines(lines, is_merging=True)]
+    assert order == [(rank,) for rank in range(4) for _ in range(1000)]
+
+
+def test_cap_holds_for_many_ranks() -> None:
+    transcripts = {rank: Transcript(max_lines=5000 // 32, max_chars=0) for rank in range(32)}
+    for transcript in transcripts.values():
+        transcript.add_lines("stdout", [str(i) for i in range(1000)])
+    assert _text(_canonical(transcripts, "all")).count("\n") <= 5000 + 32
+
+
 def test_long_output_keeps_its_beginning_and_its_end_and_says_how_to_read_the_rest() -> None:
     transcript = Transcript(max_lines=250, max_chars=0)
     for start in range(0, 1000, 7):
