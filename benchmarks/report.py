@@ -129,7 +129,7 @@ def _figures(measure: Measure, samples: Samples, who: str) -> tuple[float | None
 def format_table(rows: Sequence[Row], absent: dict[str, str]) -> str:
     """The table, and below it which peers are not in it and why."""
     peers = list(rows[0].peers)
-    lines = [["", US, "floor", "", "against it", "goal", "met", *peers]]
+    lines = [["", US, "held against", "", "compared", "goal", "met", *peers]]
     for row in rows:
         floor_who, floor_what = row.measure.floor or ("", "")
         floor_name = "plain cell" if floor_who == ITSELF else floor_who

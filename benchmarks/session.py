@@ -61,7 +61,7 @@ class Benchmark:
                     self.absent[kit.name] = f"failed in round {turn}: {exc}"
 
     def _begin(self, part: str) -> None:
-        self.load[part] = round(os.getloadavg()[0], 2)
+        self.load[part] = _load_average()[0]
         print(f"{time.strftime('%H:%M:%S')}  {part}", file=sys.stderr, flush=True)
 
     @contextmanager
@@ -176,8 +176,12 @@ def _time_pairs(kernel: Kernel, noop_cell: str, count: int) -> tuple[list[float]
     return plain, noop
 
 
+def _load_average() -> list[float]:
+    return [round(load, 2) for load in os.getloadavg()]
+
+
 def _warn_when_busy() -> None:
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    load, cores = _load_average()[0], len(os.sched_getaffinity(0))
     if load > cores / 4:
         print(
             f"warning: load average {load:.1f} on {cores} cores: other programs run, the figures will be too high; "
@@ -195,12 +199,13 @@ def main() -> None:
     sizes = QUICK if args.quick else Sizes()
 
     _warn_when_busy()
-    started_at, load_before = time.time(), os.getloadavg()
+    started_at, load_before = time.time(), _load_average()
     adopt_orphans()
     try:
         with tempfile.TemporaryDirectory(prefix="detrain_nb-bench-") as folder:
             # what torchrun and the toolkits leave among temporary files goes with this folder
             os.environ["TMPDIR"] = tempfile.tempdir = folder
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are on the CPU, everybody's
             os.environ["DETRAIN_NB_RUNTIME_DIR"] = str(Path(folder, "run"))
             benchmark = Benchmark(sizes, Path(folder), with_peers=not args.no_peers)
             benchmark.run()
@@ -212,11 +217,11 @@ def main() -> None:
         "is_quick": args.quick,
         "sizes": asdict(sizes),
         "machine": describe_machine(),
-        "load_average": {"before": load_before, "during": benchmark.load, "after": os.getloadavg()},
+        "load_average": {"before": load_before, "during": benchmark.load, "after": _load_average()},
         "absent": benchmark.absent,
     }
     print(format_table(rows, benchmark.absent))
-    print(f"load average {load_before[0]:.1f} before, {os.getloadavg()[0]:.1f} after")
+    print(f"load average {load_before[0]:.1f} before, {_load_average()[0]:.1f} after")
     results: Path | None = args.results or (None if args.quick else Path(__file__).parent / "results")
     if results:
         print(write_results(results, started_at=started_at, about=about, rows=rows, samples=benchmark.samples))

@@ -138,7 +138,7 @@ class RankError(DetrainError):
             lines += [f"--- {where} ---", *error.traceback, error.summary]
         well = self.world_size - len(self.errors)
         if well > 0 and not all(error.interrupted for error in self.errors.values()):
-            lines.append(f"--- no error on the other {well} of {self.world_size} ranks ---")
+            lines.append(f"--- {well} of {self.world_size} ranks: no error ---")
         if self.note:
             lines.append(self.note)
         return lines

@@ -65,11 +65,12 @@ class EndSession(Message):
 
 @dataclass(frozen=True)
 class RunCell(Message):
-    """Run ``code`` as cell ``cell`` on ``ranks``."""
+    """Run ``code`` as cell ``cell`` on ``ranks``; its first line is line ``first_line`` of the cell in the notebook."""
 
     ranks: list[int]
     cell: int
     code: str
+    first_line: int = 1
 
 
 @dataclass(frozen=True)

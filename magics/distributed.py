@@ -11,7 +11,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 from IPython.display import display
 
-from ..errors import CellSyntaxError, DetrainError, SessionError, SpecError
+from ..errors import CellSyntaxError, DetrainError, RankError, SessionError, SpecError
 from ..plan import parse_ranks
 from ..session.session import Session
 from ..transport.local import running_sessions
@@ -20,7 +20,7 @@ from .notebook import session_name
 from .options import HelpShown, Settings
 from .render import LiveCell, RenderOptions
 from .screen import screen_for
-from .transcript import LineSplitter, Transcript, canonical
+from .transcript import Text
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,9 @@ class DistributedMagics(Magics):
         args = self._parse_cell_line(prog, line)
         self._check_syntax(cell)
         session = self._session_for(getattr(args, "count", None))
-        live = LiveCell(
-            screen_for(self._ipython),
-            parse_ranks(args.ranks, world_size=session.world_size),
-            session.next_cell,
-            self._render_options(args),
-        )
+        number = session.next_cell(at_least=self._execution_count())
+        chosen = parse_ranks(args.ranks, world_size=session.world_size)
+        live = LiveCell(screen_for(self._ipython), chosen, number, self._render_options(args))
         result = None
         try:
             result = session.run_cell(
@@ -119,11 +116,17 @@ class DistributedMagics(Magics):
                 timeout_s=args.timeout or self.settings.timeout or None,
                 observer=live,
                 values=bool(args.out),
+                number=number,
+                first_line=2,  # below the magic's own
             )
         finally:
-            live.finish(result)
+            live.finish({r.rank: r.bundle for r in result if r.bundle} if result else {})
         if args.out:
             self._ipython.user_ns[args.out] = result
+
+    def _execution_count(self) -> int:
+        """The number in the prompt of the cell that runs now; IPython counts on before or after, by version."""
+        return len(self._ipython.user_ns.get("In", ())) - 1
 
     def _parse_cell_line(self, prog: str, line: str) -> Any:
         """Lines recur from cell to cell, and argparse takes its time."""
@@ -140,7 +143,7 @@ class DistributedMagics(Magics):
         if not cell.strip():
             raise UsageError("%%distributed: the cell is empty: write the code to run below its first line")
         try:
-            code = self._ipython.transform_cell(cell)
+            code = "\n" + self._ipython.transform_cell(cell)  # below the magic's own line
             compile(code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except SyntaxError as exc:
             raise CellSyntaxError(exc) from None
@@ -216,22 +219,20 @@ class DistributedMagics(Magics):
     def _command_log(self, args: Any) -> None:
         session = self._running()
         cells = session.log.cells()
-        cell = args.cell if args.cell >= 0 else session.next_cell + args.cell
-        if cell not in cells:
+        wanted = args.cell if args.cell >= 0 else (cells[args.cell] if -args.cell <= len(cells) else 0)
+        if wanted not in cells:
             known = ", ".join(map(str, cells)) or "none so far"
-            raise UsageError(f"%distributed log: cell {cell} printed nothing; cells that did: {known}")
+            raise UsageError(f"%distributed log: cell {args.cell} printed nothing; cells that did: {known}")
         chosen = parse_ranks(args.ranks, world_size=session.world_size)
-        transcripts = {rank: Transcript(max_lines=0, max_chars=0) for rank in chosen}
-        splitters = {(rank, stream): LineSplitter() for rank in chosen for stream in ("stdout", "stderr")}
-        for rank, stream, text in session.log.read(cell):
-            if rank in transcripts:
-                transcripts[rank].add_lines(stream, splitters[rank, stream].feed(text))
-        for (rank, stream), splitter in splitters.items():
-            transcripts[rank].add_lines(stream, splitter.end())
         screen = screen_for(self._ipython)
-        for item in canonical(transcripts, merge=self.settings.merge, how_to_read=dict.fromkeys(chosen, "")):
-            screen.show(item)
-        screen.close()
+        everything = RenderOptions(merge=self.settings.merge, is_live=False, max_lines=0, max_chars=0)
+        live = LiveCell(screen, chosen, wanted, everything)
+        run = session.show_again(wanted, live, ranks=chosen)
+        live.finish(run.bundles())
+        if errors := run.errors():
+            lines = RankError(errors, world_size=len(chosen))._render_traceback_()
+            screen.show(Text("stderr", "\n".join(lines) + "\n"))
+            screen.close()
 
     def _start(self, wanted: StartOptions) -> None:
         name = wanted.name or session_name(self._ipython.user_ns)

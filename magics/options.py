@@ -150,7 +150,13 @@ def session_parser() -> LineParser:
     config = commands.add_parser("config", help="show the settings, or change one")
     config.add_argument("assignment", nargs="?", metavar="KEY=VALUE")
     log = commands.add_parser("log", help="show a cell's output again, whole")
-    log.add_argument("--cell", type=int, metavar="N", help="the cell's number, -1 is the last (default)", default=-1)
+    log.add_argument(
+        "--cell",
+        type=int,
+        metavar="N",
+        help="the number in its prompt; -1 is the last that printed (default)",
+        default=-1,
+    )
     log.add_argument("--rank", dest="ranks", metavar="RANKS", help=_RANKS_HELP)
     return parser
 

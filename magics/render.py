@@ -7,7 +7,6 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from ..session.results import CellResult
 from .screen import Screen
 from .transcript import (
     Bundle,
@@ -103,18 +102,16 @@ class LiveCell:
 
     # ---- when it has ended, in the caller's thread
 
-    def finish(self, result: CellResult | None) -> None:
-        """Bring the cell into its canonical form; ``result`` is None when the cell failed."""
+    def finish(self, values: dict[int, Bundle]) -> None:
+        """Bring the cell into its canonical form, with the values of its last expression by rank."""
         with self._lock:
             for (rank, stream), splitter in self._splitters.items():
                 if last := splitter.end():
                     self._transcripts[rank].add_lines(stream, last)
             items = self._canonical()
-            if result is not None:
-                bundles = {r.rank: r.bundle for r in result if r.bundle}
-                if self._options.merge == "rank0":
-                    bundles = {rank: bundles[rank] for rank in sorted(bundles)[:1]}
-                items = joined([*items, *rich_items(bundles, is_merging=self._options.merge == "same")])
+            shown = sorted(values)[:1] if self._options.merge == "rank0" else sorted(values)
+            bundles = {rank: values[rank] for rank in shown}
+            items = joined([*items, *rich_items(bundles, is_merging=self._options.merge == "same")])
             if not self._options.is_quiet:
                 self._screen.settle(items, _rest(joined(self._shown), items))
             self._is_finished = True

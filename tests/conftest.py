@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -36,6 +37,12 @@ def _skip_without(*packages: str) -> None:
     missing = [name for name in packages if not (shutil.which(DEBIAN[name]) or Path(DEBIAN[name]).exists())]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}: run '{ADVICE} {' '.join(missing)}' as root")
+
+
+def pytest_configure() -> None:
+    """Started in the background by a shell, Python and all it starts would ignore the stop that tests press."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -5,6 +5,7 @@ No history, no cache of outputs: a tensor that a cell showed is freed when the n
 
 from __future__ import annotations
 
+import ast
 import base64
 import contextlib
 import json
@@ -50,8 +51,13 @@ class CellOutcome:
 class _CellCompiler(CachingCompiler):
     """Names the code of cell 3 ``<cell 3>``, in tracebacks, in faulthandler's dumps and for inspect.getsource."""
 
+    lines_before = 0  # lines of the notebook's cell that stand before the code
+
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
         return f"<cell {number}>"
+
+    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        return str(super().cache("\n" * self.lines_before + transformed_code, number, raw_code))
 
 
 class _CellDisplayHook(DisplayHook):
@@ -93,6 +99,7 @@ class CellRunner(InteractiveShell):
     compiler_class = Type(_CellCompiler)
     displayhook_class = Type(_CellDisplayHook)
     display_pub_class = Type(_CellDisplayPublisher)
+    compile: _CellCompiler
     screen: Screen
     cell_source = ""
     cell_value: Bundle
@@ -114,9 +121,10 @@ class CellRunner(InteractiveShell):
             trap.__enter__()  # set once: nobody else uses this process, and each cell would set and unset them
         return runner
 
-    def run(self, code: str, cell: int) -> CellOutcome:
-        """Run ``code`` in the calling thread."""
+    def run(self, code: str, cell: int, *, first_line: int = 1) -> CellOutcome:
+        """Run ``code`` in the calling thread; lines are counted from ``first_line``."""
         self.execution_count = cell
+        self.compile.lines_before = first_line - 1
         self.cell_source, self.cell_value = code, {}
         self._unreported: list[BaseException] = []
         result: ExecutionResult = self.run_cell(code, store_history=False)
@@ -145,6 +153,13 @@ class CellRunner(InteractiveShell):
         return str(bundle.get("text/plain", ""))
 
     # ---- what IPython would do for a person at a terminal
+
+    def transform_ast(self, node: ast.Module) -> ast.Module:
+        """Let lines count as they do in the notebook's cell."""
+        node = super().transform_ast(node)
+        if self.compile.lines_before:
+            ast.increment_lineno(node, self.compile.lines_before)
+        return node
 
     def should_run_async(self, raw_cell: str, **kwargs: Any) -> bool:
         """Compile a cell to find out only where it could be so."""

@@ -154,7 +154,7 @@ class _Interpreter:
             try:
                 self._is_in_cell = True
                 self._on_interrupt()  # one that came before the cell had begun
-                outcome = self._runner.run(message.code, message.cell)
+                outcome = self._runner.run(message.code, message.cell, first_line=message.first_line)
             finally:
                 self._is_in_cell = False
             value, error = outcome.value, outcome.error

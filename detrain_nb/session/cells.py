@@ -51,14 +51,23 @@ class CellRun:
     def lost(self) -> dict[int, RankEnded]:
         return {rank: outcome for rank, outcome in self.outcomes.items() if isinstance(outcome, RankEnded)}
 
-    def take_output(self, message: Output) -> None:
+    def take(self, message: Output | Display | ClearOutput | CellDone | CellFailed | RankEnded) -> None:
+        """What a rank said in this cell. Raises: WireError when it does not run it."""
+        if isinstance(message, Output):
+            self._take_output(message)
+        elif isinstance(message, (Display, ClearOutput)):
+            self._take_display(message)
+        else:
+            self._take_end(message)
+
+    def _take_output(self, message: Output) -> None:
         if self.observer is None or message.stream not in ("stdout", "stderr"):
             return
         source = (message.rank, message.stream)
         decoder = self._decoders.setdefault(source, codecs.getincrementaldecoder("utf-8")("replace"))
         self.observer.output(message.rank, message.stream, clean_text(decoder.decode(message.body)))
 
-    def take_display(self, message: Display | ClearOutput) -> None:
+    def _take_display(self, message: Display | ClearOutput) -> None:
         if self.observer is None:
             return
         if isinstance(message, ClearOutput):
@@ -67,7 +76,7 @@ class CellRun:
             bundle = safe_bundle(parse_json(message.body), is_this_machine=True)
             self.observer.display(message.rank, bundle, message.display_id, message.update)
 
-    def take_end(self, message: CellDone | CellFailed | RankEnded) -> None:
+    def _take_end(self, message: CellDone | CellFailed | RankEnded) -> None:
         if message.rank not in self.running:
             raise WireError(f"rank {message.rank} ended cell {self.cell}, which it does not run")
         self.outcomes[message.rank] = message

@@ -26,7 +26,7 @@ from ..wire import (
     Value,
 )
 from .cells import CellRun
-from .log import OutputLog
+from .log import Logged, OutputLog
 from .requests import Requests
 from .safe_output import clean_text
 
@@ -99,29 +99,26 @@ class Inbox:
         """The node has hung up."""
         self.fail(NodeLost(f"the agent of session {self._session!r} is gone ({reason}): %distributed restart"))
 
-    def _take_of_cell(self, message: Output | Display | ClearOutput | CellDone | CellFailed) -> None:
-        run = self.runs.get(message.cell)
-        if isinstance(message, Output):
-            had_error = self.log.error
-            self.log.append(message)
-            if self.log.error != had_error:
-                self.notice(self.log.error)
-            if run:
-                run.take_output(message)
-        elif isinstance(message, (Display, ClearOutput)):
-            if run:
-                run.take_display(message)
-        else:
+    def _take_of_cell(self, message: Logged) -> None:
+        if isinstance(message, (CellDone, CellFailed)):
             self.has_group[message.rank] = message.has_group
             self.last_seconds[message.rank] = message.seconds
-            if run:
-                run.take_end(message)
+        if not isinstance(message, CellDone) or message.body:
+            self._log(message)
+        if run := self.runs.get(message.cell):
+            run.take(message)
+
+    def _log(self, message: Logged) -> None:
+        had_error = self.log.error
+        self.log.append(message)
+        if self.log.error != had_error:
+            self.notice(self.log.error)
 
     def _take_end_of_rank(self, message: RankEnded) -> None:
         self.lost[message.rank] = message
         for run in list(self.runs.values()):
             if message.rank in run.running:
-                run.take_end(message)
+                run.take(message)
         host = self.up[message.rank].host if message.rank in self.up else "this machine"
         self.requests.fail_all(RankLost(describe_end(message, host=host)))
 

@@ -1,11 +1,10 @@
-"""Everything the ranks printed, cell by cell, on the notebook's disk: any cell's output can be read again, whole.
+"""Everything the ranks printed and showed, cell by cell, on the notebook's disk, to be read again.
 
 The log outlives its session, since results read from it; it goes with the last of them, or with the process.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import os
 import shutil
@@ -15,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..transport.local import is_running, runtime_folder
-from ..wire import FrameReader, Output, to_frame
+from ..wire import CellDone, CellFailed, ClearOutput, Display, FrameReader, Output, to_frame
 
+Logged = Output | Display | ClearOutput | CellDone | CellFailed
 _READ_BYTES = 1 << 20
 _PREFIX = ".log-"
 
@@ -31,8 +31,8 @@ class OutputLog:
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self.error = ""
 
-    def append(self, message: Output) -> None:
-        """Keep a piece of output. A disk that takes no more is remembered in ``error``; the cell goes on."""
+    def append(self, message: Logged) -> None:
+        """Keep what a rank said. A disk that takes no more is remembered in ``error``; the cell goes on."""
         if self.error:
             return
         try:
@@ -42,25 +42,23 @@ class OutputLog:
             self.error = f"the log under {self._folder} takes no more ({exc}): later output is only shown"
 
     def cells(self) -> list[int]:
-        """The cells that printed something."""
+        """The cells that printed or showed something."""
         return sorted(int(path.stem) for path in self._folder.glob("*.frames"))
 
-    def read(self, cell: int) -> Iterator[tuple[int, str, str]]:
-        """What ``cell`` printed, in the order in which it arrived: rank, stream, text."""
-        decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
+    def read(self, cell: int) -> Iterator[Logged]:
+        """What the ranks said in ``cell``, in the order in which it arrived."""
         reader = FrameReader()
         with contextlib.suppress(FileNotFoundError), open(self._path(cell), "rb") as file:
             while data := file.read(_READ_BYTES):
                 for frame in reader.feed(data):
                     message = frame.message()
-                    assert isinstance(message, Output)
-                    source = (message.rank, message.stream)
-                    decoder = decoders.setdefault(source, codecs.getincrementaldecoder("utf-8")("replace"))
-                    yield message.rank, message.stream, decoder.decode(message.body)
+                    assert isinstance(message, Logged)
+                    yield message
 
     def text(self, cell: int, rank: int, stream: str = "stdout") -> str:
         """All that one rank printed to one stream in ``cell``."""
-        return "".join(text for r, s, text in self.read(cell) if (r, s) == (rank, stream))
+        pieces = (m.body for m in self.read(cell) if isinstance(m, Output) and (m.rank, m.stream) == (rank, stream))
+        return b"".join(pieces).decode("utf-8", "replace")
 
     def _path(self, cell: int) -> Path:
         return self._folder / f"{cell:06d}.frames"

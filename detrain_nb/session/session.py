@@ -69,7 +69,7 @@ class Session:
         self.name = name
         self.plan = Plan((), "cpu", "gloo")
         self._transport = transport
-        self._cells_run = 0
+        self._last_cell = 0
         self._wants_group = True
         self._is_stopped = False
         self._stopping = threading.Lock()
@@ -129,10 +129,9 @@ class Session:
     def world_size(self) -> int:
         return self.plan.world_size
 
-    @property
-    def next_cell(self) -> int:
-        """The number that the next cell will have."""
-        return self._cells_run + 1
+    def next_cell(self, *, at_least: int = 1) -> int:
+        """The number that the next cell will have; no two cells of a session have the same."""
+        return max(self._last_cell + 1, at_least)
 
     @property
     def is_alive(self) -> bool:
@@ -147,11 +146,14 @@ class Session:
         timeout_s: float | None = None,
         observer: CellObserver | None = None,
         values: bool = True,
+        number: int | None = None,
+        first_line: int = 1,
     ) -> CellResult:
         """Run ``code`` on ``ranks`` (all) and wait until every one of them has ended it.
 
         ``values`` brings the values of the last expression here, where they can travel. Output is kept in the result
-        and in ``log``, and goes to ``observer`` while the cell runs.
+        and in ``log``, and goes to ``observer`` while the cell runs. In errors the cell has ``number`` (or the next one
+        that is free), and its lines count from ``first_line``.
 
         Raises: RankError with every rank's error, CellInterrupted after KeyboardInterrupt, CellTimeout after
         ``timeout_s``, RankLost when a rank's process ended, SessionError when a chosen rank is busy or lost.
@@ -161,12 +163,20 @@ class Session:
         chosen = self._choose_idle(ranks)
         if self._wants_group:
             self._ranks.mend_group(self.world_size)
-        self._cells_run += 1
-        run = CellRun(self._cells_run, chosen, observer, {rank: up.host for rank, up in self._inbox.up.items()})
+        self._last_cell = self.next_cell(at_least=number or 1)
+        run = CellRun(self._last_cell, chosen, observer, self._hosts())
         self._inbox.add_run(run)
-        self._run_to_its_end(run, RunCell(list(chosen), run.cell, code), timeout_s)
+        self._run_to_its_end(run, RunCell(list(chosen), run.cell, code, first_line), timeout_s)
         self._raise_for(run)
         return self._result(run, values=values)
+
+    def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> CellRun:
+        """Give ``observer`` all that the log has of a cell; values and errors are in what is returned."""
+        run = CellRun(cell, parse_ranks(ranks, world_size=self.world_size), observer, self._hosts())
+        for message in self.log.read(cell):
+            if message.rank in run.ranks:
+                run.take(message)
+        return run
 
     def pull(self, names: str | Iterable[str], *, ranks: Ranks = None) -> dict[int, Any]:
         """Bring variables of the ranks here: ``{rank: value}`` for one name, ``{rank: {name: value}}`` for a list.
@@ -281,6 +291,9 @@ class Session:
         self._inbox.ranks_up.wait(START_LIMIT_S, what="start")
 
     # ---- cells
+
+    def _hosts(self) -> dict[int, str]:
+        return {rank: up.host for rank, up in self._inbox.up.items()}
 
     def _choose_idle(self, ranks: Ranks) -> tuple[int, ...]:
         """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now."""

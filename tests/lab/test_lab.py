@@ -174,7 +174,7 @@ if batch == 3:
     nb.run_all()
     shown = nb.wait_for_text(1, "ValueError: batch 3 has no labels")
     assert re.search(r"rank 1 on \S+", shown)
-    assert "cell 1, line 3" in shown
+    assert "cell 2, line 4" in shown, "as the prompt and JupyterLab count"
     assert 'raise ValueError(f"batch {batch} has no labels")' in shown
     assert "site-packages" not in shown
     expect(nb.prompt(1)).to_have_text("[2]:")
@@ -209,7 +209,7 @@ def test_rank_in_a_collective_is_named_while_it_is_waited_for_and_when_stopped(n
     nb = notebook(START, "%%distributed\nif rank == 1:\n    dist.barrier()", "%distributed restart")
     nb.run(0)
     nb.start(1)
-    nb.wait_for_text(1, r"^waiting for rank 1 \(line 2\)$")
+    nb.wait_for_text(1, r"^waiting for rank 1 \(line 3\)$")
     nb.stop()
     expect(nb.prompt(1)).to_have_text("[2]:", timeout=8_000)
     shown = nb.text(1)

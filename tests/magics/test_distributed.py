@@ -119,6 +119,22 @@ def test_cap_says_how_many_more_and_how_to_read_them(kernel: Any) -> None:
     assert kernel.run(command[0]).text() == "".join(f"[0] {i}\n" for i in range(5000))
 
 
+def test_log_shows_figures_values_and_errors_of_a_cell_again(kernel: Any) -> None:
+    code = "import matplotlib.pyplot as plt\nprint('drawn')\nplt.plot([0, rank])\nrank"
+    first = kernel.run(f"%%distributed\n{code}")
+    assert kernel.run("%distributed log").shown == first.shown
+    kernel.run("%%distributed\nprint('before')\n1 / 0")
+    again = kernel.run("%distributed log --rank 1")
+    assert again.text() == "[1] before\n"
+    assert "ZeroDivisionError: division by zero" in again.text("stderr")
+
+
+def test_errors_name_the_cell_by_its_prompt(kernel: Any) -> None:
+    message_id = kernel.client.execute("%%rank 0\n1 / 0")
+    reply = kernel.reply_to(message_id)
+    assert f"cell {reply['execution_count']}, line 2" in "\n".join(reply["traceback"])
+
+
 def test_nothing_is_lost_without_a_cap(kernel: Any) -> None:
     outcome = kernel.run("%%rank 0 --max-lines 0\nfor i in range(30_000): print(i)")
     assert outcome.text() == "".join(f"[0] {i}\n" for i in range(30_000))
@@ -132,13 +148,13 @@ def test_error_shows_the_users_lines_and_fails_the_cell(kernel: Any) -> None:
     assert outcome.status == "error"
     assert outcome.text() == "[0-1] before\n"
     assert "rank 1 on" in outcome.error
-    assert "line 3, in <module>\n    raise ValueError('bad batch')\nValueError: bad batch" in outcome.error
+    assert "line 4, in <module>\n    raise ValueError('bad batch')\nValueError: bad batch" in outcome.error
     assert "magics" not in outcome.error
 
 
 def test_syntax_error_is_found_before_anything_is_sent(kernel: Any) -> None:
     outcome = kernel.run("%%distributed\nx = 99\nx +")
-    assert outcome.error == "  line 2\n    x +\n       ^\nSyntaxError: invalid syntax"
+    assert outcome.error == "  line 3\n    x +\n       ^\nSyntaxError: invalid syntax"
     assert kernel.run("%%rank 0\nx").rich() == ["[0] 1"]
 
 
@@ -153,7 +169,7 @@ def test_stop_button_interrupts_the_ranks_and_variables_stay(kernel: Any) -> Non
 def test_cell_says_who_is_waited_for_and_where(kernel: Any) -> None:
     outcome = kernel.run("%%distributed\nif rank == 1:\n    time.sleep(2.5)")
     drawn = [content["data"]["text/plain"] for kind, content in outcome.live if kind.endswith("display_data")]
-    assert "waiting for rank 1 (line 2)" in drawn
+    assert "waiting for rank 1 (line 3)" in drawn
     assert outcome.shown == []
 
 

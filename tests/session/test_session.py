@@ -257,7 +257,7 @@ def test_error_names_rank_host_and_the_users_line(session: Session) -> None:
     shown = "\n".join(caught.value._render_traceback_())
     assert "line 3, in <module>\n    if rank == 1: train(0)" in shown
     assert "line 2, in train\n    return 1 / n" in shown
-    assert "no error on the other 1 of 2 ranks" in shown
+    assert "1 of 2 ranks: no error" in shown
     assert "IPython" not in shown
     assert "detrain_nb" not in shown
 
@@ -307,6 +307,17 @@ def test_rank_survives_what_would_end_a_script(session: Session, code: str) -> N
     except RankError as exc:
         assert exc.errors
     assert session.run_cell("rank").values == {0: 0, 1: 1}
+
+
+def test_number_and_lines_are_those_of_the_notebooks_cell(session: Session) -> None:
+    with pytest.raises(RankError) as caught:
+        session.run_cell("import inspect\ndef f(): return 1 / 0\nf()", ranks=0, number=1000, first_line=2)
+    shown = "\n".join(caught.value._render_traceback_())
+    assert "cell 1000, line 4, in <module>\n    f()" in shown
+    assert "cell 1000, line 3, in f\n    def f(): return 1 / 0" in shown
+    assert session.run_cell("inspect.getsource(f)", ranks=0).values == {0: "def f(): return 1 / 0\n"}
+    assert session.next_cell() == 1002
+    assert session.next_cell(at_least=3) == 1002
 
 
 # ---- stops and deaths
