@@ -312,7 +312,7 @@ def test_flood_leaves_page_and_kernel_usable(notebook: OpenNotebook) -> None:
         (cut,) = [index for index, line in enumerate(mine) if "more lines" in line]
         first, last = mine[:cut], mine[cut + 1 :]
         assert f"{100_000 - len(first) - len(last):,} more lines" in mine[cut]
-        assert f"%distributed log --cell 1 --rank {rank}" in mine[cut]
+        assert f"%distributed log --cell 3 --rank {rank}" in mine[cut]
         assert first == [flood_line(rank, i) for i in range(len(first))]
         assert last == [flood_line(rank, i) for i in range(100_000 - len(last), 100_000)]
         assert min(len(first), len(last)) > 100
@@ -322,7 +322,7 @@ def test_flood_leaves_page_and_kernel_usable(notebook: OpenNotebook) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_log_gives_a_flood_again_whole(notebook: OpenNotebook) -> None:
-    nb = notebook(START, FLOOD, "%distributed log --cell 1 --rank 1")
+    nb = notebook(START, FLOOD, "%distributed log --cell 2 --rank 1")
     nb.run_all()
     stored = nb.save().cells[2].outputs
     assert [output.output_type for output in stored] == ["stream"], stored[-1]
