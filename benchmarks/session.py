@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -201,6 +202,7 @@ def main() -> None:
     _warn_when_busy()
     started_at, load_before = time.time(), _load_average()
     adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that everything started is ended too
     try:
         with tempfile.TemporaryDirectory(prefix="detrain_nb-bench-") as folder:
             # what torchrun and the toolkits leave among temporary files goes with this folder

@@ -70,6 +70,7 @@ def launch_node(
         f"--rdzv-conf=rank={node_rank}",
         "--start-method=fork",
         "--monitor-interval=0.05",
+        "--log-dir=torchelastic",  # in the session's folder, and gone with it
         "-m",
         WORKER_MODULE,
     ]

@@ -242,12 +242,11 @@ def _merge_by_place(lines: dict[int, list[str]]) -> list[_Marked]:
 def joined(items: Iterable[Item]) -> list[Item]:
     """Neighbouring texts of one stream as one."""
     result: list[Item] = []
-    for item in items:
-        last = result[-1] if result else None
-        if isinstance(item, Text) and isinstance(last, Text) and last.stream == item.stream:
-            result[-1] = Text(item.stream, last.text + item.text)
+    for stream, run in itertools.groupby(items, key=lambda item: item.stream if isinstance(item, Text) else None):
+        if stream is None:
+            result += run
         else:
-            result.append(item)
+            result.append(Text(stream, "".join(item.text for item in run if isinstance(item, Text))))
     return result
 
 

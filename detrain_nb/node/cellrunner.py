@@ -29,6 +29,7 @@ from traitlets.config import Config
 Bundle = dict[str, Any]
 _MAX_BUNDLE_BYTES = 32 << 20
 _END_FRAMES = 12  # of a long traceback, this many from either end
+_NEVER_AUTOMAGIC = (ast.Pass, ast.For, ast.While, ast.With, ast.If, ast.FunctionDef, ast.ClassDef, ast.Import, ast.Try)
 _OUR_FOLDER = os.path.dirname(__file__)
 
 
@@ -103,6 +104,7 @@ class CellRunner(InteractiveShell):
     screen: Screen
     cell_source = ""
     cell_value: Bundle
+    _usual_cleanups: int
 
     @classmethod
     def create(cls, screen: Screen) -> CellRunner:
@@ -117,6 +119,7 @@ class CellRunner(InteractiveShell):
         runner: CellRunner = cls.instance(config=config, user_module=main)
         runner.screen = screen
         runner.cell_value = {}
+        runner._usual_cleanups = len(runner.input_transformers_cleanup)
         for trap in (runner.builtin_trap, runner.display_trap):
             trap.__enter__()  # set once: nobody else uses this process, and each cell would set and unset them
         return runner
@@ -153,6 +156,21 @@ class CellRunner(InteractiveShell):
         return str(bundle.get("text/plain", ""))
 
     # ---- what IPython would do for a person at a terminal
+
+    def transform_cell(self, raw_cell: str) -> str:
+        """Leave plain Python as it is: IPython's transformations would find nothing to do, and take their time.
+
+        A single expression may be an automagic (``pwd``), and whoever has added transformations wants them applied.
+        """
+        if self.input_transformers_post or len(self.input_transformers_cleanup) != self._usual_cleanups:
+            return super().transform_cell(raw_cell)
+        try:
+            body = ast.parse(raw_cell).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return super().transform_cell(raw_cell)
+        if len(body) < 2 and not (body and isinstance(body[0], _NEVER_AUTOMAGIC)):
+            return super().transform_cell(raw_cell)
+        return raw_cell if raw_cell.endswith("\n") else raw_cell + "\n"
 
     def transform_ast(self, node: ast.Module) -> ast.Module:
         """Let lines count as they do in the notebook's cell."""

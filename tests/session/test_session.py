@@ -83,6 +83,20 @@ def test_ipython_is_there_as_in_any_cell(session: Session, tmp_path: Path) -> No
     assert "Wall time" in session.run_cell("%%time\nsum(range(10))").stdout[0]
     assert "loop" in session.run_cell("%timeit -n1 -r1 1 + 1").stdout[0]
     session.run_cell("%matplotlib inline")
+    folder = session.run_cell("os.getcwd()").values[0]
+    assert session.run_cell("pwd").values[0] == folder, "automagic"
+    assert session.run_cell("x = 1\nx = 7 \\\n  % 4\nfiles = !echo one\nx, list(files)").values[0] == (3, ["one"])
+
+
+def test_transformations_of_the_user_are_applied_to_every_cell(session: Session) -> None:
+    session.run_cell(
+        "get_ipython().input_transformers_cleanup.append(lambda lines: [l.replace('$', '1') for l in lines])"
+    )
+    try:
+        assert session.run_cell("a = 1\nb = '$'\nb").values == {0: "1", 1: "1"}
+    finally:
+        session.run_cell("get_ipython().input_transformers_cleanup.pop();")
+    assert session.run_cell("a = 1\nb = '$'\nb").values == {0: "$", 1: "$"}
 
 
 def test_random_numbers_differ_between_ranks_and_repeat_between_sessions() -> None:
@@ -449,6 +463,13 @@ def test_death_of_what_holds_the_ranks_is_told_and_leaves_nothing(
 
 
 # ---- the end
+
+
+def test_end_leaves_no_file_in_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with Session.start(ranks=2, device="cpu") as session:
+        session.run_cell("1")
+    assert not list(tmp_path.iterdir())
 
 
 def test_end_leaves_no_process_that_the_cells_started(processes: Callable[[], set[psutil.Process]]) -> None:
