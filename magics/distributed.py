@@ -156,8 +156,8 @@ class DistributedMagics(Magics):
         assert self.session is not None
         if count not in (None, self.session.world_size):
             raise UsageError(
-                f"%%distributed: {self.session.world_size} ranks run; %distributed restart -n {count} "
-                f"starts {count} anew, without their variables"
+                f"%%distributed: {self.session.world_size} ranks run; "
+                f"to have {count}, %distributed restart -n {count} (their variables are lost)"
             )
         return self.session
 
@@ -184,7 +184,7 @@ class DistributedMagics(Magics):
         if self.session is not None and self.session.is_alive:
             raise UsageError(
                 f"%distributed start: {self.session.world_size} ranks run already; "
-                "%distributed restart starts them anew, without their variables"
+                "to start them anew, %distributed restart (their variables are lost)"
             )
         wanted = {name: getattr(args, name) for name in StartOptions.__dataclass_fields__}
         self._start(StartOptions(**{**wanted, "env": tuple(args.env)}))

@@ -203,7 +203,7 @@ def test_status_is_a_table(kernel: Any) -> None:
     [
         ("%%distributed -n 0\nx", "0 ranks: a session needs at least 1"),
         ("%%distributed -n x\nx", "argument -n: invalid number value: 'x'"),
-        ("%%distributed -n 4\nx", "2 ranks run; %distributed restart -n 4 starts 4 anew, without their variables"),
+        ("%%distributed -n 4\nx", "2 ranks run; to have 4, %distributed restart -n 4 (their variables are lost)"),
         ("%%distributed -r 7\nx", "rank 7 is not there: 2 ranks run, 0-1"),
         ("%%rank\nx", "the following arguments are required: RANKS"),
         ("%%distributed --nosuch\nx", "unrecognized arguments: --nosuch"),
@@ -213,7 +213,7 @@ def test_status_is_a_table(kernel: Any) -> None:
         ("%%distributed 'x\nx", "No closing quotation"),
         ("%%distributed\n   ", "the cell is empty"),
         ("%%distributed", "the cell body is empty"),
-        ("%distributed start", "2 ranks run already; %distributed restart"),
+        ("%distributed start", "2 ranks run already; to start them anew, %distributed restart"),
         ("%distributed nosuch", "invalid choice: 'nosuch'"),
         ("%distributed config output=loud", "output is one of live, final, not 'loud'"),
         ("%distributed config nosuch=1", "give KEY=VALUE with KEY one of"),
