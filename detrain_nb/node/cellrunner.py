@@ -163,13 +163,13 @@ class CellRunner(InteractiveShell):
         A single expression may be an automagic (``pwd``), and whoever has added transformations wants them applied.
         """
         if self.input_transformers_post or len(self.input_transformers_cleanup) != self._usual_cleanups:
-            return super().transform_cell(raw_cell)
+            return str(super().transform_cell(raw_cell))
         try:
             body = ast.parse(raw_cell).body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return super().transform_cell(raw_cell)
+            return str(super().transform_cell(raw_cell))
         if len(body) < 2 and not (body and isinstance(body[0], _NEVER_AUTOMAGIC)):
-            return super().transform_cell(raw_cell)
+            return str(super().transform_cell(raw_cell))
         return raw_cell if raw_cell.endswith("\n") else raw_cell + "\n"
 
     def transform_ast(self, node: ast.Module) -> ast.Module:
@@ -234,8 +234,16 @@ def sendable_bundle(data: Bundle) -> Bundle:
 
 def error_summary(error: BaseException) -> str:
     """The last line of a traceback."""
-    message = str(error)
+    message = error_message(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def error_message(error: BaseException) -> str:
+    """The text of an error; a user's class may fail to make one."""
+    try:
+        return str(error)
+    except Exception as exc:  # noqa: BLE001  anything may be in a user's __str__
+        return f"<its text cannot be made: {type(exc).__name__}>"
 
 
 def user_traceback(error: BaseException) -> list[str]:
@@ -267,8 +275,8 @@ def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
     step = error.__traceback__
     while step is not None:
         code = step.tb_frame.f_code
-        source = linecache.getline(code.co_filename, step.tb_lineno).strip()
-        frames.append((code.co_filename, step.tb_lineno, code.co_name, source))
+        line = step.tb_lineno or code.co_firstlineno  # an interrupt can come where no line is
+        frames.append((code.co_filename, line, code.co_name, linecache.getline(code.co_filename, line).strip()))
         step = step.tb_next
     first = next((i for i, frame in enumerate(frames) if frame[0].startswith("<cell ")), 0)
     while len(frames) > first + 1 and frames[-1][0].startswith(_OUR_FOLDER):

@@ -54,7 +54,7 @@ from ..wire import (
     json_body,
     to_frame,
 )
-from .cellrunner import Bundle, CellRunner, Screen, user_traceback
+from .cellrunner import Bundle, CellRunner, Screen, error_message, user_traceback
 from .generation import Generation
 
 _libc = ctypes.CDLL(None)
@@ -175,7 +175,7 @@ class _Interpreter:
                 seconds,
                 has_group,
                 name=type(error).__name__,
-                message=_bounded(str(error)),
+                message=_bounded(error_message(error)),
                 traceback=[_bounded(line) for line in user_traceback(error)],
                 interrupted=isinstance(error, KeyboardInterrupt),
             )

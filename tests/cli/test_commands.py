@@ -246,7 +246,7 @@ def test_second_control_c_waits_for_nothing_and_leaves_no_process(place: Place) 
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 128 + signal.SIGINT
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM), "two at once come in any order"
     assert err.endswith("cell 2 of 2 was interrupted\n")
     place.require_empty()
 

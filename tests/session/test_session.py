@@ -284,6 +284,13 @@ def test_recursion_without_end_is_shown_by_its_ends(session: Session) -> None:
     assert any("more" in line for line in lines)
 
 
+def test_error_without_a_text_leaves_the_rank_alive(session: Session) -> None:
+    code = "class Mute(Exception):\n    def __str__(self): return 1 / 0\nraise Mute"
+    with pytest.raises(RankError, match="Mute: <its text cannot be made: ZeroDivisionError>"):
+        session.run_cell(code, ranks=0)
+    assert session.run_cell("rank").values == {0: 0, 1: 1}
+
+
 def test_huge_output_is_named_instead_of_shown(session: Session) -> None:
     result = session.run_cell(
         "class Huge:\n    def _repr_html_(self): return 'x' * (40 << 20)\n    def __repr__(self): return 's'\nHuge()",
