@@ -26,7 +26,6 @@ class RankConfig:
     folder: str
     device: str
     backend: str
-    init_group: bool
     seed: int
     threads: int
 

@@ -273,7 +273,6 @@ class Session:
             folder=folder,
             device=self.plan.device,
             backend=self.plan.backend,
-            init_group=self._wants_group,
             seed=seed,
             threads=threads,
         )

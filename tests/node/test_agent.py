@@ -181,7 +181,7 @@ def test_second_agent_for_the_folder_leaves_at_once(agent: Agent) -> None:
 
 def test_messages_of_ranks_are_numbered_without_a_gap_and_the_end_is_clean(agent: Agent) -> None:
     plan = plan_one_node(ranks=2, device="cpu", backend=None, gpus=0)
-    config = RankConfig("agent.sock", str(agent.folder), "cpu", "gloo", init_group=False, seed=0, threads=1)
+    config = RankConfig("agent.sock", str(agent.folder), "cpu", "gloo", seed=0, threads=1)
     launch = launch_node(
         plan, config, node_rank=0, python=sys.executable, store_address="127.0.0.1", start="fork", extra_env={}
     )
