@@ -51,7 +51,7 @@ test-slow: $(DONE)/test test-deps ## the tests that take longer
 	$(VENV)/bin/pytest -m slow $(PYTEST_ARGS)
 
 test-deps:
-	@$(call debian,chromium dataset-fashion-mnist,the tests that need them are skipped)
+	@$(call debian,chromium dataset-fashion-mnist iproute2 openssh-server,the tests that need them are skipped)
 
 lint: ruff mypy ## ruff and mypy --strict
 
@@ -69,6 +69,10 @@ mypy: $(DONE)/test
 
 bench: $(DONE)/bench ## the benchmarks, side by side with peers
 	$(VENV)/bin/python benchmarks/session.py
+	$(VENV)/bin/python benchmarks/faults.py
+	@$(call debian,iproute2 openssh-server,the benchmark of hosts over SSH says what it lacks)
+	@echo '$(VENV)/bin/python benchmarks/ssh.py'; [ "$$(id -u)" = 0 ] || { echo 'needs root: left out'; exit 0; }; \
+	  $(VENV)/bin/python benchmarks/ssh.py
 
 clean: ## remove what was built; the virtual environment too, if it is the default one
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(filter .venv,$(VENV))

@@ -16,7 +16,8 @@ _START_LIMIT_S = 180.0
 _END_LIMIT_S = 30.0
 _SOCKET_LIMIT_S = 60.0
 
-_RANK = """
+# One all_reduce; the time of its end goes to a file in the folder that is named.
+RANK = """
 import sys, time
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def time_torchrun(ranks: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         ended, script, log_path = Path(folder, "ended"), Path(folder, "rank.py"), Path(folder, "log")
         ended.mkdir()
-        script.write_text(_RANK, encoding="utf-8")
+        script.write_text(RANK, encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         with open(log_path, "wb") as log:
             started_at = time.time()

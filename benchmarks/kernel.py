@@ -6,11 +6,13 @@ busy decoding would be measured too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,13 @@ from jupyter_client.manager import KernelManager
 _COMMAND = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
 _START_LIMIT_S = 60.0
 _LOOK_MS = 500
+_OFTEN_MS = 20  # where something else is watched as well
+_LAST_WORDS_LIMIT_S = 30.0
 # Variables of whoever runs the benchmark that would change what a kernel does.
-_NOT_FOR_A_KERNEL = {"DETRAIN_NB_OUTPUT", "JPY_SESSION_NAME", "JPY_PARENT_PID", "PYTHONSTARTUP"}
+_NOT_FOR_A_KERNEL = {
+    *("DETRAIN_NB_OUTPUT", "DETRAIN_NB_NOTEBOOK", "DETRAIN_NB_LINGER"),
+    *("JPY_PARENT_PID", "PYTHONSTARTUP"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,23 @@ class Arrival:
 
 @dataclass
 class Cell:
-    """A cell that has ended: ``seconds`` from sending it until its reply and the kernel's "idle" were both here."""
+    """A cell that was sent; when it has ended, ``seconds`` until its reply and the kernel's "idle" were both here."""
 
+    name: str
     sent_at: float
+    message_id: str = ""
     seconds: float = 0.0
     status: str = ""
+    is_idle: bool = False
     arrivals: list[Arrival] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_idle and self.status != ""
+
+    @property
+    def ended_at(self) -> float:
+        return self.sent_at + self.seconds
 
     @property
     def wire_bytes(self) -> int:
@@ -106,7 +124,7 @@ class KernelError(Exception):
 
 
 class Kernel:
-    """One kernel in ``folder``, with nobody's configuration; close it. Every wait has a deadline.
+    """One kernel of the notebook in ``folder``, with nobody's configuration; close it. Every wait has a deadline.
 
     ``wrapper`` is a command that runs the kernel's own, and ``transport`` "tcp", as front ends have it, or "ipc".
     """
@@ -119,9 +137,14 @@ class Kernel:
         )
         kept = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_A_KERNEL}
         programs = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-        own = {"PATH": programs, "IPYTHONDIR": str(folder / "ipython")}
-        with open(folder / "kernel.log", "wb") as log:
+        own = {
+            "PATH": programs,
+            "IPYTHONDIR": str(folder / "ipython"),
+            "JPY_SESSION_NAME": str(folder / "notebook.ipynb"),  # as JupyterLab says it
+        }
+        with open(folder / "kernel.log", "ab") as log:
             self._manager.start_kernel(cwd=str(folder), env={**kept, **own}, stdout=log, stderr=log)
+        self._pid: int = self._manager.provisioner.pid  # type: ignore[union-attr]
         self._front = self._manager.blocking_client()
         self._front.start_channels()
         try:
@@ -138,34 +161,63 @@ class Kernel:
 
     def run(self, code: str, *, timeout_s: float = 120.0) -> Cell:
         """Run a cell to its end. Raises: KernelError when it fails, or does not end in time."""
-        started = time.perf_counter()
-        cell = Cell(sent_at=time.time())
-        message_id = self._front.execute(code, allow_stdin=False)
-        is_idle = False
-        while not (is_idle and cell.status):
-            ready = self._poller.poll(_LOOK_MS)
-            for socket, _ in ready:
-                kind, parent_id, body = self._receive(socket)
-                if parent_id != message_id:
-                    continue
-                if socket is self._shell:
-                    cell.status = json.loads(body)["status"]
-                    continue
-                cell.arrivals.append(Arrival(kind, body, time.time()))
-                is_idle = is_idle or kind == "status" and json.loads(body)["execution_state"] == "idle"
-            if time.perf_counter() - started > timeout_s:
-                raise KernelError(f"{_name(code)} did not end within {timeout_s:g} s")
-            if not ready and not self._manager.is_alive():
-                raise KernelError(f"the kernel died in {_name(code)}")
-        cell.seconds = time.perf_counter() - started
+        cell = self.send(code)
+        if not self.watch(cell, timeout_s=timeout_s):
+            raise KernelError(f"{cell.name} did not end within {timeout_s:g} s")
         if cell.status != "ok":
-            raise KernelError(f"{_name(code)} failed: {_error(cell)}")
+            raise KernelError(f"{cell.name} failed: {_error(cell)}")
         return cell
+
+    def send(self, code: str) -> Cell:
+        """Begin a cell."""
+        cell = Cell(_name(code), time.time())
+        self._sent = time.perf_counter()
+        cell.message_id = self._front.execute(code, allow_stdin=False)
+        return cell
+
+    def watch(self, cell: Cell, *, until: Callable[[], bool] | None = None, timeout_s: float) -> bool:
+        """Take what comes of the cell that was sent last until it has ended, or ``until()``; False: not in time.
+
+        Raises: KernelError when the kernel dies.
+        """
+        deadline = time.perf_counter() + timeout_s
+        look_ms = _OFTEN_MS if until else _LOOK_MS
+        while not (until() if until else cell.has_ended):
+            ready = self._poller.poll(look_ms)
+            for socket, _ in ready:
+                self._take(cell, socket)
+            if cell.has_ended and not cell.seconds:
+                cell.seconds = time.perf_counter() - self._sent
+            if time.perf_counter() > deadline:
+                return False
+            if not ready and not self._manager.is_alive():
+                raise KernelError(f"the kernel died in {cell.name}")
+        return True
+
+    def interrupt(self) -> None:
+        """What the stop button of a front end does."""
+        self._manager.interrupt_kernel()
+
+    def kill(self, cell: Cell) -> None:
+        """End the kernel by SIGKILL while ``cell`` runs; what it had sent is still taken."""
+        os.kill(self._pid, signal.SIGKILL)
+        with contextlib.suppress(KernelError):
+            self.watch(cell, timeout_s=_LAST_WORDS_LIMIT_S)
 
     def close(self) -> None:
         """End the kernel, by force when it does not end by itself."""
         self._front.stop_channels()
         self._manager.shutdown_kernel()
+
+    def _take(self, cell: Cell, socket: Any) -> None:
+        kind, parent_id, body = self._receive(socket)
+        if parent_id != cell.message_id:
+            return
+        if socket is self._shell:
+            cell.status = json.loads(body)["status"]
+            return
+        cell.arrivals.append(Arrival(kind, body, time.time()))
+        cell.is_idle = cell.is_idle or kind == "status" and json.loads(body)["execution_state"] == "idle"
 
     def _receive(self, socket: Any) -> tuple[str, str, bytes]:
         """The type of a message, the id of the request it belongs to, and its content."""

@@ -1,4 +1,4 @@
-"""How each toolkit is used from a notebook: the cells that start ranks, run code on them and move a value.
+"""How each toolkit is used from a notebook: the cells that start ranks, run code on them, move a value, come back.
 
 A peer is measured when it is installed (extra ``bench``). One that ends processes by name, or listens to other hosts,
 is measured only where it can have a process and a network namespace of its own.
@@ -21,24 +21,28 @@ _ALL_REDUCE = "t = torch.ones(1)\ndist.all_reduce(t)\nprint(f'reduced {int(t)}')
 
 @dataclass(frozen=True)
 class Toolkit:
-    """Cells of a notebook, with ``{n}`` and ``{code}`` to fill in; an empty one: there is no such thing."""
+    """Cells of a notebook; ``{n}``, ``{ranks}`` and ``{code}`` are filled in. An empty one: there is no such thing."""
 
     name: str
     load: str
     start: tuple[str, ...]  # the last one runs {code} on all ranks, with a process group, `rank`, `torch` and `dist`
     on_all: str
     on_first: str  # nothing that {code} prints is left out
+    on_some: str  # on {ranks}: 0,1
     stop: str = ""
     pull: str = ""  # the `x` of rank 0 becomes the notebook's `y`
     push: str = ""  # the notebook's `y` becomes the `y` of rank 0
     push_all: str = ""
     value: str = "x = torch.ones({count})"  # float32
+    name_hung: str = ""  # from now on a cell says which rank the others wait for, after a second
+    attach: str = ""  # in a new kernel: takes the ranks over, and shows what the first rank's last cell has printed
     attempts: int = 1  # how often the first cell is sent
+    rest_s: float = 0.0  # how long its user waits after a stop before the next cell
     is_isolated: bool = False
 
     def open_kernel(self, folder: Path) -> Kernel:
-        """A kernel with the toolkit loaded and no ranks."""
-        folder.mkdir()
+        """A kernel with the toolkit loaded and no ranks; in the same ``folder`` again, the same notebook's next one."""
+        folder.mkdir(exist_ok=True)
         wrapper, transport = ((*_NAMESPACES, *_WITH_LOOPBACK), "ipc") if self.is_isolated else ((), "tcp")
         kernel = Kernel(folder, wrapper=wrapper, transport=transport)
         try:
@@ -74,10 +78,13 @@ DETRAIN_NB = Toolkit(
     start=("%%distributed -n {n}\n{code}",),
     on_all="%%distributed\n{code}",
     on_first="%%distributed -r 0 --max-lines 0\n{code}",
+    on_some="%%distributed -r {ranks}\n{code}",
     stop="%distributed stop",
     pull="%pull x -r 0 --as y",
     push="%push y -r 0",
     push_all="%push y",
+    name_hung="%distributed config hang=1",
+    attach="%distributed attach",
 )
 
 IPYPARALLEL = Toolkit(
@@ -101,11 +108,30 @@ dist.init_process_group("gloo", init_method=store, rank=rank, world_size={n})
     ),
     on_all="%%px\n{code}",
     on_first="%%px --targets 0\n{code}",
+    on_some="%%px --targets [{ranks}]\n{code}",
     stop="connected.close()\ncluster.stop_cluster_sync()",
     pull="y = connected[0].pull('x', block=True)",
     push="connected[0].push({'y': y}, block=True)",
     push_all="view.push({'y': y}, block=True)",
     value="import numpy\nx = numpy.ones({count}, dtype='float32')",  # without a copy; a tensor takes twice as long
+    rest_s=2.0,  # its prompt is back before its ranks have stopped: a cell sent at once is lost on some of them
+    # It does not show again what was missed; its hub keeps it, and gives what there is whenever it is asked.
+    attach="""
+import time
+from ipyparallel.cluster import ClusterManager
+(cluster,) = ClusterManager().load_clusters().values()
+connected = cluster.connect_client_sync()
+view = connected[:]
+view.block = True
+view.activate()
+last, shown, is_over = connected.hub_history()[-1], 0, False
+while not is_over:
+    (record,) = connected.db_query({"msg_id": last}, keys=["stdout", "completed"])
+    is_over = record["completed"] is not None
+    print(record["stdout"][shown:], end="", flush=True)
+    shown = len(record["stdout"])
+    time.sleep(0.1)
+""",
 )
 
 # It serves pickles to every host, and its shutdown ends whatever has "worker" in its command line. Its first cell after
@@ -116,7 +142,9 @@ NBDISTRIBUTED = Toolkit(
     start=("%dist_init -n {n}", "%dist_mode -d", "%%distributed\n{code}"),
     on_all="%%distributed\n{code}",
     on_first="%%rank [0]\n{code}",
+    on_some="%%rank [{ranks}]\n{code}",
     attempts=3,
+    rest_s=2.0,
     is_isolated=True,
 )
 

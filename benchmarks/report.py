@@ -17,6 +17,8 @@ from typing import Any
 
 US = "detrain_nb"
 ITSELF = "itself"  # as a floor: another figure of the same toolkit, from the same kernel
+NEVER = math.inf  # as a sample: not within the time that the measure gives it
+NO_SUCH_THING = math.nan  # as a sample: the toolkit does not have what would be timed
 _PACKAGES = ("torch", "ipykernel", "ipython", "jupyter_client", "pyzmq", "numpy", "ipyparallel", "nbdistributed")
 
 
@@ -46,6 +48,11 @@ def worst(values: Sequence[float]) -> float:
     return max(values)
 
 
+def always(values: Sequence[float]) -> float:
+    """Of claims, 1 where one holds and 0 where not: do all hold?"""
+    return min(values)
+
+
 @dataclass(frozen=True)
 class Goal:
     """A limit for our figure, or for what comparing it with the floor gives."""
@@ -60,7 +67,10 @@ class Goal:
 
 @dataclass(frozen=True)
 class Measure:
-    """A row: which samples, what is made of them, and what they are held against (``compare``: difference, ratio)."""
+    """A row: which samples, what is made of them, and what they are held against (``compare``: difference, ratio).
+
+    ``limit_s`` is when a sample becomes NEVER; a claim's figure is 1, yes, or 0, no.
+    """
 
     key: str
     title: str
@@ -69,6 +79,11 @@ class Measure:
     floor: tuple[str, str] | None = None  # who, and what of theirs
     compare: str = ""
     goal: Goal | None = None
+    limit_s: float = 0.0
+
+    @property
+    def is_claim(self) -> bool:
+        return self.statistic is always
 
 
 @dataclass(frozen=True)
@@ -94,8 +109,8 @@ class Row:
         goal = self.measure.goal
         if goal is None:
             return ""
-        limit = _compared(self.measure, goal.limit) if goal.is_of_comparison else _number(goal.limit)
-        return f"{'>=' if goal.is_more_better else '<='} {limit}"
+        limit = _compared(self.measure, goal.limit) if goal.is_of_comparison else _figure(self.measure, goal.limit)
+        return limit if self.measure.is_claim else f"{'>=' if goal.is_more_better else '<='} {limit}"
 
 
 def fill_rows(measures: Sequence[Measure], samples: Samples, peers: Sequence[str]) -> list[Row]:
@@ -136,8 +151,8 @@ def format_table(rows: Sequence[Row], absent: dict[str, str]) -> str:
         lines.append(
             [
                 row.measure.title,
-                _number(row.ours),
-                _number(row.floor) if floor_what else "",
+                _figure(row.measure, row.ours),
+                _figure(row.measure, row.floor) if floor_what else "",
                 floor_name,
                 _compared(row.measure, row.against_floor) if row.measure.compare else "",
                 row.goal_text,
@@ -145,7 +160,10 @@ def format_table(rows: Sequence[Row], absent: dict[str, str]) -> str:
                 *(_of_peer(row, name) for name in peers),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    # nothing is held against anything in some tables
+    filled = [column for column in range(len(lines[0])) if any(line[column] for line in lines[1:])]
+    lines = [[line[column] for column in filled] for line in lines]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(filled))]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
     table.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join([*table, *(f"{name}: {reason}" for name, reason in absent.items())])
@@ -153,7 +171,19 @@ def format_table(rows: Sequence[Row], absent: dict[str, str]) -> str:
 
 def _of_peer(row: Row, name: str) -> str:
     figure = row.peers[name]
-    return _compared(row.measure, figure) if row.measure.compare == "difference" else _number(figure)
+    return _compared(row.measure, figure) if row.measure.compare == "difference" else _figure(row.measure, figure)
+
+
+def _figure(measure: Measure, figure: float | None) -> str:
+    if figure is None:
+        return "-"
+    if math.isnan(figure):
+        return "no"
+    if figure == NEVER:
+        return f"never ({measure.limit_s:g} s)"
+    if measure.is_claim:
+        return "yes" if figure else "no"
+    return _number(figure)
 
 
 def _compared(measure: Measure, figure: float | None) -> str:
@@ -199,11 +229,10 @@ def _processor() -> str:
 
 
 def write_results(
-    folder: Path, *, started_at: float, about: dict[str, Any], rows: Sequence[Row], samples: Samples
+    path: Path, *, started_at: float, about: dict[str, Any], rows: Sequence[Row], samples: Samples
 ) -> Path:
-    """Write the rows and every sample to a file named by the date; returns it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / time.strftime("%Y-%m-%d-%H%M%S.json", time.localtime(started_at))
+    """Write the rows and every sample to ``path``; returns it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started_at)),
         **about,
@@ -212,25 +241,31 @@ def write_results(
                 "key": row.measure.key,
                 "title": row.measure.title,
                 "statistic": row.measure.statistic.__name__,
-                US: row.ours,
+                US: _for_file(row.ours),
                 "floor": row.floor,
                 "floor_is": " ".join(row.measure.floor or ()),
                 "compared_by": row.measure.compare,
                 "against_floor": row.against_floor,
                 "goal": row.goal_text,
                 "is_met": row.is_met,
-                "peers": row.peers,
+                "peers": {name: _for_file(figure) for name, figure in row.peers.items()},
             }
             for row in rows
         ],
-        "samples": {who: {what: _rounded(v) for what, v in by.items()} for who, by in samples.by_name.items()},
+        "samples": {
+            who: {what: [_for_file(figure) for figure in figures] for what, figures in by.items()}
+            for who, by in samples.by_name.items()
+        },
     }
-    text = re.sub(
-        r"\[[^][{}]*\]", lambda match: " ".join(match[0].split()), json.dumps(result, indent=1)
-    )  # a list, a line
+    text = json.dumps(result, indent=1, allow_nan=False)
+    text = re.sub(r"\[[^][{}]*\]", lambda match: " ".join(match[0].split()), text)  # a list, a line
     path.write_text(text + "\n", encoding="utf-8")
     return path
 
 
-def _rounded(values: list[float]) -> list[float]:
-    return [round(value, 6) for value in values]
+def _for_file(figure: float | None) -> float | str | None:
+    if figure is None:
+        return None
+    if figure == NEVER:
+        return "never"
+    return "no" if math.isnan(figure) else round(figure, 6)

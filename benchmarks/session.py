@@ -8,72 +8,33 @@ compared most closely (a cell and a plain cell, a value and one socket, a start 
 
 from __future__ import annotations
 
-import argparse
-import os
-import signal
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
 
+from benchmark import Benchmark, run_benchmark
 from floors import OneSocket, time_torchrun
 from kernel import Kernel, KernelError
 from measures import PLAIN, QUICK, SOCKET, TORCHRUN, Sizes, list_measures
 from output import LINE_BYTES, count_lost, flood, lone_prints, print_latencies_ms, seconds_until_all_there
-from peers import DETRAIN_NB, PEERS, Toolkit
-from report import US, Samples, describe_machine, fill_rows, format_table, median, write_results
+from peers import DETRAIN_NB, Toolkit
+from report import US, median
 
 from detrain_nb import Session
-from detrain_nb.node.processes import adopt_orphans, end_descendants
 
 _WARM_UP = 5
 _NOOP = "pass"
 _ALL_REDUCE = "t = torch.ones(1)\ndist.all_reduce(t)"
 
 
-class Benchmark:
-    """One run: what was measured, on which toolkits, and how busy the machine was."""
-
-    def __init__(self, sizes: Sizes, folder: Path, *, with_peers: bool) -> None:
-        self.samples = Samples()
-        self.absent = {kit.name: kit.why_not_here() if with_peers else "left out" for kit in PEERS}
-        self.absent = {name: reason for name, reason in self.absent.items() if reason}
-        self.load: dict[str, float] = {}
-        self._sizes = sizes
-        self._folder = folder
+class SessionBenchmark(Benchmark[Sizes]):
+    """Starts, cells, output and values."""
 
     def run(self) -> None:
-        """Measure everything. A peer that fails is left out from then on; whatever else fails ends the run."""
+        """Measure everything."""
         for ranks in self._sizes.start_ranks:
             self._measure_starts(ranks)
         for turn in range(1, self._sizes.rounds + 1):
             self._measure_more_ranks(turn)
-            for kit in (DETRAIN_NB, *PEERS):
-                if kit.name in self.absent:
-                    continue
-                try:
-                    self._measure_session(kit, turn)
-                except KernelError as exc:
-                    if kit is DETRAIN_NB:
-                        raise
-                    self.absent[kit.name] = f"failed in round {turn}: {exc}"
-
-    def _begin(self, part: str) -> None:
-        self.load[part] = _load_average()[0]
-        print(f"{time.strftime('%H:%M:%S')}  {part}", file=sys.stderr, flush=True)
-
-    @contextmanager
-    def _kernel(self, kit: Toolkit, part: str) -> Iterator[Kernel]:
-        self._begin(part)
-        kernel = kit.open_kernel(self._folder / part.replace(" ", "-").replace(":", ""))
-        try:
-            yield kernel
-        finally:
-            kernel.close()
-            end_descendants()  # a toolkit that failed may have left its ranks
+            self._take_turns(turn, self._measure_session)
 
     # ---- start
 
@@ -177,57 +138,5 @@ def _time_pairs(kernel: Kernel, noop_cell: str, count: int) -> tuple[list[float]
     return plain, noop
 
 
-def _load_average() -> list[float]:
-    return [round(load, 2) for load in os.getloadavg()]
-
-
-def _warn_when_busy() -> None:
-    load, cores = _load_average()[0], len(os.sched_getaffinity(0))
-    if load > cores / 4:
-        print(
-            f"warning: load average {load:.1f} on {cores} cores: other programs run, the figures will be too high; "
-            f"wait until it is below {cores / 4:g}",
-            file=sys.stderr,
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few repetitions of small things: does it run?")
-    parser.add_argument("--no-peers", action="store_true", help="leave the other toolkits out")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where the raw figures go (default: results/)")
-    args = parser.parse_args()
-    sizes = QUICK if args.quick else Sizes()
-
-    _warn_when_busy()
-    started_at, load_before = time.time(), _load_average()
-    adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that everything started is ended too
-    try:
-        with tempfile.TemporaryDirectory(prefix="detrain_nb-bench-") as folder:
-            # what torchrun and the toolkits leave among temporary files goes with this folder
-            os.environ["TMPDIR"] = tempfile.tempdir = folder
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are on the CPU, everybody's
-            os.environ["DETRAIN_NB_RUNTIME_DIR"] = str(Path(folder, "run"))
-            benchmark = Benchmark(sizes, Path(folder), with_peers=not args.no_peers)
-            benchmark.run()
-    finally:
-        end_descendants()
-    rows = fill_rows(list_measures(sizes), benchmark.samples, [kit.name for kit in PEERS])
-    about = {
-        "seconds": round(time.time() - started_at),
-        "is_quick": args.quick,
-        "sizes": asdict(sizes),
-        "machine": describe_machine(),
-        "load_average": {"before": load_before, "during": benchmark.load, "after": _load_average()},
-        "absent": benchmark.absent,
-    }
-    print(format_table(rows, benchmark.absent))
-    print(f"load average {load_before[0]:.1f} before, {_load_average()[0]:.1f} after")
-    results: Path | None = args.results or (None if args.quick else Path(__file__).parent / "results")
-    if results:
-        print(write_results(results, started_at=started_at, about=about, rows=rows, samples=benchmark.samples))
-
-
 if __name__ == "__main__":
-    main()
+    run_benchmark(SessionBenchmark, description=__doc__, sizes=Sizes(), quick=QUICK, list_measures=list_measures)

@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from detrain_nb.magics import current_session
+
+    from .metrics import log_metrics, read_metrics
     from .session.results import CellResult, RankResult
     from .session.session import Session
 
-__all__ = ["CellResult", "RankResult", "Session", "__version__"]
+__all__ = ["CellResult", "RankResult", "Session", "__version__", "current_session", "log_metrics", "read_metrics"]
 
 _HOMES = {
     "CellResult": ".session.results",
     "RankResult": ".session.results",
     "Session": ".session.session",
+    "current_session": ".magics",
+    "log_metrics": ".metrics",
+    "read_metrics": ".metrics",
 }
 
 

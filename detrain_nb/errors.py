@@ -10,6 +10,7 @@ DetrainError
 ├── NodeLost                          a node's agent or launcher is gone, and its ranks with it
 ├── RankLost                          the process of a rank ended by itself
 ├── CellTimeout                       a cell did not end in the time it was given
+├── NotFinite (ArithmeticError)      a training has met a loss or a gradient that is no number
 ├── RankError                         a cell raised on at least one rank
 │   └── CellInterrupted (KeyboardInterrupt)   ... because it was interrupted
 └── ValueNotSupported (TypeError)     a value that cannot travel between the notebook and a rank
@@ -29,6 +30,7 @@ __all__ = [
     "DetrainError",
     "LaunchError",
     "NodeLost",
+    "NotFinite",
     "RankError",
     "RankLost",
     "RemoteError",
@@ -39,6 +41,8 @@ __all__ = [
     "WireError",
     "format_ranks",
 ]
+
+_MOST_HOSTS = 4  # that are named one by one
 
 
 class DetrainError(Exception):
@@ -86,7 +90,15 @@ class NodeLost(DetrainError):
 
 
 class RankLost(DetrainError):
-    """The process of a rank ended by itself."""
+    """The process of a rank ended by itself; ``ranks`` were lost with their variables, the others keep theirs."""
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+        self.ranks = tuple(sorted(ranks))
+        super().__init__(message)
+
+
+class NotFinite(DetrainError, ArithmeticError):
+    """A training has met a loss or a gradient that is no number; its parameters are as they were before the step."""
 
 
 class CellTimeout(DetrainError):
@@ -124,11 +136,11 @@ class RankError(DetrainError):
 
     def _entries(self) -> list[tuple[str, RemoteError]]:
         """Ranks that failed with the same error are one entry."""
-        entries: dict[tuple[str, str, tuple[str, ...], str], list[RemoteError]] = {}
+        entries: dict[tuple[str, str, tuple[str, ...]], list[RemoteError]] = {}
         for error in self.errors.values():
-            entries.setdefault((error.name, error.message, error.traceback, error.host), []).append(error)
+            entries.setdefault((error.name, error.message, error.traceback), []).append(error)
         return [
-            (f"{format_ranks(error.rank for error in group)} on {group[0].host}", group[0])
+            (f"{format_ranks(error.rank for error in group)} on {_list_hosts(group)}", group[0])
             for group in entries.values()
         ]
 
@@ -146,6 +158,11 @@ class RankError(DetrainError):
 
 class CellInterrupted(RankError, KeyboardInterrupt):
     """The ranks were interrupted while they ran a cell; they keep their variables."""
+
+
+def _list_hosts(errors: Iterable[RemoteError]) -> str:
+    hosts = list(dict.fromkeys(error.host for error in errors))
+    return ", ".join(hosts) if len(hosts) <= _MOST_HOSTS else f"{len(hosts)} hosts"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from .plan import Plan
 
@@ -15,6 +14,8 @@ __all__ = ["NodeLaunch", "RankConfig", "launch_node"]
 WORKER_MODULE = "detrain_nb.node.worker"
 LAUNCHER_MODULE = "detrain_nb.node.launcher"
 RENDEZVOUS_BACKEND = "detrain-bound"
+STORE_FD_VARIABLE = "DETRAIN_NB_STORE_FD"  # a bound socket that the agent hands to the launcher
+_RENDEZVOUS_LIMIT_S = 120  # the other nodes may be slower to import torch
 _CONFIG_VARIABLE = "DETRAIN_NB_RANK_CONFIG"
 
 
@@ -28,6 +29,7 @@ class RankConfig:
     backend: str
     seed: int
     threads: int
+    group_timeout_s: float = 0.0  # 0: torch's own
 
     def to_env(self) -> dict[str, str]:
         return {_CONFIG_VARIABLE: json.dumps(asdict(self))}
@@ -42,7 +44,7 @@ class NodeLaunch:
     """What the agent of a node starts: a command line and what to add to its environment."""
 
     argv: list[str]
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)  # it may hold secrets
 
 
 def launch_node(
@@ -51,22 +53,27 @@ def launch_node(
     *,
     node_rank: int,
     python: str,
-    store_address: str,
+    run_id: str,
+    store: tuple[str, int],
+    interface: str,
     start: str,
     extra_env: Mapping[str, str],
 ) -> NodeLaunch:
     """Write the command line of one node of a session.
 
     ``start`` is "fork" (torchrun's engine in our launcher, ranks forked) or "exec" (the plain torchrun command).
-    ``store_address`` is the one address that the store listens on; the system picks the port.
+    ``store`` is where the store listens: an address of node 0, and the port there. ``interface`` is the one that the
+    ranks of this node reach the others through.
     """
+    node = plan.nodes[node_rank]
+    address, port = store
     options = [
         f"--nnodes={len(plan.nodes)}",
-        f"--nproc-per-node={len(plan.nodes[node_rank].ranks)}",
+        f"--nproc-per-node={len(node.ranks)}",
         f"--rdzv-backend={RENDEZVOUS_BACKEND}",
-        f"--rdzv-endpoint={store_address}:0",
-        f"--rdzv-id={uuid.uuid4().hex}",
-        f"--rdzv-conf=rank={node_rank}",
+        f"--rdzv-endpoint={f'[{address}]' if ':' in address else address}:{port}",
+        f"--rdzv-id={run_id}",
+        f"--rdzv-conf=rank={node_rank},timeout={_RENDEZVOUS_LIMIT_S}",
         "--start-method=fork",
         "--monitor-interval=0.05",
         "--log-dir=torchelastic",  # in the session's folder, and gone with it
@@ -77,11 +84,16 @@ def launch_node(
     env = {
         # torch reads it at import, before the fork: no thread of OpenMP or OpenBLAS may exist then
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
         # the flight recorder keeps the last collectives of a rank, on gloo too
-        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_BUFFER_SIZE": "128",  # a dump takes 25 us an entry, with the GIL held
+        # our own watch ends a wait; what torch logs then, with its C++ stack, would stand in the cell
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONUNBUFFERED": "1",
+        **({} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))}),
         **extra_env,
         **config.to_env(),
     }

@@ -32,6 +32,7 @@ __all__ = ["MAX_DESCRIPTION_BYTES", "Json", "buffer_sizes", "pack", "unpack"]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
+MAX_BYTES = 4 << 30  # of all buffers of a value
 MAX_DESCRIPTION_BYTES = 8 << 20  # as JSON; the header of a message holds twice that
 _MAX_ITEMS = MAX_DESCRIPTION_BYTES // 2  # an item is a character and a comma at least
 _MAX_DEPTH = 64
@@ -89,10 +90,16 @@ def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
             f"{name} takes {size_bytes} bytes to describe, {MAX_DESCRIPTION_BYTES} can travel: "
             "use numpy arrays, or a part of it"
         )
-    return description, packer.buffers()
+    buffers = packer.buffers()
+    if (total_bytes := sum(buffer.nbytes for buffer in buffers)) > MAX_BYTES:
+        raise ValueNotSupported(
+            f"{name} takes {total_bytes / 1e9:.1f} GB, {MAX_BYTES / 1e9:.1f} can travel: "
+            "use a part of it, or torch.save it to a file on the rank"
+        )
+    return description, buffers
 
 
-def buffer_sizes(description: object, *, limit_bytes: int = 4 << 30) -> list[int]:
+def buffer_sizes(description: object, *, limit_bytes: int = MAX_BYTES) -> list[int]:
     """Check a description that came from the other side; returns the sizes in bytes that its buffers must have.
 
     Raises: WireError when it is not a description, or when its buffers would hold more than ``limit_bytes``.

@@ -1,35 +1,44 @@
 """Messages between session, agent, worker and interpreter: a JSON header plus, for some, one raw buffer.
 
 A frame is a fixed prefix (sizes of header and body, the message's number), a JSON header and the body. A number is
-given by the agent to what it spools for the notebook; 0 means "not spooled". The receiving side trusts nothing:
-types and sizes of every field are checked against the dataclass, and what does not fit is a ``WireError``.
+given by the agent to what it spools for the notebook; 0 means "not spooled". A notebook on a link that can break
+numbers what it sends, too. The receiving side trusts nothing: types and sizes of every field are checked against the
+dataclass, and what does not fit is a ``WireError``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from .errors import WireError
 
-PROTOCOL = 1
-MAX_HEADER_BYTES = 16 << 20
+PROTOCOL = 2
+MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
+MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
+MAX_DESCRIPTION_BYTES = 8 << 20  # of a value, as in values.py
+MAX_BUNDLE_VALUES = 1 << 19  # of what a cell shows: strings, numbers, lists; one takes up to 300 bytes when parsed
 PIECE_BYTES = 1 << 20
+ALIVE_GAP_S = 5.0  # between signs of life of a notebook, on a connection that can break
+SILENCE_LIMIT_S = 20.0  # after which its node lets go of one that gives none
 _SMALL_READ_BYTES = 1 << 16
 _LARGE_READ_BYTES = 1 << 20
 _PREFIX = struct.Struct("!IIQ")
 
 Json = Any
+LongText = str
 
 
 class Message:
-    """A message; a field named ``body`` travels as raw bytes behind the header, all others inside it."""
+    """A message; a field named ``body``, or a LongText, travels as raw bytes behind the header, others inside it."""
 
     __slots__ = ()
 
@@ -39,20 +48,61 @@ class Message:
 
 @dataclass(frozen=True)
 class Attach(Message):
-    """First message of a notebook: which session it means, and who it is."""
+    """First message of a notebook: which session it means, and who it is; ``steal`` takes it from another notebook.
+
+    ``resumes`` goes on after a connection that broke: what the notebook sent is counted on.
+    """
 
     session: str
     holder: str
+    steal: bool = False
+    resumes: bool = False
     protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True)
+class OpenStore(Message):
+    """Bind a socket for the store of the rendezvous to ``address``, and to no other; answered by ``StoreOpened``."""
+
+    address: str
+
+
+@dataclass(frozen=True)
 class Launch(Message):
-    """Start the launcher: ``argv`` and ``env`` as launch.py wrote them, for ranks ``ranks`` of this node."""
+    """Start the launcher: ``argv`` and ``env`` as launch.py wrote them, for ranks ``ranks`` of this node.
+
+    ``linger_s``: how long the ranks wait for a notebook to attach again when theirs is gone. ``info``: what the agent
+    tells such a notebook of the session. ``spool_limit_bytes``: how much of what nobody has shown is kept.
+    """
 
     argv: list[str]
-    env: dict[str, str]
+    env: dict[str, str] = field(repr=False)  # it may hold secrets
     ranks: list[int]
+    linger_s: float
+    info: Json
+    spool_limit_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True)
+class Unfinished(Message):
+    """The beginning of a line that has not ended at the number that is acknowledged next; goes to a later notebook."""
+
+    rank: int
+    cell: int
+    stream: str
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Acknowledge(Message):
+    """Everything up to the message of this number has been shown; lines that are cut there came as ``Unfinished``."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Alive(Message):
+    """The notebook is there: one that has gone without a word would hold its session for ever."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +115,18 @@ class EndSession(Message):
 
 @dataclass(frozen=True)
 class RunCell(Message):
-    """Run ``code`` as cell ``cell`` on ``ranks``; its first line is line ``first_line`` of the cell in the notebook."""
+    """Run ``code`` as cell ``cell`` on ``ranks``; its first line is line ``first_line`` of the cell in the notebook.
+
+    Meant for the interpreters of ``incarnations``, one for each rank: one that was forked since leaves it alone.
+    ``is_replay``: it is an earlier cell, run once more.
+    """
 
     ranks: list[int]
+    incarnations: list[int]
     cell: int
     code: str
     first_line: int = 1
+    is_replay: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,11 +146,50 @@ class NewGeneration(Message):
 
 
 @dataclass(frozen=True)
-class Locate(Message):
-    """Ask workers where their rank is; answered by ``Position``."""
+class EndGeneration(Message):
+    """End the process groups of generation ``number``, whoever waits in them; answered by ``GenerationEnded``."""
+
+    ranks: list[int]
+    number: int
+
+
+@dataclass(frozen=True)
+class Replace(Message):
+    """Kill the interpreters of ranks and start fresh ones; those that were left down are started again."""
+
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class Renumber(Message):
+    """Ranks get other numbers, ``numbers[i]`` for ``ranks[i]``, in a smaller world; ``RequestDone`` comes with the new.
+
+    All of them are idle, and their groups were ended.
+    """
 
     ranks: list[int]
     request: int
+    numbers: list[int]
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Locate(Message):
+    """Ask workers where their rank is; answered by ``Position``, with the stack only where ``stack`` says so."""
+
+    ranks: list[int]
+    request: int
+    stack: bool
+
+
+@dataclass(frozen=True)
+class Broadcast(Message):
+    """Send variables from rank ``source`` to the other ``ranks``, rank to rank; each answers with ``RequestDone``."""
+
+    ranks: list[int]
+    request: int
+    names: list[str]
+    source: int
 
 
 @dataclass(frozen=True)
@@ -152,7 +247,12 @@ class Piece(Message):
 
 @dataclass(frozen=True)
 class Attached(Message):
-    """Answer to ``Attach``: which incarnation of an agent this is and what it runs on."""
+    """Answer to ``Attach``: which incarnation of an agent this is, what it runs on, and what it remembers.
+
+    ``ranks`` is empty before the launch. Messages up to ``acknowledged`` were shown, up to ``sent`` perhaps, up to
+    ``last_number`` not by this notebook. How cells and ranks stand has come before, without a number: ``RanCell``,
+    ``Unfinished``, ``RankUp``, ``RankEnded``. Of the notebook's own messages, those up to ``received`` have arrived.
+    """
 
     incarnation: str
     pid: int
@@ -160,8 +260,43 @@ class Attached(Message):
     gpus: int
     cpus: int
     last_number: int
+    acknowledged: int
+    sent: int
     ranks: list[int]
+    with_group: list[int]
+    generation: int
+    info: Json
+    received: int = 0
     protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class Received(Message):
+    """The notebook's messages up to ``number`` have arrived: they need not be sent again when the connection breaks."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class StoreOpened(Message):
+    """The store will listen on ``port``; where that cannot be, ``port`` is 0 and ``error`` says why."""
+
+    port: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class RanCell(Message):
+    """A cell that an earlier notebook has run on ``ranks``; ``running`` still do. ``has_failed``: on some rank."""
+
+    ranks: list[int]
+    cell: int
+    code: LongText
+    first_line: int
+    is_collective: bool
+    running: list[int]
+    has_failed: bool
+    is_replay: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,9 +334,10 @@ class WorkerUp(Message):
 
 @dataclass(frozen=True)
 class RankUp(Message):
-    """The interpreter of a rank is ready for its first generation."""
+    """The interpreter of a rank is ready for a generation; ``incarnation`` counts those before it in this session."""
 
     rank: int
+    incarnation: int
     local_rank: int
     world_size: int
     pid: int
@@ -217,6 +353,28 @@ class GenerationReady(Message):
     rank: int
     number: int
     error: str = ""
+
+
+@dataclass(frozen=True)
+class GenerationEnded(Message):
+    """A rank has ended its groups of generation ``number`` by shutting ``connections``.
+
+    ``stale`` are its variables that hold a communicator of that generation: groups, meshes, DDP and FSDP modules.
+    """
+
+    rank: int
+    number: int
+    connections: int
+    stale: list[str]
+
+
+@dataclass(frozen=True)
+class Collectives(Message):
+    """What a rank's process says of itself; from the interpreter to its worker. See node/recorder.py."""
+
+    rank: int
+    request: int
+    known: Json
 
 
 @dataclass(frozen=True)
@@ -251,23 +409,28 @@ class ClearOutput(Message):
 
 @dataclass(frozen=True)
 class CellDone(Message):
-    """A cell ended well; the body is the rich form of its last expression's value, or empty."""
+    """A cell ended well; the body is the rich form of its last expression's value, or empty.
+
+    ``is_collective``: it began something with other ranks.
+    """
 
     rank: int
     cell: int
     seconds: float
     has_group: bool
+    is_collective: bool
     body: bytes
 
 
 @dataclass(frozen=True)
 class CellFailed(Message):
-    """A cell raised; ``traceback`` has the user's lines."""
+    """A cell raised; ``traceback`` has the user's lines. ``is_collective``: see ``CellDone``."""
 
     rank: int
     cell: int
     seconds: float
     has_group: bool
+    is_collective: bool
     name: str
     message: str
     traceback: list[str]
@@ -276,12 +439,19 @@ class CellFailed(Message):
 
 @dataclass(frozen=True)
 class Value(Message):
-    """The description of a pulled variable; its bytes follow in ``Piece`` s."""
+    """The description of a pulled variable, as JSON in the body; its bytes follow in ``Piece`` s."""
 
     rank: int
     request: int
     name: str
-    description: Json
+    body: bytes
+
+    @cached_property
+    def description(self) -> Json:
+        """Parsed when somebody wants the value: it may be large. Raises: WireError."""
+        if len(self.body) > MAX_DESCRIPTION_BYTES:
+            raise WireError(f"a value is described in {len(self.body)} bytes, more than any has")
+        return parse_json(self.body)
 
 
 @dataclass(frozen=True)
@@ -315,12 +485,18 @@ class Inspection(Message):
 
     rank: int
     request: int
-    text: str
+    text: LongText
 
 
 @dataclass(frozen=True)
 class Position(Message):
-    """Where a rank is: its state (starting, idle, running, lost), the cell and the line it is at, its memory."""
+    """Where a rank is: its state (starting, idle, running, down), the cell and the line it is at, its memory.
+
+    ``seconds``: since it came into that state. ``cpu_s``: processor time of its main thread so far, on the clock
+    ``clock_s``. ``stack``: frames, innermost first, down to the cell's own. ``call``: the source of what the innermost
+    calls; ``asleep_in``: the function of the kernel that the main thread sleeps in; empty where not known.
+    ``collectives``: what the interpreter said ``age_s`` ago (-1: nothing yet). See node/recorder.py.
+    """
 
     rank: int
     request: int
@@ -328,14 +504,25 @@ class Position(Message):
     state: str
     cell: int
     line: int
+    function: str
     seconds: float
     rss_bytes: int
     stack: list[str]
+    cpu_s: float
+    clock_s: float
+    collectives: Json
+    age_s: float
+    call: str = ""
+    asleep_in: str = ""
 
 
 @dataclass(frozen=True)
 class RankEnded(Message):
-    """The interpreter of a rank ended by itself: by ``signal`` or, where that is 0, with ``exit_code``."""
+    """The interpreter of a rank ended: by ``signal`` or, where that is 0, with ``exit_code``.
+
+    ``reason`` is what else is known of it (out of memory). ``asked``: it was to be replaced. ``down`` says why no fresh
+    one is started; empty when one is.
+    """
 
     rank: int
     pid: int
@@ -343,6 +530,9 @@ class RankEnded(Message):
     signal: int
     exit_code: int
     stderr_tail: str
+    reason: str
+    asked: bool
+    down: str
 
 
 # ---- frames
@@ -369,13 +559,18 @@ def to_frame(message: Message) -> Frame:
     kind = type(message)
     header = {name: getattr(message, name) for name in _HEADER_FIELDS[kind]}
     header["type"] = kind.__name__
-    return Frame(0, json.dumps(header, separators=(",", ":")).encode(), getattr(message, "body", b""))
+    behind = _BEHIND_HEADER.get(kind)
+    body = getattr(message, behind) if behind else b""
+    if isinstance(body, str):
+        body = body.encode("utf-8", "surrogatepass")
+    return Frame(0, json.dumps(header, separators=(",", ":")).encode(), body)
 
 
 class FrameReader:
     """Cut a stream of bytes into frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
+        self.max_header_bytes = max_header_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
@@ -386,7 +581,7 @@ class FrameReader:
         position = 0
         while len(buffer) - position >= _PREFIX.size:
             header_bytes, body_bytes, number = _PREFIX.unpack_from(buffer, position)
-            if header_bytes > MAX_HEADER_BYTES or body_bytes > MAX_BODY_BYTES:
+            if header_bytes > self.max_header_bytes or body_bytes > MAX_BODY_BYTES:
                 raise WireError(f"a frame announces {header_bytes} + {body_bytes} bytes, more than any message has")
             header_at = position + _PREFIX.size
             body_at = header_at + header_bytes
@@ -411,10 +606,10 @@ class LinkClosed(WireError):
 class Link:
     """Frames over one connected, non-blocking socket, with a queue of what is still to be sent."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
         sock.setblocking(False)
         self.sock = sock
-        self._reader = FrameReader()
+        self._reader = FrameReader(max_header_bytes=max_header_bytes)
         self._waiting: deque[memoryview] = deque()
         self.waiting_bytes = 0
         self._receive_bytes = _SMALL_READ_BYTES
@@ -422,15 +617,23 @@ class Link:
     def fileno(self) -> int:
         return self.sock.fileno()
 
+    def limit_headers(self, max_bytes: int) -> None:
+        """From now on."""
+        self._reader.max_header_bytes = max_bytes
+
     def send(self, message: Message) -> None:
         self.send_bytes(to_frame(message).to_bytes())
 
     def send_bytes(self, data: bytes) -> None:
         """Send now what the socket takes; the rest goes with ``flush``. Raises: LinkClosed."""
-        self._waiting.append(memoryview(data))
-        self.waiting_bytes += len(data)
+        self.add_bytes(data)
         if len(self._waiting) == 1:
             self.flush()
+
+    def add_bytes(self, data: bytes) -> None:
+        """Send a frame with the next ``flush``."""
+        self.waiting_bytes += len(data)
+        self._waiting.append(memoryview(data))
 
     def flush(self) -> bool:
         """Send what waits; True when nothing waits any more. Raises: LinkClosed."""
@@ -446,6 +649,7 @@ class Link:
                 self._waiting.popleft()
             else:
                 self._waiting[0] = self._waiting[0][sent:]
+        self.waiting_bytes = 0
         return True
 
     def receive(self) -> list[Frame]:
@@ -472,32 +676,67 @@ def json_body(value: Json) -> bytes:
 
 
 def parse_json(data: bytes) -> Json:
-    """JSON from the other side. Raises: WireError, also on NaN and on nesting without end."""
+    """JSON from the other side. Raises: WireError, also on NaN, nesting without end, and a key that comes twice."""
     try:
-        return json.loads(data, parse_constant=_refuse_constant)
+        return _DECODER.decode(data.decode())
     except (ValueError, RecursionError) as exc:
         raise WireError(f"not JSON: {exc}") from exc
+
+
+def parse_bundle(data: bytes) -> dict[str, Json]:
+    """What a cell shows, by mime type. Raises: WireError, also when it has more than ``MAX_BUNDLE_VALUES``."""
+    if len(data) > MAX_BUNDLE_VALUES and count_values(data) > MAX_BUNDLE_VALUES:
+        raise WireError("what a cell shows has more values than any has")
+    bundle = parse_json(data)
+    if not isinstance(bundle, dict):
+        raise WireError("what a cell shows is not by mime type")
+    return bundle
+
+
+def count_values(data: bytes) -> int:
+    """How many values a JSON text has at most, without parsing it; stops to count soon after ``MAX_BUNDLE_VALUES``."""
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    strings = plain.count(b'"') // 2
+    if strings <= MAX_BUNDLE_VALUES:
+        outside = b"".join(plain.split(b'"')[::2])
+        return strings + sum(outside.count(mark) for mark in (b",", b"[", b"{"))
+    return strings
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _refuse_repeats(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key comes twice")
+    return made
+
+
+_PLAIN = bytes(range(0x20, 0x7F))
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats)
+
+
 def _decode(header: bytes, body: bytes) -> Message:
+    if header.translate(None, _PLAIN):  # else it would be longer when it is written again, to a log
+        raise WireError("a header is not JSON in plain ASCII")
     values = parse_json(header)
     if not isinstance(values, dict):
         raise WireError("a header is not a JSON object")
-    kind = _KINDS.get(str(values.pop("type", "")))
+    name = values.pop("type", "")
+    kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise WireError("a header names no known type of message")
     checks = _CHECKED_FIELDS[kind]
-    if "body" in checks:
-        values["body"] = body
-    elif body:
+    behind = _BEHIND_HEADER.get(kind)
+    if body and not behind:
         raise WireError(f"{kind.__name__} has a body")
-    unknown = values.keys() - checks.keys()
+    unknown = values.keys() - _HEADER_FIELDS[kind]
     if unknown:
         raise WireError(f"{kind.__name__} has no field {min(unknown)[:40]!r}")
+    if behind:
+        values[behind] = body if behind == "body" else _as_text(body)
     for name, (fits, required) in checks.items():
         if name not in values:
             if required:
@@ -505,6 +744,13 @@ def _decode(header: bytes, body: bytes) -> Message:
         elif not fits(values[name]):
             raise WireError(f"{kind.__name__}.{name} is a {type(values[name]).__name__}")
     return kind(**values)
+
+
+def _as_text(body: bytes) -> str:
+    try:
+        return body.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as exc:
+        raise WireError(f"not text: {exc.reason}") from exc
 
 
 def _is_int(value: object) -> bool:
@@ -521,10 +767,11 @@ def _is_str(value: object) -> bool:
 
 _FITS: dict[str, Callable[[object], bool]] = {
     "int": _is_int,
-    "float": lambda value: type(value) in (int, float),
+    "float": lambda value: math.isfinite(value) if type(value) is float else _is_int(value),  # no int without end
     "bool": lambda value: isinstance(value, bool),
     "str": _is_str,
     "bytes": lambda value: isinstance(value, bytes),
+    "LongText": _is_str,
     "Json": lambda value: True,
     "list[int]": _is_list_of(_is_int),
     "list[str]": _is_list_of(_is_str),
@@ -536,4 +783,8 @@ _CHECKED_FIELDS = {
     kind: {f.name: (_FITS[str(f.type)], f.default is MISSING) for f in fields(kind)}  # type: ignore[arg-type]
     for kind in _KINDS.values()
 }
-_HEADER_FIELDS = {kind: tuple(name for name in checks if name != "body") for kind, checks in _CHECKED_FIELDS.items()}
+_BEHIND_HEADER = {kind: f.name for kind in _KINDS.values() for f in fields(kind) if f.type in ("bytes", "LongText")}  # type: ignore[arg-type]
+_HEADER_FIELDS = {
+    kind: dict.fromkeys(name for name in checks if name != _BEHIND_HEADER.get(kind)).keys()
+    for kind, checks in _CHECKED_FIELDS.items()
+}

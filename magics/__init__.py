@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from IPython.core.getipython import get_ipython
+
+from ..errors import SessionError
+from ..session.session import Session
 from .completion import route_to_ranks
 from .distributed import DistributedMagics
 from .notebook import on_shutdown
 
-__all__ = ["DistributedMagics", "load_ipython_extension", "unload_ipython_extension"]
+__all__ = ["DistributedMagics", "current_session", "load_ipython_extension", "unload_ipython_extension"]
 
 _MAGICS = "detrain_nb_magics"  # where the notebook's magics are found again, as an attribute of its IPython
+
+
+def current_session() -> Session:
+    """The session that this notebook holds, for plain Python: ``current_session().where()`` from a timer, say.
+
+    Raises: SessionError when the magics are not loaded, or hold none.
+    """
+    magics: DistributedMagics | None = getattr(get_ipython(), _MAGICS, (None, []))[0]
+    session = magics.session if magics else None
+    if session is None:
+        raise SessionError("this notebook holds no session: %load_ext detrain_nb, then %distributed start")
+    return session
 
 
 def load_ipython_extension(ipython: Any) -> None:
@@ -19,8 +35,14 @@ def load_ipython_extension(ipython: Any) -> None:
         return
     magics = DistributedMagics(ipython)
     ipython.register_magics(magics)
-    undo = [on_shutdown(ipython, magics.end_session), route_to_ranks(ipython, lambda: magics.session)]
+    holder = magics.holder
+    undo = [
+        on_shutdown(ipython, holder.end_own, holder.leave_to_restart),
+        route_to_ranks(ipython, lambda: magics.session),
+    ]
     setattr(ipython, _MAGICS, (magics, undo))
+    if there := holder.what_is_there:
+        print(there)
 
 
 def unload_ipython_extension(ipython: Any) -> None:
@@ -28,7 +50,7 @@ def unload_ipython_extension(ipython: Any) -> None:
     magics, undo = ipython.__dict__.pop(_MAGICS, (None, []))
     if magics is None:
         return
-    magics.end_session()
+    magics.holder.end_own()
     for act in undo:
         act()
     for kind, names in magics.magics.items():

@@ -1,4 +1,5 @@
-"""Tab and Shift+Tab in the body of a %%distributed cell are answered by the ranks, on its first line by its options.
+"""Tab and Shift+Tab in the body of a %%distributed cell are answered by the ranks, on the line of a magic by
+its options and by what may stand for their values.
 
 The kernel's own completion knows only the notebook's names, and a matcher suppresses them only when it found something;
 so the kernel's two methods are wrapped instead.
@@ -7,16 +8,24 @@ so the kernel's two methods are wrapped instead.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import Any
 
 from IPython.utils.tokenutil import token_at_cursor
 
 from ..session.session import Session
-from .options import cell_parser, pull_parser, push_parser, session_parser
+from .candidates import Candidates
+from .options import broadcast_parser, cell_parser, pull_parser, push_parser, session_parser
 
 _CELL_MAGICS = ("%%distributed", "%%rank")
-_LINE_PARSERS = {"%distributed": session_parser, "%pull": pull_parser, "%push": push_parser}
+_WORD = re.compile(r"(?:\\.|[^\s\\])+")  # a blank in a name is written with a backslash
+_LINE_PARSERS = {
+    "%distributed": session_parser,
+    "%pull": pull_parser,
+    "%push": push_parser,
+    "%broadcast": broadcast_parser,
+}
 
 
 def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Callable[[], None]:
@@ -25,13 +34,14 @@ def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Calla
     if kernel is None:
         return lambda: None
     complete, inspect = kernel.do_complete, kernel.do_inspect
+    candidates = Candidates(session)
 
     def do_complete(code: str, cursor_pos: int) -> Any:
         start = _body_start(code, cursor_pos)
-        options = _options(code[:cursor_pos]) if start is None else None
-        if options is not None:
-            word = code[:cursor_pos].split()[-1] if not code[:cursor_pos].endswith(" ") else ""
-            return _reply(sorted(o for o in options if o.startswith(word)), cursor_pos - len(word), cursor_pos)
+        found_here = _on_line(code[:cursor_pos], candidates) if start is None else None
+        if found_here is not None:
+            matches, word = found_here
+            return _reply(matches, cursor_pos - len(word), cursor_pos)
         running = session()
         if start is None or running is None:
             return complete(code, cursor_pos)
@@ -62,24 +72,67 @@ def _body_start(code: str, position: int) -> int | None:
     return len(first) + 1 if is_ours and newline and position > len(first) else None
 
 
-def _options(before: str) -> list[str] | None:
-    """What may stand next on the line of a magic of ours; None where the line is not one."""
+def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | None:
+    """What the word that is being written on the line of a magic of ours may become, and that word.
+
+    None where the notebook knows better: on other lines, and for its variables.
+    """
     line = before.rpartition("\n")[2].lstrip()
     prog, space, rest = line.partition(" ")
-    if not space:
+    if not space or prog not in _CELL_MAGICS and prog not in _LINE_PARSERS:
         return None
-    if prog in _CELL_MAGICS:
-        return _names(cell_parser(prog))
-    if prog not in _LINE_PARSERS:
-        return None
-    parser: argparse.ArgumentParser = _LINE_PARSERS[prog]()
+    words = _WORD.findall(rest)
+    word = words.pop() if words and rest.endswith(words[-1]) else ""
+    parser: argparse.ArgumentParser = _LINE_PARSERS[prog]() if prog in _LINE_PARSERS else cell_parser(prog)
     commands = next((a.choices for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None)
-    if commands is None:
-        return _names(parser) if rest.rpartition(" ")[2].startswith("-") else None
-    command, has_command, _ = rest.partition(" ")
-    if not has_command:
-        return list(commands)
-    return _names(commands[command]) if command in commands else []
+    if commands is not None:
+        if not words:
+            return sorted(command for command in commands if command.startswith(word)), word
+        command = words.pop(0)
+        if command not in commands:
+            return [], word
+        parser = commands[command]
+    option, equals, value = word.partition("=")
+    if equals and option in parser._option_string_actions:
+        values = _values(parser._option_string_actions[option], value, candidates)
+        return [f"{option}={found}" for found in values or []], word
+    action = _next_action(parser, words)
+    if action is not None and action.option_strings:
+        return _values(action, word, candidates) or [], word
+    options = sorted(name for name in _names(parser) if name.startswith(word))
+    if word.startswith("-"):
+        return options, word
+    values = _values(action, word, candidates)
+    if values is None and commands is None and prog in _LINE_PARSERS:
+        return None  # %push x
+    return [*(values or []), *options], word
+
+
+def _next_action(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Action | None:
+    """What a word behind ``words`` is given to: the option before it, or the next place of those without one."""
+    option, place = None, 0
+    for word in words:
+        if option is not None:
+            option = None  # that was its value
+        elif word in parser._option_string_actions:
+            action = parser._option_string_actions[word]
+            option = action if action.nargs is None else None
+        elif not word.startswith("-"):
+            place += 1
+    places = [action for action in parser._actions if not action.option_strings]
+    if places and places[-1].nargs == "+":
+        place = min(place, len(places) - 1)
+    return option or (places[place] if place < len(places) else None)
+
+
+def _values(action: argparse.Action | None, word: str, candidates: Candidates) -> list[str] | None:
+    """What may stand for a value that begins with ``word``; None where that is not known."""
+    if action is None:
+        return None
+    if action.choices is not None:
+        return sorted(str(choice) for choice in action.choices if str(choice).startswith(word))
+    is_session = action.dest == "name" and not action.option_strings
+    return candidates.of("SESSION" if is_session else str(action.metavar), word)
 
 
 def _names(parser: argparse.ArgumentParser) -> list[str]:

@@ -1,40 +1,22 @@
-"""%%distributed, %%rank, %distributed, %pull and %push: parse the line, call the session, show the result."""
+"""%%distributed, %%rank, %distributed, %pull, %push, %broadcast: parse the line, call the session, show the result."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
-from IPython.display import display
 
-from ..errors import CellSyntaxError, DetrainError, RankError, SessionError, SpecError
-from ..plan import parse_ranks
+from ..errors import CellSyntaxError, DetrainError, SpecError
 from ..session.session import Session
-from ..transport.local import running_sessions
 from . import options
-from .notebook import session_name
-from .options import HelpShown, Settings
+from .commands import SessionCommands
+from .holder import SessionHolder
+from .options import HelpShown
 from .render import LiveCell, RenderOptions
 from .screen import screen_for
-from .transcript import Text
-
-
-@dataclass(frozen=True)
-class StartOptions:
-    """What ``%distributed start`` was asked, kept for ``restart``."""
-
-    count: int | None = None
-    device: str = "auto"
-    backend: str | None = None
-    name: str | None = None
-    no_init: bool = False
-    env: tuple[tuple[str, str], ...] = ()
-    seed: int = 0
-    start: str = "fork"
 
 
 @magics_class
@@ -44,17 +26,15 @@ class DistributedMagics(Magics):
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self._ipython = shell
-        self.session: Session | None = None
-        self.settings = Settings.from_env()
-        self._started_with = StartOptions()
+        self.holder = SessionHolder(shell)
+        self._commands = SessionCommands(shell, self.holder)
         self._cell_parsers = {prog: options.cell_parser(prog) for prog in ("%%distributed", "%%rank")}
         self._parsed: dict[tuple[str, str], Any] = {}
 
-    def end_session(self) -> None:
-        """End the session, where one runs."""
-        session, self.session = self.session, None
-        if session is not None:
-            session.stop()
+    @property
+    def session(self) -> Session | None:
+        """The session that the notebook holds now."""
+        return self.holder.session
 
     # ---- the magics
 
@@ -78,11 +58,14 @@ class DistributedMagics(Magics):
     def distributed_line(self, line: str) -> None:
         """The session of this notebook.
 
-        %distributed start [-n N] [--device auto|cpu|cuda] [--backend NAME] [--name NAME] [--no-init] [--env K=V]
-                           [--seed N] [--start fork|exec]
-        %distributed status | stop | restart [-n N] | list | config [KEY=VALUE] | log [--rank RANKS] [--cell N]
+        %distributed start [--nodes NODES] [-n N] [--fresh] [--device auto|cpu|cuda] [--backend NAME] [--name NAME]
+                           [--no-init] [--env K=V] [--seed N] [--start fork|exec] [--linger S] [--group-timeout S]
+        %distributed doctor [--nodes NODES] | put FILE... [--to FOLDER] | get REMOTE... | data check PATH | shrink
+        %distributed status | where | stop [NAME] | restart [-n N | -r RANKS] | list
+        %distributed interrupt [-r RANKS | --kill RANKS] | replay -r RANKS [--cells 1-4]
+        %distributed attach [NAME] [--steal] | detach | config [KEY=VALUE] | log [--rank RANKS] [--cell N] [--follow]
         """
-        self._guard(lambda: self._run_command(line))
+        self._guard(lambda: self._commands.run(line))
 
     @no_var_expand
     @line_magic
@@ -99,21 +82,28 @@ class DistributedMagics(Magics):
         """Set variables on the ranks to the notebook's values: %push NAME[,NAME...] [-r RANKS]"""
         self._guard(lambda: self._push(line))
 
+    @no_var_expand
+    @line_magic
+    def broadcast(self, line: str) -> None:
+        """Give ranks the variables of another: %broadcast NAME[,NAME...] [--from 0] [-r RANKS]"""
+        self._guard(lambda: self._broadcast(line))
+
     # ---- cells
 
     def _run_cell(self, prog: str, line: str, cell: str) -> None:
         args = self._parse_cell_line(prog, line)
         self._check_syntax(cell)
-        session = self._session_for(getattr(args, "count", None))
+        session = self.holder.for_cell(getattr(args, "count", None))
         number = session.next_cell(at_least=self._execution_count())
-        chosen = parse_ranks(args.ranks, world_size=session.world_size)
-        live = LiveCell(screen_for(self._ipython), chosen, number, self._render_options(args))
+        chosen = session.choose(args.ranks)
+        screen = screen_for(self._ipython)
+        live = LiveCell(screen, chosen, number, self._render_options(args), nodes=session.node_names)
         result = None
         try:
             result = session.run_cell(
                 cell,
                 ranks=args.ranks,
-                timeout_s=args.timeout or self.settings.timeout or None,
+                timeout_s=args.timeout or self.holder.settings.timeout or None,
                 observer=live,
                 values=bool(args.out),
                 number=number,
@@ -148,110 +138,15 @@ class DistributedMagics(Magics):
         except SyntaxError as exc:
             raise CellSyntaxError(exc) from None
 
-    def _session_for(self, count: int | None) -> Session:
-        if self.session is None or not self.session.is_alive:
-            if self.session is not None:
-                raise SessionError(f"session {self.session.name!r} has ended: start another with %distributed restart")
-            self._start(StartOptions(count=count))
-        assert self.session is not None
-        if count not in (None, self.session.world_size):
-            raise UsageError(
-                f"%%distributed: {self.session.world_size} ranks run; "
-                f"to have {count}, %distributed restart -n {count} (their variables are lost)"
-            )
-        return self.session
-
     def _render_options(self, args: Any) -> RenderOptions:
-        max_lines = self.settings.max_lines if args.max_lines is None else args.max_lines
+        max_lines = self.holder.settings.max_lines if args.max_lines is None else args.max_lines
         return RenderOptions(
-            merge=args.merge or self.settings.merge,
-            is_live=self.settings.output == "live",
+            merge=args.merge or self.holder.settings.merge,
+            is_live=self.holder.settings.output == "live",
             is_quiet=args.quiet,
             max_lines=max_lines,
-            max_chars=self.settings.max_chars if max_lines else 0,
+            max_chars=self.holder.settings.max_chars if max_lines else 0,
         )
-
-    # ---- %distributed
-
-    def _run_command(self, line: str) -> None:
-        parser = options.session_parser()
-        args = parser.parse_line(line)
-        if args.command is None:
-            raise HelpShown(parser.format_help())
-        getattr(self, f"_command_{args.command}")(args)
-
-    def _command_start(self, args: Any) -> None:
-        if self.session is not None and self.session.is_alive:
-            raise UsageError(
-                f"%distributed start: {self.session.world_size} ranks run already; "
-                "to start them anew, %distributed restart (their variables are lost)"
-            )
-        wanted = {name: getattr(args, name) for name in StartOptions.__dataclass_fields__}
-        self._start(StartOptions(**{**wanted, "env": tuple(args.env)}))
-        print(self.session)
-
-    def _command_status(self, args: Any) -> None:
-        display(self._running().status())
-
-    def _command_stop(self, args: Any) -> None:
-        self.end_session()
-
-    def _command_restart(self, args: Any) -> None:
-        self.end_session()
-        started_with = self._started_with
-        if args.count is not None:
-            started_with = StartOptions(**{**vars(started_with), "count": args.count})
-        self._start(started_with)
-        print(self.session)
-
-    def _command_list(self, args: Any) -> None:
-        names = running_sessions()
-        own = self.session.name if self.session else None
-        lines = [f"{name}  agent pid {pid}{'  (this notebook)' if name == own else ''}" for name, pid in names.items()]
-        print("\n".join(lines) or "no session runs on this machine")
-
-    def _command_config(self, args: Any) -> None:
-        if args.assignment is None:
-            print(self.settings)
-        else:
-            self.settings = self.settings.changed(args.assignment)
-
-    def _command_log(self, args: Any) -> None:
-        session = self._running()
-        cells = session.log.cells()
-        wanted = args.cell if args.cell >= 0 else (cells[args.cell] if -args.cell <= len(cells) else 0)
-        if wanted not in cells:
-            known = ", ".join(map(str, cells)) or "none so far"
-            raise UsageError(f"%distributed log: cell {args.cell} printed nothing; cells that did: {known}")
-        chosen = parse_ranks(args.ranks, world_size=session.world_size)
-        screen = screen_for(self._ipython)
-        everything = RenderOptions(merge=self.settings.merge, is_live=False, max_lines=0, max_chars=0)
-        live = LiveCell(screen, chosen, wanted, everything)
-        run = session.show_again(wanted, live, ranks=chosen)
-        live.finish(run.bundles())
-        if errors := run.errors():
-            lines = RankError(errors, world_size=len(chosen))._render_traceback_()
-            screen.show(Text("stderr", "\n".join(lines) + "\n"))
-            screen.close()
-
-    def _start(self, wanted: StartOptions) -> None:
-        name = wanted.name or session_name(self._ipython.user_ns)
-        self.session = Session.start(
-            wanted.count,
-            device=wanted.device,
-            backend=wanted.backend,
-            name=name,
-            init=not wanted.no_init,
-            env=dict(wanted.env),
-            seed=wanted.seed,
-            start=wanted.start,
-        )
-        self._started_with = wanted
-
-    def _running(self) -> Session:
-        if self.session is None:
-            raise UsageError("no session runs: start one with %%distributed or %distributed start")
-        return self.session
 
     # ---- values
 
@@ -260,8 +155,8 @@ class DistributedMagics(Magics):
         names = [name for name in args.names.split(",") if name]
         if args.new_name and (len(names) != 1 or not args.new_name.isidentifier()):
             raise UsageError("%pull: --as gives one variable another name, and a name is an identifier")
-        session = self._running()
-        chosen = parse_ranks(args.ranks, world_size=session.world_size)
+        session = self.holder.running()
+        chosen = session.choose(args.ranks)
         found = session.pull(names, ranks=chosen)
         for name in names:
             by_rank = {rank: found[rank][name] for rank in chosen}
@@ -274,7 +169,12 @@ class DistributedMagics(Magics):
         missing = [name for name in names if name not in self._ipython.user_ns]
         if missing:
             raise UsageError(f"%push: there is no variable {missing[0]!r} in the notebook")
-        self._running().push({name: self._ipython.user_ns[name] for name in names}, ranks=args.ranks)
+        self.holder.running().push({name: self._ipython.user_ns[name] for name in names}, ranks=args.ranks)
+
+    def _broadcast(self, line: str) -> None:
+        args = options.broadcast_parser().parse_line(line)
+        names = [name for name in args.names.split(",") if name]
+        self.holder.running().broadcast(names, source=args.source, ranks=args.ranks)
 
     def _guard(self, act: Callable[[], None]) -> None:
         """Help is printed; a wrong line is one line; what the ranks raised fails the cell."""

@@ -25,16 +25,15 @@ def session_name(user_ns: dict[str, Any]) -> str:
     return f"{stem}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
 
 
-def on_shutdown(ipython: Any, act: Callable[[], None]) -> Callable[[], None]:
-    """Call ``act`` when the kernel is shut down for good, not for a restart; returns what undoes it."""
+def on_shutdown(ipython: Any, end: Callable[[], None], detach: Callable[[], None]) -> Callable[[], None]:
+    """Call ``end`` when the kernel is shut down for good, ``detach`` when it restarts; returns what undoes it."""
     kernel = getattr(ipython, "kernel", None)
     if kernel is None:
         return lambda: None
     shut_down = kernel.do_shutdown
 
     def do_shutdown(restart: bool) -> Any:
-        if not restart:
-            act()
+        (detach if restart else end)()
         return shut_down(restart)
 
     kernel.do_shutdown = do_shutdown

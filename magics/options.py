@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import math
 import os
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
@@ -18,8 +21,10 @@ class HelpShown(Exception):
 class LineParser(argparse.ArgumentParser):
     """argparse for a line of a notebook: an error is IPython's UsageError, of which one line is shown."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, bare: str = "leave it out", **options: Any) -> None:
+        """``bare``: what to do about a word too many, which is put in its braces."""
         super().__init__(add_help=False, allow_abbrev=False, **options)
+        self._bare = bare
         self.add_argument("-h", "--help", action=_ShowHelp, help="show this text")
 
     def error(self, message: str) -> NoReturn:
@@ -31,7 +36,49 @@ class LineParser(argparse.ArgumentParser):
             words = shlex.split(line)
         except ValueError as exc:
             raise UsageError(f"{self.prog}: {exc}: {line}") from exc
+        if self._subparsers is not None and words and words[0] in _OPTIONS_OF_COMMANDS:
+            self.error(f"{words[0]} stands behind a command: {self.prog} start {words[0]}")
         return self.parse_args(words)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raises: UsageError for what is left over, in the words of the command that it was said to."""
+        known, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(self._describe_unknown(left))
+        return known, left
+
+    def _describe_unknown(self, words: list[str]) -> str:
+        for word in words:
+            if word.startswith("-"):
+                option = word.partition("=")[0]
+                return f"{option} is no option here{_advice(option, self._option_string_actions)}"
+        return f"{words[0]!r} is one word too many: {self._bare.format(shlex.quote(words[0]))}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        if isinstance(action, argparse._SubParsersAction):
+            self.error(f"{value!r} is no command{_advice(value, action.choices)}")
+        name = action.option_strings[-1] if action.option_strings else str(action.dest)
+        self.error(f"{name} {value!r}{_advice(value, action.choices, is_short=True)}")
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError:
+            if not action.option_strings:
+                raise
+            value = action.metavar or "|".join(map(str, action.choices or ["VALUE"]))
+            self.error(f"{action.option_strings[-1]} needs a value: {action.option_strings[-1]} {value}")
+
+
+def _advice(word: str, known: Iterable[str], *, is_short: bool = False) -> str:
+    """What to write instead of ``word``: what is nearly the same, else all there are."""
+    known = [name for name in known if is_short or name != "-h"]
+    near = difflib.get_close_matches(word, known, n=2, cutoff=0.7)
+    if near and not is_short:
+        return f": did you mean {' or '.join(near)}?"
+    return f": {'give one of' if is_short else 'there are'} {', '.join(known)}"
 
 
 class _ShowHelp(argparse.Action):
@@ -51,6 +98,7 @@ class Settings:
     max_lines: int = 5_000
     max_chars: int = 200_000
     timeout: float = 0.0  # seconds; 0 is none
+    hang: float = 5.0  # seconds that a rank waits for others before the cell says so
 
     @classmethod
     def from_env(cls) -> Settings:
@@ -81,25 +129,44 @@ class Settings:
 _CHOICES = {"output": ("live", "final"), "merge": ("same", "all", "rank0")}
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
 def _positive(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} ranks: a session needs at least 1")
     return number
 
 
 def _not_negative(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is less than 0; 0 is no limit")
     return number
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
+
+
 def _seconds(text: str) -> float:
-    number = float(text)
-    if not number > 0:
+    if not 0 < _number(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} seconds: give more than 0")
-    return number
+    return _number(text)
+
+
+def _seconds_or_0(text: str) -> float:
+    if not 0 <= _number(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} seconds: give 0 or more")
+    return _number(text)
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -109,14 +176,19 @@ def _variable(text: str) -> tuple[str, str]:
     return key, value
 
 
-_positive.__name__ = _not_negative.__name__ = _seconds.__name__ = "number"
-_RANKS_HELP = "ranks like 0,2 or 0-3 or -1 (the last) or all"
+_MEANT_NODES, _MEANT_RANKS = "did you mean --nodes {}?", "did you mean -r {}?"
+_NEED_COMMAS = "several names have commas between them, ranks stand behind -r"
+# Said before any command, where they mean nothing.
+_OPTIONS_OF_COMMANDS = ("-n", "--nodes", "--device", "--backend", "--name", "--fresh", "--env", "--seed")
+_RANKS_HELP = "ranks like 0,2 or 0-3 or -1 (the last) or all, or a node's name"
 
 
 def cell_parser(prog: str = "%%distributed") -> LineParser:
     """``%%distributed``, and ``%%rank`` whose ranks come first."""
     parser = LineParser(
-        prog=prog, description="Run the cell on every rank of the session, and start one where none runs."
+        prog=prog,
+        description="Run the cell on every rank of the session, and start one where none runs.",
+        bare=_MEANT_RANKS if prog != "%%rank" else "several ranks have commas between them, as in 0,2",
     )
     if prog == "%%rank":
         parser.add_argument("ranks", metavar="RANKS", help=_RANKS_HELP)
@@ -141,34 +213,94 @@ def session_parser() -> LineParser:
         prog="%distributed", description="The session of this notebook: ranks that keep their variables."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
-    _add_start(commands.add_parser("start", help="start ranks"))
+    _add_start(commands.add_parser("start", help="start ranks", bare=_MEANT_NODES))
     commands.add_parser("status", help="where every rank is")
-    commands.add_parser("stop", help="end the ranks and all they started")
-    again = commands.add_parser("restart", help="end the ranks and start as many anew, with the same options")
-    again.add_argument("-n", dest="count", type=_positive, metavar="N", help="how many ranks")
+    commands.add_parser("where", help="for every rank its line, its stack, and the collective it waits in")
+    stop = commands.add_parser("stop", help="end the ranks and all they started")
+    stop.add_argument("name", nargs="?", metavar="NAME", help="a session that this notebook does not hold")
+    again = commands.add_parser(
+        "restart", bare=_MEANT_RANKS, help="end the ranks and start as many anew, with the same options"
+    )
+    which = again.add_mutually_exclusive_group()
+    which.add_argument("-n", dest="count", type=_positive, metavar="N", help="how many ranks")
+    which.add_argument("-r", "--ranks", metavar="RANKS", help="only these, fresh; the others keep their variables")
+    again.add_argument(
+        "--env", type=_variable, action="append", default=[], metavar="K=V", help="added to those of the start"
+    )
+    commands.add_parser("shrink", help="after a node was lost: the ranks that are left become one group")
+    interrupt = commands.add_parser(
+        "interrupt", bare=_MEANT_RANKS, help="stop the cells that run, as the stop button does"
+    )
+    who = interrupt.add_mutually_exclusive_group()
+    who.add_argument("-r", "--ranks", metavar="RANKS", help="only KeyboardInterrupt on these, which frees nobody")
+    who.add_argument("--kill", metavar="RANKS", help="replace these by fresh ones: their variables are lost")
+    replay = commands.add_parser(
+        "replay", bare="did you mean --cells {}?", help="run earlier cells again, on ranks that lost their variables"
+    )
+    replay.add_argument("-r", "--ranks", metavar="RANKS", required=True, help=_RANKS_HELP)
+    replay.add_argument("--cells", metavar="CELLS", help="like 1-4,7; default: those that need no other rank")
+    attach = commands.add_parser("attach", help="go on with a session that runs already, and see what was missed")
+    attach.add_argument("name", nargs="?", metavar="NAME", help="default: this notebook's, or the only one")
+    attach.add_argument("--nodes", metavar="NODES", help="where it runs, if it was not started from this machine")
+    attach.add_argument("--steal", action="store_true", help="take it from the notebook that holds it")
+    commands.add_parser("detach", help="leave the ranks running, for a later attach")
     commands.add_parser("list", help="the sessions of this user on this machine")
+    put = commands.add_parser("put", help="copy files and folders to the nodes")
+    put.add_argument("paths", nargs="+", metavar="FILE")
+    put.add_argument("--to", metavar="FOLDER", help="default: where the ranks start")
+    get = commands.add_parser("get", help="copy files and folders from the nodes, each node's into a folder of its own")
+    get.add_argument("paths", nargs="+", metavar="REMOTE", help="relative ones from where the ranks start")
+    get.add_argument("--to", metavar="FOLDER", help="default: the current one")
+    for copy in (put, get):
+        copy.add_argument("--nodes", metavar="NAMES", help="only these nodes of the session, with commas")
+    data = commands.add_parser("data", help="are the same files on every node?")
+    data.add_argument("check", choices=("check",), help="compare count, bytes, and the content of a sample")
+    data.add_argument("path", metavar="PATH")
+    doctor = commands.add_parser(
+        "doctor", bare=_MEANT_NODES, help="can these hosts train together, and what to do if not"
+    )
+    doctor.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts; default: those of the session")
+    doctor.add_argument("--bandwidth", action="store_true", help="measure it too, between the hosts and to here")
+    doctor.add_argument("--fix", action="store_true", help="make our folder there, closed to others; all else is told")
+    doctor.add_argument("--save", action="store_true", help="write what was measured into the nodes file")
     config = commands.add_parser("config", help="show the settings, or change one")
     config.add_argument("assignment", nargs="?", metavar="KEY=VALUE")
-    log = commands.add_parser("log", help="show a cell's output again, whole")
+    log = commands.add_parser("log", bare="did you mean --cell {}?", help="show a cell's output again, whole")
     log.add_argument(
         "--cell",
-        type=int,
+        type=_whole,
         metavar="N",
         help="the number in its prompt; -1 is the last that printed (default)",
         default=-1,
     )
-    log.add_argument("--rank", dest="ranks", metavar="RANKS", help=_RANKS_HELP)
+    log.add_argument("--follow", action="store_true", help="go on showing it until it ends")
+    log.add_argument("-r", "--ranks", "--rank", dest="ranks", metavar="RANKS", help=_RANKS_HELP)
     return parser
 
 
 def _add_start(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", dest="count", type=_positive, metavar="N", help="how many; default: the GPUs, else 2")
+    parser.add_argument("--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],...; default: here")
+    how_many = "how many, on nodes how many on each; default: the GPUs, else 2, on nodes 1"
+    parser.add_argument("-n", dest="count", type=_positive, metavar="N", help=how_many)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--backend", metavar="NAME", help="of the process group; default gloo, with NCCL on GPUs")
     parser.add_argument("--name", metavar="NAME", help="the session's name; default: the notebook's")
+    parser.add_argument("--fresh", action="store_true", help="first end what an earlier kernel has left of it")
+    parser.add_argument(
+        "--no-sync", action="store_true", help="leave the notebook's folder here; else nodes get what changes in it"
+    )
     parser.add_argument("--no-init", action="store_true", help="make no process group")
     parser.add_argument("--env", type=_variable, action="append", default=[], metavar="K=V", help="for the ranks")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="rank r is seeded with N + r")
+    parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="rank r is seeded with N + r")
+    parser.add_argument(
+        "--linger", type=_seconds_or_0, metavar="S", help="how long the ranks wait for the notebook to come back; 600"
+    )
+    parser.add_argument(
+        "--group-timeout",
+        type=_seconds,
+        metavar="S",
+        help="how long a collective waits for another rank; 600 on several nodes",
+    )
     parser.add_argument(
         "--start", choices=("fork", "exec"), default="fork", help="fork: torch is imported once; exec: plain torchrun"
     )
@@ -176,7 +308,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 def pull_parser() -> LineParser:
     """``%pull``."""
-    parser = LineParser(prog="%pull", description="Bring variables of the ranks into the notebook.")
+    parser = LineParser(prog="%pull", bare=_NEED_COMMAS, description="Bring variables of the ranks into the notebook.")
     parser.add_argument("names", metavar="NAME[,NAME...]")
     parser.add_argument("-r", "--ranks", metavar="RANKS", help=f"{_RANKS_HELP}; one rank gives the value itself")
     parser.add_argument("--as", dest="new_name", metavar="NEW", help="the variable's name in the notebook")
@@ -185,7 +317,20 @@ def pull_parser() -> LineParser:
 
 def push_parser() -> LineParser:
     """``%push``."""
-    parser = LineParser(prog="%push", description="Set variables on the ranks to the notebook's values.")
+    parser = LineParser(
+        prog="%push", bare=_NEED_COMMAS, description="Set variables on the ranks to the notebook's values."
+    )
     parser.add_argument("names", metavar="NAME[,NAME...]")
     parser.add_argument("-r", "--ranks", metavar="RANKS", help=_RANKS_HELP)
+    return parser
+
+
+def broadcast_parser() -> LineParser:
+    """``%broadcast``."""
+    parser = LineParser(
+        prog="%broadcast", bare=_MEANT_RANKS, description="Give ranks the variables of another, directly between them."
+    )
+    parser.add_argument("names", metavar="NAME[,NAME...]", help="what belongs together (model,optimizer) in one call")
+    parser.add_argument("--from", dest="source", type=_whole, default=0, metavar="RANK", help="who has them; default 0")
+    parser.add_argument("-r", "--ranks", metavar="RANKS", help=f"who gets them, default all: {_RANKS_HELP}")
     return parser

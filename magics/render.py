@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .screen import Screen
@@ -12,11 +13,13 @@ from .transcript import (
     Bundle,
     Item,
     LineSplitter,
+    Nodes,
     Rich,
     Text,
     Transcript,
     canonical,
     joined,
+    label,
     prefixed_lines,
     rich_items,
 )
@@ -33,13 +36,25 @@ class RenderOptions:
     is_quiet: bool = False
     max_lines: int = 5_000
     max_chars: int = 200_000
+    is_kept: bool = True  # in memory, for the canonical form; else it stands as it came, and nothing takes it away
+    redraws: bool = True  # lines that are not finished, and who is waited for
 
 
 class LiveCell:
     """Observes a cell (session.cells.CellObserver) and draws it on a screen."""
 
-    def __init__(self, screen: Screen, ranks: tuple[int, ...], cell: int, options: RenderOptions) -> None:
+    def __init__(
+        self,
+        screen: Screen,
+        ranks: tuple[int, ...],
+        cell: int,
+        options: RenderOptions,
+        *,
+        nodes: Nodes | None = None,
+    ) -> None:
+        """``nodes``: the names of the ranks' nodes, where they have one."""
         self._screen = screen
+        self._nodes = nodes or {}
         self._options = options
         self._cell = cell
         self._lock = threading.Lock()
@@ -54,11 +69,14 @@ class LiveCell:
         self._waiting = ""
         self._fed_at: dict[tuple[int, str], float] = {}
         self._is_finished = False
+        self._is_shown = False  # all of it, after the end
 
     # ---- while it runs, in the session's thread
 
     def output(self, rank: int, stream: str, text: str) -> None:
         with self._lock:
+            if rank not in self._transcripts:
+                return
             splitter = self._splitters[rank, stream]
             self._fed_at[rank, stream] = time.monotonic()
             self._add_lines(rank, stream, splitter.feed(text))
@@ -66,6 +84,8 @@ class LiveCell:
 
     def display(self, rank: int, bundle: Bundle, display_id: str, is_update: bool) -> None:
         with self._lock:
+            if rank not in self._transcripts:
+                return
             rich = Rich(bundle)
             known = self._displays.get((rank, display_id)) if display_id else None
             if is_update and known is None:
@@ -77,19 +97,26 @@ class LiveCell:
                 if self._is_drawing:
                     self._screen.update(rich, known[0])
                 return
-            self._transcripts[rank].add_rich(rich)
+            if self._options.is_kept:
+                self._transcripts[rank].add_rich(rich)
             own_id = uuid.uuid4().hex if display_id else ""
             if display_id:
                 self._displays[rank, display_id] = (own_id, rich)
-            for item in rich_items({rank: bundle}, is_merging=False):
+            for item in rich_items({rank: bundle}, is_merging=False, nodes=self._nodes):
                 self._show_live(item, own_id if isinstance(item, Rich) else "")
 
     def clear(self, rank: int, wait: bool) -> None:
         with self._lock:
+            if rank not in self._transcripts or not self._options.is_kept:
+                return
             self._transcripts[rank].clear()
             if self._is_drawing and self._screen.can_clear:
                 self._shown = self._canonical()
                 self._screen.replace(self._shown)
+                texts = [item.text for item in self._shown if isinstance(item, Text)]
+                self._room_lines = self._options.max_lines - sum(text.count("\n") for text in texts)
+                self._room_chars = self._options.max_chars - sum(map(len, texts))
+                self._lines_not_shown = 0
 
     def waiting(self, text: str) -> None:
         with self._lock:
@@ -99,6 +126,12 @@ class LiveCell:
     def notice(self, text: str) -> None:
         with self._lock:
             self._screen.show(Text("stderr", f"{text}\n"))
+
+    def checkpoint(self) -> Callable[[], bool]:
+        """Has what was given so far been shown? What is not drawn live, or had no room, is shown at the end."""
+        if self._is_shown or self._is_drawing and not self._lines_not_shown:
+            return self._screen.checkpoint()
+        return lambda: self._is_shown
 
     # ---- when it has ended, in the caller's thread
 
@@ -111,10 +144,26 @@ class LiveCell:
             items = self._canonical()
             shown = sorted(values)[:1] if self._options.merge == "rank0" else sorted(values)
             bundles = {rank: values[rank] for rank in shown}
-            items = joined([*items, *rich_items(bundles, is_merging=self._options.merge == "same")])
+            is_merging = self._options.merge == "same"
+            items = joined([*items, *rich_items(bundles, is_merging=is_merging, nodes=self._nodes)])
             if not self._options.is_quiet:
                 self._screen.settle(items, _rest(joined(self._shown), items))
             self._is_finished = True
+        self._screen.close()
+        self._is_shown = True
+
+    def end(self, values: dict[int, Bundle]) -> None:
+        """The cell has ended: let stand what was shown as it came, with the lines and the values that are left."""
+        with self._lock:
+            for (rank, stream), splitter in self._splitters.items():
+                self._add_lines(rank, stream, splitter.end())
+            for item in rich_items(values, is_merging=False, nodes=self._nodes):
+                self._show_live(item)
+            self._screen.set_transient("")
+            self._is_finished = self._is_shown = True
+
+    def leave(self) -> None:
+        """All that was given is shown when this returns; what comes later is shown below it."""
         self._screen.close()
 
     @property
@@ -124,13 +173,14 @@ class LiveCell:
     def _add_lines(self, rank: int, stream: str, lines: list[str]) -> None:
         if not lines:
             return
-        self._transcripts[rank].add_lines(stream, lines)
+        if self._options.is_kept:
+            self._transcripts[rank].add_lines(stream, lines)
         first_rank = min(self._transcripts)
         if self._options.merge == "rank0" and rank != first_rank:
             return
         count = self._fitting(lines)
         if count:
-            self._show_live(Text(stream, prefixed_lines(rank, lines[:count])))
+            self._show_live(Text(stream, prefixed_lines(rank, lines[:count], self._nodes)))
         self._lines_not_shown += len(lines) - count
 
     def _fitting(self, lines: list[str]) -> int:
@@ -150,14 +200,17 @@ class LiveCell:
     def _show_live(self, item: Item, display_id: str = "") -> None:
         if self._is_drawing or self._is_finished and not self._options.is_quiet:  # what comes late is always shown
             self._screen.show(item, display_id=display_id)
-            self._shown.append(item)
+            if self._options.is_kept:
+                self._shown.append(item)
 
     def _draw_transient(self) -> None:
         """The lines that ranks have not finished, and who is waited for."""
-        if not self._is_drawing or self._is_finished:
+        if not self._is_drawing or self._is_finished or not self._options.redraws:
             return
         lines = [
-            f"[{source[0]}] {s.unfinished}" for source, s in self._splitters.items() if self._is_partial(source, s)
+            f"{label([source[0]], self._nodes)} {s.unfinished}"
+            for source, s in self._splitters.items()
+            if self._is_partial(source, s)
         ]
         if self._lines_not_shown:
             lines.append(f"... {self._lines_not_shown:,} more lines are not shown while the cell runs")
@@ -173,7 +226,7 @@ class LiveCell:
 
     def _canonical(self) -> list[Item]:
         how_to_read = {rank: f"%distributed log --cell {self._cell} --rank {rank}" for rank in self._transcripts}
-        return canonical(self._transcripts, merge=self._options.merge, how_to_read=how_to_read)
+        return canonical(self._transcripts, merge=self._options.merge, how_to_read=how_to_read, nodes=self._nodes)
 
 
 def _rest(shown: list[Item], items: list[Item]) -> list[Item] | None:

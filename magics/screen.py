@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from .transcript import Bundle, Item, Rich, Text
@@ -19,6 +20,7 @@ from .transcript import Bundle, Item, Rich, Text
 _GAP_S = 0.05  # 20 batches a second: a Jupyter server drops above 1,000 messages
 _REDRAW_S = 0.1
 _IDLE_S = 2.0
+_DRAW_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 600.0  # hundreds of megabytes at a server's rate
 _STORED = ("stream", "display_data")
 _RESENT_CHARS = 250_000
@@ -41,11 +43,18 @@ class Screen(Protocol):
     def set_transient(self, text: str) -> None:
         """Lines that are being redrawn; gone when ``text`` is empty."""
 
+    def draw_now(self, text: str) -> None:
+        """``set_transient`` that returns when the lines have been sent: they will stand there no longer."""
+
     def replace(self, items: list[Item]) -> None:
         """Show ``items`` instead of all that was shown."""
 
     def settle(self, items: list[Item], rest: list[Item] | None) -> None:
         """Show the last form, ``items``; ``rest`` is what is left to show of them, None when something else stands."""
+
+    def checkpoint(self) -> Callable[[], bool]:
+        """A question: has all that was given so far been shown?"""
+        ...
 
     def close(self) -> None:
         """All that was given is shown when this returns; more may still come, and is shown at once."""
@@ -69,6 +78,12 @@ class KernelScreen:
         self._outline: list[str] = []  # what was sent and stands in the cell, message by message
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._given = self._sent = 0  # counts of what came in and of what went out
+
+    def checkpoint(self) -> Callable[[], bool]:
+        with self._changed:
+            wanted = self._given
+        return lambda: self._sent >= wanted
 
     def show(self, item: Item, *, display_id: str = "") -> None:
         self._put(*_message(item, display_id))
@@ -80,6 +95,13 @@ class KernelScreen:
         with self._changed:
             self._transient = text
         self._start()
+
+    def draw_now(self, text: str) -> None:
+        with self._changed:
+            self._redrawn_at = 0.0
+        self.set_transient(text)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._has_redrawn(), _DRAW_LIMIT_S)
 
     def replace(self, items: list[Item]) -> None:
         with self._changed:
@@ -116,7 +138,7 @@ class KernelScreen:
         with self._changed:
             self._transient = ""
             self._is_closed = True
-            self._changed.notify()
+            self._changed.notify_all()
         thread.join(_CLOSE_LIMIT_S)
         with self._changed:
             self._thread, self._is_closed = None, False
@@ -127,6 +149,7 @@ class KernelScreen:
     def _put(self, kind: str, content: dict[str, Any]) -> None:
         with self._changed:
             self._waiting.append((kind, content))
+            self._given += 1
         self._start()
 
     def _start(self) -> None:
@@ -134,20 +157,24 @@ class KernelScreen:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="detrain_nb cell output", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._has_redrawn() or self._is_closed, _IDLE_S)
                 batch, self._waiting = _merged(self._waiting), []
+                given = self._given
                 self._outline += [content.get("name", kind) for kind, content in batch if kind in _STORED]
                 is_closed = self._is_closed
                 if not batch and not self._has_redrawn() and not is_closed:
                     self._thread = None  # a later line starts another one
                     return
             unpaced_bytes = self._send_batch(batch)
+            self._sent = given
             self._redraw(now=is_closed)
+            with self._changed:
+                self._changed.notify_all()
             if is_closed and not self._waiting:
                 return
             if self._is_served and unpaced_bytes > _SERVED_BATCH_CHARS // 2:
@@ -218,6 +245,9 @@ class TextScreen:
     def set_transient(self, text: str) -> None:
         """A terminal that others print to has no line of its own to redraw."""
 
+    def draw_now(self, text: str) -> None:
+        """As above."""
+
     def replace(self, items: list[Item]) -> None:
         """What stands on a terminal stays."""
 
@@ -227,6 +257,9 @@ class TextScreen:
             rest = [item for item in items if isinstance(item, Rich) and item not in self._shown]
         for item in rest:
             self.show(item)
+
+    def checkpoint(self) -> Callable[[], bool]:
+        return lambda: True
 
     def close(self) -> None:
         """All was shown at once."""

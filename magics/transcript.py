@@ -1,7 +1,8 @@
 """What each rank said in one cell, within bounds, and its canonical form: the same at every run of the same cell.
 
 While a cell runs, lines appear as they come, so two runs differ in order. The canonical form has the ranks in order,
-stdout before stderr between two rich outputs, and what several ranks said identically once, marked ``[0-3]``.
+stdout before stderr between two rich outputs, and what several ranks said identically once, marked ``[0-3]``; on one
+node that has a name, ``[gpu1:0]``.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import collections
 import difflib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import short_ranks
 
 Bundle = dict[str, Any]
+Nodes = Mapping[int, str]  # the names of the ranks' nodes, of those that have one
 TAIL_LINES = 200
 _PREFIX_CHARS = 5  # "[0] " and the newline
 _DIFF_LINES = 2000  # above this, lines are matched by their position: the diff takes time by the square
@@ -89,8 +91,9 @@ class Transcript:
     def __init__(self, *, max_lines: int, max_chars: int) -> None:
         """Zero means no limit."""
         tail_lines = min(TAIL_LINES, max_lines * 4 // 5) if max_lines else TAIL_LINES
-        self._room_lines = max_lines - tail_lines if max_lines else None
-        self._room_chars = max_chars * 3 // 4 if max_chars else None
+        self._head_lines = max_lines - tail_lines if max_lines else None
+        self._head_chars = max_chars * 3 // 4 if max_chars else None
+        self._room_lines, self._room_chars = self._head_lines, self._head_chars
         self._tail_chars = max_chars // 4 if max_chars else None
         self._head: list[_Lines | Rich] = []
         self._tail: collections.deque[tuple[str, str]] = collections.deque(maxlen=tail_lines)
@@ -120,6 +123,7 @@ class Transcript:
         self._head.clear()
         self._tail.clear()
         self._left_out = 0
+        self._room_lines, self._room_chars = self._head_lines, self._head_chars
 
     def sections(self, how_to_read: str) -> list[tuple[dict[str, list[str]], Rich | None]]:
         """What was said between two rich outputs, by stream, and the rich output that ended it."""
@@ -167,8 +171,11 @@ class Transcript:
         return count
 
 
-def canonical(transcripts: dict[int, Transcript], *, merge: str, how_to_read: dict[int, str]) -> list[Item]:
+def canonical(
+    transcripts: dict[int, Transcript], *, merge: str, how_to_read: dict[int, str], nodes: Nodes | None = None
+) -> list[Item]:
     """The canonical form of a cell. ``merge`` is "same" (identical lines once), "all", or "rank0" (the first rank)."""
+    nodes = nodes or {}
     chosen = sorted(transcripts)[:1] if merge == "rank0" else sorted(transcripts)
     by_rank = {rank: transcripts[rank].sections(how_to_read[rank]) for rank in chosen}
     items: list[Item] = []
@@ -176,15 +183,16 @@ def canonical(transcripts: dict[int, Transcript], *, merge: str, how_to_read: di
         here = {rank: sections[index] for rank, sections in by_rank.items() if index < len(sections)}
         for stream in ("stdout", "stderr"):
             lines = {rank: said[stream] for rank, (said, _) in here.items() if said[stream]}
-            text = "".join(_prefixed(ranks, line) for ranks, line in merge_lines(lines, is_merging=merge == "same"))
+            merged = merge_lines(lines, is_merging=merge == "same")
+            text = "".join(f"{label(ranks, nodes)} {line}\n" for ranks, line in merged)
             if text:
                 items.append(Text(stream, text))
         riches = {rank: rich.bundle for rank, (_, rich) in here.items() if rich}
-        items += rich_items(riches, is_merging=merge == "same")
+        items += rich_items(riches, is_merging=merge == "same", nodes=nodes)
     return joined(items)
 
 
-def rich_items(bundles: dict[int, Bundle], *, is_merging: bool) -> list[Item]:
+def rich_items(bundles: dict[int, Bundle], *, is_merging: bool, nodes: Nodes | None = None) -> list[Item]:
     """Rich outputs of the ranks, identical ones once; text goes out with its ranks before it, so does an image's."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(bundles):
@@ -193,19 +201,21 @@ def rich_items(bundles: dict[int, Bundle], *, is_merging: bool) -> list[Item]:
     items: list[Item] = []
     for ranks in groups.values():
         bundle = bundles[ranks[0]]
-        label = f"[{short_ranks(ranks)}] "
+        prefix = f"{label(ranks, nodes or {})} "
         text = bundle.get("text/plain", "")
-        indented = label + text.replace("\n", "\n" + " " * len(label))
+        indented = prefix + text.replace("\n", "\n" + " " * len(prefix))
         if set(bundle) == {"text/plain"}:
             items.append(Rich({"text/plain": indented}))
         else:
-            items += [Text("stdout", f"{label.rstrip()}\n"), Rich(bundle)]
+            items += [Text("stdout", f"{prefix.rstrip()}\n"), Rich(bundle)]
     return items
 
 
-def merge_lines(lines: dict[int, list[str]], *, is_merging: bool) -> Iterator[tuple[tuple[int, ...], str]]:
+def merge_lines(lines: dict[int, list[str]], *, is_merging: bool) -> Iterator[_Marked]:
     """The lines of several ranks in order of rank, those that stand in the same place of several ranks' output once."""
-    merged: list[tuple[tuple[int, ...], str]] = []
+    if is_merging and max(map(len, lines.values()), default=0) > _DIFF_LINES:
+        return iter(_merge_by_place(lines))
+    merged: list[_Marked] = []
     for rank in sorted(lines):
         mine: list[_Marked] = [((rank,), line) for line in lines[rank]]
         merged = _merge_two(merged, mine) if is_merging and merged else merged + mine
@@ -250,11 +260,14 @@ def joined(items: Iterable[Item]) -> list[Item]:
     return result
 
 
-def prefixed_lines(rank: int, lines: list[str]) -> str:
+def label(ranks: Sequence[int], nodes: Nodes) -> str:
+    """Who says it: ``[0-3]``, or ``[gpu1:0-1]`` when all of them are on one node that has a name."""
+    names = {nodes.get(rank, "") for rank in ranks}
+    name = names.pop() if len(names) == 1 else ""
+    return f"[{name}:{short_ranks(ranks)}]" if name else f"[{short_ranks(ranks)}]"
+
+
+def prefixed_lines(rank: int, lines: list[str], nodes: Nodes | None = None) -> str:
     """Finished lines of one rank as they are shown live."""
-    prefix = f"[{rank}] "
+    prefix = f"{label([rank], nodes or {})} "
     return prefix + f"\n{prefix}".join(lines) + "\n"
-
-
-def _prefixed(ranks: tuple[int, ...], line: str) -> str:
-    return f"[{short_ranks(ranks)}] {line}\n"

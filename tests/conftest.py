@@ -5,7 +5,8 @@ takes `needs_debian` and calls it. Both skip with the command that installs it. 
 is a failure unless its reason says GPU; so is a missing Debian package, unless SYSTEM_DEPS=no or the user is not root
 (then the Makefile could not install it).
 
-Fixtures of a room stand in ``tests/<room>/conftest.py``.
+Fixtures of a room stand in ``tests/<room>/conftest.py``; those for any room, `testbed` and `make_testbed`, in
+``tests/testbed/fixtures.py``.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from pathlib import Path
 
 import pytest
 
-# What shows that a package is there: a program on PATH, or a file. Other systems may bring it in their own way.
+# Nothing where tests/test_skips.py has this file alone in a folder.
+pytest_plugins = [f"{__package__}.testbed.fixtures"] if __package__ else []
+
+# What shows that a package is there: a program, or a file. Other systems may bring it in their own way.
 DEBIAN = {
     "chromium": "chromium",
     "dataset-fashion-mnist": "/usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz",
+    "iproute2": "ip",
+    "openssh-server": "sshd",
 }
+FOR_ADMINISTRATORS = "/usr/sbin:/sbin"  # programs here may be missing on a user's PATH
 ADVICE = "apt-get install"
 
 
@@ -34,9 +41,13 @@ def needs_debian() -> Callable[..., None]:
 
 
 def _skip_without(*packages: str) -> None:
-    missing = [name for name in packages if not (shutil.which(DEBIAN[name]) or Path(DEBIAN[name]).exists())]
+    missing = [name for name in packages if not _is_there(DEBIAN[name])]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}: run '{ADVICE} {' '.join(missing)}' as root")
+
+
+def _is_there(sign: str) -> bool:
+    return bool(shutil.which(sign) or shutil.which(sign, path=FOR_ADMINISTRATORS)) or Path(sign).exists()
 
 
 def pytest_configure() -> None:

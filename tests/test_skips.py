@@ -13,28 +13,35 @@ import pytest
 TESTS = """
 import pytest
 
+@pytest.mark.slow
 @pytest.mark.skip(reason="needs a GPU")
 def test_gpu(): pass
 
+@pytest.mark.slow
 @pytest.mark.skip(reason="needs a GPU")
 def test_gpu_too(): pass
 
+@pytest.mark.slow
 @pytest.mark.xfail(reason="known", run=False)
 def test_expected_to_fail(): pass
 
+@pytest.mark.slow
 def test_passes(): pass
 """
 SKIPPED_FOR_NO_GOOD_REASON = """
+@pytest.mark.slow
 def test_lazy():
     pytest.skip("takes too long")
 """
 SKIPPED_FOR_A_PACKAGE = """
+@pytest.mark.slow
 @pytest.mark.needs_debian("chromium")
 def test_browser(): pass
 
 @pytest.fixture(scope="module")
 def page(needs_debian): needs_debian("dataset-fashion-mnist", "chromium")
 
+@pytest.mark.slow
 def test_page(page): pass
 """
 
@@ -62,6 +69,7 @@ def run(tmp_path: Path):
     return run_pytest
 
 
+@pytest.mark.slow
 def test_skips_are_counted_by_reason(run) -> None:
     done = run(TESTS + SKIPPED_FOR_NO_GOOD_REASON)
     assert done.returncode == 0, done.stdout
@@ -69,12 +77,14 @@ def test_skips_are_counted_by_reason(run) -> None:
     assert "    2  needs a GPU\n    1  takes too long\n" in summary
 
 
+@pytest.mark.slow
 def test_ci_allows_a_missing_gpu(run) -> None:
     done = run(TESTS, DETRAIN_NB_CI="1")
     assert done.returncode == 0, done.stdout
     assert "1 passed, 2 skipped, 1 xfailed" in done.stdout
 
 
+@pytest.mark.slow
 def test_ci_fails_on_any_other_skip(run) -> None:
     done = run(TESTS + SKIPPED_FOR_NO_GOOD_REASON, DETRAIN_NB_CI="1")
     assert done.returncode == 1
@@ -82,6 +92,7 @@ def test_ci_fails_on_any_other_skip(run) -> None:
     assert "1 failed, 1 passed, 2 skipped" in done.stdout
 
 
+@pytest.mark.slow
 def test_ci_fails_on_a_module_that_is_skipped(run) -> None:
     source = "import pytest\npytest.skip('no time', allow_module_level=True)\n"
     assert run(source).returncode == 5  # nothing ran
@@ -90,6 +101,7 @@ def test_ci_fails_on_a_module_that_is_skipped(run) -> None:
     assert "skipped: no time" in done.stdout
 
 
+@pytest.mark.slow
 def test_missing_package_is_skipped_with_the_command_that_installs_it(run) -> None:
     done = run(TESTS + SKIPPED_FOR_A_PACKAGE)
     assert done.returncode == 0, done.stdout
@@ -97,6 +109,7 @@ def test_missing_package_is_skipped_with_the_command_that_installs_it(run) -> No
     assert "'apt-get install dataset-fashion-mnist chromium' as root" in done.stdout
 
 
+@pytest.mark.slow
 def test_ci_allows_a_missing_package_only_where_it_could_not_install_it(run) -> None:
     assert run(SKIPPED_FOR_A_PACKAGE.join(["import pytest\n", ""]), DETRAIN_NB_CI="1", SYSTEM_DEPS="no").returncode == 0
     done = run(TESTS + SKIPPED_FOR_A_PACKAGE, DETRAIN_NB_CI="1")
@@ -109,6 +122,7 @@ def test_package_that_is_there_skips_nothing(run, tmp_path: Path) -> None:
     assert "2 passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_unknown_package_is_an_error_of_the_test(run) -> None:
     done = run("import pytest\n@pytest.mark.needs_debian('chrome')\ndef test_x(): pass\n")
     assert done.returncode == 1

@@ -5,33 +5,44 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from detrain_nb import values
 from detrain_nb.errors import WireError
 from detrain_nb.wire import (
     MAX_BODY_BYTES,
+    MAX_DESCRIPTION_BYTES,
     MAX_HEADER_BYTES,
+    MAX_ORDER_HEADER_BYTES,
     CellFailed,
     Frame,
     FrameReader,
+    Inspection,
     Link,
     LinkClosed,
     Output,
     Piece,
+    RanCell,
     RunCell,
     Value,
+    count_values,
+    json_body,
+    parse_bundle,
     to_frame,
 )
 
 MESSAGES = [
-    RunCell([0, 1], 7, "print('é')"),
+    RunCell([0, 1], [1, 2], 7, "print('é')"),
     Output(1, 7, "stdout", b"\x00\xffbytes"),
-    CellFailed(0, 7, 0.25, True, "ValueError", "bad", ["line 1"], False),
-    Value(3, 1, "x", {"tensor": ["float32", [4]]}),
+    CellFailed(0, 7, 0.25, True, True, "ValueError", "bad", ["line 1"], False),
+    Value(3, 1, "x", json_body({"tensor": ["float32", [4]]})),
+    RanCell([0], 7, "print('é\ud800')", 1, False, [], False),
+    Inspection(0, 1, "help\n"),
     Piece([2], 9, "x", 0, b"abc"),
 ]
 
@@ -60,7 +71,7 @@ def _frame(header: object, body: bytes = b"") -> Frame:
     return Frame(0, text, body)
 
 
-RUN_CELL = {"type": "RunCell", "ranks": [0], "cell": 1, "code": "x"}
+RUN_CELL = {"type": "RunCell", "ranks": [0], "incarnations": [1], "cell": 1, "code": "x"}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +80,10 @@ RUN_CELL = {"type": "RunCell", "ranks": [0], "cell": 1, "code": "x"}
         (_frame(b"{"), "not JSON"),
         (_frame(b"[" * 100_000), "not JSON"),
         (_frame(b"\xff"), "not JSON"),
+        (_frame('{"type":"RequestFailed","rank":0,"request":0,"error":"é"}'.encode()), "plain ASCII"),
+        (_frame(b'{"type":"RequestFailed","rank":0,"request":0,"error":"\x7f"}'), "plain ASCII"),
+        (_frame({"type": "Inspection", "rank": 0, "request": 0}, b"\xff"), "not text"),
+        (_frame({"type": "Inspection", "rank": 0, "request": 0, "text": "x"}), "no field 'text'"),
         (_frame([1]), "not a JSON object"),
         (_frame({"type": "Message"}), "no known type"),
         (_frame({"type": "__class__"}), "no known type"),
@@ -78,7 +93,11 @@ RUN_CELL = {"type": "RunCell", "ranks": [0], "cell": 1, "code": "x"}
         (_frame({**RUN_CELL, "ranks": [0, "1"]}), "RunCell.ranks is a list"),
         (_frame({**RUN_CELL, "code": None}), "RunCell.code is a NoneType"),
         (_frame({**RUN_CELL, "more": 1}), "no field 'more'"),
-        (_frame({"type": "RunCell", "ranks": [0], "cell": 1}), "lacks code"),
+        (_frame({"type": "RunCell", "ranks": [0], "incarnations": [1], "cell": 1}), "lacks code"),
+        (
+            _frame({"type": "CellDone", "rank": 0, "cell": 1, "seconds": 1 << 1100, "has_group": True}),
+            "seconds is a int",
+        ),
         (_frame(RUN_CELL, b"body"), "RunCell has a body"),
         (_frame(b'{"type":"RequestDone","rank":0,"request":NaN}'), "NaN"),
     ],
@@ -93,6 +112,81 @@ def test_what_is_not_a_message_is_refused(frame: Frame, complaint: str) -> None:
 def test_frame_of_absurd_size_is_refused_before_it_arrives(sizes: tuple[int, int]) -> None:
     with pytest.raises(WireError, match="more than any message has"):
         FrameReader().feed(struct.pack("!IIQ", *sizes, 0))
+
+
+WORST = ["{},", "[],", '{"":0},', '{"a":[0.5]},', '"ab",', "0.5,", "1234567,"]
+
+
+@pytest.mark.parametrize("part", WORST)
+def test_longest_header_of_a_node_takes_no_more_memory_than_a_large_message(part: str) -> None:
+    """What Python makes of JSON is many times as large: of 16 MB some 400."""
+    begin, end = b'{"rank":0,"request":0,"known":[', b'0],"type":"Collectives"}'
+    count = (MAX_HEADER_BYTES - len(begin) - len(end)) // len(part)
+    data = Frame(0, begin + part.encode() * count + end, b"").to_bytes()
+    assert MAX_HEADER_BYTES - 100 < len(data) < MAX_HEADER_BYTES + 100
+    peak_bytes = _peak_bytes(lambda: _read(data))
+    assert 2 * MAX_HEADER_BYTES < peak_bytes < MAX_BODY_BYTES
+
+
+def test_description_of_a_value_that_nobody_asked_for_is_not_parsed() -> None:
+    data = to_frame(Value(0, 1, "x", b"[" + b"{}," * (MAX_DESCRIPTION_BYTES // 3 - 2) + b"0]")).to_bytes()
+    peak_bytes = _peak_bytes(lambda: _read(data))
+    assert peak_bytes < 4 * MAX_DESCRIPTION_BYTES
+    message = _read(data)
+    assert isinstance(message, Value) and len(message.description) == MAX_DESCRIPTION_BYTES // 3 - 1
+
+
+def test_description_that_is_longer_than_any_is_refused_unread() -> None:
+    message = Value(0, 1, "x", b"[" * (MAX_DESCRIPTION_BYTES + 1))
+    with pytest.raises(WireError, match="more than any has"):
+        message.description  # noqa: B018
+    assert MAX_DESCRIPTION_BYTES == values.MAX_DESCRIPTION_BYTES
+
+
+def _read(data: bytes) -> object:
+    [frame] = FrameReader().feed(data)
+    return frame.message()
+
+
+def _peak_bytes(act: Callable[[], object]) -> int:
+    """The most memory that Python has held at once."""
+    tracemalloc.start()
+    try:
+        act()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("part", ["[],", '{"":{}},', '"",', "0,", '"\\\\",', '"\\"",'])
+def test_bundle_of_more_values_than_any_has_is_refused_before_it_takes_memory(part: str) -> None:
+    data = b'{"a":[' + part.encode() * (MAX_BODY_BYTES // 4 // len(part)) + b"0]}"
+
+    def parse() -> None:
+        with pytest.raises(WireError, match="more values"):
+            parse_bundle(data)
+
+    assert _peak_bytes(parse) < 12 * len(data)
+
+
+def test_text_of_a_bundle_may_be_long_whatever_is_in_it() -> None:
+    bundle = {"text/html": '<a href="x">[1, 2],{}\\</a>' * 100_000, "text/plain": "x"}
+    assert count_values(json_body(bundle)) < 10
+    assert parse_bundle(json_body(bundle)) == bundle
+
+
+@pytest.mark.parametrize("data", [b"[]", b'"x"', b"1", b"null"])
+def test_bundle_that_is_no_table_is_refused(data: bytes) -> None:
+    with pytest.raises(WireError, match="mime type"):
+        parse_bundle(data)
+
+
+def test_notebook_may_say_more_in_a_header() -> None:
+    data = to_frame(RunCell([0], [1], 1, "x" * (MAX_HEADER_BYTES + 1))).to_bytes()
+    [frame] = FrameReader(max_header_bytes=MAX_ORDER_HEADER_BYTES).feed(data)
+    assert len(frame.message().code) == MAX_HEADER_BYTES + 1  # type: ignore[attr-defined]
+    with pytest.raises(WireError, match="more than any message has"):
+        FrameReader().feed(data)
 
 
 @given(st.binary(max_size=200))
@@ -134,4 +228,4 @@ def test_link_says_that_the_other_end_is_gone(ends: tuple[Link, Link]) -> None:
     with pytest.raises(LinkClosed):
         sender.receive()
     with pytest.raises(LinkClosed):
-        sender.send(RunCell([0], 1, "x"))
+        sender.send(RunCell([0], [1], 1, "x"))

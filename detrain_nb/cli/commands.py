@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from .. import __version__
+from ..agents import running_sessions
 from ..errors import DetrainError, SpecError
-from ..transport.local import running_sessions
 from .notebook_file import read_notebook, save, summary
 from .notebook_run import FAILED, NotebookRun
 
@@ -82,7 +82,8 @@ def _run(args: argparse.Namespace) -> int:
         notebook,
         folder=args.notebook.absolute().parent,
         # The name of its session comes from here. The executed notebook's path: the other may be open in Jupyter.
-        env={**os.environ, "DETRAIN_NB_NOTEBOOK": str(output.absolute())},
+        # nobody comes back to the ranks of a run that was killed
+        env={**os.environ, "DETRAIN_NB_NOTEBOOK": str(output.absolute()), "DETRAIN_NB_LINGER": "0"},
         kernel=args.kernel,
         timeout_s=args.timeout,
     )

@@ -2,14 +2,14 @@
 
 It listens on one Unix socket in a folder that only its user can enter. The notebook, and the workers that the launcher
 starts, connect to it; it hands messages down to the workers, numbers and spools what they say, and gives it to the
-notebook at the notebook's pace. It starts the launcher, and with its end ends every process of the session.
+notebook at the notebook's pace. When its notebook is gone it keeps the ranks for a while, and gives the next one what
+nobody has shown. It starts the launcher, and with its end ends every process of the session.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes.util
-import fcntl
+import math
 import os
 import platform
 import shutil
@@ -18,14 +18,20 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 import traceback
 import uuid
 from pathlib import Path
 
+from ..agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, READY, SOCKET_NAME
 from ..errors import WireError
-from ..launch import usable_cpus
+from ..launch import STORE_FD_VARIABLE, usable_cpus
+from ..locks import take_lock
 from ..wire import (
+    MAX_HEADER_BYTES,
+    MAX_ORDER_HEADER_BYTES,
     PROTOCOL,
+    Acknowledge,
     Attach,
     Attached,
     EndSession,
@@ -35,79 +41,69 @@ from ..wire import (
     Link,
     LinkClosed,
     Message,
+    OpenStore,
     Piece,
+    Received,
     Refused,
+    Renumber,
+    StoreOpened,
     Value,
     WorkerUp,
     to_frame,
 )
+from .gpus import count_gpus
 from .loop import Loop
-from .processes import adopt_orphans, die_with_parent, end_descendants
+from .memory import Memory
+from .processes import adopt_orphans, descendants, die_with_parent, end_descendants
 from .spool import Spool
 
-SOCKET_NAME = "agent.sock"
-PID_NAME = "agent.pid"
-READY = "detrain-nb agent ready"
+_ATTACH_LIMIT_S = 30.0
 _END_LIMIT_S = 4.0
+_LONGEST_WAIT_S = 3600.0
 _FULL_BYTES = 16 << 20
+_SMALL_BYTES = 1 << 16
+_CONFIRM_GAP_S = 0.02
 _LOG_TAIL_BYTES = 4000
+_STORE_BACKLOG = 128
 
 
-def main(folder: Path) -> None:
-    """Serve one session in ``folder``, then remove it."""
+def main(folder: Path, lock: int | None = None) -> None:
+    """Serve one session in ``folder``, then remove it. ``lock``: the folder's, where who starts us holds it."""
     users_umask = os.umask(0o077)
     os.chdir(folder)
-    with open("lock", "w", encoding="ascii") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    if lock is None:
+        lock = take_lock(folder / LOCK_NAME, is_new=True)
+        if lock is None:
             sys.exit(f"another agent serves {folder}")
-        agent = _Agent(folder, users_umask)
+    os.set_inheritable(lock, False)  # it is held as long as we live, and no longer
+    agent = _Agent(folder, users_umask)
+    try:
         Path(PID_NAME).write_text(str(os.getpid()), encoding="ascii")
-        os.write(1, f"{READY}\n".encode())  # in one piece: the starter hangs up when it has read it
+        os.write(1, READY)  # in one piece: the starter hangs up when it has read it
         _leave_the_starter()
-        try:
-            agent.run()
-        except Exception as exc:
-            agent.say_last_words(f"the agent failed: {exc!r}, at {traceback.extract_tb(exc.__traceback__)[-1]}")
-            raise
-        finally:
-            ended = folder.with_name(f".ended-{os.getpid()}")
-            folder.rename(ended)  # the name is free from now on
-            agent.end()
+        agent.run()
+    except Exception as exc:
+        agent.say_last_words(f"the agent failed: {exc!r}, at {traceback.extract_tb(exc.__traceback__)[-1]}")
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is under way
+        ended = _free_the_name(folder)
+        agent.end()
+        if ended:
+            _let_go_of_files(lock)
             shutil.rmtree(ended, ignore_errors=True)
 
 
-def count_gpus() -> int:
-    """The GPUs that a process started here may use, without a CUDA call: NVML counts, nvidia-smi does without it."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        chosen = [device for device in visible.split(",") if device.strip() not in ("", "-1")]
-        return min(len(chosen), _count_with_nvml())
-    return _count_with_nvml()
-
-
-def _count_with_nvml() -> int:
+def _free_the_name(folder: Path) -> Path | None:
+    """Another session may have the name from now on; returns where the folder is, None where somebody removed it."""
+    ended = folder.with_name(f"{ENDED_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return _count_with_nvidia_smi()
-    count = ctypes.c_uint(0)
-    if nvml.nvmlInit_v2() != 0:
-        return 0
-    failed = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    nvml.nvmlShutdown()
-    return 0 if failed else count.value
-
-
-def _count_with_nvidia_smi() -> int:
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10, check=True)
-    except (subprocess.SubprocessError, OSError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        if os.path.samestat(folder.lstat(), os.stat(".")):
+            folder.rename(ended)
+            return ended
+    except OSError as exc:
+        print(f"the folder stays for now: {exc}", file=sys.stderr)
+    return None
 
 
 class _Agent:
@@ -117,10 +113,15 @@ class _Agent:
         self._incarnation = uuid.uuid4().hex
         self._loop = Loop()
         self._spool = Spool(folder)
+        self._memory = Memory()
         self._notebook: Link | None = None
+        self._holder = ""
+        self._received = 0  # the number of the last message of the notebook, where it counts them
+        self._confirm_at: float | None = None  # when that is to be said, if nothing else is before
+        self._store: socket.socket | None = None
+        self._ends_at: float | None = time.monotonic() + _ATTACH_LIMIT_S  # unless a notebook attaches before
         self._workers: dict[int, Link] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._ranks: list[int] = []
         self._is_ending = False
         self._listener = socket.socket(socket.AF_UNIX)
         Path(SOCKET_NAME).unlink(missing_ok=True)
@@ -137,19 +138,20 @@ class _Agent:
         adopt_orphans()
 
     def run(self) -> None:
-        """Serve until the session ends, or its notebook is gone."""
+        """Serve until the session ends, or its notebook has been gone for too long."""
         self._loop.add(self._listener.fileno(), self._accept)
         self._loop.add(self._child_ended, self._on_child_ended)
         while not self._is_ending:
-            self._loop.once()
+            self._loop.once(_seconds_until(self._ends_at, self._confirm_at))
             self._feed_notebook()
             self._hold_back()
+            self._is_ending = self._is_ending or (self._ends_at is not None and time.monotonic() >= self._ends_at)
 
     def _hold_back(self) -> None:
         """Do not read values faster than the other side takes them."""
+        for worker in self._workers.values():
+            self._loop.pause(worker, bool(self._notebook and self._notebook.waiting_bytes > _FULL_BYTES))
         if self._notebook:
-            for worker in self._workers.values():
-                self._loop.pause(worker, self._notebook.waiting_bytes > _FULL_BYTES)
             is_any_full = any(worker.waiting_bytes > _FULL_BYTES for worker in self._workers.values())
             self._loop.pause(self._notebook, is_any_full)
 
@@ -166,10 +168,8 @@ class _Agent:
                 link.flush()
             link.close()  # a worker takes this as the end, and ends its rank
         if self._launcher:
-            try:
-                self._launcher.wait(_END_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                self._launcher.kill()
+            _wait_for_workers(self._launcher)
+            self._launcher.kill()  # torchrun's engine waits for other nodes, which may be lost
         end_descendants()
         self._spool.close()
         self._listener.close()
@@ -186,7 +186,7 @@ class _Agent:
             return
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        link = Link(sock)
+        link = Link(sock, max_header_bytes=MAX_ORDER_HEADER_BYTES)
         self._loop.add(link, lambda: self._first_message(link))
 
     def _first_message(self, link: Link) -> None:
@@ -198,40 +198,81 @@ class _Agent:
             message = frames[0].message()
             if isinstance(message, WorkerUp):
                 self._workers[message.rank] = link
+                link.limit_headers(MAX_HEADER_BYTES)  # as the notebook, which would take us for somebody else
                 self._loop.add(link, lambda: self._from_worker(link))
                 self._spool_frames(frames[1:])
             elif isinstance(message, Attach):
-                self._attach(link, message)
-                for frame in frames[1:]:
-                    self._handle(frame)
+                if self._attach(link, message):
+                    self._handle_all(frames[1:])
             else:
                 raise WireError(f"{type(message).__name__} does not introduce anybody")
         except WireError:
             self._hang_up(link)
 
-    def _attach(self, link: Link, message: Attach) -> None:
-        if self._notebook is not None:
-            link.send(Refused(f"a notebook is attached to session {message.session!r} already"))
+    def _attach(self, link: Link, message: Attach) -> bool:
+        """Serve another notebook from now on; False when it is refused."""
+        if refusal := self._why_refuse(message):
+            with contextlib.suppress(LinkClosed):
+                link.send(Refused(refusal))
             self._hang_up(link)
-            return
+            return False
+        if self._notebook is not None:
+            self.say_last_words(
+                f"session {message.session!r} was taken over by {message.holder}: "
+                "%distributed attach --steal takes it back"
+            )
+            self._lose_notebook()
+        self._notebook, self._holder, self._ends_at, self._confirm_at = link, message.holder, None, None
+        if not message.resumes:
+            self._received = 0
+        with contextlib.suppress(OSError):  # a full disk
+            Path(HOLDER_NAME).write_text(message.holder, encoding="utf-8", errors="replace")
+        self._loop.add(link, self._from_notebook)
+        sent = self._spool.sent
+        self._spool.rewind()
+        with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+            for frame in self._memory.told():
+                link.send_bytes(frame.to_bytes())
+            link.send(self._describe(sent))
+        return True
+
+    def _why_refuse(self, message: Attach) -> str:
+        """Empty when the notebook may have the session; its own one always may: the other connection is half-open."""
         if message.protocol != PROTOCOL:
             spoken = f"the notebook speaks protocol {message.protocol}, this node {PROTOCOL}"
-            link.send(Refused(f"{spoken}: install one version of detrain_nb on both"))
-            self._hang_up(link)
-            return
-        self._notebook = link
-        self._loop.add(link, self._from_notebook)
-        link.send(
-            Attached(
-                self._incarnation,
-                os.getpid(),
-                platform.node(),
-                gpus=count_gpus(),
-                cpus=usable_cpus(),
-                last_number=self._spool.last_number,
-                ranks=self._ranks,
-            )
+            return f"{spoken}: install one version of detrain_nb on both"
+        if message.resumes and message.holder != self._holder:
+            return f"session {message.session!r} was taken over by {self._holder} meanwhile"
+        is_owner = message.holder in (message.session, self._holder)
+        if self._notebook is None or message.steal or is_owner:
+            return ""
+        return f"session {message.session!r} is held by {self._holder}: %distributed attach --steal takes it over"
+
+    def _describe(self, sent: int) -> Attached:
+        return Attached(
+            self._incarnation,
+            os.getpid(),
+            platform.node(),
+            gpus=count_gpus(),
+            cpus=usable_cpus(),
+            last_number=self._spool.last_number,
+            acknowledged=self._spool.acknowledged,
+            sent=sent,
+            ranks=self._memory.ranks,
+            with_group=self._memory.with_group,
+            generation=self._memory.generation,
+            info=self._memory.info,
+            received=self._received,
         )
+
+    def _lose_notebook(self) -> None:
+        """The ranks go on, and what they say is kept for the next notebook, until nobody has come for too long."""
+        assert self._notebook is not None
+        with contextlib.suppress(LinkClosed):
+            self._notebook.flush()
+        self._hang_up(self._notebook)
+        self._notebook = self._confirm_at = None
+        self._ends_at = time.monotonic() + self._memory.linger_s
 
     def _hang_up(self, link: Link) -> None:
         self._loop.remove(link)
@@ -242,18 +283,32 @@ class _Agent:
     def _from_notebook(self) -> None:
         assert self._notebook is not None
         try:
-            for frame in self._notebook.receive():
-                self._handle(frame)
+            self._handle_all(self._notebook.receive())
         except WireError as exc:
             if not isinstance(exc, LinkClosed):
                 self.say_last_words(f"the agent could not read a message: {exc}")
-            self._hang_up(self._notebook)
-            self._notebook = None
-            self._is_ending = True  # its notebook is gone
+            if self._notebook is not None:
+                self._lose_notebook()
+
+    def _handle_all(self, frames: list[Frame]) -> None:
+        """Take what the notebook said; what is said again on another connection only once."""
+        received = self._received
+        for frame in frames:
+            if frame.number == 0 or frame.number > self._received:
+                self._received = max(self._received, frame.number)
+                self._handle(frame)
+        if self._received > received:
+            is_large = sum(len(frame.body) for frame in frames) > _SMALL_BYTES  # the notebook waits to send more
+            self._confirm_at = min(self._confirm_at or math.inf, time.monotonic() + (0 if is_large else _CONFIRM_GAP_S))
 
     def _handle(self, frame: Frame) -> None:
         message = frame.message()
-        if isinstance(message, Launch):
+        self._memory.note_down(message)
+        if isinstance(message, Acknowledge):
+            self._spool.acknowledge(message.number)
+        elif isinstance(message, OpenStore):
+            self._say(self._open_store(message.address))
+        elif isinstance(message, Launch):
             self._launch(message)
         elif isinstance(message, EndSession):
             self._is_ending = True
@@ -261,6 +316,9 @@ class _Agent:
             data = frame.to_bytes()
             for rank in getattr(message, "ranks", []):
                 self._to_worker(rank, data)
+            if isinstance(message, Renumber):
+                number = dict(zip(message.ranks, message.numbers))
+                self._workers = {number.get(rank, rank): link for rank, link in self._workers.items()}
 
     def _to_worker(self, rank: int, data: bytes) -> None:
         link = self._workers.get(rank)
@@ -268,14 +326,30 @@ class _Agent:
             with contextlib.suppress(LinkClosed):  # its reader meets the end as well
                 link.send_bytes(data)
 
+    def _open_store(self, address: str) -> StoreOpened:
+        """Bind the store's socket here, where the port is known before any rank has imported torch."""
+        try:
+            family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+            self._store = socket.create_server((address, 0), family=family, backlog=_STORE_BACKLOG)
+        except (OSError, ValueError) as exc:  # a name that no resolver takes
+            return StoreOpened(0, f"the store cannot listen on {address} of {platform.node()}: {exc}")
+        return StoreOpened(self._store.getsockname()[1])
+
     def _launch(self, message: Launch) -> None:
+        self._spool.limit_bytes = message.spool_limit_bytes
         agent_pid = os.getpid()
-        self._ranks = message.ranks
+        handed = (self._store.fileno(),) if self._store else ()
+        env = {**os.environ, **message.env}
+        if "PYTHONPATH" in message.env and (own := os.environ.get("PYTHONPATH")):  # our code may be there
+            env["PYTHONPATH"] = os.pathsep.join([own, message.env["PYTHONPATH"]])
+        if self._store:
+            env[STORE_FD_VARIABLE] = str(self._store.fileno())
         with open("launcher.log", "wb") as log:
             try:
                 self._launcher = subprocess.Popen(
                     message.argv,
-                    env={**os.environ, **message.env},
+                    env=env,
+                    pass_fds=handed,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -284,6 +358,9 @@ class _Agent:
                 )
             except OSError as exc:
                 self._say(LauncherEnded(127, f"{message.argv[0]} cannot be started: {exc}"))
+        if self._store:
+            self._store.close()
+            self._store = None
 
     # ---- workers -> notebook
 
@@ -303,8 +380,10 @@ class _Agent:
             ):
                 if self._notebook:
                     self._feed_notebook(everything=True)  # the order of what one rank says is kept
-                    self._notebook.send_bytes(frame.to_bytes())
+                    with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+                        self._notebook.send_bytes(frame.to_bytes())
             else:
+                self._memory.note_up(frame)
                 self._spool.append(frame)
 
     def _say(self, message: Message) -> None:
@@ -316,7 +395,16 @@ class _Agent:
             return
         with contextlib.suppress(LinkClosed):  # its reader meets the end as well
             while self._spool.has_more and (everything or not self._notebook.waiting_bytes):
-                self._notebook.send_bytes(self._spool.read())
+                self._notebook.send_bytes(self._confirm() + self._spool.read())
+            if self._confirm_at is not None and (self._is_ending or time.monotonic() >= self._confirm_at):
+                self._notebook.send_bytes(self._confirm())
+
+    def _confirm(self) -> bytes:
+        """What tells the notebook that its messages have come, if it does not know; it goes with what goes anyway."""
+        if self._confirm_at is None:
+            return b""
+        self._confirm_at = None
+        return to_frame(Received(self._received)).to_bytes()
 
     # ---- the launcher
 
@@ -327,6 +415,19 @@ class _Agent:
             exit_code, self._launcher = self._launcher.returncode, None
             end_descendants()
             self._say(LauncherEnded(exit_code, _log_tail()))
+
+
+def _wait_for_workers(launcher: subprocess.Popen[bytes]) -> None:
+    """Wait until what the launcher has started has ended, as it does when the agent hangs up."""
+    deadline = time.monotonic() + _END_LIMIT_S
+    while launcher.poll() is None and descendants(launcher.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _seconds_until(*times: float | None) -> float | None:
+    """How long to wait now for the first of them; a system knows a longest wait."""
+    first = min((at for at in times if at is not None), default=None)
+    return None if first is None else min(_LONGEST_WAIT_S, max(0.0, first - time.monotonic()))
 
 
 def _log_tail() -> str:
@@ -343,6 +444,15 @@ def _is_same_user(sock: socket.socket) -> bool:
     return bool(uid == os.getuid())
 
 
+def _let_go_of_files(lock: int) -> None:
+    """NFS keeps a file that is open, and the folder with it."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for log in (1, 2):
+        os.dup2(nothing, log)
+    os.close(nothing)
+    os.close(lock)
+
+
 def _leave_the_starter() -> None:
     """Keep nothing of who started us: its end must not end us, nor our output reach it."""
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -354,4 +464,4 @@ def _leave_the_starter() -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

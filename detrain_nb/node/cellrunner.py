@@ -26,11 +26,15 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from ..wire import MAX_BUNDLE_VALUES, count_values, json_body
+
 Bundle = dict[str, Any]
 _MAX_BUNDLE_BYTES = 32 << 20
+_LONGEST_CHAIN = 20
 _END_FRAMES = 12  # of a long traceback, this many from either end
 _NEVER_AUTOMAGIC = (ast.Pass, ast.For, ast.While, ast.With, ast.If, ast.FunctionDef, ast.ClassDef, ast.Import, ast.Try)
 _OUR_FOLDER = os.path.dirname(__file__)
+_OUR_PACKAGE = os.path.join(os.path.dirname(_OUR_FOLDER), "")
 
 
 @dataclass(frozen=True)
@@ -125,19 +129,38 @@ class CellRunner(InteractiveShell):
         return runner
 
     def run(self, code: str, cell: int, *, first_line: int = 1) -> CellOutcome:
-        """Run ``code`` in the calling thread; lines are counted from ``first_line``."""
+        """Run ``code`` in the calling thread; lines are counted from ``first_line``.
+
+        Raises: KeyboardInterrupt that came when the code had ended; what the code had raised is its context then.
+        """
         self.execution_count = cell
         self.compile.lines_before = first_line - 1
         self.cell_source, self.cell_value = code, {}
         self._unreported: list[BaseException] = []
-        result: ExecutionResult = self.run_cell(code, store_history=False)
-        error = result.error_before_exec or result.error_in_exec
-        if error is None:
-            for earlier in self._unreported:  # %run and the like show an error and go on
-                sys.stderr.write("\n".join([*user_traceback(earlier), error_summary(earlier)]) + "\n")
+        try:
+            result: ExecutionResult = self.run_cell(code, store_history=False)
+            error = result.error_before_exec or result.error_in_exec
+            result.error_before_exec = result.error_in_exec = None  # else it keeps all that the functions held
+            if isinstance(error, KeyboardInterrupt):
+                self._say_what_came_before(error)
+            elif error is None:
+                for earlier in self._unreported:  # %run and the like show an error and go on
+                    sys.stderr.write("\n".join([*user_traceback(earlier), error_summary(earlier)]) + "\n")
+            value, self.cell_value = self.cell_value, {}
+            outcome = CellOutcome({} if error else value, error)
+        except KeyboardInterrupt as interrupt:  # it came in what IPython does after the code, or above
+            self._say_what_came_before(interrupt)
+            self._unreported = []
+            raise
         self._unreported = []
-        value, self.cell_value = self.cell_value, {}
-        return CellOutcome({} if error else value, error)
+        return outcome
+
+    def _say_what_came_before(self, interrupt: KeyboardInterrupt) -> None:
+        """Let what the code raised before an interrupt came be its context; Python knows only what was handled then."""
+        before = [error for error in self._unreported if error is not interrupt]
+        raised = [error for error in before if not isinstance(error, KeyboardInterrupt)]
+        if before and not any(error in before for error in _chain(interrupt)):
+            interrupt.__context__ = raised[-1] if raised else before[0]
 
     def complete_code(self, code: str, position: int) -> tuple[list[str], list[str], int, int]:
         """Completions at ``position`` (characters), their types, and the span of the text they replace."""
@@ -229,6 +252,14 @@ def sendable_bundle(data: Bundle) -> Bundle:
         del bundle[largest]
         bundle["text/plain"] = f"<{largest} of {sizes.pop(largest) >> 20} MB is not shown>"
         sizes["text/plain"] = len(bundle["text/plain"])
+    num_values = 4 * (len(bundle) + 1)  # more than the bundle itself has
+    for mime, value in list(bundle.items()):
+        more = 0 if isinstance(value, str) else count_values(json_body(value))
+        if num_values + more > MAX_BUNDLE_VALUES:
+            del bundle[mime]
+            bundle.setdefault("text/plain", f"<{mime} of {more:,} values is not shown>")
+        else:
+            num_values += more
     return bundle
 
 
@@ -246,19 +277,42 @@ def error_message(error: BaseException) -> str:
         return f"<its text cannot be made: {type(exc).__name__}>"
 
 
-def user_traceback(error: BaseException) -> list[str]:
-    """The lines of a traceback that are the user's: cells and own files, and the innermost frame wherever it is."""
+def user_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:
+    """The lines of a traceback that are the user's: cells and own files, and the innermost frame wherever it is.
+
+    With ``is_own_code_enough``: not what happened inside libraries, nor what came before.
+    """
+    chain = _chain(error)
+    if is_own_code_enough:  # an interrupt may come when the user's code has raised already: then that says where
+        return next((own for step in chain if (own := _own_traceback(step, is_own_code_enough=True))), [])
     lines: list[str] = []
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if cause is not None:
-        link = "caused" if error.__cause__ else "was being handled before"
-        lines += [*user_traceback(cause), error_summary(cause), f"  ... which {link}:"]
+    for cause, effect in zip(reversed(chain), reversed(chain[:-1])):
+        link = "caused" if effect.__cause__ is cause else "was being handled before"
+        lines += [*_own_traceback(cause), error_summary(cause), f"  ... which {link}:"]
+    return lines + _own_traceback(error)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, what caused it, and so on; it may be a ring."""
+    chain = [error]
+    while len(chain) < _LONGEST_CHAIN:
+        last = chain[-1]
+        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if cause is None or any(cause is known for known in chain):
+            break
+        chain.append(cause)
+    return chain
+
+
+def _own_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:
+    """As ``user_traceback``, without what caused it."""
+    lines: list[str] = []
     if isinstance(error, SyntaxError) and error.text:
         marker = " " * max(0, (error.offset or 1) - 1) + "^"
         place = f"  {_place(error.filename or '?')}, line {error.lineno}"
         return [*lines, place, f"    {error.text.rstrip()}", f"    {marker}"]
     frames = _frames(error)
-    shown = [frame for frame in frames if _is_users(frame[0]) or frame is frames[-1]]
+    shown = [f for f in frames if _is_users(f[0]) or f is frames[-1] and not is_own_code_enough]
     for index, (filename, line, function, source) in enumerate(shown):
         if _END_FRAMES <= index < len(shown) - _END_FRAMES:  # a recursion without end
             if index == _END_FRAMES:
@@ -291,5 +345,5 @@ def _place(filename: str) -> str:
 def _is_users(filename: str) -> bool:
     if filename.startswith("<cell ") or filename in ("<timed exec>", "<magic-timeit>"):
         return True
-    library = (sys.prefix, sys.base_prefix, "<")
+    library = (sys.prefix, sys.base_prefix, _OUR_PACKAGE, "<")
     return not filename.startswith(library) and "site-packages" not in filename

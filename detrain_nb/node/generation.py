@@ -2,12 +2,16 @@
 
 The default group is made on the engine's own store, under a prefix with the generation's number, so that a new one
 never meets what an old one left there. ``init_process_group`` in a cell replaces the default group instead of failing.
+The main thread makes generations; the control thread ends them, whatever the main thread waits for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import threading
+import time
 import warnings
 from typing import Any
 
@@ -16,48 +20,96 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from ..errors import SessionError
+from .connections import Connections
+from .stale import forget_meshes
 
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
+GROUP_NAMES = 1000  # names of groups, which are numbers, between one default group and the next
+_MOST_GROUPS = 1000  # default groups in one generation
 _STORE_TIMEOUT = datetime.timedelta(minutes=5)
 
 
 class Generation:
     """The default process group of this rank, and the generation it belongs to."""
 
-    def __init__(self, *, rank: int, world_size: int, backend: str, device: torch.device) -> None:
+    def __init__(
+        self, *, rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float = 0.0
+    ) -> None:
         self.number = 0
+        self.ended = 0  # the last generation that was ended from outside the main thread
+        self.started_ns = 0  # when the default group that there is now was made, and before all others (Unix time)
         self._rank = rank
         self._world_size = world_size
         self._backend = backend
         self._device = device
+        self._timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else _GROUP_TIMEOUT
+        self._store_address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # cells may set others
         self._store: dist.TCPStore | None = None
         self._groups_made = 0
+        self._groups_seen = 0
+        self._connections = Connections()
+        self._changing = threading.Lock()
         self._torch_init = dist.init_process_group
+        self._torch_new_group = dist.distributed_c10d._new_process_group_helper
 
     @property
     def has_group(self) -> bool:
         return dist.is_initialized()
 
+    @property
+    def operations(self) -> int:
+        """Counts what needed other ranks: collectives, messages from rank to rank, groups that were made."""
+        return self._groups_seen + sum(self.sequences.values())
+
+    @property
+    def sequences(self) -> dict[str, int]:
+        """The same of each group by its name, without its making."""
+        found: dict[str, int] = {}
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError):  # a backend that does not count
+                found[group.group_name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return found
+
     def start(self, number: int) -> None:
         """End what there is and make the default group of generation ``number``.
 
-        Collective: every rank starts the same number.
+        Collective: every rank starts the same number. Raises: SessionError when it is ended in the meantime, and what
+        torch raises.
         """
-        self.end()
-        self.number = number
-        self._groups_made = 0
+        self.end(self.number)
+        with self._changing:
+            self.number = number
+            self._groups_made = 0
+            self._store = None
+        forget_meshes()
         self._make_group(self._backend)
+        self._require_not_ended()
 
-    def end(self) -> None:
-        """Destroy the groups of this generation, where there are any."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def renumber(self, rank: int, world_size: int) -> None:
+        """The next group is of so many ranks; there is none now."""
+        self._rank, self._world_size = rank, world_size
+
+    def end(self, number: int) -> int:
+        """End the groups of generation ``number``, and free whoever waits in them anywhere.
+
+        An earlier one has ended already; one that this rank has not begun to make will not be made. May be called from
+        any thread. Returns how many connections were shut.
+        """
+        with self._changing:
+            if number < self.number or number <= self.ended:
+                return 0
+            self.ended = number
+            shut = self._connections.shut()
+            with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # there is none, or half of one
+                dist.distributed_c10d._abort_process_group()
+            return shut
 
     def take_over_torch(self) -> None:
         """Let code written for torchrun run in a cell: init_process_group replaces the group, mp.spawn is refused."""
         modules: tuple[Any, ...] = (dist, dist.distributed_c10d)
         for module in modules:
             module.init_process_group = self._replace_group
+        modules[1]._new_process_group_helper = self._new_group
         torch.multiprocessing.spawn = _refuse_spawn
 
     def _replace_group(self, backend: str | None = None, init_method: str | None = None, **options: Any) -> None:
@@ -71,25 +123,44 @@ class Generation:
         if ignored and self._rank == 0:
             names = ", ".join(ignored)
             warnings.warn(f"init_process_group: {names} ignored, the session has set them", stacklevel=2)
-        self.end()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        with self._changing:
+            if self.ended >= self.number:  # the cell goes on in a generation that had ended: it may be ended again
+                self.ended, self._store = self.number - 1, None
         self._make_group(backend or self._backend, **options)
 
     def _make_group(self, backend: str, **options: Any) -> None:
-        if self._store is None:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            self._store = dist.TCPStore(address, port, None, is_master=False, timeout=_STORE_TIMEOUT)
-        self._groups_made += 1
-        prefix = f"detrain_nb/generation{self.number}/group{self._groups_made}"
-        if self._device.type == "cuda":
-            options.setdefault("device_id", self._device)  # eager: no first collective hangs in setting up
-        options.setdefault("timeout", _GROUP_TIMEOUT)
-        self._torch_init(
-            backend,
-            store=dist.PrefixStore(prefix, self._store),
-            rank=self._rank,
-            world_size=self._world_size,
-            **options,
-        )
+        with self._connections.recording():
+            if self._store is None:
+                self._store = dist.TCPStore(*self._store_address, None, is_master=False, timeout=_STORE_TIMEOUT)
+            self._require_not_ended()  # an end that comes from here on shuts the store's connection
+            self._groups_made += 1
+            self.started_ns = time.time_ns()
+            # torch counts names from 0 again: a mesh of an ended generation must not find a group of this one by name
+            earlier = max(0, self.number - 1) * _MOST_GROUPS + self._groups_made - 1
+            dist.distributed_c10d._world.group_count = earlier * GROUP_NAMES
+            prefix = f"detrain_nb/generation{self.number}/group{self._groups_made}"
+            if self._device.type == "cuda":
+                options.setdefault("device_id", self._device)  # eager: no first collective hangs in setting up
+            options.setdefault("timeout", self._timeout)
+            self._torch_init(
+                backend,
+                store=dist.PrefixStore(prefix, self._store),
+                rank=self._rank,
+                world_size=self._world_size,
+                **options,
+            )
+
+    def _require_not_ended(self) -> None:
+        if self.ended >= self.number:
+            raise SessionError(f"generation {self.number} was ended while it was made")
+
+    def _new_group(self, *args: Any, **options: Any) -> Any:
+        """Every group is made here: default, ``new_group``, of a mesh."""
+        self._groups_seen += 1
+        with self._connections.recording():
+            return self._torch_new_group(*args, **options)
 
 
 _KNOWN_BY_THE_SESSION = ("world_size", "rank", "store")

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import difflib
 import gc
+import json
 import mmap
 import os
 import random
@@ -20,33 +21,42 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .. import values
-from ..errors import DetrainError
+from ..errors import DetrainError, SessionError
 from ..launch import RankConfig
 from ..wire import (
+    MAX_HEADER_BYTES,
+    MAX_ORDER_HEADER_BYTES,
     PIECE_BYTES,
+    Broadcast,
     CellDone,
     CellFailed,
     ClearOutput,
+    Collectives,
     Complete,
     Completions,
     Display,
+    EndGeneration,
     FrameReader,
+    GenerationEnded,
     GenerationReady,
     Inspect,
     Inspection,
+    Locate,
     Message,
     NewGeneration,
     Piece,
     Pull,
     Push,
     RankUp,
+    Renumber,
     RequestDone,
     RequestFailed,
     RunCell,
@@ -54,18 +64,36 @@ from ..wire import (
     json_body,
     to_frame,
 )
+from .broadcast import broadcast
 from .cellrunner import Bundle, CellRunner, Screen, error_message, user_traceback
+from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory
 from .generation import Generation
+from .interrupts import Interrupts
+from .recorder import look_inside
+from .stale import StaleVariables
+
+_LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
+_NAME_CHARS = 1000
 
 _libc = ctypes.CDLL(None)
 
 
-def serve(config: RankConfig, rank: int, link: socket.socket, interrupted_cell: mmap.mmap) -> None:
-    """Be the interpreter of ``rank`` until the worker hangs up. Descriptors 1 and 2 already are the worker's pipes.
+@dataclass(frozen=True)
+class Lines:
+    """What connects an interpreter with its worker, beside the pipes that descriptors 1 and 2 already are.
 
-    ``interrupted_cell``: where the worker writes the number of the cell that it sends a SIGINT for.
+    ``cells`` is served by the main thread, ``control`` by a thread of its own, whatever the main thread waits for. The
+    worker writes the number of the cell that it sends a SIGINT for into ``interrupted_cell``.
     """
-    interpreter = _Interpreter(config, rank, link, interrupted_cell)
+
+    cells: socket.socket
+    control: socket.socket
+    interrupted_cell: mmap.mmap
+
+
+def serve(config: RankConfig, rank: int, incarnation: int, lines: Lines) -> None:
+    """Be the interpreter of ``rank`` until the worker hangs up; ``incarnation`` others were it before."""
+    interpreter = _Interpreter(config, rank, incarnation, lines)
     gc.freeze()  # what is there now stays: no collection has to look at it
     with contextlib.suppress(EOFError):
         interpreter.run()
@@ -73,29 +101,38 @@ def serve(config: RankConfig, rank: int, link: socket.socket, interrupted_cell: 
 
 
 class _Interpreter:
-    def __init__(self, config: RankConfig, rank: int, link: socket.socket, interrupted_cell: mmap.mmap) -> None:
+    def __init__(self, config: RankConfig, rank: int, incarnation: int, lines: Lines) -> None:
         self._config = config
         self._rank = rank
+        self._incarnation = incarnation
         self._local_rank = int(os.environ["LOCAL_RANK"])
         self._world_size = int(os.environ["WORLD_SIZE"])
-        self._link = link
+        self._link = lines.cells
         self._sending = threading.Lock()
-        self._interrupted_cell = interrupted_cell
+        self._control_link = lines.control
+        self._interrupts = Interrupts(lines.interrupted_cell)
         self._cell = 0
-        self._is_in_cell = False
+        self._sequences_before: dict[str, int] = {}  # of the groups, when the last cell began
         self._arriving: dict[int, tuple[Push, list[bytearray], list[int]]] = {}
         _open_streams()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, self._on_interrupt)
+        self._interrupts.install()
         os.chdir(config.folder)
         sys.path[:] = [config.folder, *(path for path in sys.path if path not in ("", config.folder))]
         self._device = self._set_device()
         self._seed()
         self._generation = Generation(
-            rank=rank, world_size=self._world_size, backend=config.backend, device=self._device
+            rank=rank,
+            world_size=self._world_size,
+            backend=config.backend,
+            device=self._device,
+            timeout_s=config.group_timeout_s,
         )
         self._generation.take_over_torch()
+        self._stale = StaleVariables()
         self._runner = CellRunner.create(Screen(self._display, self._clear))
+        events = self._runner.events
+        events.trigger = self._interrupts.raised_after(events.trigger)  # type: ignore[method-assign]
         self._runner.user_ns.update(
             rank=rank,
             local_rank=self._local_rank,
@@ -109,9 +146,21 @@ class _Interpreter:
 
     def run(self) -> NoReturn:
         """Serve messages. Raises: EOFError when the worker has hung up."""
+        threading.Thread(target=self._serve_control, name="detrain_nb control", daemon=True).start()
+        self._send_up()
+        reader = FrameReader(max_header_bytes=MAX_ORDER_HEADER_BYTES)
+        while True:
+            data = self._link.recv(1 << 16)
+            if not data:
+                raise EOFError
+            for frame in reader.feed(data):
+                self._handle(frame.message())
+
+    def _send_up(self) -> None:
         self._send(
             RankUp(
                 self._rank,
+                self._incarnation,
                 self._local_rank,
                 self._world_size,
                 os.getpid(),
@@ -120,19 +169,14 @@ class _Interpreter:
                 torch.__version__,
             )
         )
-        reader = FrameReader()
-        while True:
-            data = self._link.recv(1 << 16)
-            if not data:
-                raise EOFError
-            for frame in reader.feed(data):
-                self._handle(frame.message())
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, RunCell):
             self._run_cell(message)
         elif isinstance(message, NewGeneration):
             self._start_generation(message)
+        elif isinstance(message, Renumber):
+            self._renumber(message)
         elif isinstance(message, Pull):
             self._answer(message.request, lambda: self._pull(message))
         elif isinstance(message, Push):
@@ -143,52 +187,123 @@ class _Interpreter:
             self._answer(message.request, lambda: self._complete(message))
         elif isinstance(message, Inspect):
             self._answer(message.request, lambda: self._inspect(message))
+        elif isinstance(message, Broadcast):
+            self._answer(message.request, lambda: self._broadcast(message))
+
+    # ---- the control thread
+
+    def _serve_control(self) -> None:
+        """End generations and say what is known of collectives, while the main thread may wait for other ranks.
+
+        No collection of garbage here: what the cells left may take its time to go, as a DataLoader's workers do.
+        """
+        reader = FrameReader()
+        with contextlib.suppress(OSError):
+            while data := self._control_link.recv(1 << 16):
+                is_collecting = gc.isenabled()
+                gc.disable()
+                try:
+                    for frame in reader.feed(data):
+                        self._control(frame.message())
+                finally:
+                    if is_collecting:
+                        gc.enable()
+
+    def _control(self, message: Message) -> None:
+        if isinstance(message, EndGeneration):
+            self._control_link.sendall(to_frame(self._end_generation(message.number)).to_bytes())
+        elif isinstance(message, Locate):
+            known = look_inside(since_ns=self._generation.started_ns, before_cell=self._sequences_before)
+            if _json_bytes(known) > _LISTED_BYTES:  # somebody has given a group a very long name
+                known = {}
+            answer = Collectives(self._rank, message.request, known)
+            self._control_link.sendall(to_frame(answer).to_bytes())
+
+    def _end_generation(self, number: int) -> GenerationEnded:
+        connections = self._generation.end(number)
+        stale = self._stale.note(self._runner.user_ns)
+        return GenerationEnded(self._rank, number, connections, stale[: _count_fitting(stale)])
 
     # ---- cells
 
     def _run_cell(self, message: RunCell) -> None:
         self._cell = message.cell
+        ended_before, operations_before = self._generation.ended, self._generation.operations
+        self._sequences_before = self._generation.sequences
         started = time.perf_counter()
-        value: Bundle = {}
-        try:
-            try:
-                self._is_in_cell = True
-                self._on_interrupt()  # one that came before the cell had begun
-                outcome = self._runner.run(message.code, message.cell, first_line=message.first_line)
-            finally:
-                self._is_in_cell = False
-            value, error = outcome.value, outcome.error
-        except KeyboardInterrupt as exc:  # it came between the user's code and ours
-            self._is_in_cell = False
-            error = exc
+        value, error = self._run_code(message)
         seconds = time.perf_counter() - started
         _flush_streams()
-        has_group = self._generation.has_group
+        has_group, is_collective = self._generation.has_group, self._generation.operations != operations_before
+        has_generation_ended = self._generation.ended > ended_before
+        if error is None and has_generation_ended and self._device.type == "cuda":
+            error = SessionError("its process groups were ended while the cell ran: what it computed is not to be used")
         if error is None:
             body = json_body(value) if value else b""
-            self._send(CellDone(self._rank, message.cell, seconds, has_group, body))
-            return
+            self._send(CellDone(self._rank, message.cell, seconds, has_group, is_collective, body))
+        else:
+            was_freed = self._interrupts.is_due and has_generation_ended
+            self._report_failure(message.cell, seconds, error, was_freed=was_freed, is_collective=is_collective)
+            held, error = [error], None
+            self._interrupts.let_go_of(held)
+
+    def _run_code(self, message: RunCell) -> tuple[Bundle, BaseException | None]:
+        """The value of a cell, or what it raised."""
+        try:
+            try:
+                self._interrupts.begin(message.cell)
+                outcome = self._runner.run(message.code, message.cell, first_line=message.first_line)
+            finally:
+                self._interrupts.is_in_cell = False
+        except KeyboardInterrupt as exc:  # it came between the user's code and ours
+            self._interrupts.is_in_cell = False
+            return {}, exc
+        return outcome.value, outcome.error
+
+    def _report_failure(
+        self, cell: int, seconds: float, error: BaseException, *, was_freed: bool, is_collective: bool
+    ) -> None:
+        """Say what a cell raised; of a rank that was freed by a stop, only where it was."""
+        traceback = [_bounded(line) for line in user_traceback(error, is_own_code_enough=was_freed)]
+        is_broken = False
+        if was_freed:  # torch's error of being freed may have come first
+            error = KeyboardInterrupt()
+        text = error_message(error)
+        if not was_freed:
+            is_broken = is_context_broken(error, text)
+            traceback += [f"  {line}" for line in self._explain(error, text, is_broken=is_broken)]
+            text = self._stale.explain(error, text) or text
         self._send(
             CellFailed(
                 self._rank,
-                message.cell,
+                cell,
                 seconds,
-                has_group,
-                name=type(error).__name__,
-                message=_bounded(error_message(error)),
-                traceback=[_bounded(line) for line in user_traceback(error)],
-                interrupted=isinstance(error, KeyboardInterrupt),
+                self._generation.has_group,
+                is_collective,
+                _bounded(type(error).__name__, limit=_NAME_CHARS),
+                _bounded(text),
+                _bounded_lines(traceback),
+                isinstance(error, KeyboardInterrupt),
             )
         )
+        if is_broken:
+            os.write(2, f"no CUDA call works in this process after {type(error).__name__}: it is replaced\n".encode())
+            os._exit(1)
 
-    def _on_interrupt(self, *signal_and_frame: object) -> None:
-        """Interrupt the cell that the signal was sent for, and no other: it may come too early or too late."""
-        if self._is_in_cell and int.from_bytes(self._interrupted_cell[:], "little") == self._cell:
-            raise KeyboardInterrupt
+    def _explain(self, error: BaseException, text: str, *, is_broken: bool) -> Iterator[str]:
+        """Lines for the traceback that say more than the error does."""
+        if is_out_of_memory(error, text):
+            if largest := describe_largest(self._runner.user_ns):
+                yield f"the largest variables on rank {self._rank}: {largest}"
+            free_frames(error)
+        if is_broken:
+            yield f"no CUDA call works on rank {self._rank} after this: it is replaced, and its variables are lost"
 
     def _display(self, bundle: Bundle, display_id: str, is_update: bool) -> None:
         _flush_streams()
-        self._send(Display(self._rank, self._cell, display_id, is_update, json_body(bundle)))
+        self._send(
+            Display(self._rank, self._cell, _bounded(display_id, limit=_NAME_CHARS), is_update, json_body(bundle))
+        )
 
     def _clear(self, wait: bool) -> None:
         _flush_streams()
@@ -202,11 +317,22 @@ class _Interpreter:
             error = f"{type(exc).__name__}: {exc}"
         self._send(GenerationReady(self._rank, message.number, _bounded(error)))
 
+    def _renumber(self, message: Renumber) -> None:
+        self._rank = message.numbers[message.ranks.index(self._rank)]
+        self._world_size = message.world_size
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._world_size))
+        self._generation.renumber(self._rank, self._world_size)
+        self._runner.user_ns.update(rank=self._rank, world_size=self._world_size)
+        self._runner.user_ns_hidden.update(rank=self._rank, world_size=self._world_size)
+        self._send_up()
+        self._send(RequestDone(self._rank, message.request))
+
     # ---- questions
 
     def _complete(self, message: Complete) -> None:
-        found = self._runner.complete_code(message.code, message.position)
-        self._send(Completions(self._rank, message.request, *found))
+        matches, types, start, end = self._runner.complete_code(message.code, message.position)
+        count = _count_fitting([match + kind for match, kind in zip(matches, types)])
+        self._send(Completions(self._rank, message.request, matches[:count], types[:count], start, end))
 
     def _inspect(self, message: Inspect) -> None:
         text = self._runner.inspect_name(message.name, message.detail)
@@ -223,7 +349,7 @@ class _Interpreter:
     def _pull(self, message: Pull) -> None:
         packed = [(name, *values.pack(self._look_up(name), name=name)) for name in message.names]
         for name, description, buffers in packed:
-            self._send(Value(self._rank, message.request, name, description))
+            self._send(Value(self._rank, message.request, name, json_body(description)))
             for index, buffer in enumerate(buffers):
                 for start in range(0, len(buffer), PIECE_BYTES):
                     piece = bytes(buffer[start : start + PIECE_BYTES])
@@ -239,6 +365,9 @@ class _Interpreter:
         raise DetrainError(f"there is no variable {name!r}{hint}")
 
     def _begin_push(self, message: Push) -> None:
+        for request, (earlier, _, _) in list(self._arriving.items()):
+            if earlier.name == message.name:  # a push that was interrupted, made again
+                del self._arriving[request]
         buffers = [bytearray(size) for size in values.buffer_sizes(message.description)]
         self._arriving[message.request] = (message, buffers, [0] * len(buffers))
         self._finish_push(message.request)
@@ -258,6 +387,13 @@ class _Interpreter:
             del self._arriving[request]
             self._runner.user_ns[message.name] = values.unpack(message.description, buffers)
             self._send(RequestDone(self._rank, request))
+
+    def _broadcast(self, message: Broadcast) -> None:
+        found = broadcast(
+            lambda: {name: self._look_up(name) for name in message.names}, message.ranks, message.source, self._device
+        )
+        self._runner.user_ns.update(found)
+        self._send(RequestDone(self._rank, message.request))
 
     # ---- set-up
 
@@ -279,7 +415,7 @@ class _Interpreter:
             np.random.seed(seed % (1 << 32))
 
     def _send(self, message: Message) -> None:
-        with self._sending:
+        with self._interrupts.held_back(), self._sending:
             self._link.sendall(to_frame(message).to_bytes())
 
 
@@ -303,6 +439,28 @@ def _flush_streams() -> None:
 
 def _refuse_input(prompt: object = "") -> str:
     raise EOFError("input() has nobody to ask on a rank: ask in a cell of the notebook, then %push the answer")
+
+
+def _bounded_lines(lines: list[str]) -> list[str]:
+    """Lines that fit a message: the first and the last ones of those that are too many."""
+    if _count_fitting(lines) == len(lines):
+        return lines
+    first, last = _count_fitting(lines, limit=_LISTED_BYTES // 2), _count_fitting(lines[::-1], limit=_LISTED_BYTES // 2)
+    return [*lines[:first], f"  ... {len(lines) - first - last:,} lines ...", *lines[len(lines) - last :]]
+
+
+def _count_fitting(texts: Sequence[str], *, limit: int = 0) -> int:
+    """How many of the first texts a message has room for."""
+    left = limit or _LISTED_BYTES
+    for count, text in enumerate(texts):
+        left -= _json_bytes(text) + 4
+        if left < 0:
+            return count
+    return len(texts)
+
+
+def _json_bytes(value: object) -> int:
+    return len(json.dumps(value))
 
 
 def _bounded(text: str, *, limit: int = 20_000) -> str:

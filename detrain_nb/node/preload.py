@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
+EXTRA_PATH_VARIABLE = "DETRAIN_NB_EXTRA_PATH"  # folders of code that a node lacks, searched last
 OLDEST_TORCH = (2, 9, 1)
 
 
 def preload() -> None:
     """Import what every interpreter needs; leave with one clear line when torch is missing or too old."""
+    extra = os.environ.get(EXTRA_PATH_VARIABLE, "").split(os.pathsep)
+    sys.path += [path for path in extra if path and path not in sys.path]
     try:
         import torch
     except ImportError as exc:

@@ -71,6 +71,35 @@ def memory_bytes(pid: int) -> int:
         return 0
 
 
+def main_thread_seconds(pid: int) -> float:
+    """Processor time that the main thread of a process has used, or could have used; 0 where it cannot be read.
+
+    Where more threads run than there are processors, one that computes waits for its turn: that counts too.
+    """
+    with (
+        contextlib.suppress(OSError, ValueError, IndexError),
+        open(f"/proc/{pid}/task/{pid}/schedstat", encoding="ascii") as file,
+    ):
+        used, waited, *_ = file.read().split()
+        return (int(used) + int(waited)) / 1e9
+    with (
+        contextlib.suppress(OSError, ValueError, IndexError),
+        open(f"/proc/{pid}/task/{pid}/stat", encoding="utf-8", errors="replace") as file,
+    ):
+        fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def main_thread_asleep_in(pid: int) -> str:
+    """The function of the kernel that the main thread of a process sleeps in; empty where it runs, or is not known."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/wchan", encoding="ascii", errors="replace") as file:
+            return file.read().partition(".")[0].strip("0\n ")
+    except OSError:
+        return ""
+
+
 def close_inherited_sockets(*, keep: set[int]) -> None:
     """Close the sockets that a forked process got from its parent: shutting one would end it for the parent too."""
     for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:

@@ -1,12 +1,13 @@
 """A rendezvous whose store listens on one address only.
 
 torchrun's own handlers let the store listen on every interface, where anyone may read and overwrite its keys. This one
-hands the store a socket that is already bound; the system picks the port. torchrun finds it as the rendezvous backend
-"detrain-bound", through the entry point group ``torchrun.handlers``.
+hands the store a socket that is already bound, by the agent where one started us; the system picks the port. torchrun
+finds it as the rendezvous backend "detrain-bound", through the entry point group ``torchrun.handlers``.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
 
-from ..launch import RENDEZVOUS_BACKEND
+from ..launch import RENDEZVOUS_BACKEND, STORE_FD_VARIABLE
 
 
 class BoundRendezvous(StaticTCPRendezvous):
@@ -40,7 +41,11 @@ class BoundRendezvous(StaticTCPRendezvous):
         )
 
     def _listen(self) -> TCPStore:
-        listener = socket.create_server((self.master_addr, self.master_port), backlog=128)
+        handed = os.environ.pop(STORE_FD_VARIABLE, "")
+        if handed:
+            listener = socket.socket(fileno=int(handed))
+        else:
+            listener = socket.create_server((self.master_addr, self.master_port), backlog=128)
         self.master_port = listener.getsockname()[1]
         return TCPStore(
             host_name=self.master_addr,

@@ -23,8 +23,11 @@ from dataclasses import dataclass, field
 
 from ..launch import RankConfig
 from ..wire import (
+    MAX_ORDER_HEADER_BYTES,
     CellDone,
     CellFailed,
+    Collectives,
+    EndGeneration,
     Frame,
     GenerationReady,
     Interrupt,
@@ -32,24 +35,27 @@ from ..wire import (
     LinkClosed,
     Locate,
     Output,
-    Position,
     RankEnded,
     RankUp,
+    Renumber,
+    Replace,
     RunCell,
     WorkerUp,
 )
+from .locator import WHERE_SIGNAL, Locator
 from .loop import Loop, Source
-from .processes import adopt_orphans, close_inherited_sockets, die_with_parent, end_descendants, memory_bytes
+from .oom import OomWatch
+from .processes import adopt_orphans, close_inherited_sockets, die_with_parent, end_descendants
 
 _PIPE_BYTES = 1 << 20
 _SMALL_READ_BYTES = 1 << 16
 _FULL_BYTES = 16 << 20  # above this the ranks wait in their print until the agent has taken some
-_LOCATE_LIMIT_S = 0.5
-_DUMP_GAP_S = 0.01
 _LEAVE_LIMIT_S = 1.0
 _STDERR_TAIL_BYTES = 4000
 _LAST_LINES = 10
-_CELL_LINE = re.compile(r'File "<cell (\d+)>", line (\d+)')
+_CELL_LINE = re.compile(r'File "<cell \d+>", line \d+')
+_MANY_ENDS = 3  # so many in this time without a cell that ended: no fresh interpreter would fare better
+_MANY_ENDS_S = 60.0
 
 
 def main() -> None:
@@ -62,7 +68,7 @@ def main() -> None:
     close_inherited_sockets(keep={agent.fileno()})
     adopt_orphans()
     try:
-        _Worker(config, rank, Link(agent)).run()
+        _Worker(config, rank, Link(agent, max_header_bytes=MAX_ORDER_HEADER_BYTES)).run()
     finally:
         end_descendants()
         die_with_parent(launcher_pid)  # the engine waits for all workers together, and they for it
@@ -74,17 +80,28 @@ class _Interpreter:
 
     pid: int
     link: Link
+    control: Link
     outputs: dict[str, int]
     where: int
+    locator: Locator
+    memory: OomWatch
     state: str = "starting"
     cell: int = 0
     since: float = field(default_factory=time.monotonic)
     stderr_tail: bytes = b""
+    is_to_be_replaced: bool = False
 
     @property
     def sources(self) -> list[Source]:
         """What it says something through, save where it is."""
         return [self.link, *self.outputs.values()]
+
+    def close(self) -> None:
+        """Nothing more is said to it, and all that it said has been read."""
+        self.link.close()
+        self.control.close()
+        for fd in (*self.outputs.values(), self.where):
+            os.close(fd)
 
 
 class _Worker:
@@ -95,9 +112,8 @@ class _Worker:
         self._loop = Loop()
         self._is_holding_back = False
         self._read_bytes = _SMALL_READ_BYTES
-        self._locating: list[int] = []  # requests
-        self._dump = b""  # what faulthandler has written of the stack so far
-        self._answer_at = 0.0
+        self._incarnations = 0
+        self._ends: list[float] = []  # when interpreters ended since a cell ended last
         self._child_ended, child_signal = os.pipe()
         os.set_blocking(self._child_ended, False)
         os.set_blocking(child_signal, False)
@@ -119,9 +135,9 @@ class _Worker:
         self._leave()
 
     def _wait_once(self) -> None:
-        self._loop.once(max(0.0, self._answer_at - time.monotonic()) if self._locating else None)
-        if self._locating and time.monotonic() >= self._answer_at:
-            self._answer_locate()
+        answer_at = self._interpreter.locator.answer_at
+        self._loop.once(None if answer_at is None else max(0.0, answer_at - time.monotonic()))
+        self._answer()
         self._hold_back()
 
     def _hold_back(self) -> None:
@@ -137,7 +153,9 @@ class _Worker:
     # ---- the interpreter's process
 
     def _fork_interpreter(self) -> _Interpreter:
+        self._incarnations += 1
         ours, theirs = socket.socketpair()
+        our_control, their_control = socket.socketpair()
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "where")}
         parent_pid = os.getpid()
         pid = os.fork()
@@ -146,22 +164,28 @@ class _Worker:
             try:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                self._become_interpreter(theirs, {name: write for name, (_, write) in pipes.items()}, parent_pid)
+                writing = {name: write for name, (_, write) in pipes.items()}
+                self._become_interpreter(theirs, their_control, writing, parent_pid)
                 status = 0
             except BaseException:  # noqa: BLE001  its last words go where the worker reads them
                 os.write(2, traceback.format_exc().encode(errors="replace"))
             finally:
                 os._exit(status)
         theirs.close()
+        their_control.close()
         for read, write in pipes.values():
             os.close(write)
             os.set_blocking(read, False)
             with contextlib.suppress(OSError, AttributeError):  # more room: a rank that prints runs ahead of us
                 fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         outputs = {name: pipes[name][0] for name in ("stdout", "stderr")}
-        return _Interpreter(pid, Link(ours), outputs, pipes["where"][0])
+        where, control = pipes["where"][0], Link(our_control)
+        locator = Locator(self._rank, pid, control, where)
+        return _Interpreter(pid, Link(ours), control, outputs, where, locator, OomWatch(pid))
 
-    def _become_interpreter(self, link: socket.socket, pipes: dict[str, int], parent_pid: int) -> None:
+    def _become_interpreter(
+        self, link: socket.socket, control: socket.socket, pipes: dict[str, int], parent_pid: int
+    ) -> None:
         """In the forked process: leave the worker's descriptors behind, and serve cells until the worker hangs up."""
         os.setpgid(0, 0)
         die_with_parent(parent_pid)
@@ -170,21 +194,23 @@ class _Worker:
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (pipes["stdout"], 1), (pipes["stderr"], 2)):
             os.dup2(source, target)
-        close_inherited_sockets(keep={link.fileno()})
-        faulthandler.register(signal.SIGUSR1, file=pipes["where"], all_threads=False)
+        close_inherited_sockets(keep={link.fileno(), control.fileno()})
+        faulthandler.register(WHERE_SIGNAL, file=pipes["where"], all_threads=False)
         faulthandler.enable(file=pipes["where"], all_threads=False)  # a crash says where, not what torch's engine did
         from . import interpreter
 
-        interpreter.serve(self._config, self._rank, link, self._interrupted_cell)
+        lines = interpreter.Lines(link, control, self._interrupted_cell)
+        interpreter.serve(self._config, self._rank, self._incarnations, lines)
 
     def _watch(self, interpreter: _Interpreter) -> None:
-        self._loop.add(interpreter.link, self._from_interpreter)
-        self._loop.add(interpreter.where, self._on_where)
+        self._loop.add(interpreter.link, functools.partial(self._from_interpreter, interpreter.link))
+        self._loop.add(interpreter.control, functools.partial(self._from_interpreter, interpreter.control))
+        self._loop.add(interpreter.where, interpreter.locator.on_where)
         for name, fd in interpreter.outputs.items():
             self._loop.add(fd, functools.partial(self._read_output, name, fd))
 
     def _unwatch(self, interpreter: _Interpreter) -> None:
-        for source in (*interpreter.sources, interpreter.where):
+        for source in (*interpreter.sources, interpreter.control, interpreter.where):
             self._loop.remove(source)
 
     def _on_child_ended(self) -> None:
@@ -194,18 +220,22 @@ class _Worker:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans of the rank come here too
                 if ended[0] == self._interpreter.pid:
                     self._report_end(ended[1])
+                    return  # its successor's end will bring another signal
 
     def _report_end(self, wait_status: int) -> None:
-        """The interpreter ended by itself: say so with its last words, and end what it left running."""
+        """The interpreter ended: say so with its last words, end what it left running, and fork its successor."""
         interpreter = self._interpreter
-        self._unwatch(interpreter)
-        with contextlib.suppress(LinkClosed):
-            self._pass_on(interpreter.link.receive())
-        end_descendants()
-        self._drain()
-        interpreter.state = "lost"
-        interpreter.link.close()
         exit_code = os.waitstatus_to_exitcode(wait_status)
+        reason = interpreter.memory.reason(signal=max(0, -exit_code))
+        self._unwatch(interpreter)
+        end_descendants()
+        for link in (interpreter.link, interpreter.control):
+            with contextlib.suppress(LinkClosed):  # at the end of all that it has sent
+                self._pass_on(link.receive())
+                while self._has_input(link.fileno()):
+                    self._pass_on(link.receive())
+        self._drain()
+        down = "" if interpreter.is_to_be_replaced else self._why_leave_down()
         self._agent.send(
             RankEnded(
                 self._rank,
@@ -214,13 +244,43 @@ class _Worker:
                 signal=max(0, -exit_code),
                 exit_code=max(0, exit_code),
                 stderr_tail=self._last_words(),
+                reason=reason,
+                asked=interpreter.is_to_be_replaced,
+                down=down,
             )
         )
+        interpreter.close()
+        if down:
+            interpreter.state = "down"
+        else:
+            self._start_successor()
+
+    def _why_leave_down(self) -> str:
+        """Empty unless interpreters end again and again."""
+        now = time.monotonic()
+        self._ends = [*(at for at in self._ends if now - at < _MANY_ENDS_S), now]
+        if len(self._ends) < _MANY_ENDS:
+            return ""
+        return f"it ended {_MANY_ENDS} times within {_MANY_ENDS_S:.0f} s without having finished a cell"
+
+    def _start_successor(self) -> None:
+        self._interpreter = self._fork_interpreter()
+        self._is_holding_back = False
+        self._watch(self._interpreter)
+
+    def _replace(self) -> None:
+        """Kill the interpreter; its reaping brings the successor. One that was left down starts again."""
+        self._ends.clear()
+        if self._interpreter.state == "down":
+            self._start_successor()
+        else:
+            self._interpreter.is_to_be_replaced = True
+            os.kill(self._interpreter.pid, signal.SIGKILL)
 
     def _last_words(self) -> str:
         """The last lines of stderr, each as it stood when last redrawn; where a crash was, down to the cell's line."""
-        self._read_dump()
-        crash, _, below = self._dump.decode(errors="replace").partition("Fatal Python error: ")[2].partition("\n\n")
+        dump = self._interpreter.locator.read_dump().decode(errors="replace")
+        crash, _, below = dump.partition("Fatal Python error: ")[2].partition("\n\n")
         words = (
             self._interpreter.stderr_tail.decode(errors="replace")
             .replace("\r\n", "\n")
@@ -239,7 +299,7 @@ class _Worker:
     def _leave(self) -> None:
         """The session ends: an idle interpreter may run its exit functions, whatever still runs then is killed."""
         interpreter = self._interpreter
-        if interpreter.state == "lost":
+        if interpreter.state == "down":
             return
         interpreter.link.close()
         deadline = time.monotonic() + (_LEAVE_LIMIT_S if interpreter.state == "idle" else 0)
@@ -257,16 +317,33 @@ class _Worker:
         for frame in self._agent.receive():
             message = frame.message()
             if isinstance(message, Locate):
-                self._locate(message.request)
+                self._interpreter.memory.refresh()
+                self._interpreter.locator.ask(message, state=self._interpreter.state)
+                self._answer()
+            elif isinstance(message, Replace):
+                self._replace()
+            elif isinstance(message, EndGeneration):
+                if self._interpreter.state != "down":
+                    with contextlib.suppress(LinkClosed):
+                        self._interpreter.control.send_bytes(frame.to_bytes())
             elif isinstance(message, Interrupt):
                 if self._interpreter.state == "running" and self._interpreter.cell == message.cell:
                     self._interrupted_cell[:] = message.cell.to_bytes(8, "little")
                     os.kill(self._interpreter.pid, signal.SIGINT)
-            elif self._interpreter.state != "lost":
+            elif isinstance(message, Renumber):
+                self._renumber(message)
+                self._to_interpreter(frame)
+            elif self._interpreter.state != "down":
                 if isinstance(message, RunCell):
+                    if message.incarnations[message.ranks.index(self._rank)] != self._incarnations:
+                        continue  # the notebook learns by now that the rank was lost
                     self._set_state("running", cell=message.cell)
                     self._interpreter.stderr_tail = b""
                 self._to_interpreter(frame)
+
+    def _renumber(self, message: Renumber) -> None:
+        self._rank = self._interpreter.locator.rank = message.numbers[message.ranks.index(self._rank)]
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(message.world_size))  # for the interpreters to come
 
     def _to_interpreter(self, frame: Frame) -> None:
         with contextlib.suppress(LinkClosed):  # it is ending; its reaping brings the news
@@ -274,32 +351,36 @@ class _Worker:
 
     # ---- interpreter -> agent
 
-    def _from_interpreter(self) -> None:
+    def _from_interpreter(self, link: Link) -> None:
         try:
-            frames = self._interpreter.link.receive()
+            frames = link.receive()
         except LinkClosed:
-            self._loop.remove(self._interpreter.link)
+            self._loop.remove(link)
             return
         self._pass_on(frames)
 
     def _pass_on(self, frames: list[Frame]) -> None:
         for frame in frames:
             message = frame.message()
+            if isinstance(message, Collectives):
+                self._interpreter.locator.take(message)
+                continue
             if isinstance(message, (CellDone, CellFailed)):
                 self._drain()  # what the cell printed comes before its end
                 self._set_state("idle", cell=message.cell)
-            elif isinstance(message, (RankUp, GenerationReady)):
+                self._ends.clear()
+            elif isinstance(message, (RankUp, GenerationReady)) and self._interpreter.state != "running":
                 self._set_state("idle", cell=self._interpreter.cell)
             self._agent.send_bytes(frame.to_bytes())
 
     def _drain(self) -> None:
         """Read what is in the pipes now: one read of its size takes all that a pipe holds."""
         for name, fd in self._interpreter.outputs.items():
-            if self._has_output(fd):
+            if self._has_input(fd):
                 self._read_bytes = _PIPE_BYTES
                 self._read_output(name, fd)
 
-    def _has_output(self, fd: int) -> bool:
+    def _has_input(self, fd: int) -> bool:
         waiting = fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0")
         return waiting != b"\0\0\0\0"
 
@@ -322,46 +403,13 @@ class _Worker:
         self._interpreter.state, self._interpreter.cell = state, cell
         self._interpreter.since = time.monotonic()
 
-    def _locate(self, request: int) -> None:
-        if not self._locating:
-            self._read_dump()  # what came too late for the last answer
-            self._dump = b""
-        self._locating.append(request)
-        if self._interpreter.state == "running":
-            self._answer_at = time.monotonic() + _LOCATE_LIMIT_S
-            os.kill(self._interpreter.pid, signal.SIGUSR1)  # faulthandler answers also while C code holds the GIL
-        else:
-            self._answer_locate()
-
-    def _on_where(self) -> None:
-        """A piece of a dump; there are many, and silence ends them."""
-        self._read_dump()
-        self._answer_at = min(self._answer_at, time.monotonic() + _DUMP_GAP_S)
-
-    def _read_dump(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._dump += os.read(self._interpreter.where, 1 << 16)
-
-    def _answer_locate(self) -> None:
+    def _answer(self) -> None:
+        """Say where the rank is, as soon as that is known."""
         interpreter = self._interpreter
-        dump, self._dump = self._dump.decode(errors="replace"), b""
-        stack = [line.strip() for line in dump.splitlines() if line.lstrip().startswith("File ")]
-        lines = [int(match[2]) for match in _CELL_LINE.finditer(dump) if int(match[1]) == interpreter.cell]
-        requests, self._locating = self._locating, []
-        for request in requests:
-            self._agent.send(
-                Position(
-                    self._rank,
-                    request,
-                    interpreter.pid,
-                    interpreter.state,
-                    interpreter.cell,
-                    line=lines[0] if lines else 0,
-                    seconds=time.monotonic() - interpreter.since,
-                    rss_bytes=memory_bytes(interpreter.pid),
-                    stack=stack,
-                )
-            )
+        if interpreter.locator.answer_at is not None:
+            found = interpreter.locator.answers(state=interpreter.state, cell=interpreter.cell, since=interpreter.since)
+            for position in found:
+                self._agent.send(position)
 
 
 if __name__ == "__main__":  # started by the torchrun command, each rank in a Python of its own

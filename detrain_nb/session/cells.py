@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import codecs
+import re
 import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from ..errors import RemoteError, WireError
-from ..wire import CellDone, CellFailed, ClearOutput, Display, Output, RankEnded, parse_json
-from .safe_output import Bundle, clean_text, safe_bundle
+from ..wire import CellDone, CellFailed, ClearOutput, Display, Output, RankEnded, parse_bundle
+from .safe_output import Bundle, clean_text, one_line, safe_bundle, show_hidden
+
+# What gloo and NCCL say when the process at the other end is gone.
+_HUNG_UP = re.compile(r"connection (?:closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
 
 
 class CellObserver(Protocol):
-    """Who shows a cell. All methods are called while it runs, most of them in a background thread; none may block."""
+    """Who shows a cell. All methods are called while it runs, most of them in a background thread; none may block.
+
+    A subclass that leaves some of them out shows nothing of that kind.
+    """
 
     def output(self, rank: int, stream: str, text: str) -> None:
         """Text that a rank wrote to ``stream`` ("stdout" or "stderr"), free of control sequences."""
@@ -29,18 +38,64 @@ class CellObserver(Protocol):
     def notice(self, text: str) -> None:
         """Something the user should know."""
 
+    def checkpoint(self) -> Callable[[], bool]:
+        """A question: has all that was given so far been shown?"""
+        return lambda: True
+
 
 class CellRun:
-    """Gathers what the ranks say of one cell. Fed by the background thread, waited for by the caller's."""
+    """Gathers what the ranks say of one cell. Fed by the background thread, waited for by the caller's.
 
-    def __init__(self, cell: int, ranks: tuple[int, ...], observer: CellObserver | None, hosts: dict[int, str]) -> None:
+    ``news`` is set when the caller should look: the cell is done, a rank was lost, the node is gone.
+    """
+
+    def __init__(
+        self,
+        cell: int,
+        ranks: tuple[int, ...],
+        observer: CellObserver | None,
+        hosts: dict[int, str],
+        *,
+        is_at_home: Callable[[int], bool],
+    ) -> None:
         self.cell = cell
         self.ranks = ranks
-        self.done = threading.Event()
+        self.news = threading.Event()
         self.outcomes: dict[int, CellDone | CellFailed | RankEnded] = {}
         self.observer = observer
-        self._hosts = hosts
+        self.is_over = False  # nothing more will come: the node is gone
+        self.hosts = hosts
+        self._is_at_home = is_at_home  # less of what ranks on other machines show is safe
+        self.incarnations: dict[int, int] = {}  # of the interpreters it is meant for, by rank
+        self._lost_after_its_end: dict[int, RankEnded] = {}
         self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return not self.running
+
+    def wait(self, limit_s: float, *, ranks: Iterable[int] | None = None, or_loss: bool = False) -> bool:
+        """Wait until every rank (of ``ranks``) has ended the cell, or nothing will come any more; True when all have.
+
+        With ``or_loss``: also no longer than until a rank is lost.
+        """
+        wanted = set(self.ranks if ranks is None else ranks)
+        deadline = time.monotonic() + limit_s
+        while wanted - self.outcomes.keys() and (left := deadline - time.monotonic()) > 0:
+            self.news.clear()
+            if self.is_over or or_loss and self.lost:
+                break
+            if wanted - self.outcomes.keys():
+                self.news.wait(left)
+        return not wanted - self.outcomes.keys()
+
+    def wait_for_loss(self, limit_s: float) -> None:
+        """Wait until a rank is lost, where one may be; what the others raised can arrive before that news."""
+        deadline = time.monotonic() + limit_s
+        while self.may_have_lost_a_rank and not (self.lost or self.is_over) and time.monotonic() < deadline:
+            self.news.clear()
+            if not self.lost:
+                self.news.wait(max(0.0, deadline - time.monotonic()))
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -49,7 +104,56 @@ class CellRun:
 
     @property
     def lost(self) -> dict[int, RankEnded]:
-        return {rank: outcome for rank, outcome in self.outcomes.items() if isinstance(outcome, RankEnded)}
+        """The ranks whose process ended before the cell had ended on all."""
+        lost = {rank: outcome for rank, outcome in self.outcomes.items() if isinstance(outcome, RankEnded)}
+        return lost | self._lost_after_its_end
+
+    @property
+    def is_collective(self) -> bool:
+        """A rank that has ended the cell began something with other ranks in it."""
+        return any(getattr(outcome, "is_collective", False) for outcome in self.outcomes.values())
+
+    @property
+    def may_have_lost_a_rank(self) -> bool:
+        """A rank failed as it does when another one hangs up; that the other one ended may be told later."""
+        return any(
+            isinstance(outcome, CellFailed) and not outcome.interrupted and _HUNG_UP.search(outcome.message)
+            for outcome in self.outcomes.values()
+        )
+
+    def has_ended(self, message: CellDone | CellFailed) -> bool:
+        """The rank's end is known already."""
+        return message.rank in self.outcomes
+
+    def add_observer(self, observer: CellObserver) -> None:
+        """Somebody else wants to see what comes from now on, too."""
+        self.observer = observer if self.observer is None else _Both(self.observer, observer)
+
+    def remove_observer(self, observer: CellObserver) -> None:
+        """One that was added wants to see no more."""
+        if self.observer is observer:
+            self.observer = None
+        elif isinstance(self.observer, _Both):
+            self.observer = self.observer.without(observer)
+
+    def checkpoint(self) -> Callable[[], bool]:
+        """A question: has all that was taken so far been shown? With no observer, it is at the end of the cell."""
+        question = self.observer.checkpoint() if self.observer else None
+
+        def is_shown() -> bool:
+            nonlocal question
+            if question is None and self.observer:  # it was added since, and got what was logged before
+                question = self.observer.checkpoint()
+            return question() if question else not self.running or self.is_over
+
+        return is_shown
+
+    def go_on_from(self, shown: CellRun) -> None:
+        """Take over what ``shown`` has of this cell: ranks that have ended it, characters that have half arrived."""
+        for rank, outcome in shown.outcomes.items():
+            self.outcomes.setdefault(rank, outcome)
+        if self.observer is None:
+            self._decoders = shown._decoders
 
     def take(self, message: Output | Display | ClearOutput | CellDone | CellFailed | RankEnded) -> None:
         """What a rank said in this cell. Raises: WireError when it does not run it."""
@@ -73,25 +177,38 @@ class CellRun:
         if isinstance(message, ClearOutput):
             self.observer.clear(message.rank, message.wait)
         else:
-            bundle = safe_bundle(parse_json(message.body), is_this_machine=True)
+            bundle = safe_bundle(parse_bundle(message.body), is_this_machine=self._is_at_home(message.rank))
             self.observer.display(message.rank, bundle, message.display_id, message.update)
 
     def _take_end(self, message: CellDone | CellFailed | RankEnded) -> None:
+        if isinstance(message, RankEnded) and message.rank in self.outcomes:
+            self._lost_after_its_end[message.rank] = message
+            self.news.set()
+            return
+        if message.rank in self.lost:
+            return  # it had ended the cell when it was lost
         if message.rank not in self.running:
             raise WireError(f"rank {message.rank} ended cell {self.cell}, which it does not run")
+        if isinstance(message, CellDone) and message.body:
+            parse_bundle(message.body)  # here, where the link is closed when it is none
         self.outcomes[message.rank] = message
-        if not self.running:
-            self.done.set()
+        self.news.set()
+
+    def withdraw(self, rank: int) -> None:
+        """A rank has never got the cell: the caller was interrupted before it was sent."""
+        never = CellFailed(rank, self.cell, 0.0, False, False, "KeyboardInterrupt", "", [], True)
+        self.outcomes.setdefault(rank, never)
+        self.news.set()
 
     def errors(self) -> dict[int, RemoteError]:
         """What the cell raised, by rank."""
         return {
             outcome.rank: RemoteError(
                 outcome.rank,
-                self._hosts.get(outcome.rank, ""),
-                clean_text(outcome.name),
-                clean_text(outcome.message),
-                tuple(clean_text(line) for line in outcome.traceback),
+                self.hosts.get(outcome.rank, ""),
+                one_line(outcome.name),
+                show_hidden(outcome.message),
+                tuple(show_hidden(line) for line in outcome.traceback),
                 outcome.interrupted,
             )
             for outcome in self.outcomes.values()
@@ -101,8 +218,45 @@ class CellRun:
     def bundles(self) -> dict[int, Bundle]:
         """The rich form of the cell's value, by rank, where it has one."""
         found: dict[int, Any] = {
-            outcome.rank: parse_json(outcome.body)
+            outcome.rank: parse_bundle(outcome.body)
             for outcome in self.outcomes.values()
             if isinstance(outcome, CellDone) and outcome.body
         }
-        return {rank: safe_bundle(bundle, is_this_machine=True) for rank, bundle in found.items()}
+        return {rank: safe_bundle(bundle, is_this_machine=self._is_at_home(rank)) for rank, bundle in found.items()}
+
+
+class _Both:
+    """Two observers of one cell."""
+
+    def __init__(self, first: CellObserver, second: CellObserver) -> None:
+        self._observers = (first, second)
+
+    def without(self, observer: CellObserver) -> CellObserver:
+        first, second = self._observers
+        if observer in self._observers:
+            return second if observer is first else first
+        return _Both(first.without(observer), second) if isinstance(first, _Both) else self
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        for observer in self._observers:
+            observer.output(rank, stream, text)
+
+    def display(self, rank: int, bundle: Bundle, display_id: str, is_update: bool) -> None:
+        for observer in self._observers:
+            observer.display(rank, bundle, display_id, is_update)
+
+    def clear(self, rank: int, wait: bool) -> None:
+        for observer in self._observers:
+            observer.clear(rank, wait)
+
+    def waiting(self, text: str) -> None:
+        for observer in self._observers:
+            observer.waiting(text)
+
+    def notice(self, text: str) -> None:
+        for observer in self._observers:
+            observer.notice(text)
+
+    def checkpoint(self) -> Callable[[], bool]:
+        questions = [observer.checkpoint() for observer in self._observers]
+        return lambda: all(question() for question in questions)

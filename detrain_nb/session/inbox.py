@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ..errors import DetrainError, LaunchError, NodeLost, RankLost, SessionError
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Concatenate, ParamSpec, TypeVar
+
+from ..errors import DetrainError, LaunchError, NodeLost, RankLost, SessionError, TransportError, WireError
 from ..wire import (
     Attached,
     CellDone,
@@ -10,6 +18,7 @@ from ..wire import (
     ClearOutput,
     Completions,
     Display,
+    GenerationEnded,
     GenerationReady,
     Inspection,
     LauncherEnded,
@@ -18,124 +27,350 @@ from ..wire import (
     Output,
     Piece,
     Position,
+    RanCell,
     RankEnded,
     RankUp,
     Refused,
     RequestDone,
     RequestFailed,
+    StoreOpened,
+    Unfinished,
     Value,
 )
 from .cells import CellRun
-from .log import Logged, OutputLog
+from .claims import Claims
+from .history import History
+from .log import Logged
+from .logbook import Logbook
+from .losses import describe_end
+from .node_link import Checkpoint
 from .requests import Requests
-from .safe_output import clean_text
+from .safe_output import cleaned, one_line
+
+# What is shown as it is; the words of the others are cleaned where they are used.
+_OF_WORDS = (RequestFailed, GenerationReady, LauncherEnded, Refused, Notice, Inspection, Completions, RankUp)
+_MOST_NOTICES, _LONGEST_NOTICE = 1000, 4000
+
+_Kept = TypeVar("_Kept")
+_Of = ParamSpec("_Of")
+_log = logging.getLogger("detrain_nb.session")
+
+
+def agent_of(node: int) -> int:
+    """Who answers, where it is no rank but the agent of a node."""
+    return -1 - node
+
+
+def _one_at_a_time(method: Callable[Concatenate[Inbox, _Of], _Kept]) -> Callable[Concatenate[Inbox, _Of], _Kept]:
+    @functools.wraps(method)
+    def in_turn(self: Inbox, *args: _Of.args, **options: _Of.kwargs) -> _Kept:
+        with self.taking:
+            return method(self, *args, **options)
+
+    return in_turn  # type: ignore[return-value]  # mypy does not see through wraps
 
 
 class Inbox:
-    """The state of a session's ranks as their messages tell it."""
+    """The state of a session's ranks as their messages tell it.
 
-    def __init__(self, session: str) -> None:
-        self.log = OutputLog()
+    ``nodes`` are the names of its nodes, in order: all but the first may be lost, and the others go on. What comes from
+    ``strangers``, by position, is not from this machine.
+    """
+
+    def __init__(self, session: str, nodes: Sequence[str] = ("",), *, strangers: Collection[int] = ()) -> None:
+        self.nodes = tuple(nodes)
+        self._strangers = frozenset(strangers)
+        self.lost_nodes: dict[int, str] = {}  # and why
+        self.is_renumbering = False
         self.requests = Requests()
         self.runs: dict[int, CellRun] = {}
         self.up: dict[int, RankUp] = {}
-        self.lost: dict[int, RankEnded] = {}
+        self.lost: dict[int, RankEnded] = {}  # ended, and no fresh interpreter is up yet
+        self.fresh: dict[int, RankEnded] = {}  # replaced, and nobody has been told
+        self.history = History()
+        self.logbook = Logbook()
+        self._claims = Claims(self.history, self.logbook.cells)
         self.has_group: dict[int, bool] = {}
         self.last_seconds: dict[int, float] = {}
         self.notices: list[str] = []
         self.failure: DetrainError | None = None
-        self.attached = self.requests.new([0])
+        self.taking = threading.RLock()  # every node has its own thread; taken before ``following``
+        self.following = threading.Lock()  # between the log and who is shown what comes after it
+        self.is_showing_missed = False
+        self.attached = self.requests.new(map(agent_of, range(len(nodes))))
+        self.store_opened = self.requests.new([])
         self.ranks_up = self.requests.new([])
+        self.generation = 0  # the number of the one that was made last
         self.generation_ready = self.requests.new([])
+        self.generation_ended = self.requests.new([])
         self._session = session
+        self._attached: dict[int, Attached] = {}  # by node: which messages were for an earlier notebook
+        self._left: set[int] = set()  # cells that an earlier notebook has left running: nobody waits for them
+        self._on_end: dict[int, list[Callable[[CellRun], None]]] = {}
+
+    @property
+    def node_of(self) -> dict[int, int]:
+        """Which node has a rank."""
+        return self._claims.node_of
 
     @property
     def busy(self) -> dict[int, CellRun]:
         """The ranks that run a cell, and which."""
         return {rank: run for run in list(self.runs.values()) for rank in run.running}
 
-    def add_run(self, run: CellRun) -> None:
-        """A cell is about to be sent; of the earlier ones only those matter that still run."""
-        self.runs = {number: known for number, known in self.runs.items() if known.running} | {run.cell: run}
+    @_one_at_a_time
+    def know_ranks(self, node_of: dict[int, int]) -> None:
+        """These are the ranks that there are, and their nodes; what was said of others is forgotten."""
+        if not node_of:
+            return
+        self._claims.know_ranks(node_of)
+        for known in (self.up, self.lost, self.fresh, self.has_group, self.last_seconds):
+            for rank in known.keys() - node_of.keys():
+                known.pop(rank, None)
 
-    def take(self, message: Message) -> None:
-        """Raises: WireError when a message does not fit what was asked."""
+    @_one_at_a_time
+    def add_run(self, run: CellRun) -> bool:
+        """A cell is about to be sent, unless a rank of it was lost just now: from here on such a loss is the cell's.
+
+        Of the earlier cells only those matter that still run.
+        """
+        earlier = {number: known for number, known in self.runs.items() if known.running}
+        self.runs = earlier | {run.cell: run}
+        is_fresh = any(self.up[rank].incarnation != run.incarnations[rank] for rank in run.ranks)
+        if is_fresh or self.lost.keys() & set(run.ranks):
+            self.runs = earlier
+            return False
+        return True
+
+    @_one_at_a_time
+    def remove_run(self, run: CellRun) -> None:
+        """It will not be sent."""
+        self.runs = {number: known for number, known in self.runs.items() if known is not run}
+
+    def is_at_home(self, rank: int) -> bool:
+        """A rank on this machine, or on one that the user trusts as much."""
+        node = self.node_of.get(rank)
+        return node is not None and node not in self._strangers
+
+    @_one_at_a_time
+    def take(self, message: Message, number: int = 0, node: int = 0) -> None:
+        """Take what ``node`` sent. Raises: WireError when a message does not fit what was asked, or that node."""
+        missed_up_to = self._attached[node].last_number if node in self._attached else 0
+        try:
+            self._claims.check_owner(message, node)
+        except WireError:
+            if not self.is_renumbering and not 0 < number <= missed_up_to:  # that may be from before ranks had theirs
+                raise
+            return
+        self._claims.check_time(message, node, is_attached=node in self._attached)
+        if isinstance(message, _OF_WORDS):
+            message = cleaned(message)
         if isinstance(message, (Output, Display, ClearOutput, CellDone, CellFailed)):
-            self._take_of_cell(message)
+            self._take_of_cell(message, number, node)
         elif isinstance(message, (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)):
             self.requests.take(message)
         elif isinstance(message, RankEnded):
-            self._take_end_of_rank(message)
+            self._take_end_of_rank(message, is_missed=number <= missed_up_to)
         elif isinstance(message, GenerationReady):
-            self.has_group[message.rank] = not message.error
-            self.generation_ready.take(message)
+            if message.number == self.generation:  # not one that was given up
+                self.has_group[message.rank] = not message.error
+                self.generation_ready.take(message)
+        elif isinstance(message, GenerationEnded):
+            _log.info(
+                "generation %d ended on rank %d: %d connections shut", message.number, message.rank, message.connections
+            )
+            if message.number == self.generation:
+                self.has_group[message.rank] = False
+                self.generation_ended.take(message)
         elif isinstance(message, RankUp):
-            self.up[message.rank] = message
+            device, torch = one_line(message.device), one_line(message.torch)
+            host = self.nodes[node] or one_line(message.host)
+            self.up[message.rank] = replace(message, host=host, device=device, torch=torch)
+            self.lost.pop(message.rank, None)
             self.ranks_up.take(message)
+        elif isinstance(message, RanCell):
+            self._take_ran_cell(message)
+        elif isinstance(message, Unfinished):
+            self._warn(self.logbook.add_beginning(message))
         elif isinstance(message, Attached):
-            self.attached.take_from(0, message)
+            self._attached[node] = message
+            self.has_group.update(dict.fromkeys(message.with_group, True))
+            self.attached.take_from(agent_of(node), message)
+        elif isinstance(message, StoreOpened):
+            self.store_opened.take_from(agent_of(node), message)
         elif isinstance(message, Refused):
-            self.fail(SessionError(message.reason))
+            if self._takes_all_with_it(node):
+                self.fail(SessionError(f"{self._on(node)}{message.reason}"))
+            self.lose_node(node, message.reason)
         elif isinstance(message, LauncherEnded):
-            self._take_end_of_launcher(message)
+            self._take_end_of_launcher(message, node)
         elif isinstance(message, Notice):
-            self.notice(message.text)
+            self._take_gap(replace(message, text=f"{self._on(node)}{message.text}"), number, node)
 
+    def _on(self, node: int) -> str:
+        return f"{self.nodes[node]}: " if self.nodes[node] else ""
+
+    @_one_at_a_time
+    def renumber(self, number: Mapping[int, int]) -> None:
+        """Ranks that are idle get other numbers; until ``is_renumbering`` is over, what comes under an old one goes."""
+        self.is_renumbering = True
+        self._claims.know_ranks(_renumbered(self.node_of, number))
+        self.up = {rank: replace(up, rank=rank) for rank, up in _renumbered(self.up, number).items()}
+        self.last_seconds = _renumbered(self.last_seconds, number)
+        self.has_group, self.lost, self.fresh = {}, {}, {}
+        self.history.renumber(number)
+
+    @_one_at_a_time
     def notice(self, text: str) -> None:
         """Something the user should know; the cell that runs shows it."""
+        text = text[:_LONGEST_NOTICE]
         self.notices.append(text)
+        del self.notices[:-_MOST_NOTICES]
         for run in list(self.runs.values()):
             if run.observer and run.running:
                 run.observer.notice(text)
 
+    def _warn(self, words: str) -> None:
+        if words:
+            self.notice(words)
+
+    @_one_at_a_time
     def fail(self, error: DetrainError) -> None:
         """Nothing will come from the node any more: whoever waits is told."""
         self.failure = self.failure or error
         self.requests.fail_all(self.failure)
         for run in list(self.runs.values()):
-            run.done.set()
+            run.is_over = True
+            run.news.set()
 
-    def close(self, reason: str) -> None:
-        """The node has hung up."""
-        self.fail(NodeLost(f"the agent of session {self._session!r} is gone ({reason}): %distributed restart"))
+    @_one_at_a_time
+    def close(self, reason: str, node: int = 0) -> None:
+        """A node has hung up for good."""
+        self.lose_node(node, f"the agent of session {self._session!r} is gone ({reason})")
 
-    def _take_of_cell(self, message: Logged) -> None:
+    @_one_at_a_time
+    def break_off(self, node: int) -> None:
+        """The connection to a node broke: values that were under way do not arrive."""
+        own = [rank for rank, owner in self.node_of.items() if owner == node]
+        broken = f"{self._on(node)}the connection broke while values were under way"
+        for rank in own:
+            self.requests.fail_values(TransportError(f"{broken}: ask for them again"), rank=rank)
+
+    def _takes_all_with_it(self, node: int) -> bool:
+        """The first node has the store of the rendezvous; and before all are up there is no session."""
+        return node == 0 or not self.up or self.ranks_up.is_open or self.attached.is_open
+
+    @_one_at_a_time
+    def lose_node(self, node: int, reason: str) -> None:
+        """The ranks of a node are gone, and with some nodes the session."""
+        if self.failure or node in self.lost_nodes:
+            return
+        if self._takes_all_with_it(node):
+            self.fail(NodeLost(f"{self._on(node)}{reason}: %distributed restart"))
+            return
+        self.lost_nodes[node] = reason
+        gone = f"node {self.nodes[node]} is lost"
+        for rank in [rank for rank, owner in self.node_of.items() if owner == node]:
+            pid = self.up[rank].pid if rank in self.up else 0
+            self._take_end_of_rank(
+                RankEnded(rank, pid, 0, 0, -1, "", f"{gone}: {reason}", False, gone), is_missed=False
+            )
+
+    @_one_at_a_time
+    def checkpoint(self, node: int = 0) -> Checkpoint:
+        """A moment of what was taken, and the question whether all of it has been shown; for ``node`` to keep."""
+        questions = [run.checkpoint() for run in list(self.runs.values())]
+        is_waiting, fresh = self.is_showing_missed, self.fresh
+
+        def is_shown() -> bool:
+            is_missed_shown = not (is_waiting and self.is_showing_missed)
+            is_told = not fresh or self.fresh is not fresh
+            return is_missed_shown and is_told and all(question() for question in questions)
+
+        running = {cell for cell, run in list(self.runs.items()) if run.running}
+        own = [line for line in self.logbook.unfinished_lines(running) if self.node_of.get(line.rank, node) == node]
+        return Checkpoint(own, is_shown)
+
+    def tell_end(self, run: CellRun, on_end: Callable[[CellRun], None]) -> None:
+        """Call ``on_end`` in the background thread when ``run`` has ended on every rank; hold ``following``."""
+        self._on_end.setdefault(run.cell, []).append(on_end)
+
+    def _take_of_cell(self, message: Logged, number: int, node: int) -> None:
         if isinstance(message, (CellDone, CellFailed)):
             self.has_group[message.rank] = message.has_group
             self.last_seconds[message.rank] = message.seconds
-        if not isinstance(message, CellDone) or message.body:
-            self._log(message)
-        if run := self.runs.get(message.cell):
-            run.take(message)
+            if message.is_collective:
+                self.history.collective.add(message.cell)
+        if isinstance(message, CellFailed):
+            self.history.failed.add(message.cell)
+        attached = self._attached.get(node)
+        is_missed = (
+            attached is not None and 0 < number <= attached.last_number
+        )  # it is in the log, to be shown from there
+        is_shown_perhaps = attached is not None and is_missed and number <= attached.sent
+        with self.following:
+            self._warn(self.logbook.add(message, is_missed=is_missed, is_shown_perhaps=is_shown_perhaps))
+            if not is_missed and (run := self.runs.get(message.cell)):
+                self._give(run, message)
 
-    def _log(self, message: Logged) -> None:
-        had_error = self.log.error
-        self.log.append(message)
-        if self.log.error != had_error:
-            self.notice(self.log.error)
+    def _give(self, run: CellRun, message: Logged | RankEnded) -> None:
+        run.take(message)
+        if run.is_done:
+            for on_end in self._on_end.pop(run.cell, []):
+                on_end(run)
 
-    def _take_end_of_rank(self, message: RankEnded) -> None:
-        self.lost[message.rank] = message
-        for run in list(self.runs.values()):
-            if message.rank in run.running:
-                run.take(message)
+    def _take_ran_cell(self, message: RanCell) -> None:
+        self.history.take(message)
+        if message.running:
+            self._left.add(message.cell)
+            others = self.runs[message.cell].ranks if message.cell in self.runs else ()
+            running = tuple(sorted({*others, *message.running}))
+            earlier = self.runs.get(message.cell)
+            self.runs[message.cell] = run = CellRun(message.cell, running, None, {}, is_at_home=self.is_at_home)
+            if earlier:
+                run.go_on_from(earlier)
+
+    def _take_gap(self, message: Notice, number: int, node: int) -> None:
+        """Output was lost here: lines that had not ended do not go on with what comes."""
+        for cell, rank, stream in self.logbook.unfinished:
+            if self.node_of.get(rank, node) == node:
+                self._take_of_cell(Output(rank, cell, stream, b"...\n"), number, node)
+        self.logbook.add_gap(message.text[:_LONGEST_NOTICE])
+        self.notice(message.text)
+
+    def _take_end_of_rank(self, message: RankEnded, *, is_missed: bool) -> None:
+        reason, words = message.reason[:_LONGEST_NOTICE], message.stderr_tail[-_LONGEST_NOTICE:]
+        message = replace(message, reason=reason, stderr_tail=words, down=message.down[:_LONGEST_NOTICE])
+        self.lost[message.rank] = self.fresh[message.rank] = message
+        self.has_group[message.rank] = False
         host = self.up[message.rank].host if message.rank in self.up else "this machine"
-        self.requests.fail_all(RankLost(describe_end(message, host=host)))
+        for run in list(self.runs.values()):
+            is_due = message.rank in run.ranks and (run.running or run.may_have_lost_a_rank)
+            if is_due and not is_missed:  # one that was missed came before what runs now
+                self.history.failed.add(run.cell)
+                with self.following:
+                    self._give(run, message)
+                if run.observer and run.cell in self._left:
+                    run.observer.notice(describe_end(message, host=host))
+        self.requests.fail_all(RankLost(describe_end(message, host=host)), rank=message.rank)
 
-    def _take_end_of_launcher(self, message: LauncherEnded) -> None:
-        words = message.log_tail.strip().splitlines()
-        last = words[-1] if words else f"exit code {message.exit_code}"
+    def _take_end_of_launcher(self, message: LauncherEnded, node: int) -> None:
+        last = _last_words(message.log_tail[-_LONGEST_NOTICE:]) or f"exit code {message.exit_code}"
         if self.ranks_up.is_open:
-            self.fail(LaunchError(f"the ranks did not start: {last}"))
+            self.fail(LaunchError(f"{self._on(node)}the ranks did not start: {last}"))
         else:
-            self.fail(NodeLost(f"the ranks of session {self._session!r} ended: {last}: %distributed restart"))
+            self.lose_node(node, f"the ranks of session {self._session!r} ended: {last}")
 
 
-def describe_end(end: RankEnded, *, host: str) -> str:
-    """How a rank's process ended, with the last lines of its stderr."""
-    how = f"signal {end.signal}" if end.signal else f"exit code {end.exit_code}"
-    words = clean_text(end.stderr_tail).strip()
-    return (
-        f"rank {end.rank} on {host} (pid {end.pid}) ended with {how}, its variables are gone: "
-        f"start all ranks anew with %distributed restart{f'; its last words:{chr(10)}{words}' if words else ''}"
-    )
+def _renumbered(table: Mapping[int, _Kept], number: Mapping[int, int]) -> dict[int, _Kept]:
+    return {number[rank]: value for rank, value in table.items() if rank in number}
+
+
+def _last_words(log: str) -> str:
+    """The line of a launcher's log that says most: torchrun ends with a table of the workers that failed."""
+    table = log.rpartition("Root Cause")[2] if "Root Cause" in log else ""
+    found = dict(re.findall(r"^\s*(rank|exitcode)\s*: (.+?)\s*$", table, re.MULTILINE))
+    if len(found) == 2:
+        return f"the worker of rank {found['rank'].split()[0]} ended, exit code {found['exitcode']}"
+    lines = [line.strip() for line in log.splitlines() if line.strip(" =-")]
+    return lines[-1] if lines else ""

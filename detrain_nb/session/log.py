@@ -13,10 +13,12 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..transport.local import is_running, runtime_folder
+from ..agents import is_running, runtime_folder
 from ..wire import CellDone, CellFailed, ClearOutput, Display, FrameReader, Output, to_frame
+from .safe_output import clean_text
 
 Logged = Output | Display | ClearOutput | CellDone | CellFailed
+BEGINNINGS, SHOWN_PERHAPS, NEW = range(3)  # the parts of a cell, in the order in which they are read
 _READ_BYTES = 1 << 20
 _PREFIX = ".log-"
 
@@ -29,39 +31,78 @@ class OutputLog:
         _remove_orphans(base)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._pieces: dict[int, list[tuple[int, int]]] = {}  # of each cell's file: part and bytes
         self.error = ""
 
-    def append(self, message: Logged) -> None:
-        """Keep what a rank said. A disk that takes no more is remembered in ``error``; the cell goes on."""
+    def append(self, message: Logged, *, part: int = NEW) -> None:
+        """Keep what a rank said. A disk that takes no more is remembered in ``error``; the cell goes on.
+
+        What several nodes kept for this notebook comes interleaved: each ``part`` of a cell is read as one.
+        """
         if self.error:
             return
+        data = to_frame(message).to_bytes()
         try:
             with open(self._path(message.cell), "ab") as file:
-                file.write(to_frame(message).to_bytes())
+                file.write(data)
         except OSError as exc:
             self.error = f"the log under {self._folder} takes no more ({exc}): later output is only shown"
+            return
+        pieces = self._pieces.setdefault(message.cell, [])
+        if pieces and pieces[-1][0] == part:
+            pieces[-1] = (part, pieces[-1][1] + len(data))
+        else:
+            pieces.append((part, len(data)))
 
     def cells(self) -> list[int]:
         """The cells that printed or showed something."""
         return sorted(int(path.stem) for path in self._folder.glob("*.frames"))
 
     def read(self, cell: int) -> Iterator[Logged]:
-        """What the ranks said in ``cell``, in the order in which it arrived."""
-        reader = FrameReader()
-        with contextlib.suppress(FileNotFoundError), open(self._path(cell), "rb") as file:
-            while data := file.read(_READ_BYTES):
-                for frame in reader.feed(data):
-                    message = frame.message()
-                    assert isinstance(message, Logged)
-                    yield message
+        """What the ranks said in ``cell``, part by part, each in the order in which it arrived."""
+        return self.reader(cell).read()
+
+    def reader(self, cell: int) -> LogReader:
+        """Reads ``cell`` as far as it has come, and later on from there."""
+        return LogReader(self._path(cell), self._pieces.setdefault(cell, []))
 
     def text(self, cell: int, rank: int, stream: str = "stdout") -> str:
-        """All that one rank printed to one stream in ``cell``."""
+        """All that one rank printed to one stream in ``cell``, free of control sequences."""
         pieces = (m.body for m in self.read(cell) if isinstance(m, Output) and (m.rank, m.stream) == (rank, stream))
-        return b"".join(pieces).decode("utf-8", "replace")
+        return clean_text(b"".join(pieces).decode("utf-8", "replace"))
 
     def _path(self, cell: int) -> Path:
         return self._folder / f"{cell:06d}.frames"
+
+
+class LogReader:
+    """What was logged of one cell, as it becomes more."""
+
+    def __init__(self, path: Path, pieces: list[tuple[int, int]]) -> None:
+        self._path = path
+        self._pieces = pieces  # grows at its end
+        self._read_bytes: dict[int, int] = {}  # of a piece, by where it begins
+        self._frames = FrameReader()
+
+    def read(self) -> Iterator[Logged]:
+        """What has come since the last call."""
+        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+            for start, size_bytes in self._find_pieces():
+                file.seek(start + self._read_bytes.setdefault(start, 0))
+                while (left := size_bytes - self._read_bytes[start]) and (data := file.read(min(left, _READ_BYTES))):
+                    self._read_bytes[start] += len(data)
+                    for frame in self._frames.feed(data):
+                        message = frame.message()
+                        assert isinstance(message, Logged)
+                        yield message
+
+    def _find_pieces(self) -> list[tuple[int, int]]:
+        """Where the pieces begin and how long they are, in the order in which they are read."""
+        found, start = [], 0
+        for part, size_bytes in list(self._pieces):
+            found.append((part, start, size_bytes))
+            start += size_bytes
+        return [(start, size_bytes) for _, start, size_bytes in sorted(found)]
 
 
 def _remove_orphans(base: Path) -> None:

@@ -1,105 +1,409 @@
-"""The session's end of the byte stream to one node: any thread sends, one background thread receives."""
+"""The session's end of the byte stream to one node: any thread queues, one background thread sends and receives.
+
+It tells the agent up to which number everything has been shown, a little later than that is so: when a notebook is
+killed in between, the next one shows that little again, and misses nothing. Where a connection can break while the
+agent goes on, it makes another one: what either side has sent is counted, and sent again where it has not arrived; and
+it gives a sign of life now and then, without which the node would take us for gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import random
+import select
 import selectors
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from ..errors import TransportError, WireError
-from ..wire import Link, LinkClosed, Message
+from ..errors import DetrainError, SessionError, TransportError, WireError
+from ..wire import (
+    ALIVE_GAP_S,
+    Acknowledge,
+    Alive,
+    Attach,
+    Attached,
+    EndSession,
+    Frame,
+    Link,
+    LinkClosed,
+    Message,
+    Notice,
+    Received,
+    Refused,
+    Unfinished,
+    to_frame,
+)
+
+_FULL_BYTES = 16 << 20  # of what is queued: an interrupt does not stand behind gigabytes
+_REST_LIMIT_S = 2.0
+_ACKNOWLEDGE_GAP_S = 0.1
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
+
+
+@dataclass
+class Checkpoint:
+    """All that ``on_message`` got up to a moment: the lines that had not ended then, and whether it has been shown."""
+
+    unfinished: list[Unfinished]
+    is_shown: Callable[[], bool]
+    number: int = 0
+    was_shown: bool = False
+
+
+@dataclass(frozen=True)
+class NodeEvents:
+    """What the background thread of a link calls; ``closed`` once, at the end.
+
+    ``broken``: the connection is gone and another one is being made; an answer that is not numbered is lost.
+    """
+
+    message: Callable[[Message, int], None]
+    checkpoint: Callable[[], Checkpoint]
+    gap: Callable[[str], None]
+    broken: Callable[[], None]
+    closed: Callable[[str], None]
 
 
 class NodeLink:
-    """``on_message`` and, once at the end, ``on_closed`` are called in the background thread."""
+    """One node. ``connect`` makes another connection to its agent; None where one that breaks means the agent's end.
+
+    ``connect`` raises SessionError when the agent is gone for good, another DetrainError when it cannot be reached now.
+    """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        *,
-        on_message: Callable[[Message], None],
-        on_gap: Callable[[str], None],
-        on_closed: Callable[[str], None],
+        self, sock: socket.socket, events: NodeEvents, *, connect: Callable[[], socket.socket] | None = None
     ) -> None:
         self._link = Link(sock)
-        self._on_message = on_message
-        self._on_gap = on_gap
-        self._on_closed = on_closed
+        self._events = events
+        self._connect = connect
+        self._counts = connect is not None
         self._sending = threading.Lock()
+        self._sent = 0  # the number of the last message, where they are counted
+        self._unreceived: deque[tuple[int, bytes]] = deque()
+        self._unreceived_bytes = 0
+        self._attach: Attach | None = None
+        self._incarnation = ""
+        self._is_resuming = False  # connected again, and the agent has not said what it had received
+        self.broken_at: float | None = None  # since when there is no connection
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
-        self._is_closed = False
-        self._last_number = 0
+        self.is_closed = False
+        self._is_ending = False
+        self._is_seen = True
+        self.is_hung_up_on = False  # the other end is gone, or has done with us
+        self._last_number: int | None = None  # of the first numbered message: the one before it was shown by another
+        self._acknowledged = 0
+        self._to_acknowledge: Checkpoint | None = None
+        self._acknowledge_at = 0.0
+        self._alive_at = 0.0  # when the next sign of life is due
         self._thread = threading.Thread(target=self._run, name="detrain_nb node link", daemon=True)
         self._thread.start()
 
+    def end(self) -> None:
+        """Ask the agent to end. When it has heard that, its end is no reason for another connection.
+
+        Raises: TransportError.
+        """
+        self._is_ending = True
+        self.send(EndSession())
+
     def send(self, message: Message) -> None:
-        """Send now what the node takes; the background thread sends the rest. Raises: TransportError."""
+        """Have the background thread send ``message``. Raises: TransportError.
+
+        Not in the caller's thread: an interrupt there leaves unknown whether the node has taken it.
+        """
         with self._sending:
-            if self._is_closed:
+            if self.is_closed:
                 raise TransportError("the node is gone")
-            try:
-                self._link.send(message)
-            except LinkClosed as exc:
-                raise TransportError(f"the node is gone: {exc}") from exc
-            if self._link.waiting_bytes:
-                with contextlib.suppress(OSError):
-                    self._wake.send(b"w")
+            self._add(message)
+        with contextlib.suppress(OSError):
+            self._wake.send(b"w")
+
+    def _add(self, message: Message) -> None:
+        """Queue a message; ``_sending`` is held."""
+        if isinstance(message, Attach):
+            self._attach = message
+            self._link.add_bytes(to_frame(message).to_bytes())
+            return
+        number = 0
+        if self._counts:
+            self._sent = number = self._sent + 1
+        data = to_frame(message).to_bytes(number=number)
+        if self._counts:
+            self._unreceived.append((number, data))
+            self._unreceived_bytes += len(data)
+        if self.broken_at is None and not self._is_resuming:  # else it goes with what was not received
+            self._link.add_bytes(data)
+
+    def wait_for_room(self, limit_s: float) -> bool:
+        """Wait until the node has taken most of what was sent, or is gone; False when it takes nothing for so long."""
+        waiting_bytes, deadline = self._waiting_bytes, time.monotonic() + limit_s
+        while self._waiting_bytes > _FULL_BYTES and not self.is_closed:
+            if self._waiting_bytes < waiting_bytes:
+                waiting_bytes, deadline = self._waiting_bytes, time.monotonic() + limit_s
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    @property
+    def _waiting_bytes(self) -> int:
+        return self._unreceived_bytes if self._counts else self._link.waiting_bytes
+
+    @property
+    def last_number(self) -> int:
+        """Of the numbered messages that were handled."""
+        return self._last_number or 0
 
     def wait_for_end(self, *, limit_s: float) -> bool:
-        """Wait until the node has hung up."""
+        """Wait until the node has hung up, or we have."""
         self._thread.join(limit_s)
         return not self._thread.is_alive()
 
-    def close(self) -> None:
-        """Hang up."""
-        self._is_closed = True
+    def begin_to_close(self, *, is_seen: bool) -> None:
+        """Hang up, and do not wait for that."""
+        self._is_seen = is_seen
+        self.is_closed = True
         with contextlib.suppress(OSError):
             self._wake.send(b"w")
+
+    def close(self, *, is_seen: bool = True) -> None:
+        """Hang up. Not ``is_seen``: what was sent to be shown last may not have arrived."""
+        self.begin_to_close(is_seen=is_seen)
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
+    # ---- the background thread
+
     def _run(self) -> None:
         reason = "closed"
+        try:
+            while True:
+                try:
+                    self._serve_connection()
+                    break
+                except LinkClosed as exc:
+                    has_heard_the_end = self._is_ending and not self._unreceived
+                    if self._connect is None or self.is_closed or has_heard_the_end:
+                        raise
+                    self._note_break()
+                    self._make_connection(str(exc))
+        except LinkClosed as exc:
+            reason, self.is_hung_up_on = str(exc), True
+        except WireError as exc:
+            reason = str(exc)
+        except Exception as exc:
+            reason = f"taking a message failed: {exc!r}"
+            raise
+        finally:
+            self._end(reason)
+
+    def _serve_connection(self) -> None:
+        """Send and receive until we hang up. Raises: LinkClosed when the other end does, WireError."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._link, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             events = selectors.EVENT_READ
-            try:
-                while not self._is_closed:
-                    wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.waiting_bytes else 0)
-                    if wanted != events:
-                        selector.modify(self._link, wanted)
-                        events = wanted
-                    for key, ready in selector.select():
-                        if key.fileobj is self._woken:
-                            self._woken.recv(4096)
-                        else:
-                            self._serve(ready)
-            except WireError as exc:
-                reason = str(exc)
+            while not self.is_closed:
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.waiting_bytes else 0)
+                if wanted != events:
+                    selector.modify(self._link, wanted)
+                    events = wanted
+                for key, ready in selector.select(self._until_due()):
+                    if key.fileobj is self._woken:
+                        self._woken.recv(4096)
+                        self._flush()
+                    else:
+                        self._serve(ready)
+                if time.monotonic() >= self._acknowledge_at:
+                    self._look_what_was_shown()
+                if self._connect is not None and time.monotonic() >= self._alive_at:
+                    self._give_sign_of_life()
+            self._send_the_rest()
+            self._acknowledge_the_last()
+            self._send_the_rest()
+            self._wait_until_received()
+
+    def _end(self, reason: str) -> None:
         with self._sending:
-            self._is_closed = True
+            self.is_closed = True
             self._link.close()
         for sock in (self._wake, self._woken):
             sock.close()
-        self._on_closed(reason)
+        self._events.closed(reason)
+
+    def _until_due(self) -> float | None:
+        alive_in_s = None if self._connect is None else max(0.0, self._alive_at - time.monotonic())
+        return min((wait_s for wait_s in (self._until_acknowledging(), alive_in_s) if wait_s is not None), default=None)
+
+    def _give_sign_of_life(self) -> None:
+        """What waits to be sent is one too. Not before the first message, which says who we are."""
+        self._alive_at = time.monotonic() + ALIVE_GAP_S
+        with self._sending, contextlib.suppress(LinkClosed):  # the reader meets the end
+            if self._attach is not None and not self._link.waiting_bytes:
+                self._link.send(Alive())
 
     def _serve(self, ready: int) -> None:
         if ready & selectors.EVENT_WRITE:
-            with self._sending:
-                self._link.flush()
+            self._flush()
         if ready & selectors.EVENT_READ:
             for frame in self._link.receive():
-                if frame.number:
-                    self._check_number(frame.number)
-                self._on_message(frame.message())
+                if self._is_resuming:
+                    self._resume(frame)
+                elif not frame.number or self._last_number is None or frame.number > self._last_number:
+                    self._take(frame)  # what comes again on another connection has been taken
 
-    def _check_number(self, number: int) -> None:
-        """The agent numbers what it keeps for us without a gap."""
-        missing = number - self._last_number - 1
-        if missing:
-            self._on_gap(f"{missing} messages from the ranks are missing")
+    def _take(self, frame: Frame) -> None:
+        message = frame.message()
+        if isinstance(message, Received):
+            self._forget_up_to(message.number)
+            return
+        if isinstance(message, Attached):
+            self._incarnation = message.incarnation
+        elif isinstance(message, Refused):
+            self._connect = None  # it has done with us
+        self._events.message(message, frame.number)
+        if frame.number:
+            self._check_number(frame.number, is_explained=isinstance(message, Notice))
+
+    def _send_the_rest(self) -> None:
+        """What was said before we hang up."""
+        deadline = time.monotonic() + _REST_LIMIT_S
+        with self._sending:
+            while not self._link.flush() and (left := deadline - time.monotonic()) > 0:
+                select.select([], [self._link], [], left)
+
+    def _wait_until_received(self) -> None:
+        """What is on its way is not cut off where a connection ends at once."""
+        deadline = time.monotonic() + _REST_LIMIT_S
+        while self._unreceived and (left := deadline - time.monotonic()) > 0:
+            if select.select([self._link], [], [], left)[0]:
+                for frame in self._link.receive():
+                    if isinstance(message := frame.message(), Received):
+                        self._forget_up_to(message.number)
+
+    def _flush(self) -> None:
+        with self._sending, contextlib.suppress(LinkClosed):  # the reader meets the end, and what was said before it
+            self._link.flush()
+
+    # ---- another connection
+
+    def _note_break(self) -> None:
+        with self._sending:
+            self.broken_at = self.broken_at or time.monotonic()
+            self._is_resuming = False
+            self._link.close()
+        self._events.broken()
+
+    def _make_connection(self, reason: str) -> None:
+        """Try until there is one. Raises: LinkClosed when the agent is gone, or we hang up meanwhile."""
+        gap_s = _FIRST_RETRY_S
+        while not self.is_closed and (connect := self._connect):
+            try:
+                sock = connect()
+            except SessionError as exc:
+                raise LinkClosed(str(exc)) from exc
+            except DetrainError as exc:
+                reason = str(exc)
+                select.select([self._woken], [], [], gap_s * random.uniform(0.75, 1.25))
+                with contextlib.suppress(BlockingIOError):
+                    self._woken.recv(4096)
+                gap_s = min(_LONGEST_RETRY_S, 1.5 * gap_s)
+                continue
+            if self.is_closed:  # meanwhile: an attach would take the session from whoever has it now
+                sock.close()
+                break
+            self._begin_again(sock)
+            return
+        raise LinkClosed(reason)
+
+    def _begin_again(self, sock: socket.socket) -> None:
+        with self._sending:
+            self._link = Link(sock)
+            if self._attach is None:
+                self.broken_at = None
+                return
+            self._is_resuming = bool(self._incarnation)
+            attach = replace(
+                self._attach, resumes=self._is_resuming, steal=self._attach.steal and not self._is_resuming
+            )
+            self._link.add_bytes(to_frame(attach).to_bytes())
+            if not self._is_resuming:  # the agent has perhaps not even got that
+                self.broken_at = None
+                for _, data in self._unreceived:
+                    self._link.add_bytes(data)
+
+    def _resume(self, frame: Frame) -> None:
+        """Wait for the agent to say what it has received; how ranks and cells stand is known already."""
+        message = frame.message()
+        if isinstance(message, Refused):
+            self._take(frame)
+        if not isinstance(message, Attached):
+            return
+        if message.incarnation != self._incarnation:
+            raise LinkClosed("its agent was started anew, and the ranks are gone")
+        with self._sending:
+            self._is_resuming, self.broken_at = False, None
+            self._drop_received(message.received)
+            for _, data in self._unreceived:
+                self._link.add_bytes(data)
+
+    def _forget_up_to(self, number: int) -> None:
+        with self._sending:
+            self._drop_received(number)
+
+    def _drop_received(self, number: int) -> None:
+        while self._unreceived and self._unreceived[0][0] <= number:
+            self._unreceived_bytes -= len(self._unreceived.popleft()[1])
+
+    # ---- what was shown
+
+    def _until_acknowledging(self) -> float | None:
+        if self._to_acknowledge is None and self._last_number in (None, self._acknowledged):
+            return None
+        return max(0.0, self._acknowledge_at - time.monotonic())
+
+    def _look_what_was_shown(self) -> None:
+        """Every now and then; what has been shown is acknowledged one look later: it may still be under way."""
+        if self._to_acknowledge is not None:
+            if self._to_acknowledge.was_shown:
+                self._acknowledge(self._to_acknowledge)
+                self._to_acknowledge = None
+            else:
+                self._to_acknowledge.was_shown = self._to_acknowledge.is_shown()
+        if self._to_acknowledge is None:
+            self._to_acknowledge = self._next_checkpoint()
+        self._acknowledge_at = time.monotonic() + _ACKNOWLEDGE_GAP_S
+
+    def _acknowledge_the_last(self) -> None:
+        """We leave in good order: what has been shown need not be shown again."""
+        last = self._next_checkpoint() if self._is_seen else None
+        for checkpoint in (self._to_acknowledge, last):
+            if checkpoint is not None and (checkpoint.is_shown() if self._is_seen else checkpoint.was_shown):
+                self._acknowledge(checkpoint)
+
+    def _next_checkpoint(self) -> Checkpoint | None:
+        if self._last_number is None or self._last_number <= self._acknowledged:
+            return None
+        checkpoint = self._events.checkpoint()
+        checkpoint.number = self._last_number
+        return checkpoint
+
+    def _acknowledge(self, checkpoint: Checkpoint) -> None:
+        self._acknowledged = checkpoint.number
+        with self._sending, contextlib.suppress(LinkClosed):  # its reader meets the end as well
+            for message in (*checkpoint.unfinished, Acknowledge(checkpoint.number)):
+                self._add(message)
+            if self.broken_at is None:
+                self._link.flush()
+
+    def _check_number(self, number: int, *, is_explained: bool) -> None:
+        """The agent numbers what it keeps for us without a gap, or says in a notice what is missing."""
+        missing = 0 if self._last_number is None else number - self._last_number - 1
+        if missing and not is_explained:
+            self._events.gap(f"{missing} messages from the ranks are missing")
         self._last_number = number

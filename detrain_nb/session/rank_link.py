@@ -1,77 +1,209 @@
-"""How a session speaks to its ranks: it sends, asks and waits for answers, brings values, makes their process group."""
+"""How a session speaks to its ranks: it sends, asks and waits for answers, and brings values."""
 
 from __future__ import annotations
 
 import contextlib
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .. import values
-from ..errors import LaunchError, NodeLost, SessionError, TransportError, format_ranks
+from ..deploy import End
+from ..errors import CellTimeout, NodeLost, RankLost, SessionError, TransportError, format_ranks
 from ..wire import (
     PIECE_BYTES,
-    EndSession,
-    GenerationReady,
     Locate,
     Message,
-    NewGeneration,
     Piece,
     Position,
     Pull,
     Push,
+    Renumber,
+    RunCell,
 )
+from .cells import CellRun
+from .diagnosis import ranks_on_hosts
+from .evidence import Evidence, gather
 from .inbox import Inbox
-from .node_link import NodeLink
+from .losses import advice, what_to_do_about_down
+from .node_link import NodeEvents, NodeLink
 from .requests import Request
 
-GROUP_LIMIT_S = 60.0
 VALUE_LIMIT_S = 600.0
+ROOM_LIMIT_S = 60.0
+CLOSE_LIMIT_S = 5.0
 LOCATE_LIMIT_S = 1.0
+LAST_WORDS_LIMIT_S = 5.0  # how long a node that hung up may have something to say that was not read yet
+IDLE_LIMIT_S = 30.0  # how long a cell waits for a rank that was stopped, or is starting
 
 
 class RankLink:
-    """The ranks of one session, behind the link to their node. What they say is in ``inbox``."""
+    """The ranks of one session, behind the links to their nodes. What they say is in ``inbox``."""
 
-    def __init__(self, session: str, sock: socket.socket) -> None:
-        self.inbox = Inbox(session)
+    def __init__(self, session: str, ends: Sequence[End]) -> None:
+        trusted = [end.transport.is_this_machine or end.transport.is_trusted for end in ends]
+        strangers = [node for node, is_trusted in enumerate(trusted) if not is_trusted]
+        self.inbox = Inbox(session, [end.transport.name for end in ends], strangers=strangers)
+        self.cuda_ranks: frozenset[int] = frozenset()
         self._session = session
-        self._generation = 0
-        self._link = NodeLink(sock, on_message=self.inbox.take, on_gap=self.inbox.notice, on_closed=self.inbox.close)
+        self._links = [self._link_to(node, end) for node, end in enumerate(ends)]
+
+    def _link_to(self, node: int, end: End) -> NodeLink:
+        inbox, transport = self.inbox, end.transport
+        events = NodeEvents(
+            message=lambda message, number: inbox.take(message, number, node),
+            checkpoint=lambda: inbox.checkpoint(node),
+            gap=inbox.notice,
+            broken=lambda: inbox.break_off(node),
+            closed=lambda reason: inbox.close(reason, node),
+        )
+        if end.absent:
+            events = replace(events, closed=lambda _: None)  # it is known, and told with the ranks that were there
+        can_resume = transport.can_resume and not end.absent
+        connect = functools.partial(transport.connect_agent, self._session) if can_resume else None
+        return NodeLink(end.sock, events, connect=connect)
 
     def send(self, message: Message) -> None:
-        """Raises: NodeLost, or whatever ended the session before."""
+        """Send ``message`` to its ranks. Raises: NodeLost, or whatever ended the session before."""
+        ranks: list[int] = message.ranks  # type: ignore[attr-defined]  # every message to ranks says which
+        for node in sorted({self.inbox.node_of[rank] for rank in ranks} - self.inbox.lost_nodes.keys()):
+            own = [rank for rank in ranks if self.inbox.node_of[rank] == node]
+            self.send_to(node, _share(message, own) if isinstance(message, RunCell) else message)
+
+    def send_to(self, node: int, message: Message) -> None:
+        """Send ``message`` to the agent of a node. Raises: NodeLost, or whatever ended the session before."""
         try:
-            self._link.send(message)
+            self._links[node].send(message)
         except TransportError as exc:
-            raise self.inbox.failure or NodeLost(f"the agent of session {self._session!r} is gone: {exc}") from exc
+            self._links[node].wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
+            if self.inbox.failure or node not in self.inbox.lost_nodes:
+                gone = NodeLost(f"the agent of session {self._session!r} is gone: {exc}")
+                raise self.inbox.failure or gone from exc
 
-    def end(self, *, limit_s: float) -> None:
-        """Ask the agent to end everything, and wait until it has hung up."""
-        with contextlib.suppress(TransportError):
-            self._link.send(EndSession())
-        self._link.wait_for_end(limit_s=limit_s)
-        self._link.close()
+    def end(self, *, limit_s: float) -> list[int]:
+        """Ask the agents to end everything, and wait until they have hung up; returns the nodes whose agent has not."""
+        for link in self._links:
+            with contextlib.suppress(TransportError):
+                link.end()
+        deadline = time.monotonic() + limit_s
+        for link in self._links:
+            link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
+        self._close(is_seen=True)
+        return [node for node, link in enumerate(self._links) if not link.is_hung_up_on]
 
-    def require_idle(self, chosen: Iterable[int]) -> None:
-        """Raises: SessionError when one of the ranks is lost, or busy with a cell; NodeLost when all are gone."""
-        if self.inbox.failure:
-            raise self.inbox.failure
-        lost = [rank for rank in chosen if rank in self.inbox.lost]
-        if lost:
-            raise SessionError(f"{format_ranks(lost)} of session {self._session!r} ended: %distributed restart")
-        busy = [rank for rank in self.inbox.busy if rank in set(chosen)]
-        if busy:
-            raise SessionError(
-                f"{self.where(busy)} still in cell {self.inbox.busy[busy[0]].cell}: "
-                "wait for it, or start all ranks anew with %distributed restart"
-            )
+    def _close(self, *, is_seen: bool) -> None:
+        for link in self._links:
+            link.begin_to_close(is_seen=is_seen)
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        for link in self._links:
+            link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
+
+    def wait_for_number(self, node: int, number: int, *, limit_s: float) -> None:
+        """Wait until the messages of a node up to ``number`` have come.
+
+        Raises: CellTimeout when nothing has come for ``limit_s``, what ended the session when nothing can come.
+        """
+        link = self._links[node]
+        deadline, last_number = time.monotonic() + limit_s, 0
+        while link.last_number < number:
+            if link.is_closed:
+                lost = self.inbox.lost_nodes.get(node, "it has hung up")
+                raise self.inbox.failure or NodeLost(f"node {self.inbox.nodes[node]} is lost: {lost}")
+            if link.last_number > last_number:
+                deadline, last_number = time.monotonic() + limit_s, link.last_number
+            if time.monotonic() >= deadline:
+                raise CellTimeout(f"session {self._session!r} has sent nothing of what was missed for {limit_s:g} s")
+            time.sleep(0.005)
+
+    @property
+    def is_closed(self) -> bool:
+        """Nothing can be said to the ranks, nor heard of them."""
+        return self._links[0].is_closed
+
+    def detach(self, *, is_seen: bool) -> None:
+        """Hang up; agents and ranks go on. ``is_seen``: see ``NodeLink.close``."""
+        left = f"session {self._session!r} was left, its ranks go on"
+        self.inbox.fail(SessionError(f"{left}: %distributed attach {self._session} comes back to them"))
+        self._close(is_seen=is_seen)
+
+    def is_hung_up_on(self, node: int) -> bool:
+        """The agent is gone, or serves another notebook."""
+        return self._links[node].is_hung_up_on
+
+    def describe_unreachable(self, *, now: float) -> str:
+        """The nodes to which there is no connection now; empty when all can be reached."""
+        parts = []
+        for node, since_s in self.broken_s(now=now).items():
+            ranks = [rank for rank, owner in list(self.inbox.node_of.items()) if owner == node]
+            name, go_on = self.inbox.nodes[node], "goes on" if len(ranks) == 1 else "go on"
+            parts.append(f"no connection to {name} for {since_s:.0f} s, trying again: {format_ranks(ranks)} {go_on}")
+        return "; ".join(parts)
+
+    def broken_s(self, *, now: float) -> dict[int, float]:
+        """For how many seconds there has been no connection to a node, by its position."""
+        times = {node: link.broken_at for node, link in enumerate(self._links) if not link.is_closed}
+        return {node: now - broken_at for node, broken_at in times.items() if broken_at is not None}
+
+    def is_reachable(self, rank: int) -> bool:
+        """There is a connection to its node."""
+        return self._links[self.inbox.node_of.get(rank, 0)].broken_at is None
+
+    def require_idle(self, chosen: Iterable[int], *, limit_s: float = 0.0) -> None:
+        """Wait for ranks that run a cell or are starting.
+
+        Raises: SessionError when one is down, or still not idle after ``limit_s``; NodeLost when all are gone.
+        """
+        wanted = set(chosen)
+        deadline = time.monotonic() + limit_s
+        while True:
+            if self.inbox.failure:
+                raise self.inbox.failure
+            down = {rank: end for rank, end in self.inbox.lost.items() if rank in wanted and end.down}
+            if down:
+                raise SessionError("\n".join(advice(down)))
+            busy = {rank: run for rank, run in self.inbox.busy.items() if rank in wanted}
+            starting = wanted & self.inbox.lost.keys()
+            if not busy and not starting:
+                return
+            if time.monotonic() >= deadline and busy:
+                short = ",".join(map(str, sorted(busy)))
+                raise SessionError(
+                    f"{self.where(busy)} still in cell {next(iter(busy.values())).cell}: wait for it, stop it with "
+                    f"%distributed interrupt, or replace it with %distributed interrupt --kill {short}"
+                )
+            if time.monotonic() >= max(deadline, deadline - limit_s + IDLE_LIMIT_S):
+                raise SessionError(f"{format_ranks(starting)} did not start again within {IDLE_LIMIT_S:g} s")
+            self._wait_for_idle(next(iter(busy.values())) if busy else None)
+
+    def _wait_for_idle(self, run: CellRun | None) -> None:
+        if run is not None:
+            run.wait(0.1)
+        else:
+            time.sleep(0.002)  # a fresh interpreter is up within tens of milliseconds
+
+    def renumber(self, number: Mapping[int, int], *, world_size: int) -> None:
+        """Give idle ranks other numbers, from old to new, in a smaller world. Raises: CellTimeout, RankLost."""
+        node_of = dict(self.inbox.node_of)
+        self.inbox.renumber(number)
+        try:
+            with self.request(number.values()) as request:
+                for node in sorted({node_of[rank] for rank in number}):
+                    old = [rank for rank in number if node_of[rank] == node]
+                    self.send_to(node, Renumber(old, request.number, [number[rank] for rank in old], world_size))
+                request.wait(IDLE_LIMIT_S, what="new numbers")
+        except BaseException:
+            self.inbox.fail(SessionError("not all ranks have taken their new numbers: %distributed restart"))
+            raise
+        finally:
+            self.inbox.is_renumbering = False
 
     # ---- values
 
     def pull(self, names: list[str], ranks: tuple[int, ...]) -> dict[int, dict[str, Any]]:
         """Bring variables here. Raises: SessionError with what the ranks refused."""
-        with self._request(ranks, names) as request:
+        with self.request(ranks, names) as request:
             self.send(Pull(list(ranks), request.number, names))
             request.wait(VALUE_LIMIT_S, what=f"pull of {', '.join(names)}")
             return {rank: {name: request.value(rank, name) for name in names} for rank in ranks}
@@ -80,73 +212,88 @@ class RankLink:
         """Set variables there. Raises: ValueNotSupported; nothing is set then."""
         packed = [(name, *values.pack(value, name=name)) for name, value in variables.items()]
         for name, description, buffers in packed:
-            with self._request(ranks) as request:
+            with self.request(ranks) as request:
                 self.send(Push(list(ranks), request.number, name, description))
                 for index, buffer in enumerate(buffers):
                     for start in range(0, len(buffer), PIECE_BYTES):
                         body = bytes(buffer[start : start + PIECE_BYTES])
                         self.send(Piece(list(ranks), request.number, name, index, body))
+                        if not all(link.wait_for_room(ROOM_LIMIT_S) for link in self._links):
+                            raise CellTimeout(f"push of {name}: a node took nothing for {ROOM_LIMIT_S:g} s")
                 request.wait(VALUE_LIMIT_S, what=f"push of {name}")
-
-    # ---- process groups
-
-    def mend_group(self, world_size: int) -> None:
-        """Make the default group anew when a cell has destroyed it; needs every rank idle."""
-        is_whole = all(self.inbox.has_group.get(rank) for rank in range(world_size))
-        if not is_whole and not self.inbox.lost and not self.inbox.busy:
-            self.make_group(world_size)
-
-    def make_group(self, world_size: int) -> None:
-        """Let all ranks make the default group of the next generation. Raises: LaunchError with their reason."""
-        self._generation += 1
-        everyone = list(range(world_size))
-        ready = self.inbox.generation_ready = self.inbox.requests.new(everyone)
-        self.send(NewGeneration(everyone, self._generation))
-        try:
-            ready.wait(GROUP_LIMIT_S, what="making the process group")
-        finally:
-            self.inbox.requests.end(ready)
-        failed = {
-            rank: answer.error
-            for rank, answer in ready.answers.items()
-            if isinstance(answer, GenerationReady) and answer.error
-        }
-        if failed:
-            raise LaunchError(f"{format_ranks(failed)} could not make the process group: {next(iter(failed.values()))}")
 
     # ---- questions
 
-    def locate(self, ranks: Iterable[int], *, limit_s: float = LOCATE_LIMIT_S) -> dict[int, Position]:
+    def locate(
+        self, ranks: Iterable[int], *, limit_s: float = LOCATE_LIMIT_S, stack: bool = True
+    ) -> dict[int, Position]:
         """Where ranks are; one that does not answer in time is not in the answer."""
-        asked = [rank for rank in ranks if rank not in self.inbox.lost]
-        with self._request(asked) as request:
+        asked = [rank for rank in ranks if rank not in self.inbox.lost and self.is_reachable(rank)]
+        with self.request(asked) as request:
             if asked:
                 with contextlib.suppress(NodeLost):
-                    self.send(Locate(asked, request.number))
+                    self.send(Locate(asked, request.number, stack))
                     request.wait_quietly(limit_s)
             return {rank: answer for rank, answer in request.answers.items() if isinstance(answer, Position)}
 
+    def look(
+        self, ranks: Iterable[int], *, before: Mapping[int, Position], stack: bool
+    ) -> tuple[dict[int, Position], list[Evidence]]:
+        """Where ranks are now, and with what an earlier look gave ``before``, the evidence of what they do."""
+        wanted = list(ranks)
+        positions = self.locate(wanted, stack=stack)
+        evidence = []
+        for rank in wanted:
+            if rank in positions:
+                evidence.append(gather(positions[rank], before=before.get(rank), is_cuda=rank in self.cuda_ranks))
+            else:
+                evidence.append(Evidence(rank, "starting" if rank in self.inbox.lost else "no answer"))
+        return positions, evidence
+
     def where(self, ranks: Iterable[int]) -> str:
-        """Ranks and the line each is at, those at one line together: ``ranks 0, 2 (line 7), rank 1 (line 3)``."""
-        positions = self.locate(ranks)
+        """Ranks and the line each is at, those at one line together: ``ranks 0, 2 (line 7), rank 1 (line 3)``.
+
+        Where there are several nodes, with their names: ``rank 1 on gpu2 (line 3)``.
+        """
+        return self.describe_places(ranks, self.locate(ranks))
+
+    def describe_places(self, ranks: Iterable[int], positions: Mapping[int, Position]) -> str:
+        """The same in words, of positions that are known."""
         places: dict[str, list[int]] = {}
         for rank in ranks:
             line = positions[rank].line if rank in positions else 0
             places.setdefault(f" (line {line})" if line else "", []).append(rank)
-        return ", ".join(format_ranks(group) + place for place, group in places.items())
+        hosts = self.hosts
+        return ", ".join(ranks_on_hosts(group, hosts) + place for place, group in places.items())
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The node of every rank, by the user's name for it; empty where there is only one."""
+        names = self.inbox.nodes
+        return {rank: names[node] for rank, node in list(self.inbox.node_of.items())} if len(names) > 1 else {}
 
     def ask(self, rank: int, ask: Callable[[int, int], Message], *, limit_s: float) -> Message | None:
         """Send ``ask(rank, number of the request)`` to one rank; None when it does not answer in time."""
-        with self._request([rank]) as request:
+        with self.request([rank]) as request:
             with contextlib.suppress(NodeLost):
                 self.send(ask(rank, request.number))
                 request.wait_quietly(limit_s)
             return request.answers.get(rank)
 
     @contextlib.contextmanager
-    def _request(self, ranks: Iterable[int], names: Iterable[str] = ()) -> Iterator[Request]:
+    def request(self, ranks: Iterable[int], names: Iterable[str] = ()) -> Iterator[Request]:
+        """A question to ``ranks``; an answer is waited for inside, one that comes later is dropped."""
         request = self.inbox.requests.new(ranks, names)
+        for rank, end in list(self.inbox.lost.items()):  # its loss was told before the question was there
+            if end.down:
+                request.fail(RankLost(what_to_do_about_down({rank: end}), ranks=[rank]), rank=rank)
         try:
             yield request
         finally:
             self.inbox.requests.end(request)
+
+
+def _share(message: RunCell, ranks: list[int]) -> RunCell:
+    """What of a cell is for ``ranks``."""
+    incarnation = dict(zip(message.ranks, message.incarnations))
+    return replace(message, ranks=ranks, incarnations=[incarnation[rank] for rank in ranks])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from .. import values
@@ -20,9 +22,10 @@ class Request:
         self._names = set(names)  # of the values that were asked for
         self.answers: dict[int, Message] = {}
         self._waiting_for = set(ranks)
-        self._arriving: dict[tuple[int, str], tuple[Any, list[bytearray], list[int]]] = {}
+        self._arriving: dict[tuple[int, str], _Arriving] = {}
         self._failure: DetrainError | None = None
-        self._done = threading.Event()
+        self._done = threading.Event()  # all have answered, or never will
+        self._failed_or_done = threading.Event()
 
     def take(self, message: Any) -> None:
         """An answer, or a part of one."""
@@ -32,8 +35,8 @@ class Request:
         if isinstance(message, Value):
             if message.name not in self._names or (rank, message.name) in self._arriving:
                 raise WireError(f"rank {rank} sent a value that nobody asked for")
-            buffers = [bytearray(size) for size in values.buffer_sizes(message.description)]
-            self._arriving[rank, message.name] = (message.description, buffers, [0] * len(buffers))
+            sizes = values.buffer_sizes(message.description)
+            self._arriving[rank, message.name] = _Arriving(message.description, sizes, {}, [0] * len(sizes))
         elif isinstance(message, Piece):
             self._take_piece(rank, message)
         else:
@@ -42,23 +45,43 @@ class Request:
     def take_from(self, rank: int, message: Message) -> None:
         """The end of a rank's answer."""
         self.answers[rank] = message
-        self._waiting_for.discard(rank)
-        if not self._waiting_for:
-            self._done.set()
+        self._forget(rank)
 
     @property
     def is_open(self) -> bool:
         """Somebody has not answered yet."""
         return bool(self._waiting_for)
 
-    def fail(self, error: DetrainError) -> None:
-        """Nobody will answer any more."""
-        self._failure = error
-        self._done.set()
+    @property
+    def wants_values(self) -> bool:
+        """It is a question for variables."""
+        return bool(self._names)
+
+    @property
+    def has_failed(self) -> bool:
+        """An answer will never come."""
+        return self._failure is not None
+
+    def fail(self, error: DetrainError, *, rank: int | None = None) -> None:
+        """``rank`` will not answer any more, or nobody will; what has been answered stays so."""
+        if rank in self._waiting_for or rank is None and self.is_open:
+            self._failure = self._failure or error
+            self._failed_or_done.set()
+            for gone in [*self._waiting_for] if rank is None else [rank]:
+                self._forget(gone)
+
+    def _forget(self, rank: int) -> None:
+        self._waiting_for.discard(rank)
+        if not self._waiting_for:
+            self._done.set()
+            self._failed_or_done.set()
 
     def wait(self, limit_s: float | None, *, what: str) -> None:
-        """Wait for all answers. Raises: CellTimeout, NodeLost, or SessionError with what the ranks refused."""
-        if not self._done.wait(limit_s):
+        """Wait for all answers, or until one cannot come.
+
+        Raises: CellTimeout, NodeLost, RankLost, or SessionError with what the ranks refused.
+        """
+        if not self._failed_or_done.wait(limit_s):
             raise CellTimeout(f"{what}: {format_ranks(self._waiting_for)} did not answer within {limit_s:g} s")
         if self._failure:
             raise self._failure
@@ -69,34 +92,49 @@ class Request:
         if refused:
             raise SessionError("; ".join(f"{format_ranks(ranks)}: {error}" for error, ranks in refused.items()))
 
-    def wait_quietly(self, limit_s: float) -> None:
-        """Wait for all answers, and be content with those that came."""
-        self._done.wait(limit_s)
+    def wait_quietly(self, limit_s: float) -> bool:
+        """Wait for all answers that can come, and be content with those that did; False when some have not."""
+        return self._done.wait(limit_s)
 
     def value(self, rank: int, name: str) -> object:
-        """The value that arrived."""
-        description, buffers, filled = self._arriving[rank, name]
-        if any(have != len(buffer) for have, buffer in zip(filled, buffers)):
+        """The value that arrived. Raises: WireError when it has not, or not all of it."""
+        arrived = self._arriving.get((rank, name))
+        if arrived is None:
+            raise WireError(f"rank {rank} sent no {name}")
+        if arrived.filled != arrived.sizes:
             raise WireError(f"rank {rank} sent {name} incomplete")
-        return values.unpack(description, buffers)
+        return values.unpack(arrived.description, [arrived.buffers[index] for index in range(len(arrived.sizes))])
 
     def _take_piece(self, rank: int, message: Piece) -> None:
-        _, buffers, filled = self._arriving.get((rank, message.name), (None, [], []))
-        if not 0 <= message.buffer < len(buffers):
+        arriving, index = self._arriving.get((rank, message.name)), message.buffer
+        if arriving is None or not 0 <= index < len(arriving.sizes):
             raise WireError(f"rank {rank} sent a piece of nothing")
-        start = filled[message.buffer]
+        start = arriving.filled[index]
         end = start + len(message.body)
-        if end > len(buffers[message.buffer]):
+        if end > arriving.sizes[index]:
             raise WireError(f"rank {rank} sent more of {message.name} than it announced")
-        buffers[message.buffer][start:end] = message.body
-        filled[message.buffer] = end
+        if index not in arriving.buffers:  # memory for what comes, not for what is only announced
+            arriving.buffers[index] = bytearray(arriving.sizes[index])
+        arriving.buffers[index][start:end] = message.body
+        arriving.filled[index] = end
+
+
+@dataclass
+class _Arriving:
+    """A value as far as it has come: by buffer, what it has to hold, what it holds, and how much has come."""
+
+    description: Any
+    sizes: list[int]
+    buffers: dict[int, bytearray]
+    filled: list[int]
 
 
 class Requests:
     """The questions that are under way."""
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(1)
+        # answers to what an earlier notebook asked may still come: ours have other numbers
+        self._numbers = itertools.count(secrets.randbelow(1 << 48) + 1)
         self._open: dict[int, Request] = {}
 
     def new(self, ranks: Iterable[int], names: Iterable[str] = ()) -> Request:
@@ -113,6 +151,13 @@ class Requests:
         if request:
             request.take(message)
 
-    def fail_all(self, error: DetrainError) -> None:
+    def fail_values(self, error: DetrainError, *, rank: int) -> None:
+        """The values that ``rank`` was sending will not arrive; other answers still do."""
         for request in list(self._open.values()):
-            request.fail(error)
+            if request.wants_values:
+                request.fail(error, rank=rank)
+
+    def fail_all(self, error: DetrainError, *, rank: int | None = None) -> None:
+        """No answer will come any more: from ``rank``, or from anybody."""
+        for request in list(self._open.values()):
+            request.fail(error, rank=rank)

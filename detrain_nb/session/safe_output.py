@@ -1,21 +1,31 @@
 """What of a rank's output is shown: the one place that decides.
 
 A node is not trusted. Nothing from it runs in the notebook: JavaScript and widget views are dropped everywhere, HTML
-and SVG are shown only from ranks on this machine, which are as trusted as the cell that the user wrote.
+and SVG are shown only from ranks on this machine, which are as trusted as the cell that the user wrote, and from hosts
+that the user trusts (deploy/trust.py).
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
+from dataclasses import replace
 from typing import Any
+
+from ..wire import Message
 
 Bundle = dict[str, Any]
 
 _ALWAYS = ("text/plain", "image/png", "image/jpeg", "image/gif", "application/json")
+_BEGINNINGS = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff", "image/gif": b"GIF8"}
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=?\s*=?\s*")
+_MAX_DEPTH = 20  # of JSON that is shown
+_MAX_NAME_CHARS = 300
 _FROM_THIS_MACHINE = ("text/html", "image/svg+xml", "text/markdown", "text/latex")
 # colours (SGR) are kept; every other escape sequence, and every control character but tab, newline, return, goes
 _ESCAPES = re.compile(
-    r"\x1b\[[0-9;:]*m"  # SGR: kept
+    r"(\x1b\[[0-9;:]*m)"  # SGR: kept
     r"|\x1b\[[0-?]*[ -/]*[@-~]?"  # other control sequences
     r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # strings for the terminal: titles, links, clipboard
     r"|\x1b[ -/]*[0-~]?"
@@ -25,13 +35,41 @@ _ESCAPES = re.compile(
 
 
 def clean_text(text: str) -> str:
-    """Text without control sequences for a terminal, save colours."""
+    """Text without control sequences for a terminal, save colours; all of it can be written as UTF-8."""
     if not _NEEDS_CLEANING.search(text):
         return text
-    return _ESCAPES.sub(lambda match: match[0] if match[0].startswith("\x1b[") and match[0].endswith("m") else "", text)
+    return _SURROGATES.sub("\ufffd", _ESCAPES.sub(lambda match: match[1] or "", text))
 
 
-_NEEDS_CLEANING = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+def one_line(text: str) -> str:
+    """A name as it is shown: it changes nothing around it, and what cannot be seen in it is shown as an escape."""
+    return "".join(char if char.isprintable() else _escaped(char) for char in text[:_MAX_NAME_CHARS])
+
+
+def show_hidden(text: str) -> str:
+    """Clean text in which what turns the direction of writing, or cannot be seen, is shown as an escape."""
+    return _HIDDEN.sub(lambda match: _escaped(match[0]), clean_text(text))
+
+
+def _escaped(char: str) -> str:
+    return " " if char in "\t\r\n" else char.encode("unicode_escape").decode()
+
+
+def cleaned(message: Message) -> Message:
+    """A message with every text of it cleaned; a list of texts is one of names."""
+    texts: dict[str, Any] = {}
+    for name, value in vars(message).items():
+        if isinstance(value, str):
+            texts[name] = clean_text(value)
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            texts[name] = [one_line(text) for text in value]
+    made: Message = replace(message, **texts)  # type: ignore[type-var]
+    return made
+
+
+_NEEDS_CLEANING = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+_SURROGATES = re.compile(r"[\ud800-\udfff]")
+_HIDDEN = re.compile(r"[\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
 
 def safe_bundle(bundle: object, *, is_this_machine: bool) -> Bundle:
@@ -40,9 +78,36 @@ def safe_bundle(bundle: object, *, is_this_machine: bool) -> Bundle:
         return {"text/plain": ""}
     allowed = _ALWAYS + (_FROM_THIS_MACHINE if is_this_machine else ())
     safe = {mime: bundle[mime] for mime in allowed if mime in bundle and _has_right_type(mime, bundle[mime])}
+    if not is_this_machine:
+        safe = {mime: value for mime, value in safe.items() if mime not in _BEGINNINGS or _is_image(mime, value)}
     safe["text/plain"] = clean_text(safe.get("text/plain", ""))
+    if "application/json" in safe:
+        safe["application/json"] = _clean_json(safe["application/json"])
     return safe
 
 
 def _has_right_type(mime: str, value: object) -> bool:
     return mime == "application/json" or isinstance(value, str)
+
+
+def _is_image(mime: str, value: str) -> bool:
+    """It begins as such an image does, and has nothing in it that could end the attribute of a page."""
+    head = "".join(value[:64].split())[:32]
+    try:
+        begins_well = base64.b64decode(head[: len(head) // 4 * 4]).startswith(_BEGINNINGS[mime])
+    except (binascii.Error, ValueError):
+        return False
+    return begins_well and _BASE64.fullmatch(value) is not None
+
+
+def _clean_json(value: Any, *, depth: int = 0) -> Any:
+    """JSON with clean texts, and not so deep that a front end could not write it."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if not isinstance(value, (list, dict)):
+        return value
+    if depth == _MAX_DEPTH:
+        return "..."
+    if isinstance(value, list):
+        return [_clean_json(item, depth=depth + 1) for item in value]
+    return {clean_text(key): _clean_json(item, depth=depth + 1) for key, item in value.items()}

@@ -9,78 +9,79 @@ with Session.start(ranks=2) as session:
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ..deploy import bring_up_agent
-from ..errors import (
-    CellInterrupted,
-    CellTimeout,
-    RankError,
-    RankLost,
-    SessionError,
-    SpecError,
-    ValueNotSupported,
-    format_ranks,
+from ..deploy import (
+    End,
+    Nodes,
+    attach_to_agents,
+    bring_up_agents,
+    check_session_name,
+    end_agents,
+    find_nodes,
+    transports_to,
 )
-from ..launch import RankConfig, launch_node, threads_per_rank
-from ..plan import Plan, parse_ranks, plan_one_node
-from ..transport.local import LocalTransport
-from ..wire import (
-    Attach,
-    Attached,
-    CellDone,
-    Complete,
-    Completions,
-    Inspect,
-    Inspection,
-    Interrupt,
-    Launch,
-    Message,
-    RunCell,
-)
+from ..deploy.known import StartedWith, forget
+from ..errors import DetrainError, RankError, SessionError, SpecError, TransportError
+from ..plan import Plan, plan_nodes, plan_one_node
+from ..wire import Complete, Completions, Inspect, Inspection, Message
 from .cells import CellObserver, CellRun
-from .inbox import describe_end
+from .core import Core, Ranks
+from .diagnosis import describe_mismatch, judge
+from .files import SessionFiles
 from .log import OutputLog
-from .rank_link import RankLink
-from .results import CellResult, RankResult, TextOnly
-from .status import RankStatus, SessionStatus
+from .members import Members
+from .rank_link import IDLE_LIMIT_S
+from .results import CellResult
+from .runs import Runs
+from .start import RankStart, attach, go_on, launch
+from .status import SessionStatus, look
+from .whereabouts import Whereabouts
 
-__all__ = ["Session"]
+if TYPE_CHECKING:
+    from ..deploy.files import Copied, OnProgress, Paths
+    from ..deploy.sync import DataCheck
+    from ..spec.node import Node
+    from ..transport import Transport
+    from ..transport.ssh import AskPassphrase
 
-Ranks = str | int | Iterable[int] | None
+__all__ = ["LINGER_S", "Session", "end_session"]
 
-START_LIMIT_S = 120.0
-STOP_LIMIT_S = 4.0  # how long a stop waits for ranks before it gives the prompt back
-LOST_LIMIT_S = 2.0  # how long a cell goes on after one of its ranks was lost
 END_LIMIT_S = 8.0
+LINGER_S = 600.0
+GROUP_TIMEOUT_S = 600.0
+SPOOL_LIMIT_BYTES = 1 << 30
+_MOST_HOSTS = 4  # by name
+WHERE_GAP_S = 0.1  # between two looks that tell who uses the processor
 
 
 class Session:
     """Ranks on this machine that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
 
-    def __init__(self, name: str, transport: LocalTransport) -> None:
+    def __init__(self, name: str, ends: Sequence[End], *, holder: str) -> None:
         self.name = name
-        self.plan = Plan((), "cpu", "gloo")
-        self._transport = transport
-        self._last_cell = 0
-        self._wants_group = True
-        self._is_stopped = False
+        self.holder = holder or f"pid {os.getpid()}"
+        self.not_ended: list[str] = []  # nodes that ``stop`` did not reach: their ranks end by themselves
         self._stopping = threading.Lock()
-        self._ranks = RankLink(name, bring_up_agent(transport, name))
-        self._inbox = self._ranks.inbox
+        self._core = Core(name, ends, holder=self.holder)
+        self._ranks = self._core.ranks
+        self._inbox = self._core.inbox
+        self._transports = self._core.transports
+        self._runs = Runs(self._core)
+        self._members = Members(self._core)
+        self._files = SessionFiles(self._transports, os.getcwd())
 
     @classmethod
     def start(
         cls,
         ranks: int | None = None,
         *,
+        nodes: Nodes = None,
         device: str = "auto",
         backend: str | None = None,
         name: str | None = None,
@@ -89,54 +90,226 @@ class Session:
         start: str = "fork",
         seed: int = 0,
         folder: str | None = None,
+        linger_s: float = LINGER_S,
+        spool_limit_bytes: int = SPOOL_LIMIT_BYTES,
+        group_timeout_s: float | None = None,
+        sync: bool = True,
+        ask_passphrase: AskPassphrase | None = None,
+        holder: str = "",
     ) -> Session:
         """Start ``ranks`` ranks on this machine; by default one a GPU, else two on the CPU.
+
+        With ``nodes`` (a nodes file, ``alice@gpu1,gpu2:2222``, or nodes), ``ranks`` on each of them, over SSH; by
+        default one a GPU, else one on the CPU. ``group_timeout_s`` is how long a collective waits for another rank: on
+        several nodes 10 minutes, else as long as torch's own. ``ask_passphrase`` gets the path of a key file that needs
+        one.
 
         ``init`` makes the default process group (``backend``, by default gloo, with NCCL for CUDA tensors). The ranks
         start in ``folder`` (the current one), with ``env`` added to the environment. ``start`` is "fork" (torch is
         imported once) or "exec" (the plain torchrun command). Rank r is seeded with ``seed + r``.
 
+        With ``sync`` nodes have the files of ``folder`` that .gitignore and .detrainignore do not leave out, before the
+        ranks start and before each cell.
+
+        When this process is gone, or has detached, the ranks wait for the next one for ``linger_s``. What they print
+        is kept for it, of more than about ``spool_limit_bytes`` the end; what was lost is announced in its place.
+
         Raises: SpecError for numbers that do not fit, LaunchError when the ranks do not come up, SessionError when a
         session of that name runs already. Nothing is left behind then.
         """
+        if ranks is not None and ranks < 1:
+            raise SpecError(f"{ranks} ranks: a session needs at least 1")
         folder = os.path.abspath(folder or os.getcwd())
-        _check_start(ranks=ranks, start=start, env=env or {}, folder=folder)
-        session = cls(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}", LocalTransport())
+        transports = transports_to(nodes, ask_passphrase=ask_passphrase)
+        if group_timeout_s is None:
+            group_timeout_s = GROUP_TIMEOUT_S if len(transports) > 1 else 0.0
+        how = RankStart(folder, env or {}, start, seed, init, linger_s, spool_limit_bytes, group_timeout_s)
+        how.check()
+        name = check_session_name(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}")
+        files = SessionFiles(transports, folder, is_synced=sync)
+        session = cls(name, bring_up_agents(transports, name), holder=holder)
+        core = session._core
         try:
-            attached = session._attach()
-            session._wants_group = init
-            session.plan = plan_one_node(ranks=ranks, device=device, backend=backend, gpus=attached.gpus)
-            session._launch(cpus=attached.cpus, env=env or {}, start=start, seed=seed, folder=folder)
-            if init:
-                session._ranks.make_group(session.world_size)
+            attached = attach(core)
+            if nodes is None:
+                core.set_plan(plan_one_node(ranks=ranks, device=device, backend=backend, gpus=attached[0].gpus))
+            else:
+                offers = [transport.offer(attached[node].gpus) for node, transport in enumerate(transports)]
+                core.set_plan(plan_nodes(offers, device=device, backend=backend, ranks=ranks))
+            of_env = tuple(env or ())
+            core.note_down(
+                StartedWith(ranks, device, backend, init, sync, of_env, seed, start, linger_s, group_timeout_s)
+            )
+            session._files = files
+            session.notices.extend(files.bring())
+            launch(core, how, attached)
         except BaseException:
             session.stop()
             raise
         atexit.register(session.stop)
         return session
 
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        *,
+        nodes: Nodes = None,
+        steal: bool = False,
+        sync: bool = True,
+        ask_passphrase: AskPassphrase | None = None,
+        holder: str = "",
+    ) -> Session:
+        """Go on with a session that runs, after its notebook is gone or has detached.
+
+        On which nodes it runs is known where it was started; elsewhere say ``nodes``, in the same order.
+
+        What nobody has shown of its cells is in ``log``; ``missed`` says which cells. The next attach brings it again
+        until a cell was run, or ``confirm_missed`` called. When the ranks ended meanwhile, ``failure`` says why.
+        ``steal`` takes the session from another notebook, which is told. ``sync``: as it was started, if the current
+        folder is the one that it was started with.
+
+        Raises: SessionError when no such session runs, or another notebook holds it.
+        """
+        if nodes is None:
+            transports = find_nodes(name, ask_passphrase=ask_passphrase)
+        else:
+            transports = transports_to(nodes, ask_passphrase=ask_passphrase)
+        session = cls(name, _attach_to(name, transports, is_known=nodes is None), holder=holder)
+        try:
+            session._inbox.is_showing_missed = True
+            go_on(session._core, attach(session._core, steal=steal))
+            session._files = SessionFiles(transports, os.getcwd(), is_synced=sync, takes_over=False)
+            session._core.note_down()
+        except BaseException:
+            session.detach()
+            raise
+        atexit.register(session.stop)
+        return session
+
+    def detach(self, *, is_seen: bool = True) -> None:
+        """Leave agent and ranks to the next notebook; they wait for it for the time given at the start.
+
+        Not ``is_seen``: what was sent to a front end last may not have arrived there, and is shown again.
+        """
+        with self._stopping:
+            if not self._core.is_stopped:
+                self._core.is_stopped = True
+                atexit.unregister(self.stop)
+                self._ranks.detach(is_seen=is_seen)
+                for transport in self._transports:
+                    transport.leave()
+
+    @property
+    def missed(self) -> dict[int, int]:
+        """After ``attach``: the cells of which nobody had been shown everything, and how many messages of each may have
+        been shown all the same."""
+        logged = sorted(self._inbox.logbook.cells.items())
+        return {cell: known.shown_perhaps for cell, known in logged if known.is_missed}
+
+    def confirm_missed(self) -> None:
+        """What was missed has been shown: no later notebook needs to see it."""
+        self._inbox.is_showing_missed = False
+
+    @property
+    def running_cells(self) -> dict[int, tuple[int, ...]]:
+        """The cells that still run, and the ranks that run them."""
+        return self._runs.running
+
+    def follow(self, cell: int, observer: CellObserver, *, on_end: Callable[[CellRun], None] | None = None) -> CellRun:
+        """Give ``observer`` all that was logged of a cell, as fast as it shows it, and from now on what comes.
+
+        Returns the cell as it runs, to ``wait`` for it, or as it ended, with ``is_over``. ``on_end`` is called in a
+        background thread when one that still runs has ended.
+        """
+        return self._runs.follow(cell, observer, on_end)
+
+    def unfollow(self, cell: int, observer: CellObserver) -> None:
+        """``observer`` gets no more of a cell, which goes on."""
+        self._runs.unfollow(cell, observer)
+
+    def stop_cells(self) -> dict[int, str]:
+        """Stop the cells that run, as the stop button does; says in words how that went."""
+        return {run.cell: self._core.rescue.stop(run) for run in set(self._inbox.busy.values())}
+
     @property
     def log(self) -> OutputLog:
         """Everything the ranks printed, cell by cell."""
-        return self._inbox.log
+        return self._inbox.logbook.log
 
     @property
     def notices(self) -> list[str]:
         """What the user should know and no cell has said: output that was lost, a full disk."""
         return self._inbox.notices
 
+    def pop_news(self) -> str:
+        """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
+        return self._runs.pop_news()
+
+    @property
+    def plan(self) -> Plan:
+        """Its ranks: their nodes and devices, and the backend."""
+        return self._core.plan
+
     @property
     def world_size(self) -> int:
-        return self.plan.world_size
+        return self._core.world_size
+
+    @property
+    def hang_s(self) -> float:
+        """How long ranks wait for others before the cell says so."""
+        return self._core.hang_s
+
+    @hang_s.setter
+    def hang_s(self, seconds: float) -> None:
+        self._core.hang_s = seconds
+
+    @property
+    def stop_gap_s(self) -> float:
+        """From a stop to what it does: time for whoever restarts this process to say so."""
+        return self._core.stop_gap_s
+
+    @stop_gap_s.setter
+    def stop_gap_s(self, seconds: float) -> None:
+        self._core.stop_gap_s = seconds
+
+    @property
+    def wants_group(self) -> bool:
+        """There is a default process group, made before the first cell and after every loss."""
+        return self._core.wants_group
+
+    @property
+    def group_timeout_s(self) -> float:
+        """How long a collective waits for another rank; 0 where that is torch's own choice."""
+        return self._core.group_timeout_s
+
+    def choose(self, ranks: Ranks) -> tuple[int, ...]:
+        """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError."""
+        return self._core.choose(ranks)
+
+    @property
+    def nodes(self) -> tuple[Node, ...] | None:
+        """The nodes that it runs on, with as many ranks as each has; None for this machine."""
+        return self._core.nodes
+
+    @property
+    def node_names(self) -> dict[int, str]:
+        """The name of every rank's node, of those that have one."""
+        return self._core.node_names
 
     def next_cell(self, *, at_least: int = 1) -> int:
         """The number that the next cell will have; no two cells of a session have the same."""
-        return max(self._last_cell + 1, at_least)
+        return self._runs.next_number(at_least=at_least)
+
+    @property
+    def failure(self) -> DetrainError | None:
+        """Why the session cannot go on; None while it can, or after it was ended."""
+        return None if self._core.is_stopped else self._inbox.failure
 
     @property
     def is_alive(self) -> bool:
         """The session's agent and launcher run; single ranks may be lost."""
-        return not self._is_stopped and self._inbox.failure is None
+        return self._core.is_alive
 
     def run_cell(
         self,
@@ -151,6 +324,9 @@ class Session:
     ) -> CellResult:
         """Run ``code`` on ``ranks`` (all) and wait until every one of them has ended it.
 
+        Ranks that were stopped and are still on their way, or are being replaced, are waited for. A group that was
+        ended is made anew first.
+
         ``values`` brings the values of the last expression here, where they can travel. Output is kept in the result
         and in ``log``, and goes to ``observer`` while the cell runs. In errors the cell has ``number`` (or the next one
         that is free), and its lines count from ``first_line``.
@@ -160,23 +336,14 @@ class Session:
         """
         if not code.strip():
             raise SpecError("the cell is empty: write the code to run below its first line")
-        chosen = self._choose_idle(ranks)
-        if self._wants_group:
-            self._ranks.mend_group(self.world_size)
-        self._last_cell = self.next_cell(at_least=number or 1)
-        run = CellRun(self._last_cell, chosen, observer, self._hosts())
-        self._inbox.add_run(run)
-        self._run_to_its_end(run, RunCell(list(chosen), run.cell, code, first_line), timeout_s)
-        self._raise_for(run)
-        return self._result(run, values=values)
+        self._bring_changes(ranks, observer)
+        number = self.next_cell(at_least=number or 1)
+        run = self._runs.run(code, ranks, observer, number=number, first_line=first_line, timeout_s=timeout_s)
+        return self._runs.result(run, values=values)
 
     def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> CellRun:
         """Give ``observer`` all that the log has of a cell; values and errors are in what is returned."""
-        run = CellRun(cell, parse_ranks(ranks, world_size=self.world_size), observer, self._hosts())
-        for message in self.log.read(cell):
-            if message.rank in run.ranks:
-                run.take(message)
-        return run
+        return self._runs.show_again(cell, observer, ranks)
 
     def pull(self, names: str | Iterable[str], *, ranks: Ranks = None) -> dict[int, Any]:
         """Bring variables of the ranks here: ``{rank: value}`` for one name, ``{rank: {name: value}}`` for a list.
@@ -185,39 +352,116 @@ class Session:
         cannot travel.
         """
         wanted = [names] if isinstance(names, str) else list(names)
-        chosen = self._choose_idle(ranks)
+        chosen = self._core.choose_idle(ranks)
         found = self._ranks.pull(wanted, chosen)
         return {rank: found[rank][names] for rank in chosen} if isinstance(names, str) else found
 
     def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
         """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; nothing is set then."""
-        self._ranks.push(variables, self._choose_idle(ranks))
+        self._ranks.push(variables, self._core.choose_idle(ranks))
+
+    def put(
+        self,
+        paths: Paths,
+        target: str | None = None,
+        *,
+        nodes: str | Iterable[str] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> dict[str, Copied]:
+        """Copy files and folders from here into the folder ``target`` of ``nodes`` (all): ``{node: what was copied}``.
+
+        A target that is not given in full is below the folder that the ranks start in, which is the default.
+        ``on_progress`` gets the files done, the bytes done and the bytes in all, of all nodes together.
+        Raises: SpecError for what is not here, DetrainError with the node and the path, when all have come to an end.
+        """
+        return self._files.put(paths, target, nodes, on_progress)
+
+    def get(
+        self,
+        remote: Paths,
+        folder: str | os.PathLike[str] = ".",
+        *,
+        nodes: str | Iterable[str] | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> dict[str, Copied]:
+        """Copy files and folders of ``nodes`` (all) into ``folder`` here, of several nodes each into one of its name.
+
+        Paths and ``on_progress`` as with ``put``. Links there, and devices, stay where they are. Raises as ``put``.
+        """
+        return self._files.get(remote, folder, nodes, on_progress)
+
+    def check_data(self, path: str) -> DataCheck:
+        """Whether the same files are under ``path`` on every node, by names, sizes and samples. Raises as ``put``."""
+        return self._files.check(path)
 
     def status(self, *, limit_s: float = 2.0) -> SessionStatus:
         """Where every rank is: its state, the line of the cell it is at, its memory."""
-        positions = self._ranks.locate(range(self.world_size), limit_s=limit_s)
-        rows = []
-        for rank in range(self.world_size):
-            up, position = self._inbox.up[rank], positions.get(rank)
-            rows.append(
-                RankStatus(
-                    rank,
-                    up.host,
-                    up.pid,
-                    up.device,
-                    position.state if position else ("lost" if rank in self._inbox.lost else "no answer"),
-                    position.cell if position else 0,
-                    position.line if position and position.state == "running" else 0,
-                    position.rss_bytes if position else 0,
-                    self._inbox.last_seconds.get(rank),
-                )
-            )
-        return SessionStatus(self.name, tuple(rows))
+        return look(self._core, limit_s=limit_s)
 
-    def interrupt(self) -> None:
-        """Raise KeyboardInterrupt on every rank that runs a cell. Does not wait."""
-        for run in set(self._inbox.busy.values()):
-            self._ranks.send(Interrupt(list(run.running), run.cell))
+    def where(self) -> Whereabouts:
+        """Where every rank is: the line, the stack of the cell, the collective it waits in and since when."""
+        everyone = range(self.world_size)
+        before = self._ranks.locate(everyone, stack=False)
+        time.sleep(WHERE_GAP_S)
+        _, evidence = self._ranks.look(everyone, before=before, stack=True)
+        return Whereabouts(self.name, tuple(judge(evidence).values()), self._core.hosts, describe_mismatch(evidence))
+
+    def interrupt(self, *, ranks: Ranks = None, kill: bool = False) -> None:
+        """Raise KeyboardInterrupt on the ranks that run a cell. Does not wait.
+
+        With ``kill``, replace ``ranks`` by fresh ones: their variables are lost, those of the others are not.
+        """
+        if kill:
+            self._members.replace(ranks)
+        else:
+            self._members.interrupt(ranks)
+
+    def restart_ranks(self, ranks: Ranks) -> None:
+        """Replace ``ranks`` by fresh ones, those that were left down too, and wait until they are up."""
+        self._members.replace(ranks)
+        self._members.wait_until_fresh(ranks)
+
+    def shrink(self) -> dict[int, int]:
+        """Go on without the ranks of nodes that are lost: those that are left are one group again, numbered from 0.
+
+        They keep their variables, ``rank`` and ``world_size`` aside. Returns the new number of each.
+        Raises: SessionError when no node is lost, or one that is left is busy.
+        """
+        return self._members.shrink()
+
+    def wait_until_fresh(self, ranks: Ranks) -> None:
+        """Wait until ranks that are being replaced are up. Raises: SessionError."""
+        self._members.wait_until_fresh(ranks)
+
+    def broadcast(self, names: str | Iterable[str], *, source: int = 0, ranks: Ranks = None) -> None:
+        """Give ``ranks`` (all) the variables that rank ``source`` has, directly from rank to rank.
+
+        Several names keep what they share: a model and its optimizer. Raises: SessionError when one cannot be pickled,
+        or when a rank lacks the class it is made of: run the cell that defines it there first, with ``replay``.
+        """
+        wanted = [names] if isinstance(names, str) else list(names)
+        chosen = self.choose(ranks)
+        (sender,) = self.choose(source)
+        self._core.choose_idle([*chosen, sender], limit_s=IDLE_LIMIT_S)
+        self._core.mend_group(range(self.world_size))
+        self._core.generations.broadcast(wanted, chosen, source=sender)
+
+    def replay(
+        self, ranks: Ranks, *, cells: Iterable[int] | None = None, observer: Callable[[int], CellObserver] | None = None
+    ) -> dict[int, RankError | None]:
+        """Run earlier cells again, in their order, on those of ``ranks`` that had run them: a fresh rank gets its
+        imports and definitions back.
+
+        By default all that ended well and needed no other rank: a collective would wait for ranks that do not run it.
+        ``observer`` gives who shows a cell, by its number. Returns the cells that were run, each with what it raised:
+        it may need what a cell makes that was left out.
+        """
+        return self._runs.replay(ranks, cells, observer)
+
+    @property
+    def collective_cells(self) -> set[int]:
+        """The cells that needed other ranks."""
+        return set(self._inbox.history.collective)
 
     def complete(self, code: str, position: int, *, limit_s: float = 1.0) -> Completions | None:
         """Completions by the first idle rank; None when there is none, or it does not answer in time."""
@@ -232,12 +476,17 @@ class Session:
     def stop(self) -> None:
         """End the ranks and everything they started. Does nothing the second time."""
         with self._stopping:
-            if self._is_stopped:
+            if self._core.is_stopped:
                 return
-            self._is_stopped = True
+            is_ours = [not self._ranks.is_hung_up_on(node) for node in range(len(self._transports))]
+            left = set(self._ranks.end(limit_s=END_LIMIT_S)) - self._inbox.lost_nodes.keys()
+            self._core.is_stopped = True  # after it was asked for: a stop in between leaves it to be asked for again
             atexit.unregister(self.stop)
-            self._ranks.end(limit_s=END_LIMIT_S)
-            self._transport.wait_for_end(limit_s=END_LIMIT_S)
+            self.not_ended = [self._transports[node].name for node in left if self._transports[node].can_resume]
+            if not self.not_ended:
+                forget(self.name)
+            for transport, is_this_ours in zip(self._transports, is_ours):
+                transport.wait_for_end(limit_s=END_LIMIT_S, is_ours=is_this_ours)
 
     def __enter__(self) -> Session:
         return self
@@ -247,7 +496,9 @@ class Session:
 
     def __repr__(self) -> str:
         state = "running" if self.is_alive else "ended"
-        return f"<Session {self.name!r}: {self.world_size} ranks on {self.plan.device}, {state}>"
+        hosts = [name for name, ranks in self.plan.hosts.items() if ranks]
+        where = f" of {', '.join(hosts) if len(hosts) <= _MOST_HOSTS else f'{len(hosts)} nodes'}" if hosts else ""
+        return f"<Session {self.name!r}: {self.world_size} ranks on {self.plan.device}{where}, {state}>"
 
     def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float) -> Message | None:
         idle = set(range(self.world_size)) - set(self._inbox.busy) - set(self._inbox.lost)
@@ -255,155 +506,36 @@ class Session:
             return None
         return self._ranks.ask(min(idle), ask, limit_s=limit_s)
 
-    # ---- start
-
-    def _attach(self) -> Attached:
-        self._ranks.send(Attach(self.name, f"pid {os.getpid()}"))
-        self._inbox.attached.wait(START_LIMIT_S, what="attach")
-        answer = self._inbox.attached.answers[0]
-        assert isinstance(answer, Attached)
-        return answer
-
-    def _launch(self, *, cpus: int, env: Mapping[str, str], start: str, seed: int, folder: str) -> None:
-        ranks = list(self.plan.nodes[0].ranks)
-        wanted_threads = env.get("OMP_NUM_THREADS", "")
-        threads = int(wanted_threads) if wanted_threads.isdigit() else threads_per_rank(len(ranks), cpus=cpus)
-        config = RankConfig(
-            agent_socket="agent.sock",
-            folder=folder,
-            device=self.plan.device,
-            backend=self.plan.backend,
-            seed=seed,
-            threads=threads,
-        )
-        launch = launch_node(
-            self.plan,
-            config,
-            node_rank=0,
-            python=self._transport.python,
-            store_address=self._transport.store_address,
-            start=start,
-            extra_env=env,
-        )
-        self._inbox.ranks_up = self._inbox.requests.new(ranks)
-        self._ranks.send(Launch(launch.argv, launch.env, ranks))
-        self._inbox.ranks_up.wait(START_LIMIT_S, what="start")
-
-    # ---- cells
-
-    def _hosts(self) -> dict[int, str]:
-        return {rank: up.host for rank, up in self._inbox.up.items()}
-
-    def _choose_idle(self, ranks: Ranks) -> tuple[int, ...]:
-        """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now."""
-        if self._is_stopped:
-            raise SessionError(f"session {self.name!r} has ended: start another one")
-        chosen = parse_ranks(ranks, world_size=self.world_size)
-        self._ranks.require_idle(chosen)
-        return chosen
-
-    def _run_to_its_end(self, run: CellRun, message: RunCell, timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        lost_deadline = None
-        try:
-            self._ranks.send(message)
-            while not run.done.wait(_next_look(deadline)):
-                now = time.monotonic()
-                if deadline is not None and now >= deadline:
-                    stopped = self._stop_cell(run)
-                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s: {stopped}{_failures(run)}")
-                if run.lost and lost_deadline is None:
-                    lost_deadline = now + LOST_LIMIT_S
-                if lost_deadline is not None and now >= lost_deadline:
-                    raise RankLost(f"{self._describe_losses(run)}\n{self._stop_cell(run)}")
-                self._tell_who_is_waited_for(run)
-        except KeyboardInterrupt:
-            note = self._stop_cell(run)
-            raise CellInterrupted(run.errors(), world_size=len(run.ranks), note=note) from None
-        if run.running and self._inbox.failure:
-            raise self._inbox.failure
-
-    def _stop_cell(self, run: CellRun) -> str:
-        """Interrupt what still runs, give it a few seconds, and say in words how that went."""
-        try:
-            if run.running:
-                self._ranks.send(Interrupt(list(run.running), run.cell))
-                run.done.wait(STOP_LIMIT_S)
-        except KeyboardInterrupt:
-            pass  # pressed again: the prompt comes back at once
-        if not run.running:
-            return "all ranks stopped and kept their variables"
-        return (
-            f"{self._ranks.where(run.running)} did not stop within {STOP_LIMIT_S:g} s, "
-            "blocked in C code or in a collective: wait for it, or start all ranks anew with %distributed restart"
-        )
-
-    def _tell_who_is_waited_for(self, run: CellRun) -> None:
-        """When some ranks have ended the cell: which have not, and where they are."""
-        observer = run.observer
-        if observer is None or not run.running:
-            return
-        is_waiting = bool(run.outcomes)
-        observer.waiting(f"waiting for {self._ranks.where(run.running)}{_failures(run)}" if is_waiting else "")
-
-    def _raise_for(self, run: CellRun) -> None:
-        if run.lost:
-            raise RankLost(self._describe_losses(run))
-        errors = run.errors()
-        if errors:
-            is_stopped = all(error.interrupted for error in errors.values())
-            raise (CellInterrupted if is_stopped else RankError)(errors, world_size=len(run.ranks))
-
-    def _result(self, run: CellRun, *, values: bool) -> CellResult:
-        bundles = run.bundles()
-        found = self._pull_values(run, bundles) if values and bundles else {}
-        results = {}
-        for rank, outcome in run.outcomes.items():
-            assert isinstance(outcome, CellDone)
-            bundle = bundles.get(rank, {})
-            value = found.get(rank, TextOnly(bundle["text/plain"]) if bundle else None)
-            host = self._inbox.up[rank].host
-            results[rank] = RankResult(rank, host, outcome.seconds, None, bundle, value, self.log, run.cell)
-        return CellResult(run.cell, results)
-
-    def _pull_values(self, run: CellRun, bundles: Iterable[int]) -> dict[int, Any]:
-        found: dict[int, Any] = {}
-        for rank in bundles:
-            with contextlib.suppress(SessionError, ValueNotSupported):  # its text stands for what cannot travel
-                found.update(self.pull("_", ranks=rank))
-        return found
-
-    def _describe_losses(self, run: CellRun) -> str:
-        return "\n".join(describe_end(end, host=self._inbox.up[rank].host) for rank, end in run.lost.items())
+    def _bring_changes(self, ranks: Ranks, observer: CellObserver | None) -> None:
+        """The nodes that are to run a cell have what has changed here."""
+        if self._files.is_synced:
+            names = self.node_names
+            on = {names.get(rank, "") for rank in self._core.choose_idle(ranks, limit_s=IDLE_LIMIT_S)}
+            for words in self._files.bring(on):
+                self._core.tell(words, observer)
 
 
-def _failures(run: CellRun) -> str:
-    """What has failed while others still run: often the reason why they wait."""
-    failed: dict[str, list[int]] = {}
-    for rank, error in run.errors().items():
-        if not error.interrupted:
-            failed.setdefault(error.summary.splitlines()[0], []).append(rank)
-    return "".join(f"; {format_ranks(ranks)} failed with {summary}" for summary, ranks in failed.items())
+def _attach_to(name: str, transports: Sequence[Transport], *, is_known: bool) -> list[End]:
+    try:
+        return attach_to_agents(transports, name)
+    except SessionError:
+        if is_known:  # it has ended
+            forget(name)
+        raise
 
 
-def _next_look(deadline: float | None) -> float:
-    """Seconds until the next look at who is waited for."""
-    return 1.0 if deadline is None else max(0.0, min(1.0, deadline - time.monotonic()))
+def end_session(name: str, *, holder: str = "", ask_passphrase: AskPassphrase | None = None) -> None:
+    """End a session that this process does not hold, on every node that can be reached.
 
-
-def _check_start(*, ranks: int | None, start: str, env: Mapping[str, str], folder: str) -> None:
-    if ranks is not None and ranks < 1:
-        raise SpecError(f"{ranks} ranks: a session needs at least 1")
-    if start not in ("fork", "exec"):
-        raise SpecError(f"start {start!r} is neither fork nor exec")
-    if not os.path.isdir(folder):
-        raise SpecError(f"folder {folder} is not there: the ranks start in it")
-    for key, value in env.items():
-        if not key or "=" in key or "\0" in key + value:
-            raise SpecError(f"{key!r} is no name of an environment variable")
-    torch_distributed = sys.modules.get("torch.distributed")
-    if torch_distributed is not None and torch_distributed.is_available() and torch_distributed.is_initialized():
-        raise SessionError(
-            "torch.distributed is initialised in this process itself: call torch.distributed.destroy_process_group() "
-            "first, the ranks are processes of their own"
-        )
+    Raises: SessionError when it does not run, or another notebook holds it; TransportError for nodes out of reach,
+    where the ranks end by themselves.
+    """
+    transports = find_nodes(name, ask_passphrase=ask_passphrase)
+    failures = end_agents(transports, name, holder=holder or f"pid {os.getpid()}")
+    absent = [node for node, error in failures.items() if isinstance(error, SessionError)]
+    if unreachable := {node: error for node, error in failures.items() if node not in absent}:
+        words = "\n".join(f"{node}: {error}" for node, error in unreachable.items())
+        raise TransportError(f"session {name!r} was not told to end there, its ranks end by themselves:\n{words}")
+    forget(name)
+    if len(absent) == len(transports):
+        raise failures[absent[0]]

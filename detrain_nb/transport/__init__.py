@@ -1,1 +1,56 @@
 """How bytes and files reach a node."""
+
+from __future__ import annotations
+
+import socket
+from typing import Protocol
+
+from ..plan import NodeOffer
+
+
+class Transport(Protocol):
+    """One node, as a session reaches it. What is known of the node is set when its agent was started or connected to.
+
+    ``name`` is the user's name for it, empty for this machine. Other nodes reach it at ``address``, through its
+    ``interface``; its ranks get ``env``. ``can_resume``: a connection that breaks says nothing of the agent, which can
+    be connected to again. ``is_trusted``: the user lets it show active HTML, as this machine may.
+    """
+
+    name: str
+    is_this_machine: bool
+    is_trusted: bool
+    can_resume: bool
+    python: str
+    address: str
+    interface: str
+    env: dict[str, str]
+
+    @property
+    def torch(self) -> str:
+        """The version of torch there; empty where it is not known."""
+        ...
+
+    def start_agent(self, session: str) -> socket.socket:
+        """Start the agent of ``session`` and return a byte stream to it. Raises: DetrainError."""
+        ...
+
+    def connect_agent(self, session: str) -> socket.socket:
+        """Connect to an agent that runs already. Raises: SessionError when none does, TransportError."""
+        ...
+
+    def offer(self, gpus: int) -> NodeOffer:
+        """What the node has, of ``gpus`` that its agent counted, and what the user wants of it."""
+        ...
+
+    def work_folder(self, folder: str) -> str:
+        """Where the ranks of this node start when they start in ``folder`` on the notebook's machine."""
+        ...
+
+    def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
+        """Wait until the agent, asked to end, has done so, and leave nothing of ours.
+
+        Not ``is_ours``: it has done with us, and may serve another notebook now.
+        """
+
+    def leave(self) -> None:
+        """The agent goes on without us."""

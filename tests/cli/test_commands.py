@@ -239,6 +239,7 @@ def test_control_c_interrupts_the_cell_and_leaves_no_process(place: Place) -> No
     place.require_empty()
 
 
+@pytest.mark.slow
 def test_second_control_c_waits_for_nothing_and_leaves_no_process(place: Place) -> None:
     path = place.write("%load_ext detrain_nb", IN_A_COLLECTIVE.strip(), name="hurried.ipynb")
     with place.start("run", path) as process:
@@ -352,12 +353,14 @@ for percent in (50, 100):
 """
 
 
+@pytest.mark.slow
 def test_redrawn_output_appears_in_a_file_once_in_its_last_state(place: Place) -> None:
     _, out, _ = place.run("run", place.write(HANDLE.strip(), name="redrawn.ipynb"))
     assert out.splitlines()[1:3] == ["a line", "100 %"]
     assert "50 %" not in out
 
 
+@pytest.mark.slow
 def test_redrawn_output_keeps_its_line_on_a_terminal(place: Place) -> None:
     ours, theirs = pty.openpty()
     with place.start("run", place.write(HANDLE.strip(), name="tty.ipynb"), stdout=theirs, stderr=theirs) as process:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from detrain_nb import Session
-from detrain_nb.errors import SpecError
+from detrain_nb.errors import CellTimeout, RankError, RankLost, SpecError
 from detrain_nb.node.agent import count_gpus
 
 pytestmark = [
@@ -44,6 +44,44 @@ def test_stop_of_a_gpu_loop_keeps_variables() -> None:
         with pytest.raises(Exception, match="did not end within"):
             session.run_cell("while True: x.add_(0)", timeout_s=1)
         assert session.run_cell("x.item()").values == {0: 1.0}
+
+
+def test_broken_context_is_named_and_the_rank_replaced() -> None:
+    with Session.start(1, device="cuda") as session:
+        code = "x = torch.zeros(4, device=device)\nx[torch.tensor([9], device=device)].sum().item()"
+        with pytest.raises((RankError, RankLost), match=r"CUDA error|device-side assert") as caught:
+            session.run_cell(code)
+        if isinstance(caught.value, RankError):
+            assert "it is replaced" in "\n".join(caught.value._render_traceback_())
+        assert session.run_cell("torch.ones(2, device=device).sum().item()").values == {0: 2.0}
+
+
+def test_out_of_memory_names_the_largest_variables_and_the_memory_is_free_again() -> None:
+    with Session.start(1, device="cuda") as session:
+        code = """
+big = torch.empty(1 << 28, device=device)
+def fill():
+    held = torch.empty(torch.cuda.mem_get_info()[0] // 2, dtype=torch.uint8, device=device)
+    torch.empty(torch.cuda.mem_get_info()[0] * 2, dtype=torch.uint8, device=device)
+fill()
+"""
+        with pytest.raises(RankError, match="OutOfMemoryError") as caught:
+            session.run_cell(code)
+        assert "the largest variables on rank 0: big 1.1 GB" in "\n".join(caught.value._render_traceback_())
+        assert session.run_cell("torch.cuda.memory_reserved() < 3 * 2**30").values == {0: True}
+
+
+@pytest.mark.skipif(count_gpus() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "wrapper", ["None", "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4).to(device))"]
+)
+def test_hung_nccl_collective_is_stopped_and_the_next_one_works(wrapper: str) -> None:
+    with Session.start(2, device="cuda") as session:
+        session.run_cell(f"alive = {wrapper}\nkept = rank\nt = torch.ones(1, device=device)\ndist.all_reduce(t)")
+        with pytest.raises(CellTimeout, match="freed"):
+            session.run_cell("if rank == 0:\n    dist.all_reduce(t)\n    torch.cuda.synchronize()", timeout_s=2)
+        code = "t = torch.ones(1, device=device)\ndist.all_reduce(t)\nkept, t.item()"
+        assert session.run_cell(code).values == {0: (0, 2.0), 1: (1, 2.0)}
 
 
 def test_more_ranks_than_gpus_is_refused_with_the_numbers() -> None:

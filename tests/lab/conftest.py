@@ -123,6 +123,7 @@ def _environment(base: Path, mark: str) -> dict[str, str]:
         "JUPYTERLAB_WORKSPACES_DIR": str(base / "workspaces"),
         "IPYTHONDIR": str(base / "ipython"),
         "DETRAIN_NB_RUNTIME_DIR": str(base / "sessions"),
+        "DETRAIN_NB_LINGER": "20",
         _MARK: mark,
     }
 
@@ -265,10 +266,14 @@ class Notebook:
     def select(self, index: int) -> None:
         self.js("index => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = index; }", index)
 
-    def restart_and_run_all(self) -> None:
+    def restart(self) -> None:
         """What the menu does, without its question."""
         self.js("() => window.jupyterapp.shell.currentWidget.sessionContext.restartKernel()")
         self._wait_for_kernel()
+
+    def restart_and_run_all(self) -> None:
+        """What the menu does, without its question."""
+        self.restart()
         self.run_all()
 
     def save(self) -> nbformat.NotebookNode:

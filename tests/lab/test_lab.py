@@ -12,9 +12,12 @@ import pytest
 from matplotlib.image import imread
 from playwright.sync_api import expect
 
+from ..testbed.nodes import home_with_hosts
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..testbed.fixtures import MakeTestbed
     from .conftest import Notebook, Window
 
     OpenNotebook = Callable[..., Notebook]
@@ -38,6 +41,7 @@ def stored_text(nb: Notebook, index: int) -> str:
     return "".join(output.get("text", "") for output in nb.save().cells[index].outputs)
 
 
+@pytest.mark.slow
 def test_lines_appear_whole_in_their_cell_while_it_runs_and_after(notebook: OpenNotebook) -> None:
     nb = notebook(
         START,
@@ -83,6 +87,7 @@ wait_for("the late lines were seen")
     assert [nb.text(2), nb.text(3)] == ["", "[0-1] the last cell\n"]
 
 
+@pytest.mark.slow
 def test_canonical_form_stands_once_below_the_cell_and_in_the_file(notebook: OpenNotebook) -> None:
     nb = notebook(
         START,
@@ -111,6 +116,7 @@ torch.ones(2)
     assert [output.get("text") or output.data["text/plain"] for output in stored] == [printed, value]
 
 
+@pytest.mark.slow
 def test_bars_are_redrawn_in_place_a_line_per_rank(notebook: OpenNotebook) -> None:
     nb = notebook(
         START,
@@ -134,6 +140,7 @@ for step in tqdm(range(40), miniters=1, mininterval=0, bar_format="{{percentage:
     assert stored_text(nb, 1) == final
 
 
+@pytest.mark.slow
 def test_figures_and_tables_are_shown_as_such(notebook: OpenNotebook) -> None:
     nb = notebook(
         START,
@@ -160,6 +167,7 @@ pd.DataFrame({"rank": [0, 1], "loss": [0.5, 0.25]})
     assert "[0-1]" in nb.text(2)
 
 
+@pytest.mark.slow
 def test_error_of_a_rank_shows_its_line_and_stops_run_all(notebook: OpenNotebook) -> None:
     nb = notebook(
         START,
@@ -205,29 +213,64 @@ while True:
     assert nb.text(2) == "[0] 0\n[1] 7\n"
 
 
-def test_rank_in_a_collective_is_named_while_it_is_waited_for_and_when_stopped(notebook: OpenNotebook) -> None:
-    nb = notebook(START, "%%distributed\nif rank == 1:\n    dist.barrier()", "%distributed restart")
+@pytest.mark.slow
+def test_rank_in_a_collective_is_named_while_it_is_waited_for_and_freed_by_stop(notebook: OpenNotebook) -> None:
+    nb = notebook(
+        START,
+        "%distributed config hang=1",
+        "%%distributed\nkept = rank\nif rank == 1:\n    dist.barrier()",
+        "%%distributed\ndist.barrier()\nkept",
+    )
     nb.run(0)
-    nb.start(1)
-    nb.wait_for_text(1, r"^waiting for rank 1 \(line 3\)$")
+    nb.run(1)
+    nb.start(2)
+    nb.wait_for_text(2, r"^rank 1 waits in barrier #\d+ \(line 4\); rank 0 has ended the cell$")
     nb.stop()
-    expect(nb.prompt(1)).to_have_text("[2]:", timeout=8_000)
-    shown = nb.text(1)
-    assert re.search(r"rank 1 .*did not stop.*%distributed restart", shown)
-    assert "waiting for" not in shown
-    nb.run(2)
-    assert "2 ranks" in nb.text(2)
+    expect(nb.prompt(2)).to_have_text("[3]:", timeout=8_000)
+    shown = nb.text(2)
+    assert re.search(r"rank 1 waited in barrier #\d+ \(line 4\): freed", shown), shown
+    assert "waits in" not in shown
+    nb.run(3)
+    assert nb.text(3) == "[0] 0\n[1] 1\n"
 
 
+@pytest.mark.slow
 def test_restart_and_run_all_gives_the_same_notebook(notebook: OpenNotebook) -> None:
-    nb = notebook(START, "%%distributed\nassert 'x' not in globals()\nx = 2 * rank\nx")
+    nb = notebook(f"{START} --fresh", "%%distributed\nassert 'x' not in globals()\nx = 2 * rank\nx")
     nb.run_all()
     first = [nb.text(0), nb.text(1)]
     assert first[1] == "[0] 0\n[1] 2\n"
     nb.restart_and_run_all()
-    assert [nb.text(0), nb.text(1)] == first
+    again = [nb.text(0), nb.text(1)]
+    assert again[1] == first[1]
+    assert "of this notebook is there" in again[0]
+    assert again[0].splitlines()[-1] == first[0].splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_restarted_kernel_attaches_and_sees_what_it_missed(notebook: OpenNotebook) -> None:
+    nb = notebook(
+        START,
+        "%%distributed\nimport time\nfor i in range(60):\n    print('step', i); time.sleep(0.1)\nkept = rank",
+        "%load_ext detrain_nb\n%distributed attach",
+        "%%distributed\nkept",
+    )
+    nb.run(0)
+    nb.start(1)
+    nb.wait_for_text(1, r"^\[1\] step 3$")
+    nb.restart()
+    nb.run(2)
+    for rank in (0, 1):
+        nb.wait_for_text(2, rf"^\[{rank}\] step 59$")
+    seen = nb.text(1) + nb.text(2)
+    for rank in (0, 1):
+        numbers = [int(number) for number in re.findall(rf"^\[{rank}\] step (\d+)$", seen, re.MULTILINE)]
+        assert sorted(set(numbers)) == list(range(60)), "nothing is missing"
+    nb.run(3)
+    assert nb.text(3) == "[0] 0\n[1] 1\n"
+
+
+@pytest.mark.slow
 def test_status_is_a_table(notebook: OpenNotebook) -> None:
     nb = notebook(START, "%%distributed\n1 + 1", "%distributed status")
     nb.run_all()
@@ -290,6 +333,7 @@ def flood_line(rank: int, i: int) -> str:
     return f"[{rank}] line {i:5d} of rank {rank}, filled up to a length of sixty bytes."
 
 
+@pytest.mark.slow
 def test_flood_leaves_page_and_kernel_usable(notebook: OpenNotebook) -> None:
     nb = notebook("%load_ext detrain_nb\n%distributed start -n 4", COUNTING_BUTTON, FLOOD)
     nb.run(0)
@@ -329,6 +373,37 @@ def test_log_gives_a_flood_again_whole(notebook: OpenNotebook) -> None:
     assert stored[0].text.splitlines() == [flood_line(1, i) for i in range(100_000)]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_of_hosts_are_started_seen_and_stopped_as_those_of_this_machine(
+    notebook: OpenNotebook, make_testbed: MakeTestbed, tmp_path: Path
+) -> None:
+    home = home_with_hosts(make_testbed, tmp_path)
+    nb = notebook(
+        f"import os\nos.environ['HOME'] = {str(home)!r}\n%load_ext detrain_nb",
+        "%distributed doctor --nodes gpu1,gpu2",
+        "%distributed start --nodes gpu1,gpu2",
+        "%%distributed\nx = torch.ones(2) * rank\nprint('rank', rank)\ndist.all_reduce(x)\nx",
+        "%%distributed\nprint('in')\nif rank == 1:\n    dist.recv(x, 0)",
+        "%distributed status",
+        "%distributed stop",
+    )
+    for index in range(3):
+        nb.run(index)
+    assert all(host in nb.text(1) for host in ("gpu1", "gpu2"))
+    assert nb.outputs(1).locator("table").count() >= 1
+    nb.run(3)
+    assert nb.text(3).splitlines() == ["[gpu1:0] rank 0", "[gpu2:1] rank 1", "[0-1] tensor([1., 1.])"]
+    nb.start(4)
+    nb.wait_for_text(4, r"^\[gpu2:1\] in$")
+    nb.stop()
+    nb.wait_for_text(4, r"rank 1 waited in recv \(line 4\): freed")
+    nb.run(5)
+    assert nb.outputs(5).locator("tbody").count() == 2, "the ranks of each host stand together"
+    assert "collectives wait up to 600 s" in nb.text(5)
+    nb.run(6)
+
+
 CELLS_OF_THE_PICTURE = (
     "%load_ext detrain_nb",
     """
@@ -354,6 +429,7 @@ for step in range(1, 101):
 )
 
 
+@pytest.mark.slow
 def test_picture_of_a_cell_on_two_ranks(sharp_window: Window, notebook: OpenNotebook, tmp_path: Path) -> None:
     nb = notebook(*CELLS_OF_THE_PICTURE, "", "", window=sharp_window)
     nb.run(0)

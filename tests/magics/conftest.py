@@ -51,7 +51,7 @@ class Kernel:
 
     def run(self, code: str, *, interrupt_when: str | None = None, timeout_s: float = 60) -> Outcome:
         """Run a cell to its end; press stop when ``interrupt_when`` appears in its output."""
-        message_id = self.client.execute(code)
+        message_id = self.client.execute(code, stop_on_error=False)  # else it may abort the next one as well
         outcome, started, clear = Outcome(), time.monotonic(), False
         displays: dict[str, int] = {}
         while True:

@@ -18,6 +18,7 @@ import pytest
 from detrain_nb.launch import RankConfig, launch_node
 from detrain_nb.plan import plan_one_node
 from detrain_nb.wire import (
+    MAX_HEADER_BYTES,
     Attach,
     Attached,
     CellDone,
@@ -27,9 +28,12 @@ from detrain_nb.wire import (
     Launch,
     LauncherEnded,
     Message,
+    OpenStore,
     RankUp,
+    Received,
     Refused,
     RunCell,
+    StoreOpened,
     WorkerUp,
     to_frame,
 )
@@ -113,8 +117,8 @@ def test_second_notebook_is_refused_and_the_first_goes_on(agent: Agent) -> None:
     second.send(Attach("mine", "second"))
     refusal = second.receive(Refused)
     assert isinstance(refusal, Refused)
-    assert "a notebook is attached to session 'mine' already" in refusal.reason
-    first.send(Launch(["/nonexistent"], {}, [0]))
+    assert refusal.reason == "session 'mine' is held by first: %distributed attach --steal takes it over"
+    first.send(Launch(["/nonexistent"], {}, [0], 0.0, None))
     assert isinstance(first.receive(LauncherEnded), LauncherEnded)
 
 
@@ -126,12 +130,28 @@ def test_notebook_of_another_protocol_is_refused(agent: Agent) -> None:
     assert "install one version" in refusal.reason
 
 
+@pytest.mark.parametrize("size_bytes", [0, 1 << 20])
+def test_notebook_that_counts_hears_what_has_come(agent: Agent, size_bytes: int) -> None:
+    """At once when it has sent much; else with what is said anyway, or soon."""
+    notebook = agent.connect()
+    notebook.send(Attach("mine", "test"))
+    notebook.receive(Attached)
+    for number in (1, 2):
+        push = RunCell([0], [1], number, "x" * size_bytes)
+        notebook.sock.sendall(to_frame(push).to_bytes(number=number))
+        assert notebook.receive(Received) == Received(number)
+    notebook.sock.sendall(to_frame(OpenStore("127.0.0.1")).to_bytes(number=3))
+    assert isinstance(notebook.receive(StoreOpened), StoreOpened)
+    notebook.sock.sendall(to_frame(EndSession()).to_bytes(number=4))
+    assert notebook.receive(Received) == Received(4), "before it hangs up"
+
+
 @pytest.mark.parametrize(
     "nonsense",
     [
         b"GET / HTTP/1.1\r\n\r\n" * 10,
         b"\xff" * 64,
-        to_frame(RunCell([0], 1, "x")).to_bytes(),
+        to_frame(RunCell([0], [1], 1, "x")).to_bytes(),
         Frame(0, b"{}", b"").to_bytes(),
     ],
     ids=["http", "ones", "no introduction", "empty header"],
@@ -144,6 +164,19 @@ def test_nonsense_is_hung_up_on_and_others_are_served(agent: Agent, nonsense: by
     notebook = agent.connect()
     notebook.send(Attach("mine", "test"))
     notebook.receive(Attached)
+
+
+def test_worker_that_says_more_than_a_notebook_takes_is_hung_up_on_alone(agent: Agent) -> None:
+    notebook, worker = agent.connect(), agent.connect()
+    notebook.send(Attach("mine", "test"))
+    notebook.receive(Attached)
+    worker.send(WorkerUp(0, 1))
+    with pytest.raises((EOFError, BrokenPipeError)):
+        for _ in range(10):
+            worker.send(Refused("x" * MAX_HEADER_BYTES))
+        worker.receive(Message)
+    notebook.send(OpenStore("127.0.0.1"))
+    assert isinstance(notebook.receive(StoreOpened), StoreOpened)
 
 
 def test_half_a_frame_holds_up_nobody(agent: Agent) -> None:
@@ -182,14 +215,15 @@ def test_second_agent_for_the_folder_leaves_at_once(agent: Agent) -> None:
 def test_messages_of_ranks_are_numbered_without_a_gap_and_the_end_is_clean(agent: Agent) -> None:
     plan = plan_one_node(ranks=2, device="cpu", backend=None, gpus=0)
     config = RankConfig("agent.sock", str(agent.folder), "cpu", "gloo", seed=0, threads=1)
-    launch = launch_node(
-        plan, config, node_rank=0, python=sys.executable, store_address="127.0.0.1", start="fork", extra_env={}
-    )
     notebook = agent.connect()
-    notebook.send(Attach("mine", "test"), Launch(launch.argv, launch.env, [0, 1]))
+    notebook.send(Attach("mine", "test"), OpenStore("127.0.0.1"))
+    port = notebook.receive(StoreOpened).port
+    start = {"run_id": "mine", "store": ("127.0.0.1", port), "interface": "lo", "start": "fork", "extra_env": {}}
+    launch = launch_node(plan, config, node_rank=0, python=sys.executable, **start)
+    notebook.send(Launch(launch.argv, launch.env, [0, 1], 0.0, None))
     for _ in range(2):
         notebook.receive(RankUp)
-    notebook.send(RunCell([0, 1], 1, "print('x')"))
+    notebook.send(RunCell([0, 1], [1, 1], 1, "print('x')"))
     for _ in range(2):
         notebook.receive(CellDone)
     assert notebook.numbers == list(range(1, len(notebook.numbers) + 1))

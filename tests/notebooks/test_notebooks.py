@@ -18,6 +18,9 @@ import nbformat
 import psutil
 import pytest
 
+from ..testbed.fixtures import MakeTestbed
+from ..testbed.nodes import home_with_hosts
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SANITIZE = ROOT / "notebooks/sanitize.cfg"
 TOUR = {
@@ -25,9 +28,13 @@ TOUR = {
     for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
     if not path.name.endswith(".executed.ipynb")
 }
-PACKAGES = {"01_quickstart.ipynb": ["dataset-fashion-mnist"]}  # what Debian must bring for the outputs that are stored
-MAX_PATTERNS = 5
+FASHION = ["dataset-fashion-mnist"]
+# What Debian must bring for the outputs that are stored.
+PACKAGES = {"01_quickstart.ipynb": FASHION, "04_pipeline_parallel.ipynb": FASHION}
+WITH_HOSTS = {"03_remote_nodes.ipynb"}
+MAX_PATTERNS = 7
 MAX_LINES = 14
+MAX_ERROR_LINES = 6
 LIMIT_S = 300
 # What keeps nbval from comparing a cell's outputs: tags, and comments in the cell.
 IGNORED = re.compile(r"(?:nbval|pytest-validate)-(?:ignore-output|skip)|skip-execution")
@@ -45,8 +52,9 @@ def notebook(request: pytest.FixtureRequest) -> Path:
     return TOUR[request.param]
 
 
-def test_tour_has_its_first_notebook() -> None:
-    assert "01_quickstart.ipynb" in TOUR
+def test_tour_has_its_notebooks() -> None:
+    names = ["01_quickstart", "02_never_lost", "03_remote_nodes", "04_pipeline_parallel"]
+    assert list(TOUR) == [f"{name}.ipynb" for name in names]
 
 
 def test_first_cell_says_what_it_shows_what_it_needs_and_how_long_it_takes(notebook: Path) -> None:
@@ -86,6 +94,23 @@ def test_few_patterns_replace_what_differs_and_each_is_used() -> None:
     assert not unused
 
 
+def test_failure_is_shown_on_purpose_and_in_few_lines(notebook: Path) -> None:
+    for cell in _code_cells(notebook):
+        errors = [output for output in cell.outputs if output.output_type == "error"]
+        assert bool(errors) == ("raises-exception" in cell.metadata.get("tags", [])), cell.source
+        for error in errors:
+            assert sum(len(text.splitlines()) for text in error.traceback) <= MAX_ERROR_LINES, error.traceback
+
+
+def test_never_lost_shows_a_stop_and_a_death_and_ends_its_session() -> None:
+    cells = _code_cells(TOUR["02_never_lost.ipynb"])
+    errors = [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+    assert [error.ename for error in errors] == ["CellTimeout", "RankLost"]
+    assert "all ranks stopped and kept their variables" in errors[0].evalue
+    assert "rank 0 kept its variables" in errors[1].evalue
+    assert cells[-1].source == "%distributed stop"
+
+
 def test_quickstart_ends_with_its_accuracy_and_stops_its_ranks() -> None:
     cells = _code_cells(TOUR["01_quickstart.ipynb"])
     summary = [cell.outputs[0].text for cell in cells if "summary" in cell.metadata.get("tags", [])]
@@ -105,6 +130,7 @@ def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     left_out = {"PYTEST_ADDOPTS", "JPY_SESSION_NAME"}
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"DETRAIN_NB_RUNTIME_DIR": str(runtime), "DETRAIN_NB_OUTPUT": "final", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"DETRAIN_NB_LINGER": "2"}
     yield env
     _, alive = psutil.wait_procs(_processes_with("DETRAIN_NB_RUNTIME_DIR", str(runtime)), timeout=10)
     assert not alive, alive
@@ -136,13 +162,20 @@ def _run_nbval(notebook: Path, env: dict[str, str]) -> subprocess.CompletedProce
 
 
 @pytest.mark.timeout(LIMIT_S)
-@pytest.mark.parametrize("name", TOUR)
-def test_notebook_gives_the_stored_outputs(name: str, env: dict[str, str], needs_debian: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    "name", [name if name.startswith("01") else pytest.param(name, marks=pytest.mark.slow) for name in TOUR]
+)
+def test_notebook_gives_the_stored_outputs(
+    name: str, env: dict[str, str], needs_debian: Callable[..., None], make_testbed: MakeTestbed, tmp_path: Path
+) -> None:
     needs_debian(*PACKAGES.get(name, []))
+    if name in WITH_HOSTS:
+        env["HOME"] = str(home_with_hosts(make_testbed, tmp_path))
     done = _run_nbval(TOUR[name], env)
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_other_output_is_found_and_the_killed_kernel_leaves_no_rank(tmp_path: Path, env: dict[str, str]) -> None:
     sources = [
         "%load_ext detrain_nb",

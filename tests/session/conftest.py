@@ -11,12 +11,33 @@ import pytest
 
 from detrain_nb import Session
 
+from ..testbed.nodes import ssh_nodes
+from ..testbed.testbed import Testbed
+
+
+@pytest.fixture(scope="module", params=["here", pytest.param("ssh", marks=pytest.mark.slow)])
+def two_ranks(request: pytest.FixtureRequest) -> Callable[[], Session]:
+    """A function that starts two ranks: on this machine, or one on each of two hosts, where all is the same."""
+    if request.param == "here":
+        return lambda: Session.start(ranks=2, device="cpu")
+    testbed: Testbed = request.getfixturevalue("testbed_of_two")
+    return lambda: Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu")
+
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
+def session(two_ranks: Callable[[], Session]) -> Iterator[Session]:
     """Two ranks on the CPU that the module's tests share; a test leaves them idle."""
-    with Session.start(ranks=2, device="cpu") as started:
+    with two_ranks() as started:
         yield started
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that looks at the processes or files of its ranks does so on this machine only."""
+    items[:] = [item for item in items if not (item.get_closest_marker("here_only") and _is_elsewhere(item))]
+
+
+def _is_elsewhere(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and item.callspec.params.get("two_ranks") == "ssh"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from detrain_nb.errors import CellTimeout, NodeLost, SessionError, WireError
 from detrain_nb.session.requests import Requests
 from detrain_nb.values import pack
-from detrain_nb.wire import Piece, RequestDone, RequestFailed, Value
+from detrain_nb.wire import Piece, RequestDone, RequestFailed, Value, json_body
 
 
-def _description(size: int) -> object:
-    return pack(bytes(size), name="x")[0]
+def _description(size: int) -> bytes:
+    return json_body(pack(bytes(size), name="x")[0])
 
 
 def test_value_comes_together_from_its_pieces() -> None:
@@ -30,7 +32,7 @@ def test_value_comes_together_from_its_pieces() -> None:
     [
         Value(0, 1, "other", _description(2000)),
         Value(0, 1, "x", _description(2000)),
-        Value(0, 1, "x", {"bytes": 1 << 60}),
+        Value(0, 1, "x", json_body({"bytes": 1 << 60})),
         Piece([0], 1, "x", 0, b"a" * 2001),
         Piece([0], 1, "x", 1, b"a"),
         Piece([0], 1, "x", -1, b"a"),
@@ -40,10 +42,10 @@ def test_value_comes_together_from_its_pieces() -> None:
 )
 def test_what_was_not_asked_for_or_announced_is_refused(message: Value | Piece) -> None:
     requests = Requests()
-    requests.new([0], ["x"])
-    requests.take(Value(0, 1, "x", _description(2000)))
+    request = requests.new([0], ["x"])
+    requests.take(Value(0, request.number, "x", _description(2000)))
     with pytest.raises(WireError):
-        requests.take(message)
+        requests.take(dataclasses.replace(message, request=request.number))
 
 
 def test_value_that_stays_incomplete_is_an_error() -> None:

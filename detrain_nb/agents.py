@@ -1,0 +1,288 @@
+"""The agents of one machine: the folders they serve, started, found, connected to.
+
+Used by transport/local.py on the notebook's machine, and by node/attach.py on a node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .errors import LaunchError, SessionError
+from .locks import take_lock
+
+SOCKET_NAME = "agent.sock"
+PID_NAME = "agent.pid"
+HOLDER_NAME = "holder"
+LOCK_NAME = "agent.lock"
+USES_NAME = "uses.json"
+ENDED_PREFIX = ".ended-"  # of the folder of an agent that is ending
+_WRITTEN = re.compile(r"agent\.(lock|pid|sock|log)|launcher\.log|holder|(started|uses)\.json|spool\.[0-9]{6,}")
+_LAUNCHER_LOGS = "torchelastic"  # the folder that launch.py names to torchrun
+_AGENT_MODULE = "detrain_nb.node.agent"
+READY = b"detrain-nb agent ready\n"
+_MAX_SOCKET_PATH = 100
+_START_LIMIT_S = 30.0
+_REMOVE_LIMIT_S = 1.0
+
+
+def start_agent(
+    folder: Path, *, env: Mapping[str, str] | None = None, uses: Sequence[str] = ()
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the agent that serves the session ``folder``, detached; return it and a socket that is connected to it.
+
+    What dead agents have left beside ``folder`` is removed. ``uses``: folders to keep as long as it lives, see
+    node/leftovers.py.
+    Raises: LaunchError when it does not come up, SessionError when a session of that name runs already.
+    """
+    if sys.platform != "linux":
+        raise LaunchError(f"ranks on this machine need Linux: {sys.platform} can drive nodes, not be one")
+    remove_dead_agents(folder.parent)
+    lock = _claim(folder)
+    try:
+        (folder / USES_NAME).write_text(json.dumps(list(uses)), encoding="utf-8")
+        agent = subprocess.Popen(
+            [sys.executable, "-m", _AGENT_MODULE, str(folder), str(lock)],
+            cwd=folder,
+            env=None if env is None else {**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(lock,),
+            start_new_session=True,
+        )
+    finally:
+        os.close(lock)  # the agent has it
+    try:
+        _wait_until_ready(agent)
+        return agent, connect(folder)
+    except BaseException:
+        agent.kill()
+        agent.wait()
+        remove_dead_agent(folder)
+        raise
+
+
+def _claim(folder: Path) -> int:
+    """Make ``folder`` and hold its lock, which the agent is given: there is no moment in which it seems to be dead.
+
+    Raises: LaunchError, SessionError.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            require_private(folder)
+            lock = take_lock(folder / LOCK_NAME, is_new=True)
+        except FileNotFoundError:  # another process removes what a dead agent has left
+            lock = None
+        except OSError as exc:
+            raise LaunchError(f"the session's folder cannot be made: {exc}") from exc
+        if lock is not None:
+            return lock
+        pid, waited_s = live_agent(folder), time.monotonic() - began
+        if pid and (is_running(pid) or waited_s > _REMOVE_LIMIT_S):
+            raise SessionError(
+                f"session {folder.name!r} runs already (agent pid {pid}): %distributed attach {folder.name} goes on "
+                "with it, %distributed start --fresh ends it first, --name gives this one another name"
+            )
+        if waited_s > _START_LIMIT_S:
+            raise LaunchError(f"session {folder.name!r} is being started by another process, for too long")
+        time.sleep(0.01)
+
+
+def remove_dead_agents(base: Path) -> None:
+    """Remove from ``base`` the folders of agents that were killed, with the machine perhaps, before they could."""
+    with contextlib.suppress(OSError), os.scandir(base) as entries:
+        for entry in entries:
+            if not entry.name.startswith(".") or entry.name.startswith(ENDED_PREFIX):
+                remove_dead_agent(Path(entry.path))
+
+
+def remove_dead_agent(folder: Path) -> None:
+    """Remove the folder of an agent, if it is one, and the agent is dead: its lock is free.
+
+    What no agent writes stays, and the folder with it. Who starts an agent there meanwhile makes the folder anew.
+    """
+    with contextlib.suppress(OSError):
+        state = folder.lstat()
+        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
+            return
+        lock = take_lock(folder / LOCK_NAME)
+        if lock is None:
+            return
+        try:
+            shutil.rmtree(folder / _LAUNCHER_LOGS, ignore_errors=True)  # not where it is a link
+            _remove_written(folder)
+        finally:
+            os.close(lock)  # before the folder: NFS keeps a file that is open in it
+        folder.rmdir()
+
+
+def _remove_written(folder: Path) -> None:
+    """Remove the files that agents write; the lock as the last one: without it the folder is nobody's."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for name in sorted(filter(_WRITTEN.fullmatch, os.listdir(opened)), key=LOCK_NAME.__eq__):
+            state = os.stat(name, dir_fd=opened, follow_symlinks=False)
+            if state.st_uid == os.getuid() and (stat.S_ISREG(state.st_mode) or stat.S_ISSOCK(state.st_mode)):
+                os.unlink(name, dir_fd=opened)
+    finally:
+        os.close(opened)
+
+
+def connect(folder: Path) -> socket.socket:
+    """Connect to the agent that serves ``folder``. Raises: LaunchError when it does not answer."""
+    return _connect(folder / SOCKET_NAME)
+
+
+def runtime_folder() -> Path:
+    """The folder of this user's sessions, made if need be; nobody else can enter it.
+
+    ``DETRAIN_NB_RUNTIME_DIR``, or a folder in ``XDG_RUNTIME_DIR``, or one in the system's folder for temporary files.
+    Raises: LaunchError when it is not ours, or open to others.
+    """
+    if chosen := os.environ.get("DETRAIN_NB_RUNTIME_DIR"):
+        folder = Path(chosen).expanduser().absolute()
+    elif base := os.environ.get("XDG_RUNTIME_DIR"):
+        folder = Path(base) / "detrain_nb"
+    else:
+        user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+        folder = Path(tempfile.gettempdir()) / f"detrain_nb-{user}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:
+        raise LaunchError(f"the run directory cannot be made: {exc}: set DETRAIN_NB_RUNTIME_DIR") from exc
+    require_private(folder)
+    return folder
+
+
+def is_running(pid: int) -> bool:
+    """A process of that number may be there."""
+    if sys.platform == "win32":
+        return True  # asking with a signal would end it
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # somebody else's
+    return True
+
+
+def running_sessions() -> dict[str, int]:
+    """The sessions of this user on this machine: name -> pid of the agent."""
+    found: dict[str, int] = {}
+    if sys.platform != "linux":
+        return found
+    for folder in sorted(runtime_folder().iterdir()):
+        if not folder.name.startswith(".") and (pid := live_agent(folder)):
+            found[folder.name] = pid
+    return found
+
+
+def holder_of(session: str) -> str:
+    """Who held a session of this machine last; empty when that is not known."""
+    try:
+        return (runtime_folder() / session / HOLDER_NAME).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def require_private(folder: Path) -> None:
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode):
+        raise LaunchError(f"run directory {folder} is not a directory: remove it, or set DETRAIN_NB_RUNTIME_DIR")
+    if not hasattr(os, "getuid"):
+        return
+    if state.st_uid != os.getuid():
+        raise LaunchError(f"run directory {folder} belongs to uid {state.st_uid}, not us: set DETRAIN_NB_RUNTIME_DIR")
+    if state.st_mode & 0o077:
+        mode = stat.S_IMODE(state.st_mode)
+        raise LaunchError(f"run directory {folder} is open to others (mode {mode:04o}): chmod 700 {folder}")
+
+
+def live_agent(folder: Path) -> int:
+    """The pid of the agent that serves ``folder``, 0 when none does."""
+    with contextlib.suppress(OSError, ValueError):
+        if is_served(folder):
+            return int((folder / PID_NAME).read_text(encoding="ascii") or 0)
+    return 0
+
+
+def is_served(folder: Path) -> bool:
+    """An agent lives that serves ``folder``, or is starting: the lock is held."""
+    import fcntl
+
+    try:
+        with open(folder / LOCK_NAME, encoding="ascii") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    return False
+
+
+def wait_for_pid(pid: int, *, limit_s: float) -> None:
+    """Wait until a process that another transport started, or another process, has ended."""
+    deadline = time.monotonic() + limit_s
+    while pid and is_running(pid) and not _is_zombie(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _is_zombie(pid: int) -> bool:
+    """The process has ended, and its parent, that goes on, has not taken note of it."""
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "Z"
+        )
+    except OSError:
+        return False
+
+
+def _wait_until_ready(agent: subprocess.Popen[bytes]) -> None:
+    """Read what the agent prints until it says that it listens."""
+    assert agent.stdout is not None
+    printed = b""
+    deadline = time.monotonic() + _START_LIMIT_S
+    with agent.stdout, selectors.DefaultSelector() as selector:
+        selector.register(agent.stdout, selectors.EVENT_READ)
+        while READY not in printed:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise LaunchError(f"the agent did not come up within {_START_LIMIT_S:.0f} s")
+            data = os.read(agent.stdout.fileno(), 4096)
+            if not data:
+                agent.wait(_START_LIMIT_S)
+                last = printed.decode(errors="replace").strip().splitlines()[-1:] or [f"exit {agent.returncode}"]
+                raise LaunchError(f"the agent ended at once: {last[0]}")
+            printed += data
+
+
+def _connect(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
+            sock.connect(str(path))
+        else:  # the path of a socket is short: go through a descriptor of its folder
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                sock.connect(f"/proc/self/fd/{folder}/{path.name}")
+            finally:
+                os.close(folder)
+    except OSError as exc:
+        sock.close()
+        raise LaunchError(f"the agent's socket {path} does not answer: {exc}") from exc
+    return sock

@@ -1,0 +1,267 @@
+"""Our code, the user's code and an agent, brought up on nodes; used by session."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+from ..errors import DetrainError, LaunchError, SessionError, SpecError, TransportError
+from ..transport import Transport
+from ..transport.local import LocalTransport
+from ..wire import Attach, EndSession, FrameReader, Refused, to_frame
+from .questions import Questions
+
+if TYPE_CHECKING:
+    from ..spec.node import Node
+    from ..transport.ssh import AskPassphrase
+
+__all__ = [
+    "End",
+    "Nodes",
+    "attach_to_agents",
+    "bring_up_agents",
+    "check_session_name",
+    "end_agents",
+    "find_nodes",
+    "nodes_of",
+    "transports_to",
+]
+
+_END_LIMIT_S = 5.0
+_ARRIVAL_LIMIT_S = 3.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+
+Nodes: TypeAlias = str | os.PathLike[str] | Sequence[Union["Node", Transport]] | None
+
+
+@dataclass(frozen=True)
+class End:
+    """A byte stream to the agent of a node; one that has ended where the agent is ``absent``, which says why."""
+
+    transport: Transport
+    sock: socket.socket
+    absent: str = ""
+
+
+def check_session_name(name: str) -> str:
+    """Return ``name``. Raises: SpecError when it cannot be the name of a session, and so of a folder."""
+    if not _NAME.fullmatch(name):
+        raise SpecError(
+            f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 80, starting with a letter or digit"
+        )
+    return name
+
+
+def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) -> list[Transport]:
+    """How ``nodes`` are reached: a nodes file, hosts as in ``alice@gpu1,gpu2:2222``, nodes; None is this machine.
+
+    Raises: SpecError.
+    """
+    if nodes is None:
+        return [LocalTransport()]
+    if isinstance(nodes, (str, os.PathLike)):
+        from ..spec.nodes_file import parse_nodes, read_nodes
+
+        nodes = parse_nodes(nodes) if isinstance(nodes, str) else read_nodes(nodes)
+    if not nodes:
+        raise SpecError("no node was given: name a nodes file, or hosts")
+    questions = Questions(ask_passphrase) if ask_passphrase else None
+    transports = [_transport_to(node, questions) for node in nodes]
+    names = [transport.name for transport in transports]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise SpecError(f"nodes have the same name {twice[0]!r}: give each a name of its own")
+    return transports
+
+
+def _transport_to(node: Node | Transport, questions: Questions | None) -> Transport:
+    from ..spec.node import Node
+    from .ssh_node import SshNode
+
+    return SshNode(node, questions=questions) if isinstance(node, Node) else node
+
+
+def nodes_of(transports: Sequence[Transport]) -> tuple[Node, ...]:
+    """The nodes that transports reach, of those that were given as one."""
+    return tuple(transport.node for transport in transports if hasattr(transport, "node"))
+
+
+def find_nodes(session: str, *, ask_passphrase: AskPassphrase | None = None) -> list[Transport]:
+    """How the nodes are reached on which ``session`` was started; this machine where it is not known."""
+    from .known import known_sessions
+
+    known = known_sessions().get(session)
+    return transports_to(known.nodes if known and known.nodes else None, ask_passphrase=ask_passphrase)
+
+
+def bring_up_agents(transports: Sequence[Transport], session: str) -> list[End]:
+    """Start the agent of ``session`` on every node, all at once; return the byte streams to them.
+
+    Raises: LaunchError with a line for every node where it failed, SessionError where such a session runs. None is
+    left running then.
+    """
+    check_session_name(session)
+    ends = _on_all(transports, lambda transport: transport.start_agent(session), give_up=_end_agent)
+    try:
+        _check_same_torch(transports)
+        _check_addresses(transports)
+    except LaunchError:
+        for end in ends:
+            _end_agent(end.sock)
+            end.transport.leave()
+        raise
+    return ends
+
+
+def attach_to_agents(transports: Sequence[Transport], session: str) -> list[End]:
+    """Connect to the agents of ``session``, which run already; return the byte streams to them. Raises as above.
+
+    The first has to be there; another one that is not any more is said to be absent.
+    """
+    check_session_name(session)
+    act = lambda transport: transport.connect_agent(session)  # noqa: E731
+    return _on_all(transports, act, give_up=socket.socket.close, can_be_absent=True)
+
+
+def end_agents(transports: Sequence[Transport], session: str, *, holder: str) -> dict[str, DetrainError]:
+    """End ``session`` on every node that can be reached; returns why it cannot be on others, by node: SessionError
+    where it does not run.
+
+    Raises: SessionError when another notebook holds it.
+    """
+    check_session_name(session)
+    failures: dict[str, DetrainError] = {}
+    for transport in transports:
+        try:
+            sock = transport.connect_agent(session)
+        except DetrainError as exc:
+            failures[transport.name] = exc
+            continue
+        try:
+            _end_held_agent(sock, session, holder)
+        except TransportError as exc:
+            failures[transport.name] = exc
+        finally:
+            transport.wait_for_end(limit_s=_END_LIMIT_S)
+    return failures
+
+
+def _end_held_agent(sock: socket.socket, session: str, holder: str) -> None:
+    """Raises: SessionError when the agent refuses."""
+    reader, deadline = FrameReader(), time.monotonic() + _END_LIMIT_S
+    try:
+        sock.sendall(to_frame(Attach(session, holder)).to_bytes() + to_frame(EndSession()).to_bytes())
+        while (left := deadline - time.monotonic()) > 0:
+            sock.settimeout(left)
+            data = sock.recv(1 << 16)
+            if not data:
+                return
+            for frame in reader.feed(data):
+                message = frame.message()
+                if isinstance(message, Refused):
+                    raise SessionError(message.reason)
+    except OSError as exc:
+        raise TransportError(f"it was not told to end: {exc}") from exc
+    finally:
+        sock.close()
+    raise TransportError(f"it has not ended within {_END_LIMIT_S:g} s")
+
+
+def _end_agent(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # else it ends by itself, when nobody attaches
+        for message in (Attach("", "nobody"), EndSession()):
+            sock.sendall(to_frame(message).to_bytes())
+        deadline = time.monotonic() + _END_LIMIT_S
+        while (left := deadline - time.monotonic()) > 0:
+            sock.settimeout(left)
+            if not sock.recv(1 << 16):
+                break
+    sock.close()
+
+
+def _on_all(
+    transports: Sequence[Transport],
+    act: Callable[[Transport], socket.socket],
+    *,
+    give_up: Callable[[socket.socket], None],
+    can_be_absent: bool = False,
+) -> list[End]:
+    """Every node's byte stream, or none: where one fails, the others are given up."""
+    if len(transports) == 1 and not transports[0].name:
+        return [End(transports[0], act(transports[0]))]
+    pool = ThreadPoolExecutor(len(transports), thread_name_prefix="detrain_nb connect")
+    work = {pool.submit(act, transport): transport for transport in transports}
+    try:
+        if questions := next((found for transport in transports if (found := _questions_of(transport))), None):
+            questions.serve(work)
+        wait(work)
+    except BaseException:  # an interrupt, after which nothing is left; who takes too long is given up on arrival
+        pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            wait(work, _ARRIVAL_LIMIT_S)
+        finally:
+            for future, transport in work.items():
+                future.add_done_callback(functools.partial(_give_up, transport, give_up))
+        raise
+    pool.shutdown()
+    ends: list[End] = []
+    failures: list[tuple[Transport, DetrainError]] = []
+    for future, transport in work.items():
+        error = future.exception()
+        if error is None:
+            ends.append(End(transport, future.result()))
+        elif can_be_absent and isinstance(error, SessionError) and transport is not transports[0]:
+            ends.append(End(transport, _ended_socket(), absent=str(error)))
+        elif isinstance(error, DetrainError):
+            failures.append((transport, error))
+    if len(ends) < len(transports):
+        for end in ends:
+            give_up(end.sock)
+            end.transport.leave()
+    if failures:
+        kinds = {type(exc) for _, exc in failures}
+        words = "\n".join(f"{transport.name}: {exc}" for transport, exc in failures)
+        raise (kinds.pop() if len(kinds) == 1 else LaunchError)(words)
+    for future in work:
+        error = future.exception()
+        if error is not None and not isinstance(error, DetrainError):  # our own fault
+            raise error
+    return ends
+
+
+def _give_up(transport: Transport, give_up: Callable[[socket.socket], None], future: Future[socket.socket]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        give_up(future.result())
+        transport.leave()
+
+
+def _ended_socket() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    return ours
+
+
+def _questions_of(transport: Transport) -> Questions | None:
+    return getattr(transport, "questions", None)
+
+
+def _check_addresses(transports: Sequence[Transport]) -> None:
+    """Raises: LaunchError when some nodes would be reached at an address that means another machine elsewhere."""
+    local = [transport.name for transport in transports if transport.address.startswith("127.")]
+    if local and len(local) < len(transports):
+        raise LaunchError(f"the other nodes cannot reach {local[0]} at a loopback address: name an address of its own")
+
+
+def _check_same_torch(transports: Sequence[Transport]) -> None:
+    """Raises: LaunchError when nodes have versions of torch that do not work together."""
+    versions = {transport.name: transport.torch for transport in transports if transport.torch[:1].isdigit()}
+    if len({tuple(version.split(".")[:2]) for version in versions.values()}) > 1:
+        found = ", ".join(f"{name} {version}" for name, version in versions.items())
+        raise LaunchError(f"the nodes have different versions of torch ({found}): install the same one on all")

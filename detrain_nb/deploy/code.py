@@ -1,0 +1,177 @@
+"""What travels to a node so that nothing has to be installed there twice: our own code, and IPython, each as one zip.
+
+A zip is the same, byte for byte, as long as what is in it is, so its digest names what a node has already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path, PurePath
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+from ..launch import RENDEZVOUS_BACKEND
+
+__all__ = ["ON_NODE", "CodeArchive", "ipython_code", "own_code", "pack_files"]
+
+# The rooms that run on a node, as in docs/design.md; some are not built yet.
+ON_NODE = (
+    "errors",
+    "wire",
+    "values",
+    "plan",
+    "launch",
+    "agents",
+    "locks",
+    "storage",
+    "metrics",
+    "node",
+    "parallel",
+    "training",
+    "wide_area",
+)
+
+_NOT_SENT = {"psutil"}  # nothing without its compiled half, which fits one kind of machine; IPython can do without
+_COMPILED = {".so", ".pyd", ".dll", ".dylib", ".pyc"}  # wcwidth has one too, and does without
+_NO_CODE = {"__pycache__", "tests"}
+# Stubs of other people's libraries, most of what jedi weighs: it reads the libraries themselves where there are none.
+_STUBS = ("jedi/third_party/typeshed/stubs/", "jedi/third_party/django-stubs/")
+_OF_METADATA = {"METADATA", "entry_points.txt"}
+_LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip can say
+
+
+@dataclass(frozen=True)
+class CodeArchive:
+    """A zip to unpack into a folder of ``sys.path``; ``digest`` is the first 32 digits of the SHA-256 of ``data``."""
+
+    digest: str
+    data: bytes = field(repr=False)
+
+
+@cache
+def own_code() -> CodeArchive:
+    """Pack the rooms that run on a node, as they are in this installation, and what says that they are installed."""
+    root = Path(__file__).parent.parent
+    paths = [root / "__init__.py"]
+    for room in ON_NODE:
+        paths += [root / f"{room}.py", *(root / room).rglob("*.py")]
+    files = {path.relative_to(root.parent).as_posix(): path.read_bytes() for path in paths if path.exists()}
+    return _archive({**files, **_write_own_metadata()})
+
+
+@cache
+def ipython_code(python_version: tuple[int, int]) -> CodeArchive | None:
+    """Pack this installation's IPython, with all that it requires on Linux with that Python, as far as it is Python.
+
+    Returns None when it cannot run there: it, or what it requires, is for other versions of Python, or is not here.
+    """
+    distributions = _collect("ipython", python_version)
+    files: dict[str, bytes] = {}
+    for found in distributions:
+        sources = _read_files(found)
+        if not any(name.endswith(".py") for name in sources):
+            return None  # an editable installation, or a system's package without a list of its files
+        files |= sources
+    return _archive(files) if files else None
+
+
+def pack_files(files: Mapping[str, bytes], *, executable: Collection[str] = ()) -> bytes:
+    """Pack ``files``, contents by relative posix path, into a zip that depends on nothing else.
+
+    Modes are in it, 0o755 for those that are ``executable`` and 0o644 for the others.
+    """
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(files):
+            info = zipfile.ZipInfo(name, _LONG_AGO)
+            info.create_system = 3  # Unix, also where the notebook is on Windows: it says how to read the mode
+            info.external_attr = (0o100755 if name in executable else 0o100644) << 16
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, files[name])
+    return buffer.getvalue()
+
+
+def _write_own_metadata() -> dict[str, bytes]:
+    """What pip would write of us: plain torchrun finds the rendezvous by its entry point."""
+    try:
+        version = distribution("detrain_nb").version
+    except PackageNotFoundError:  # a checkout that is only on the path
+        version = "0"
+    texts = {
+        "METADATA": f"Metadata-Version: 2.1\nName: detrain_nb\nVersion: {version}\n",
+        "entry_points.txt": f"[torchrun.handlers]\n{RENDEZVOUS_BACKEND} = detrain_nb.node.rendezvous:make_handler\n",
+    }
+    return {f"detrain_nb-{version}.dist-info/{name}": text.encode() for name, text in texts.items()}
+
+
+def _archive(files: Mapping[str, bytes]) -> CodeArchive:
+    data = pack_files(files)
+    return CodeArchive(hashlib.sha256(data).hexdigest()[:32], data)
+
+
+def _collect(name: str, python_version: tuple[int, int]) -> list[Distribution]:
+    """List the installed distribution ``name`` and what it requires on a node; empty when one of them is missing."""
+    environment = _describe_node(python_version)
+    found: dict[str, Distribution] = {}
+    wanted = [name]
+    while wanted:
+        name = canonicalize_name(wanted.pop())
+        if name in found or name in _NOT_SENT:
+            continue
+        try:
+            found[name] = distribution(name)
+        except PackageNotFoundError:
+            return []
+        versions = found[name].metadata.get_all("Requires-Python", [])
+        if not SpecifierSet(",".join(versions)).contains(environment["python_full_version"]):
+            return []
+        requirements = map(Requirement, found[name].requires or [])
+        wanted += [each.name for each in requirements if each.marker is None or each.marker.evaluate(environment)]
+    return list(found.values())
+
+
+def _describe_node(python_version: tuple[int, int]) -> dict[str, str]:
+    """The variables of markers, on a node; ``extra`` is empty: what only an extra requires is not sent."""
+    version = f"{python_version[0]}.{python_version[1]}"
+    full_version = f"{version}.99"  # the third number is not known: some recent one
+    return {
+        **{name: str(value) for name, value in default_environment().items()},
+        "os_name": "posix",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+        "implementation_version": full_version,
+        "python_version": version,
+        "python_full_version": full_version,
+        "extra": "",
+    }
+
+
+def _read_files(found: Distribution) -> dict[str, bytes]:
+    """The files of a distribution that travel, by their path in site-packages."""
+    files = {}
+    for file in found.files or []:
+        path = Path(str(file.locate()))
+        if _travels(file) and path.is_file():
+            files[file.as_posix()] = path.read_bytes()
+    return files
+
+
+def _travels(file: PurePath) -> bool:
+    parts = file.parts
+    if file.is_absolute() or ".." in parts:  # commands and manual pages
+        return False
+    if parts[0].endswith(".dist-info"):
+        return file.name in _OF_METADATA or "LICENSE" in file.name.upper() or "licenses" in parts
+    is_code = file.suffix not in _COMPILED and not _NO_CODE.intersection(parts)
+    return is_code and not file.as_posix().startswith(_STUBS)

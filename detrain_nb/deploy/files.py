@@ -1,0 +1,430 @@
+"""Files between this machine and the nodes: node/files.py runs at the other end, and large files go over SFTP, if any.
+
+Where sshd gives only one channel everything goes over a connection of its own; where it offers no SFTP, or shows other
+folders there, through the program. A copy that ends early leaves nothing that is not whole, on either side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import posixpath
+import selectors
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from ..errors import DetrainError, SpecError, TransportError, WireError
+from ..node.arrivals import TreeWriter, receive_tree
+from ..node.files import MAGIC
+from ..node.talk import Failed, FilesError, Talk, Untrue, as_size, check_name
+from ..node.trees import File, Progress, Tree, list_tree, send_tree
+
+__all__ = ["Copied", "NodeAccess", "OnProgress", "Stop", "get", "label", "on_every", "open_talk", "put"]
+
+OnProgress = Callable[[int, int, int], object]  # files done, bytes done, bytes in all
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from detrain_nb.node import files; files.main()"
+_SILENCE_LIMIT_S = 60.0  # the program says every few seconds that it is still at it
+_BUFFER_BYTES = 1 << 18
+_LOOK_GAP_S = 0.1
+_STOP_LIMIT_S = 2.0  # for a copy to leave in good order, before its connection is shut
+_END_LIMIT_S = 5.0
+
+_log = logging.getLogger("detrain_nb.deploy")
+
+_Result = TypeVar("_Result")
+_Node = TypeVar("_Node", bound="NodeAccess")
+
+
+class NodeAccess(Protocol):
+    """What of a transport is needed here. One without ``run_files`` (deploy/ssh_node.py) is this machine."""
+
+    name: str
+
+    def work_folder(self, folder: str) -> str:
+        """Where the ranks start; paths there that are not given in full are below it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What was copied. Links, devices and what else is no file or folder were not: ``skipped`` names some of them."""
+
+    files: int
+    size_bytes: int
+    num_skipped: int = 0
+    skipped: tuple[str, ...] = ()
+
+    def __add__(self, other: Copied) -> Copied:
+        return Copied(
+            self.files + other.files,
+            self.size_bytes + other.size_bytes,
+            self.num_skipped + other.num_skipped,
+            (*self.skipped, *other.skipped),
+        )
+
+
+class Stop:
+    """Ends what other threads are at: first they are asked to, then what they wait for is shut."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._shut: list[Callable[[], object]] = []
+
+    def ask(self) -> None:
+        self._is_set = True
+
+    def insist(self) -> None:
+        for shut in list(self._shut):
+            with contextlib.suppress(OSError, EOFError):
+                shut()
+
+    def check(self) -> None:
+        """Raises: TransportError when it was asked for."""
+        if self._is_set:
+            raise TransportError("stopped")
+
+    @contextlib.contextmanager
+    def watch(self, *shut: Callable[[], object]) -> Iterator[None]:
+        self.check()
+        self._shut += shut
+        try:
+            yield
+        finally:
+            for each in shut:
+                self._shut.remove(each)
+
+
+def put(
+    node: NodeAccess,
+    paths: Paths,
+    target: str | None = None,
+    on_progress: OnProgress | None = None,
+    *,
+    folder: str = "",
+    stop: Stop | None = None,
+) -> Copied:
+    """Copy files and folders, with what is in them, into the folder ``target`` of a node, which is made.
+
+    A target that is not given in full is one of the folder where the ranks start (that of this machine is ``folder``),
+    as is none. Executable files stay so; links in a folder are not followed.
+    Raises: SpecError for paths that are not here, DetrainError with the node and the path when it cannot be done.
+    """
+    tree = _list_here(paths)
+    if not hasattr(node, "run_files"):
+        _leave_out_itself(tree, os.path.join(node.work_folder(folder), os.path.expanduser(target or "")))
+    progress = Progress(_stoppable(on_progress, stop))
+    with open_talk(node, stop=stop) as (talk, lane):
+        talk.say("put", base=node.work_folder(folder), target=target or ".")
+        staging = str(talk.hear("ready").get("staging"))
+        with _here():
+            send_tree(talk, tree, progress, bulk=lambda file: lane.put(file, staging, progress))
+        done = talk.hear("done")
+        if (as_size(done.get("files")), as_size(done.get("size"))) != (progress.files, progress.size):
+            raise Untrue("what it says has arrived is not what was sent")
+    return Copied(progress.files, progress.size, tree.num_skipped, tuple(tree.skipped))
+
+
+def get(
+    node: NodeAccess,
+    paths: Paths,
+    folder: str | os.PathLike[str] = ".",
+    on_progress: OnProgress | None = None,
+    *,
+    stop: Stop | None = None,
+    work_folder: str = "",
+) -> Copied:
+    """Copy files and folders of a node into ``folder`` here, which is made; paths as with ``put``.
+
+    Each keeps its last name, and nothing is written but that and what is below it; one without (``.``, ``~``) gets the
+    node's name. Raises as ``put``; WireError when what the node sends cannot be believed.
+    """
+    wanted = [os.fspath(path) for path in _as_list(paths)]
+    names = [posixpath.basename(posixpath.normpath(path)) for path in wanted]
+    names = [label(node) if name in ("", ".", "..", "~") else name for name in names]
+    _check_different(names, wanted)
+    progress = Progress(_stoppable(on_progress, stop))
+    with open_talk(node, stop=stop) as (talk, lane):
+        talk.say("get", base=node.work_folder(work_folder), paths=wanted, names=names)
+        with _here(), TreeWriter(os.fspath(folder)) as writer:
+
+            def fetch(path: str, size: int, number: int) -> bool:
+                return lane.get(path, size, writer.staged(number), progress)
+
+            left = receive_tree(talk, writer, progress, roots=names, fetch=fetch)
+    return Copied(progress.files, progress.size, left.num_skipped, left.skipped)
+
+
+def on_every(
+    nodes: Sequence[_Node],
+    act: Callable[[_Node, Stop, OnProgress], _Result],
+    on_progress: OnProgress | None = None,
+) -> list[_Result]:
+    """Do something with all nodes at once; ``on_progress`` gets the sums over them, in this thread.
+
+    It gets them once all nodes have said how much there is, or have ended: what is done of it never becomes less.
+    All come to their end, also where one fails. Raises: DetrainError with a line for each that failed. An interrupt,
+    or what ``on_progress`` raises, ends the others.
+    """
+    stop = Stop()
+    states: list[tuple[int, int, int]] = [(0, 0, 0)] * len(nodes)
+
+    def run(index: int) -> _Result:
+        def note(files: int, done: int, total: int) -> None:
+            states[index] = (files, done, total)
+
+        return act(nodes[index], stop, note)
+
+    pool = ThreadPoolExecutor(max(1, len(nodes)), thread_name_prefix="detrain_nb files")
+    work = [pool.submit(run, index) for index in range(len(nodes))]
+    try:
+        told = (0, 0, 0)
+        while True:
+            is_done = not wait(work, _LOOK_GAP_S).not_done
+            has_begun = all(total or future.done() for (_, _, total), future in zip(states, work))
+            if on_progress and has_begun and told != (told := _add_up(states)):
+                on_progress(*told)
+            if is_done:
+                break
+    except BaseException:
+        stop.ask()
+        if wait(work, _STOP_LIMIT_S).not_done:
+            stop.insist()
+        raise
+    finally:
+        pool.shutdown(wait=True)
+    failures = [exc for future in work if isinstance(exc := future.exception(), DetrainError)]
+    if failures:
+        kinds = {type(exc) for exc in failures}
+        kind = kinds.pop() if len(kinds) == 1 else DetrainError
+        raise kind("\n".join(dict.fromkeys(map(str, failures)))) from failures[0]  # what is wrong here is said once
+    return [future.result() for future in work]
+
+
+def _add_up(states: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
+    files, done, total = zip(*states)
+    return sum(files), sum(done), sum(total)
+
+
+def label(node: NodeAccess) -> str:
+    return node.name or "this-machine"
+
+
+# ---- the other end
+
+
+class Lane:
+    """SFTP, for large files, as long as it works: what does not go over it goes through the program."""
+
+    def __init__(self, open_files: Callable[[], Any] | None) -> None:
+        self._open = open_files
+        self._files: Any = None
+
+    def put(self, file: File, staging: str, progress: Progress) -> int | None:
+        """Put a file among what is not whole yet; returns its number there."""
+        if not self._is_open():
+            return None
+        if not self._files.isdir(staging):  # it shows other folders than programs see
+            self._give_up()
+            return None
+        number = progress.files + 1
+        there = posixpath.join(staging, str(number))
+        try:
+            sent = _Told(progress, limit=file.size)
+            self._files.put_file(file.path, there, callback=sent)
+            if sent.done == file.size:
+                return number
+        except OSError as exc:
+            _log.info("not over SFTP: %s", exc)
+        with contextlib.suppress(OSError):
+            self._files.rm_file(there)
+        self._give_up()  # the program will say what is wrong, if it still is
+        return None
+
+    def get(self, path: str, size: int, here: str, progress: Progress) -> bool:
+        """Bring a file from a node, of exactly that size; never more is written than that, and a little."""
+        if not posixpath.isabs(path) or not self._is_open():
+            return False
+        try:
+            self._files.get_file(path, here, callback=_Told(progress, limit=size))
+            if os.path.getsize(here) == size:
+                return True
+        except OSError as exc:
+            _log.info("not over SFTP: %s", exc)
+        with contextlib.suppress(OSError):
+            os.unlink(here)
+        return False
+
+    def close(self) -> None:
+        if self._files is not None:
+            with contextlib.suppress(OSError, EOFError):
+                self._files.close()
+
+    def _is_open(self) -> bool:
+        if self._files is None and self._open is not None:
+            try:
+                self._files = self._open()
+            except TransportError:
+                self._open = None
+        return self._files is not None
+
+    def _give_up(self) -> None:
+        self.close()
+        self._files = self._open = None
+
+
+class _Told:
+    """What fsspec tells while it copies a file: a callback of the kind that is in fsspec.callbacks."""
+
+    def __init__(self, progress: Progress, *, limit: int) -> None:
+        self._progress = progress
+        self._before = progress.size
+        self._limit = limit
+        self.size: int | None = None
+        self.done = 0
+
+    def set_size(self, size: int) -> None:
+        """Raises: OSError when it is not what was announced."""
+        self.size = size
+        if size > self._limit:
+            raise OSError("more came than was announced")
+
+    def absolute_update(self, done: int) -> None:
+        """Raises: OSError when more comes than was announced."""
+        if done > self._limit:
+            raise OSError("more came than was announced")
+        self.done = done
+        self._progress.be_at(self._before + done)
+
+
+@contextlib.contextmanager
+def open_talk(node: NodeAccess, *, stop: Stop | None = None) -> Iterator[tuple[Talk, Lane]]:
+    """Run node/files.py on a node. What goes wrong in the block is raised with the node's name, as DetrainError."""
+    host = label(node)
+    run = getattr(node, "run_files", _run_here)
+    with contextlib.ExitStack() as stack:
+        try:
+            sock, open_files = stack.enter_context(run())
+        except DetrainError as exc:
+            raise type(exc)(f"{host}: {exc}") from exc
+        lane = stack.enter_context(contextlib.closing(Lane(open_files)))
+        if stop:
+            stack.enter_context(stop.watch(lambda: sock.shutdown(socket.SHUT_RDWR), lane.close))
+        sock.settimeout(_SILENCE_LIMIT_S)
+        reader = stack.enter_context(sock.makefile("rb", _BUFFER_BYTES))
+        selector = stack.enter_context(selectors.DefaultSelector())
+        selector.register(sock, selectors.EVENT_READ)
+        try:
+            yield Talk(reader, _Sender(sock), has_come=lambda: bool(selector.select(0))), lane
+        except Untrue as exc:
+            raise WireError(f"{host}: {exc}") from exc
+        except FilesError as exc:
+            raise DetrainError(f"{host}: {exc}") from exc
+
+
+class _Sender:
+    """What is said is gathered; what has not been sent when the talk ends never is."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._waiting = bytearray()
+
+    def write(self, data: bytes) -> None:
+        self._waiting += data
+        if len(self._waiting) >= _BUFFER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            data, self._waiting = self._waiting, bytearray()
+            self._sock.sendall(data)
+
+
+@contextlib.contextmanager
+def _run_here() -> Iterator[tuple[socket.socket, None]]:
+    """The same program, on this machine."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            program = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[2])],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        try:
+            ours.settimeout(_SILENCE_LIMIT_S)
+            ours.recv(len(MAGIC), socket.MSG_WAITALL)
+            yield ours, None
+        finally:
+            ours.close()
+            try:
+                program.wait(_END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                program.kill()
+                program.wait()
+
+
+# ---- what is here
+
+
+@contextlib.contextmanager
+def _here() -> Iterator[None]:
+    """What goes wrong on this side is not the node's fault."""
+    try:
+        yield
+    except (Failed, Untrue):
+        raise
+    except FilesError as exc:
+        raise DetrainError(f"this machine: {exc}") from exc
+
+
+def _list_here(paths: Paths) -> Tree:
+    """Raises: SpecError."""
+    wanted = [os.path.abspath(os.path.expanduser(os.fspath(path))) for path in _as_list(paths)]
+    names = [os.path.basename(path) for path in wanted]
+    try:
+        for name in names:
+            check_name(name)
+        _check_different(names, wanted)
+        return list_tree(zip(names, wanted))
+    except FilesError as exc:
+        raise SpecError(str(exc)) from exc
+
+
+def _leave_out_itself(tree: Tree, target: str) -> None:
+    """What would be copied to where it is."""
+    tree.files = [file for file in tree.files if os.path.realpath(os.path.join(target, file.name)) != file.path]
+
+
+def _as_list(paths: Paths) -> list[str | os.PathLike[str]]:
+    found = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not found:
+        raise SpecError("no path was given: name files or folders")
+    return found
+
+
+def _check_different(names: Sequence[str], paths: Sequence[str]) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        wrong = ", ".join(path for name, path in zip(names, paths) if name in twice)
+        raise SpecError(f"{wrong}: they would have the same name: copy them one by one, into folders of their own")
+
+
+def _stoppable(on_progress: OnProgress | None, stop: Stop | None) -> OnProgress:
+    def tell(files: int, done: int, total: int) -> None:
+        if stop:
+            stop.check()
+        if on_progress:
+            on_progress(files, done, total)
+
+    return tell

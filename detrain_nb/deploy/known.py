@@ -1,0 +1,192 @@
+"""The sessions that this machine knows of: those that run on it, and those that it started on nodes.
+
+Of each a file says how it was started, of those on nodes also where: a kernel that was started anew finds them again,
+and can start them anew. That of a session on nodes is in the run directory, that of one on this machine in its agent's
+folder, and goes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..agents import holder_of, running_sessions, runtime_folder
+from ..errors import DetrainError
+from ..plan import DEVICES
+
+if TYPE_CHECKING:
+    from ..spec.node import Node
+
+__all__ = ["KnownSession", "StartedWith", "forget", "known_sessions", "remember", "session_names"]
+
+_FOLDER = ".remote"
+_LOCAL_FILE = "started.json"
+_MOST_RANKS = 1 << 16
+_MOST_CHARS = 200
+
+
+@dataclass(frozen=True)
+class StartedWith:
+    """What ``Session.start`` was asked for, kept for a later notebook that starts the session anew.
+
+    ``env`` has the names of the variables: their values may be secrets, and are written nowhere.
+    """
+
+    ranks: int | None = None
+    device: str = "auto"
+    backend: str | None = None
+    init: bool = True
+    sync: bool = True
+    env: tuple[str, ...] = ()
+    seed: int = 0
+    start: str = "fork"
+    linger_s: float | None = None
+    group_timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class KnownSession:
+    """``nodes`` is empty for one of this machine, whose agent has ``pid``.
+
+    ``started`` is None where it is not known: the session was started by another machine, or the file is unreadable.
+    """
+
+    holder: str
+    pid: int = 0
+    nodes: tuple[Node, ...] = ()
+    started: StartedWith | None = None
+
+    def __str__(self) -> str:
+        if not self.nodes:
+            return f"agent pid {self.pid}"
+        return f"on {', '.join(node.name for node in self.nodes)}"
+
+
+def known_sessions() -> dict[str, KnownSession]:
+    """By name. One on nodes may have ended meanwhile: who attaches to it is told."""
+    found = {path.stem: known for path in sorted(_folder().glob("*.json")) if (known := _read(path))}
+    for name, pid in running_sessions().items():
+        started = _read_started(_load(_local_file(name)))
+        found[name] = KnownSession(holder_of(name), pid, started=started)
+    return found
+
+
+def session_names() -> list[str]:
+    """The names alone, without a look into the files."""
+    return sorted({path.stem for path in _folder().glob("*.json")} | running_sessions().keys())
+
+
+def remember(session: str, nodes: Sequence[Node], *, holder: str, started: StartedWith | None = None) -> None:
+    """Note down on which nodes ``session`` runs, none is this machine, and how it was started.
+
+    Where ``started`` is None, what an earlier call has noted of it stays. A folder or disk that takes no file is no
+    reason to end a session: it is not known to a later notebook then.
+    """
+    if not nodes:
+        if started is not None:  # its holder is in a file of the agent
+            _write(_local_file(session), {"started": asdict(started)})
+        return
+    path = _folder() / f"{session}.json"
+    kept = asdict(started) if started is not None else _load(path).get("started")
+    listed = [node.model_dump(mode="json", exclude_defaults=True) for node in nodes]
+    with contextlib.suppress(OSError):
+        _folder().mkdir(mode=0o700, exist_ok=True)
+    _write(path, {"holder": holder, "nodes": listed, "started": kept})
+
+
+def forget(session: str) -> None:
+    """``session`` has ended."""
+    (_folder() / f"{session}.json").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others are there
+        _folder().rmdir()
+
+
+def _folder() -> Path:
+    return runtime_folder() / _FOLDER
+
+
+def _local_file(session: str) -> Path:
+    return runtime_folder() / session / _LOCAL_FILE
+
+
+def _write(path: Path, said: dict[str, Any]) -> None:
+    """Readable by this user alone, whole or not at all."""
+    with contextlib.suppress(OSError, TypeError):  # TypeError: a number that is of no type of Python's
+        text = json.dumps(said)
+        handle, beside = tempfile.mkstemp(prefix=".", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(beside, path)
+        except OSError:
+            os.unlink(beside)
+            raise
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Empty for a file that cannot be read: it is as good as not there."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        said = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(said, dict):
+            return said
+    return {}
+
+
+def _read(path: Path) -> KnownSession | None:
+    from ..spec.node import Node
+
+    said = _load(path)
+    with contextlib.suppress(KeyError, TypeError, DetrainError):
+        nodes = tuple(Node(**fields) for fields in said["nodes"])
+        if nodes:
+            return KnownSession(str(said["holder"]), nodes=nodes, started=_read_started(said))
+    return None
+
+
+def _read_started(said: dict[str, Any]) -> StartedWith | None:
+    """None where a field is not what a start takes: somebody has edited the file."""
+    found = said.get("started")
+    if not isinstance(found, dict):
+        return None
+    known = {field.name: found[field.name] for field in fields(StartedWith) if field.name in found}
+    if not all(_IS_RIGHT[name](value) for name, value in known.items()):
+        return None
+    return StartedWith(**{**known, "env": tuple(known.get("env", ()))})
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
+
+
+def _is_seconds(value: object) -> bool:
+    return value is None or type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+
+
+def _is_name(value: object) -> bool:
+    """Of a variable or a backend: it is shown, and travels in an environment or an argv."""
+    return isinstance(value, str) and 0 < len(value) <= _MOST_CHARS and value.isprintable() and "=" not in value
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+_IS_RIGHT: dict[str, Callable[[Any], bool]] = {
+    "ranks": lambda value: value is None or _is_int(value) and 1 <= value <= _MOST_RANKS,
+    "device": lambda value: value in DEVICES,
+    "backend": lambda value: value is None or _is_name(value),
+    "init": _is_bool,
+    "sync": _is_bool,
+    "env": lambda value: isinstance(value, list) and all(map(_is_name, value)),
+    "seed": _is_int,
+    "start": lambda value: value in ("fork", "exec"),
+    "linger_s": _is_seconds,
+    "group_timeout_s": _is_seconds,
+}

@@ -1,0 +1,58 @@
+"""Questions to the user that come up in threads, asked in the one that waits for them: a notebook answers no other."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+_LOOK_GAP_S = 0.05
+
+
+class Questions:
+    """Call it with a question in any thread; ``ask`` is called in the one that runs ``serve``, one at a time.
+
+    Outside of ``serve`` nobody is asked, and the answer is None.
+    """
+
+    def __init__(self, ask: Callable[[str], str | None]) -> None:
+        self._ask = ask
+        self._waiting: queue.Queue[tuple[str, Future[str | None]]] = queue.Queue()
+        self._owner: int | None = None
+
+    def __call__(self, question: str) -> str | None:
+        if self._owner is None:
+            return None
+        if threading.get_ident() == self._owner:
+            return self._ask(question)
+        answer: Future[str | None] = Future()
+        self._waiting.put((question, answer))
+        while self._owner is not None:
+            with contextlib.suppress(TimeoutError):
+                return answer.result(_LOOK_GAP_S)
+        return None
+
+    def serve(self, work: Collection[Future[Any]]) -> None:
+        """Ask what comes up until all of ``work`` is done."""
+        self._owner = threading.get_ident()
+        try:
+            left = set(work)
+            while left:
+                left = wait(left, _LOOK_GAP_S, return_when=FIRST_COMPLETED).not_done
+                while not self._waiting.empty():
+                    question, answer = self._waiting.get()
+                    self._answer(question, answer)
+        finally:
+            self._owner = None
+            while not self._waiting.empty():  # an interrupt: nobody is left waiting
+                self._waiting.get()[1].set_result(None)
+
+    def _answer(self, question: str, answer: Future[str | None]) -> None:
+        said = None
+        try:
+            said = self._ask(question)
+        finally:
+            answer.set_result(said)

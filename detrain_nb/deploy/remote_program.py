@@ -1,0 +1,198 @@
+"""A Python program of ours, started on a node over SSH: its source is sent as text, then lines of JSON go both ways.
+
+Used by ssh_node.py and the doctor. The program prints a magic line first: what stands before it is the login shell's.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import DetrainError, LaunchError, SessionError, TransportError
+from ..spec.node import Node
+from ..transport.ssh import AskPassphrase, SshConnection
+from ..transport.ssh_config import SshTarget
+from ..transport.ssh_stream import Stream
+
+__all__ = ["RemoteProgram", "as_text", "connect_to"]
+
+_PROLOGUE_BYTES = 1 << 16  # of what a shell prints before our first line
+_LINE_BYTES = 1 << 20
+_ANSWER_LIMIT_S = 60.0  # setup lines and a slow disk included
+_UPLOAD_LIMIT_S = 600.0
+_EXIT_LIMIT_S = 2.0
+_SETUP_FAILED = 93
+_CONNECT_LIMIT_S = 20.0
+_END_OF_PROGRAM = "detrain_nb_end_of_program"
+
+
+def connect_to(
+    node: Node,
+    *,
+    ask_passphrase: AskPassphrase | None = None,
+    config_path: Path | None = None,
+    limit_s: float = _CONNECT_LIMIT_S,
+) -> SshConnection:
+    """Connect to ``node``: as it says, else as ssh_config does. Raises: TransportError, SpecError."""
+    target = SshTarget(
+        node.host, port=node.port, user=node.user, identity_file=node.identity_file, proxy_jump=node.proxy_jump
+    )
+    return SshConnection.open(target, ask_passphrase=ask_passphrase, config_path=config_path, limit_s=limit_s)
+
+
+class RemoteProgram:
+    """Lines of JSON with a program on a node. Nothing that comes is trusted: sizes and time have limits.
+
+    Every method raises LaunchError or TransportError with what the shell, or Python, said when the program has ended.
+    """
+
+    def __init__(self, stream: Stream, python: str) -> None:
+        """Made by `start`."""
+        self._stream = stream
+        self._sock = stream.sock
+        self._python = python
+        self._arrived = b""
+        self._prologue = ""  # what came before our first line
+        self._has_started = False
+
+    @classmethod
+    def start(
+        cls,
+        source: str,
+        *,
+        magic: bytes,
+        node: Node,
+        connection: SshConnection,
+        limit_s: float = _ANSWER_LIMIT_S,
+    ) -> RemoteProgram:
+        """Start a program in the node's Python, after its setup lines; return when it has said its ``magic``."""
+        stream = connection.open_stream("exec bash -l" if node.setup else "exec sh")
+        program = cls(stream, node.python)
+        try:
+            program.send(_write_script(node, source))
+            program.skip_to(magic, limit_s=limit_s)
+        except BaseException:
+            program.close()
+            raise
+        return program
+
+    def send(self, data: bytes, *, limit_s: float = _UPLOAD_LIMIT_S) -> None:
+        self._sock.settimeout(limit_s)
+        try:
+            self._sock.sendall(data)
+        except TimeoutError as exc:
+            raise TransportError("our program there takes nothing more") from exc
+        except OSError as exc:
+            raise self._why_ended() from exc
+
+    def say(self, **fields: object) -> None:
+        self.send(json.dumps(fields).encode() + b"\n")
+
+    def hear(self, kind: str, *, limit_s: float = _ANSWER_LIMIT_S) -> Mapping[str, Any]:
+        """The next line, which is of that kind. Raises: what went wrong there, TransportError."""
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self._arrived:
+            if len(self._arrived) > _LINE_BYTES:
+                raise TransportError("a line without end came from there")
+            self._arrived += self._receive(deadline)
+        line, _, self._arrived = self._arrived.partition(b"\n")
+        try:
+            said = json.loads(line)
+        except (ValueError, RecursionError) as exc:
+            raise TransportError(
+                f"what came is not what our program says: {as_text(line[:80].decode(errors='replace'))}"
+            ) from exc
+        if not isinstance(said, dict):
+            raise TransportError("what came is not what our program says")
+        if said.get("type") == "failed":
+            known = {"SessionError": SessionError, "LaunchError": LaunchError}
+            raise known.get(str(said.get("kind")), LaunchError)(as_text(str(said.get("text", ""))[:4096]))
+        if said.get("type") != kind:
+            raise TransportError(f"{kind} was expected, {as_text(str(said.get('type'))[:40])!r} came")
+        return said
+
+    def take_socket(self) -> socket.socket:
+        """The byte stream to the program, for what it says from now on in its own way."""
+        self._sock.settimeout(None)
+        return self._sock
+
+    def close(self) -> None:
+        """Hang up: the program there reads the end of its input."""
+        self._stream.close()
+
+    def skip_to(self, magic: bytes, *, limit_s: float = _ANSWER_LIMIT_S) -> None:
+        """What a login shell prints comes first. Raises: TransportError when there is no end to it."""
+        deadline = time.monotonic() + limit_s
+        while magic not in self._arrived:
+            if len(self._arrived) > _PROLOGUE_BYTES:
+                raise TransportError("the shell there prints without end before our program starts")
+            self._arrived += self._receive(deadline)
+        prologue, _, self._arrived = self._arrived.partition(magic)
+        self._prologue = prologue.decode(errors="replace")
+        self._has_started = True
+
+    def _receive(self, deadline: float) -> bytes:
+        self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            data = self._sock.recv(1 << 16)
+        except TimeoutError as exc:
+            raise TransportError("our program there does not answer") from exc
+        except OSError as exc:
+            raise self._why_ended() from exc
+        if not data:
+            raise self._why_ended()
+        return data
+
+    def _why_ended(self) -> DetrainError:
+        """The shell, or Python, ended before it said what was expected."""
+        status = self._stream.exit_status(limit_s=_EXIT_LIMIT_S)
+        said = self._stream.stderr_tail() + (self._prologue or self._arrived.decode(errors="replace"))
+        words = [line for line in said.splitlines() if line.strip()]
+        last = as_text(words[-1].strip()[:4096]) if words else "it said nothing"
+        self.close()
+        if status == _SETUP_FAILED:
+            return LaunchError(f"the setup lines failed: {last}")
+        if status in (126, 127):
+            return LaunchError(f"{self._python}: {last} (exit {status}): name another python for it")
+        if "SyntaxError" in last:
+            return LaunchError(f"{self._python} is too old to read our program: name one of 3.10 or newer")
+        how = "the connection broke" if status is None else f"exit {status}"
+        if self._has_started:
+            return TransportError(f"our program there ended ({how}): {last}")
+        return TransportError(f"{self._python} did not start our program ({how}): {last}")
+
+
+def _write_script(node: Node, source: str) -> bytes:
+    """What the shell there is told: the user's setup, then to become Python with our program."""
+    lines = []
+    if node.setup:
+        lines = [
+            "detrain_nb_setup() {",
+            *node.setup,
+            "}",
+            f"detrain_nb_setup </dev/null >&2 || exit {_SETUP_FAILED}",
+        ]
+    lines += [
+        f"exec {_quote_path(node.python)} -u /dev/fd/3 3<<'{_END_OF_PROGRAM}'",
+        source,
+        _END_OF_PROGRAM,
+        "",
+    ]
+    return "\n".join(lines).encode()
+
+
+def _quote_path(path: str) -> str:
+    """A path as a shell takes it literally, but for ~/, the home there."""
+    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+
+
+def as_text(said: object) -> str:
+    """Text from a node, without control characters. Raises: ValueError when it is none, or too long."""
+    if not isinstance(said, str) or len(said) > 4096:
+        raise ValueError("a text was expected")
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in said)

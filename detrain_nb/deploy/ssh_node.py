@@ -1,0 +1,312 @@
+"""A node reached over SSH: one connection, on it one channel to the agent's socket; our code goes there by itself.
+
+A short program is sent to the node's Python (node/bootstrap.py). It says what is there; what is missing is put there,
+each archive once for every version of it; then it becomes the attach program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import posixpath
+import socket
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DetrainError, LaunchError, TransportError
+from ..node.files import MAGIC as FILES_MAGIC
+from ..plan import NodeOffer
+from ..spec.node import Node
+from ..storage import locate
+from ..transport.ssh import SshConnection
+from ..wire import SILENCE_LIMIT_S
+from .questions import Questions
+from .remote_program import RemoteProgram, as_text, connect_to
+from .trust import trust_file, trusted_host_keys
+
+if TYPE_CHECKING:
+    from .code import CodeArchive
+
+__all__ = ["NodeFacts", "SshNode", "choose_address"]
+
+_BOOTSTRAP = Path(__file__).parent.parent / "node" / "bootstrap.py"
+_MAGIC = b"\ndetrain-nb bootstrap 1\n"
+_RUN_FILES = """\
+import sys
+sys.path[:1] = [{code!r}]
+from detrain_nb.node import files
+files.main()
+"""
+_UPLOAD_LIMIT_S = 600.0
+
+_log = logging.getLogger("detrain_nb.deploy")
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node says of itself; it may say anything."""
+
+    python: str
+    python_version: tuple[int, ...]
+    host: str
+    home: str
+    cache: str
+    have: frozenset[str]
+    versions: Mapping[str, str]
+    addresses: tuple[tuple[str, str], ...]
+    reached_at: str
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> NodeFacts:
+        """Raises: TransportError for what is not as it should be."""
+        try:
+            return cls(
+                python=as_text(said["python"]),
+                python_version=tuple(int(number) for number in said["python_version"]),
+                host=as_text(said["host"]),
+                home=as_text(said["home"]),
+                cache=as_text(said["cache"]),
+                have=frozenset(map(as_text, said["have"])),
+                versions={as_text(name): as_text(version) for name, version in dict(said["versions"]).items()},
+                addresses=tuple((as_text(name), as_text(address)) for name, address in said["addresses"]),
+                reached_at=as_text(said["reached_at"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as exc:
+            raise TransportError(f"what it says of itself cannot be read: {exc!r}") from exc
+
+
+class SshNode:
+    """A transport over SSH, see transport/__init__.py; ``python``, ``address`` and so on are known once reached."""
+
+    is_this_machine = False
+    is_trusted = False  # the user's own file says so of the key that the host has shown
+    can_resume = True
+
+    def __init__(self, node: Node, *, questions: Questions | None = None, config_path: Path | None = None) -> None:
+        self.node = node
+        self.name = node.name
+        self.python = self.address = self.interface = self._work_folder = ""
+        self.env = {name: os.environ[name] for name in node.env if name in os.environ}
+        self.facts: NodeFacts | None = None
+        self.folder_state: tuple[object, object] = ("", "")  # see deploy/sync.py
+        self._code = ""  # the folder of ours there
+        self.questions = questions
+        self._config_path = config_path
+        self._connection: SshConnection | None = None
+        self._times_left = 0
+        self._connecting = threading.Lock()
+
+    # ---- as a transport
+
+    @property
+    def torch(self) -> str:
+        """The version that is installed there; empty before that is known."""
+        return self.facts.versions.get("torch", "") if self.facts else ""
+
+    def start_agent(self, session: str) -> socket.socket:
+        """Start the agent of ``session`` there. Raises: LaunchError, SessionError, TransportError."""
+        return self._reach(session, "start")
+
+    def connect_agent(self, session: str) -> socket.socket:
+        """Connect to an agent that runs there, over a fresh connection. Raises as ``start_agent``."""
+        return self._reach(session, "attach")
+
+    def offer(self, gpus: int) -> NodeOffer:
+        """What the node has and the user wants of it."""
+        return NodeOffer(self.name, tuple(range(gpus)), self.node.devices, self.node.ranks)
+
+    def work_folder(self, folder: str) -> str:
+        """The node's ``workdir``, else one of ours; empty before it was reached."""
+        return self._work_folder
+
+    @property
+    def contact(self) -> object:
+        """Another object each time that it was reached, None before."""
+        return self.facts
+
+    @property
+    def cache(self) -> str:
+        """Our folder there; empty before it was reached."""
+        return self.facts.cache if self.facts else ""
+
+    def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
+        """The agent hangs up as the last thing it does: there is no more to wait for."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the connection, one too that is being made; the agent goes on."""
+        self._times_left += 1
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    # ---- how it is reached
+
+    def _reach(self, session: str, action: str) -> socket.socket:
+        with self._connecting:
+            times_left = self._times_left
+            self._hang_up()
+            connection = connect_to(self.node, ask_passphrase=self.questions, config_path=self._config_path)
+            try:
+                self._find_trust(connection.host_key_fingerprint)
+                sock = self._bootstrap(connection, session, action)
+                if self._times_left > times_left:
+                    raise TransportError("it was left while the connection was made")
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+            return sock
+
+    def _find_trust(self, host_key: str) -> None:
+        """Is it a host whose HTML may be shown? A later connection has to be to one as well: what it says is shown so.
+
+        Raises: TransportError.
+        """
+        is_trusted = host_key in trusted_host_keys()
+        if self.is_trusted and not is_trusted:
+            raise TransportError(f"it shows another key now, {host_key}, which {trust_file()} does not have")
+        self.is_trusted = is_trusted
+
+    def _bootstrap(self, connection: SshConnection, session: str, action: str) -> socket.socket:
+        talk = self._start_bootstrap(connection)
+        try:
+            facts = self.facts = NodeFacts.read(talk.hear("facts"))
+            self._settle(facts, connection, session)
+            digests = self._bring_code(facts, connection, talk)
+            self._code = posixpath.join(facts.cache, digests[0])
+            order = {"session": session, "action": action, "work_folder": self._work_folder, "code": digests}
+            talk.say(type="go", silence_s=SILENCE_LIMIT_S, **order)
+            ready = talk.hear("ready")
+            self.folder_state = (ready.get("root"), ready.get("digest"))
+        except BaseException:
+            talk.close()
+            raise
+        return talk.take_socket()
+
+    def _start_bootstrap(self, connection: SshConnection) -> RemoteProgram:
+        source = _BOOTSTRAP.read_text(encoding="utf-8")
+        return RemoteProgram.start(source, magic=_MAGIC, node=self.node, connection=connection)
+
+    # ---- files, beside the agent
+
+    @contextlib.contextmanager
+    def run_files(self) -> Iterator[tuple[socket.socket, Callable[[], Any]]]:
+        """Run node/files.py there; gives the byte stream to it, and what opens SFTP on the same connection.
+
+        That is the agent's, or, where sshd gives no further channel on it, one of its own, which ends with the block.
+        Raises: LaunchError, TransportError.
+        """
+        with contextlib.ExitStack() as stack:
+            program, connection = None, self._connection
+            if connection is not None and connection.is_alive:
+                source = _RUN_FILES.format(code=self._code)
+                with contextlib.suppress(TransportError):
+                    program = RemoteProgram.start(source, magic=FILES_MAGIC, node=self.node, connection=connection)
+            if program is None or connection is None:
+                connection = connect_to(self.node, ask_passphrase=self.questions, config_path=self._config_path)
+                stack.callback(connection.close)
+                program = self._start_bootstrap(connection)
+                stack.callback(program.close)
+                facts = NodeFacts.read(program.hear("facts"))
+                program.say(type="files", code=self._bring_code(facts, connection, program))
+                program.skip_to(FILES_MAGIC)
+            stack.callback(program.close)
+            yield program.take_socket(), connection.open_sftp_filesystem
+
+    # ---- what is there, and what is missing
+
+    def _settle(self, facts: NodeFacts, connection: SshConnection, session: str) -> None:
+        self.python = facts.python
+        self._work_folder = _expand(self.node.workdir or f"{facts.cache}/work/{session}", facts.home)
+        self.address, self.interface = choose_address(
+            self.node, facts.addresses, reached_at=facts.reached_at, peer_address=connection.peer_address
+        )
+        if not facts.versions.get("torch"):
+            install = f"install it there ({facts.python} -m pip install torch)"
+            raise LaunchError(f"torch is missing in {facts.python}: {install}, or name another python")
+
+    def _bring_code(self, facts: NodeFacts, connection: SshConnection, talk: RemoteProgram) -> list[str]:
+        """Our code is there when this returns, IPython where the node has none; returns the digests."""
+        from .code import ipython_code, own_code
+
+        archives = [own_code()]
+        if not facts.versions.get("ipython"):
+            major, minor = facts.python_version[:2]
+            ipython = ipython_code((major, minor))
+            if ipython is None:
+                missing = f"IPython is missing in {facts.python}, and the notebook's is not for Python {major}.{minor}"
+                raise LaunchError(f"{missing}: install it there, {facts.python} -m pip install ipython")
+            archives.append(ipython)
+        lacking = [archive for archive in archives if archive.digest not in facts.have]
+        if lacking:
+            for archive, file in zip(lacking, _put(lacking, facts.cache, connection)):
+                talk.say(type="unpack", digest=archive.digest, file=file, size=len(archive.data))
+                if not file:
+                    talk.send(archive.data)
+                talk.hear("unpacked", limit_s=_UPLOAD_LIMIT_S)
+        return [archive.digest for archive in archives]
+
+
+def choose_address(
+    node: Node, addresses: Sequence[tuple[str, str]], *, reached_at: str, peer_address: str
+) -> tuple[str, str]:
+    """The address at which the other nodes reach ``node``, and the interface that has it.
+
+    ``addresses`` are those the node has, as (interface, address). Raises: LaunchError.
+    """
+    interfaces = {address: name for name, address in addresses}
+    wanted = node.address or (reached_at if reached_at in interfaces else peer_address)
+    for address in _resolve(wanted):
+        if address in interfaces:
+            return address, interfaces[address]
+    have = ", ".join(f"{address} ({name})" for address, name in interfaces.items())
+    wrong = f"the other nodes would reach it at {wanted}, which none of its interfaces has"
+    raise LaunchError(f"{wrong}: give it an address that it has, one of {have}")
+
+
+def _put(archives: list[CodeArchive], folder: str, connection: SshConnection) -> list[str]:
+    """Put archives into a folder there; returns their names there, empty where they have to go another way."""
+    try:
+        files = connection.open_sftp_filesystem()
+    except TransportError as exc:
+        _log.info("no SFTP: %s", exc)
+        return [""] * len(archives)
+    names = []
+    with contextlib.closing(files), tempfile.TemporaryDirectory(prefix="detrain_nb-") as here:
+        for archive in archives:
+            name = f".upload-{uuid.uuid4().hex}"
+            path = Path(here) / name
+            path.write_bytes(archive.data)
+            try:
+                locate(posixpath.join(folder, name), files=files).put(path)
+            except DetrainError as exc:
+                raise TransportError(f"our code cannot be put on the node: {exc}") from exc
+            names.append(name)
+    return names
+
+
+def _resolve(host: str) -> list[str]:
+    """The addresses of a host, as text; its own when it is one."""
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
+    with contextlib.suppress(OSError):
+        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
+    return []
+
+
+def _expand(path: str, home: str) -> str:
+    """``~`` is the home of who logs in; that of others is not known here. Raises: LaunchError."""
+    if path.startswith("~") and path[1:2] not in ("", "/"):
+        raise LaunchError(f"workdir {path}: name a folder that begins with / or ~/")
+    return posixpath.join(home, path[1:].lstrip("/")) if path.startswith("~") else path

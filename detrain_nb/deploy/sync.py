@@ -1,0 +1,285 @@
+"""The notebook's folder, kept the same on the nodes: what has changed here goes there before the next cell.
+
+What is to go is decided there, by a note beside the work folders of what came before: only what we have sent is
+removed or replaced, and a kernel that was started anew sends nothing twice. While nothing changes, nothing is said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import SessionError
+from ..node.files import SAMPLE_FILES
+from ..node.talk import Untrue, as_size, clean
+from .files import NodeAccess, OnProgress, Stop, label, on_every, open_talk
+from .folder import Manifest, list_folder, pack
+
+__all__ = ["DataCheck", "DataState", "FolderSync", "SyncedNode", "check"]
+
+_MOST_NAMED = 3
+
+
+class SyncedNode(NodeAccess, Protocol):
+    """A node over SSH that was reached: ``contact`` is another object each time, and ``folder_state`` what it said
+    then of its work folder: where the files came from, and the digest of their list."""
+
+    @property
+    def contact(self) -> object: ...
+
+    @property
+    def folder_state(self) -> tuple[object, object]: ...
+
+    @property
+    def cache(self) -> str:
+        """Our folder there."""
+        ...
+
+
+class FolderSync:
+    """Keeps the work folders of nodes as the folder ``root`` here; ``notices`` get what was left alone there.
+
+    Not ``takes_over``: of a session that goes on, where a folder that is kept as another one here is left alone.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, takes_over: bool = True) -> None:
+        self.root = Path(root).absolute()
+        self.notices: list[str] = []
+        self._root_name = f"{socket.gethostname()}:{self.root}"
+        self._takes_over = takes_over
+        self._brought: dict[str, tuple[object, Manifest]] = {}
+        self._apart: set[str] = set()
+        self._left_alone: set[tuple[str, str]] = set()
+
+    def bring(self, nodes: Sequence[SyncedNode], *, is_forced: bool = False) -> None:
+        """Have all that has changed on ``nodes``. ``is_forced`` looks there also where nothing has changed here.
+
+        Raises: SpecError when the folder is too much, DetrainError with the node.
+        """
+        nodes = [node for node in nodes if node.name not in self._apart]
+        if not nodes:
+            return
+        manifest = list_folder(self.root)
+        waiting = [node for node in nodes if is_forced or self._is_behind(node, manifest)]
+        if waiting:
+            packer = _Packer(self.root)
+            on_every(waiting, lambda node, stop, _: self._bring(node, manifest, packer, stop))
+
+    def _is_behind(self, node: SyncedNode, manifest: Manifest) -> bool:
+        contact, brought = self._brought.get(node.name, (None, {}))
+        if contact is node.contact:
+            return not _is_same(brought, manifest)
+        if node.folder_state != (self._root_name, hashlib.sha256(_write_list(manifest)).hexdigest()):
+            return True
+        self._brought[node.name] = node.contact, manifest
+        return False
+
+    def _bring(self, node: SyncedNode, manifest: Manifest, packer: _Packer, stop: Stop) -> None:
+        contact, folder = node.contact, node.work_folder(str(self.root))
+        if not folder:
+            raise SessionError(f"{label(node)} has no work folder before an agent of it was reached")
+        names, listed = list(manifest), _write_list(manifest)
+        with open_talk(node, stop=stop) as (talk, _):
+            order = {"root": self._root_name, "takes_over": self._takes_over, "size": len(listed)}
+            talk.say("sync", base=folder, cache=node.cache, **order)
+            talk.send(listed)
+            answer = talk.hear("want", "other")
+            if answer["type"] == "other":
+                self._leave_apart(node, clean(answer.get("root")))
+                return
+            wanted = _choose(names, answer.get("indices"))
+            if wanted:
+                packed = packer.pack(wanted)
+                stop.check()
+                talk.say("archive", size=len(packed))
+                talk.send(packed)
+            done = talk.hear("done")
+            self._note_left_alone(node, done)
+        self._brought[node.name] = contact, manifest
+
+    def _leave_apart(self, node: SyncedNode, root: str) -> None:
+        self._apart.add(node.name)
+        if root:
+            self.notices.append(
+                f"{label(node)}: its work folder is kept as {root}, not as {self.root}: changes here do not go there"
+            )
+
+    def _note_left_alone(self, node: SyncedNode, said: dict[str, Any]) -> None:
+        """What somebody else has put there is said once."""
+        names = said.get("left_alone")
+        found = [clean(name) for name in names] if isinstance(names, list) else []
+        fresh = [name for name in found if (node.name, name) not in self._left_alone]
+        if fresh:
+            self._left_alone.update((node.name, name) for name in fresh)
+            self.notices.append(
+                f"{label(node)}: left as it is, since it did not come from here: {_name_some(fresh)}: "
+                "put it there to replace it, or remove it there"
+            )
+
+
+def _write_list(manifest: Manifest) -> bytes:
+    """As a node is told what there is."""
+    return json.dumps([[name, state.sha256, state.is_executable] for name, state in manifest.items()]).encode()
+
+
+class _Packer:
+    """Packs once what several nodes want at the same time."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._packed: dict[tuple[str, ...], bytes] = {}
+        self._packing = threading.Lock()
+
+    def pack(self, names: list[str]) -> bytes:
+        key = tuple(names)
+        with self._packing:
+            if key not in self._packed:
+                self._packed[key] = pack(self._root, names)
+            return self._packed[key]
+
+
+def _name_some(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_same(before: Manifest, now: Manifest) -> bool:
+    """The same contents, whenever they were written."""
+    return before.keys() == now.keys() and all(
+        (state.sha256, state.is_executable) == (now[name].sha256, now[name].is_executable)
+        for name, state in before.items()
+    )
+
+
+def _choose(names: list[str], indices: object) -> list[str]:
+    """What a node wants, of what it was told of. Raises: Untrue."""
+    if not isinstance(indices, list):
+        raise Untrue("it does not say what it wants")
+    chosen = dict.fromkeys(map(as_size, indices))
+    if any(index >= len(names) for index in chosen):
+        raise Untrue("it wants a file that the folder does not have")
+    return [names[index] for index in chosen]
+
+
+# ---- data
+
+
+@dataclass(frozen=True)
+class DataState:
+    """What a node has under a path. ``names`` is a digest of all names and sizes; ``sample`` has sizes and digests of
+    the beginning and the end of some files, the same on every node that has the same names."""
+
+    exists: bool
+    files: int = 0
+    size_bytes: int = 0
+    names: str = ""
+    sample: tuple[tuple[str, int, str], ...] = ()
+    num_skipped: int = 0
+
+    @property
+    def checksum(self) -> str:
+        return hashlib.sha256(repr(self.sample).encode()).hexdigest()[:12] if self.sample else ""
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """Whether the same files are on every node; what is printed says which node differs in what."""
+
+    path: str
+    states: dict[str, DataState]
+
+    @property
+    def is_same(self) -> bool:
+        return not any(self.differences.values())
+
+    @property
+    def differences(self) -> dict[str, list[str]]:
+        """In words, by node: from what most nodes have, of several from what the first of them has."""
+        states = list(self.states.values())
+        counts = Counter(states)
+        usual = max(states, key=lambda state: (counts[state], -states.index(state)))
+        return {name: _differ(state, usual) for name, state in self.states.items()}
+
+    def __repr__(self) -> str:
+        rows = [["node", "files", "bytes", "checksum", ""], *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+        return f"{self._title()}\n{table}"
+
+    def _repr_html_(self) -> str:
+        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows()]
+        head = "".join(f"<th>{title}</th>" for title in ("node", "files", "bytes", "checksum", ""))
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<p>{html.escape(self._title())}</p><table><tr>{head}</tr>{body}</table>"
+
+    def _title(self) -> str:
+        if not any(state.exists for state in self.states.values()):
+            return f"{self.path}: on no node"
+        return f"{self.path}: {'the same' if self.is_same else 'not the same'} on {len(self.states)} nodes"
+
+    def _rows(self) -> list[list[str]]:
+        differences = self.differences
+        return [
+            [name, f"{state.files:,}", f"{state.size_bytes:,}", state.checksum, ", ".join(differences[name])]
+            for name, state in self.states.items()
+        ]
+
+
+def _differ(state: DataState, usual: DataState) -> list[str]:
+    if not state.exists or not usual.exists:
+        return [] if state.exists == usual.exists else ["missing" if usual.exists else "only here"]
+    words = []
+    for here, there, what in ((state.files, usual.files, "file"), (state.size_bytes, usual.size_bytes, "byte")):
+        if here != there:
+            count = abs(here - there)
+            words.append(f"{count:,} {what}{'s' if count > 1 else ''} {'more' if here > there else 'fewer'}")
+    elsewhere = {name: fields for name, *fields in usual.sample}
+    changed = [name for name, *fields in state.sample if fields != elsewhere.get(name, fields)]
+    if changed:
+        words.append(f"other contents: {_name_some(changed)}")
+    if state.names != usual.names and not words:
+        words.append("other names or sizes")
+    if state.num_skipped != usual.num_skipped:
+        links = "link to a folder" if state.num_skipped == 1 else "links to folders"
+        words.append(f"{state.num_skipped} {links}, elsewhere {usual.num_skipped}")
+    return words
+
+
+def check(nodes: Sequence[NodeAccess], path: str, *, folder: str = "") -> DataCheck:
+    """Look whether the same files are under ``path`` on all nodes: names, sizes, and the ends of up to 64 files.
+
+    Raises: DetrainError with the node.
+    """
+
+    def look(node: NodeAccess, stop: Stop, _: OnProgress) -> DataState:
+        with open_talk(node, stop=stop) as (talk, _lane):
+            talk.say("check", base=node.work_folder(folder), path=path)
+            return _read_state(talk.hear("state"))
+
+    states = on_every(nodes, look)
+    return DataCheck(path, {label(node): state for node, state in zip(nodes, states)})
+
+
+def _read_state(said: dict[str, Any]) -> DataState:
+    """Raises: Untrue."""
+    if said.get("exists") is not True:
+        return DataState(False)
+    sample = said.get("sample")
+    if not isinstance(sample, dict) or len(sample) > SAMPLE_FILES:
+        raise Untrue("its sample is none")
+    read = []
+    for name, fields in sample.items():
+        if not isinstance(fields, list) or len(fields) != 2:
+            raise Untrue("its sample is none")
+        read.append((clean(name), as_size(fields[0]), clean(fields[1])[:64]))
+    files, size, skipped = (as_size(said.get(key)) for key in ("files", "size", "skipped"))
+    return DataState(True, files, size, clean(said.get("names"))[:64], tuple(read), skipped)

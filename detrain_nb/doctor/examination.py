@@ -1,0 +1,188 @@
+"""Asking the hosts: each by itself, then how they reach one another; what fails on one is kept, and stops no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from ..deploy.host_probe import Clock, Door, Fault, HostFacts, HostProbe, Way
+from ..deploy.questions import Questions
+from ..deploy.ssh_node import choose_address
+from ..errors import DetrainError
+from .report import count
+
+if TYPE_CHECKING:
+    from ..spec.node import Node
+    from ..transport.ssh import AskPassphrase
+
+__all__ = ["Crew", "Examination", "Host"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_MOST_HOSTS_AT_ONCE = 32
+
+
+@dataclass
+class Host:
+    """One host, as far as it is known; a fault is what kept us from knowing more."""
+
+    node: Node
+    probe: HostProbe
+    where: str = ""
+    fingerprint: str = ""
+    ssh_fault: str = ""
+    fault: str = ""
+    facts: HostFacts | None = None
+    address: tuple[str, str] | Fault = field(default_factory=lambda: Fault(""))
+    door: Door | Fault = field(default_factory=lambda: Fault(""))
+    clock: Clock | Fault = field(default_factory=lambda: Fault(""))
+    ways: dict[str, Way] = field(default_factory=dict)
+    rates: dict[str, float | Fault] = field(default_factory=dict)
+    rate_from_here: float | Fault = field(default_factory=lambda: Fault(""))
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def folder_state(self) -> str:
+        folder = self.facts.folder if self.facts else None
+        return "" if folder is None or isinstance(folder, Fault) else folder.state
+
+
+class Crew:
+    """A thread for every host; what they ask the user is asked in the calling thread, which waits for them."""
+
+    def __init__(self, num_hosts: int, ask_passphrase: AskPassphrase | None) -> None:
+        self.questions = Questions(ask_passphrase) if ask_passphrase else None
+        self._pool = ThreadPoolExecutor(max(1, min(num_hosts, _MOST_HOSTS_AT_ONCE)), "detrain_nb doctor")
+
+    def do(self, act: Callable[[T], R], items: Sequence[T]) -> list[R | DetrainError]:
+        """What ``act`` returns, or raises, for each of the items."""
+        work = [self._pool.submit(act, item) for item in items]
+        if self.questions:
+            self.questions.serve(work)
+        wait(work)
+        results: list[R | DetrainError] = []
+        for future in work:
+            error = future.exception()
+            if error is not None and not isinstance(error, DetrainError):
+                raise error
+            results.append(error or future.result())
+        return results
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Examination:
+    """Connects to all hosts, asks each, then lets them reach one another."""
+
+    def __init__(
+        self, nodes: Sequence[Node], crew: Crew, progress: Callable[[str], None], config_path: Path | None
+    ) -> None:
+        self.hosts = [
+            Host(node, HostProbe(node, config_path=config_path, ask_passphrase=crew.questions)) for node in nodes
+        ]
+        self._crew = crew
+        self._progress = progress
+        self._is_over = False
+
+    def run(self, *, bandwidth: bool) -> None:
+        self._progress(f"examining {count(len(self.hosts), 'host')}")
+        self._crew.do(self._visit, self.hosts)
+        asked = [host for host in self.hosts if host.facts]
+        self._progress(f"{len(asked)} of {count(len(self.hosts), 'host')} answered: comparing clocks and connections")
+        self._crew.do(self._look_around, asked)
+        if bandwidth:
+            self._measure_rates(asked)
+
+    def close(self) -> None:
+        self._is_over = True
+        for host in self.hosts:
+            host.probe.close()
+
+    def _visit(self, host: Host) -> None:
+        """See what there is on a host, and let it listen for the others."""
+        try:
+            connection = host.probe.connect()
+        except DetrainError as exc:
+            host.ssh_fault = str(exc)
+            return
+        host.where, host.fingerprint = connection.settings.where, connection.host_key_fingerprint
+        try:
+            facts = host.facts = host.probe.look()
+        except DetrainError as exc:
+            host.fault = str(exc)
+            host.probe.close()
+            return
+        if self._is_over:  # interrupted meanwhile
+            host.probe.close()
+        if isinstance(facts.addresses, Fault):
+            host.address = facts.addresses
+            return
+        try:
+            host.address = choose_address(
+                host.node, facts.addresses, reached_at=facts.reached_at, peer_address=connection.peer_address
+            )
+        except DetrainError as exc:
+            host.address = Fault(str(exc))
+            return
+        try:
+            host.door = host.probe.listen(host.address[0])
+        except DetrainError as exc:
+            host.door = Fault(str(exc))
+
+    def _look_around(self, host: Host) -> None:
+        """Compare its clock with ours, then let it connect to the others."""
+        try:
+            host.clock = host.probe.compare_clocks()
+            others = [(other.name, other.door) for other in self.hosts if other is not host]
+            doors = {name: door for name, door in others if isinstance(door, Door)}
+            if doors:
+                host.ways = dict(zip(doors, host.probe.reach(list(doors.values()))))
+        except DetrainError as exc:
+            if isinstance(host.clock, Fault):
+                host.clock = Fault(str(exc))
+            else:
+                host.ways = {name: Way(str(exc)) for name in doors}
+
+    def _measure_rates(self, hosts: Sequence[Host]) -> None:
+        """Pair by pair, as many at a time as have no host in common; then from the notebook to one after another."""
+        rounds = list(_pair_off(hosts))
+        for number, pairs in enumerate(rounds, 1):
+            self._progress(f"measuring bandwidth between hosts: round {number} of {len(rounds)}")
+            self._crew.do(_measure_both, pairs)
+        for host in hosts:
+            self._progress(f"measuring bandwidth to {host.name}")
+            [rate] = self._crew.do(lambda host: host.probe.measure_rate_from_here(), [host])
+            host.rate_from_here = Fault(str(rate)) if isinstance(rate, DetrainError) else rate
+
+
+def _pair_off(hosts: Sequence[Host]) -> Iterator[list[tuple[Host, Host]]]:
+    """Rounds in which everybody is in one pair at most; after all of them every pair has met once."""
+    ring: list[Host | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    half = len(ring) // 2
+    for _ in range(len(ring) - 1):
+        met = zip(ring[:half], reversed(ring[half:]))
+        yield [(one, other) for one, other in met if one is not None and other is not None]
+        ring.insert(1, ring.pop())
+
+
+def _measure_both(pair: tuple[Host, Host]) -> None:
+    """One direction after the other: they would slow each other down."""
+    for source, target in (pair, pair[::-1]):
+        way = source.ways.get(target.name)
+        if way is None or way.error or not isinstance(target.door, Door):
+            continue
+        try:
+            source.rates[target.name] = source.probe.measure_rate(target.door)
+        except DetrainError as exc:
+            source.rates[target.name] = Fault(str(exc))

@@ -1,0 +1,193 @@
+"""What an examination found, as a table: hosts are the columns, checks the rows."""
+
+from __future__ import annotations
+
+import html
+import statistics
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from ..spec.node import Node
+    from ..transport.ssh import AskPassphrase
+
+__all__ = ["Cell", "Link", "Problem", "Report", "Row", "count"]
+
+State: TypeAlias = Literal["good", "warning", "bad", "none"]
+
+_MOST_TEXT = 2000
+_TABLE_WIDTH = 118
+_NAME_WIDTH = 12
+_NARROWEST, _WIDEST = 18, 48
+_MARKS: dict[State, str] = {"good": "", "none": "", "warning": "! ", "bad": "✗ "}
+_STYLES: dict[State, str] = {
+    "good": "",
+    "none": "color:gray",
+    "warning": "background:#fff3cd;color:#664d03",
+    "bad": "background:#f8d7da;color:#842029",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was found of one host; what to do about it when it is not good, as a command where there is one.
+
+    Whatever a host has said: texts are of one line, without control characters, and no longer than a screen.
+    """
+
+    text: str = "-"
+    state: State = "none"
+    advice: str = ""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("text", "advice"):
+            object.__setattr__(self, name, _clean(" ".join(getattr(self, name).split())))
+        object.__setattr__(self, "command", _clean(self.command))  # as it is: it was quoted
+
+    def __str__(self) -> str:
+        return _MARKS[self.state] + self.text + (f": {self.advice}" if self.advice else "")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check, with a cell for every host."""
+
+    check: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``advice`` and ``command`` say what to do; what is only a warning need not keep anybody from training."""
+
+    host: str
+    check: str
+    what: str
+    advice: str
+    command: str
+    is_warning: bool
+
+    def __str__(self) -> str:
+        text = f"{self.host}, {self.check}: {self.what}" + (f": {self.advice}" if self.advice else "")
+        return f"{text}:\n    {self.command}" if self.command else text
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from one host to another; ``error`` is empty when it could be gone. What was not measured is None."""
+
+    source: str
+    target: str
+    error: str
+    round_trip_ms: float | None
+    bandwidth_mbit_s: float | None
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What was found. ``rows`` have their cells in the order of ``nodes``."""
+
+    nodes: tuple[Node, ...]
+    rows: tuple[Row, ...]
+    links: tuple[Link, ...]
+    _to_fix: tuple[Node, ...] = ()
+    _config_path: Path | None = None
+    _ask_passphrase: AskPassphrase | None = None
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(node.name for node in self.nodes)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What is wrong, and what to do: by host, in the order of the rows."""
+        return [
+            Problem(host, row.check, cell.text, cell.advice, cell.command, cell.state == "warning")
+            for number, host in enumerate(self.hosts)
+            for row in self.rows
+            if (cell := row.cells[number]).state in ("warning", "bad")
+        ]
+
+    @property
+    def is_ok(self) -> bool:
+        """Nothing keeps these nodes from training together; there may be warnings."""
+        return all(problem.is_warning for problem in self.problems)
+
+    def cell(self, check: str, host: str) -> Cell:
+        """The cell of a row and a host. Raises: KeyError."""
+        return {row.check: row.cells for row in self.rows}[check][self.hosts.index(host)]
+
+    def measured_nodes(self) -> tuple[Node, ...]:
+        """The nodes with ``bandwidth_mbit_s`` and ``latency_ms`` as measured; what was not measured stays as it was.
+
+        Of a node's links to the others it is the median: one bad link is not the fault of all it leads to. A link is as
+        fast as its slower direction; latency is half a round trip.
+        """
+        return tuple(node.model_copy(update=self._measures_of(node.name)) for node in self.nodes)
+
+    def _measures_of(self, host: str) -> dict[str, float]:
+        peers: dict[str, list[Link]] = {}
+        for link in self.links:
+            if host in (link.source, link.target) and not link.error:
+                peers.setdefault(link.target if link.source == host else link.source, []).append(link)
+        rates = [[link.bandwidth_mbit_s for link in links if link.bandwidth_mbit_s] for links in peers.values()]
+        trips = [[link.round_trip_ms for link in links if link.round_trip_ms is not None] for links in peers.values()]
+        found: dict[str, float] = {}
+        if slower := [min(values) for values in rates if values]:
+            found["bandwidth_mbit_s"] = max(0.001, round(statistics.median_low(slower), 3))
+        if longer := [max(values) for values in trips if values]:
+            found["latency_ms"] = round(statistics.median_high(longer) / 2, 3)
+        return found
+
+    def __repr__(self) -> str:
+        width = max(_NARROWEST, min(_WIDEST, (_TABLE_WIDTH - _NAME_WIDTH) // len(self.nodes) - 2))
+        lines = [self._title, *_write_row("", [Cell(host) for host in self.hosts], width)]
+        for row in self.rows:
+            lines += _write_row(row.check, row.cells, width)
+        return "\n".join([*lines, *(f"- {problem}" for problem in self.problems)])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{html.escape(text)}</th>" for text in ("", *self.hosts))
+        body = "".join(
+            f"<tr><th>{html.escape(row.check)}</th>" + "".join(map(_write_html_cell, row.cells)) + "</tr>"
+            for row in self.rows
+        )
+        title = html.escape(self._title)
+        problems = "".join(f"<li><pre>{html.escape(str(problem))}</pre></li>" for problem in self.problems)
+        table = f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return table + (f"<ul>{problems}</ul>" if problems else "")
+
+    @property
+    def _title(self) -> str:
+        warnings = sum(problem.is_warning for problem in self.problems)
+        counts = [(len(self.nodes), "host"), (len(self.problems) - warnings, "problem"), (warnings, "warning")]
+        return ", ".join(count(number, noun) for number, noun in counts)
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _clean(text: str) -> str:
+    return "".join(char for char in text if char.isprintable())[:_MOST_TEXT]
+
+
+def _write_row(check: str, cells: Sequence[Cell], width: int) -> list[str]:
+    """The lines of a row of the table: texts that are too long go on below."""
+    columns = [textwrap.wrap(str(cell), width, break_on_hyphens=False) or [""] for cell in cells]
+    names = textwrap.wrap(check, _NAME_WIDTH)
+    lines = []
+    for number in range(max(len(names), *map(len, columns))):
+        parts = [column[number] if number < len(column) else "" for column in columns]
+        name = names[number] if number < len(names) else ""
+        lines.append("  ".join([name.ljust(_NAME_WIDTH), *(part.ljust(width) for part in parts)]).rstrip())
+    return lines
+
+
+def _write_html_cell(cell: Cell) -> str:
+    style = _STYLES[cell.state]
+    return f'<td style="text-align:left;{style}">{html.escape(str(cell))}</td>'

@@ -1,0 +1,30 @@
+"""A lock that one process holds as long as it lives, or until it closes it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def take_lock(path: Path, *, is_new: bool = False) -> int | None:
+    """Take the lock that is in its place, which is made when it ``is_new``; None where another process holds it.
+
+    None as well where it was removed meanwhile: old ones are. Raises: OSError.
+    """
+    import fcntl
+
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if is_new else 0)
+    lock = os.open(path, flags, 0o600)
+    try:
+        if is_new:
+            os.fchmod(lock, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), path.lstat()):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None

@@ -1,0 +1,79 @@
+"""Numbers of a training, logged by its ranks and read back: JSON lines, one file for each rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import SpecError
+
+__all__ = ["FOLDER_VARIABLE", "log_metrics", "read_metrics"]
+
+FOLDER_VARIABLE = "DETRAIN_NB_METRICS"
+_USUAL_FOLDER = "metrics"
+_MOST_VALUES = 1000  # of one line
+
+
+def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str | None = None, **more: Any) -> None:
+    """Add a line to this rank's file: ``step``, the time, and numbers (or short texts) by name.
+
+    ``folder`` is by default what ``DETRAIN_NB_METRICS`` names, else ``metrics`` where the rank runs. A tensor of one
+    element counts as its number. A line is written at once and as a whole: who reads meanwhile sees no half of it.
+    Raises: SpecError for what is no number.
+    """
+    given = {**(values or {}), **more}
+    if len(given) > _MOST_VALUES:
+        raise SpecError(f"{len(given)} values for step {step}: a line has {_MOST_VALUES} at most")
+    rank = int(os.environ.get("RANK", "0"))
+    line: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3), "rank": rank}
+    line |= {name: _plain(name, value) for name, value in given.items()}
+    place = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER)
+    place.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(place / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        os.write(descriptor, json.dumps(line).encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def read_metrics(folder: str | None = None, *, rank: int | None = None) -> list[dict[str, Any]]:
+    """Return what was logged in ``folder`` (as ``log_metrics`` has it), of all ranks or of one, by step and rank.
+
+    A line that is not whole, as a full disk leaves it, is passed over.
+    """
+    place = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER)
+    files = sorted(place.glob("rank-*.jsonl")) if rank is None else [place / f"rank-{rank}.jsonl"]
+    lines = [line for file in files if file.exists() for line in _lines_of(file)]
+    return sorted(lines, key=lambda line: (line["step"], line["rank"]))
+
+
+def _lines_of(file: Path) -> Iterator[dict[str, Any]]:
+    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("rank"), int):
+            yield {name: _number(value) for name, value in line.items()}
+
+
+def _plain(name: str, value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are texts there."""
+    if isinstance(value, (str, bool)) or value is None:
+        return value
+    try:
+        number = value.item() if hasattr(value, "item") else value
+        if isinstance(number, int):
+            return number
+        return float(number) if math.isfinite(number) else str(float(number))
+    except (TypeError, ValueError, RuntimeError) as exc:
+        raise SpecError(f"{name}={value!r:.80} is no number: log numbers, or tensors of one element") from exc
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value

@@ -1,0 +1,236 @@
+"""Trees of files, as they come by talk.py and are written.
+
+A file is written beside its place and renamed when it is whole; when the other side hangs up, what is not whole is
+removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .talk import FilesError, Talk, Untrue, as_size, check_name, clean, reason_of
+from .trees import MOST_ENTRIES, MOST_NAMED, Progress
+
+_STAGING = ".detrain_nb-"  # the folder for what is not whole yet; of one copy each
+
+
+class TreeWriter:
+    """Writes files and folders below ``folder``, which is made; through no link, and over no folder.
+
+    On the way out nothing that is not whole is left, nor a folder that was made for it in vain.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = os.path.abspath(folder)
+        self.staging = ""
+        self._made: list[str] = []
+        self._checked: set[str] = set()
+        self._count = 0
+
+    def __enter__(self) -> TreeWriter:
+        try:
+            self._make_folders(self.folder)
+            self.staging = tempfile.mkdtemp(prefix=_STAGING, dir=self.folder)
+        except OSError as exc:
+            self._remove_in_vain()
+            raise FilesError(f"{self.folder} cannot be written to: {reason_of(exc)}") from exc
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        shutil.rmtree(self.staging, ignore_errors=True)
+        if kind is not None:
+            self._remove_in_vain()
+
+    def new_number(self) -> int:
+        """Of a file in the staging folder."""
+        self._count += 1
+        return self._count
+
+    def staged(self, number: int) -> str:
+        return os.path.join(self.staging, str(number))
+
+    def add_folder(self, name: str) -> None:
+        self._locate(f"{name}/_")
+
+    def add_file(self, name: str, size: int, is_executable: bool, pieces: Iterable[bytes]) -> None:
+        """``pieces`` have ``size`` bytes together."""
+        place = os.path.join(self.folder, name)
+        self.check_room(name, size)
+        path = f"{self.staged(self.new_number())}.part"
+        try:
+            with self._explained(place), open(path, "xb") as file:
+                file.writelines(pieces)
+            self._place(path, name, size, is_executable)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def add_staged(self, name: str, number: int, size: int, is_executable: bool) -> None:
+        """What came into the staging folder in another way. Raises: Untrue when it is not all there."""
+        path = self.staged(number)
+        try:
+            status = os.lstat(path)
+        except OSError:
+            raise Untrue(f"{name} has not arrived") from None
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            raise Untrue(f"{name} has arrived with {status.st_size} bytes and not {size}")
+        self._place(path, name, size, is_executable)
+
+    def check_room(self, name: str, size: int) -> None:
+        """Raises: FilesError when so much does not fit: it need not be tried."""
+        free = shutil.disk_usage(self.staging).free
+        if size > free:
+            place = os.path.join(self.folder, name)
+            raise FilesError(f"{place} cannot be written: it has {size} bytes and {free} are free: the disk is full")
+
+    def _place(self, path: str, name: str, size: int, is_executable: bool) -> None:
+        place = self._locate(name)
+        with self._explained(place):
+            if is_executable:
+                mode = os.stat(path).st_mode
+                os.chmod(path, mode | (mode & 0o444) >> 2)
+            os.replace(path, place)
+
+    def _locate(self, name: str) -> str:
+        """The path of a name; the folders that it is in are made, and none of them is a link."""
+        place = self.folder
+        *parents, last = name.split("/")
+        for parent in parents:
+            place = os.path.join(place, parent)
+            if place in self._checked:
+                continue
+            with self._explained(place):
+                try:
+                    os.mkdir(place)
+                    self._made.append(place)
+                except FileExistsError:
+                    mode = os.lstat(place).st_mode
+                    if stat.S_ISLNK(mode):
+                        raise FilesError(
+                            f"{place} is a link, and nothing is written through it: name the folder that it leads to"
+                        ) from None
+                    if not stat.S_ISDIR(mode):
+                        raise FilesError(f"{place} is there and is no folder") from None
+            self._checked.add(place)
+        return os.path.join(place, last)
+
+    def _make_folders(self, path: str) -> None:
+        """Other writers may make the same ones at the same time."""
+        if os.path.isdir(path):
+            return
+        self._make_folders(os.path.dirname(path))
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+        else:
+            self._made.append(path)
+
+    def _remove_in_vain(self) -> None:
+        for folder in reversed(self._made):
+            with contextlib.suppress(OSError):  # there is something in it
+                os.rmdir(folder)
+
+    @contextlib.contextmanager
+    def _explained(self, place: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise FilesError(f"{place} cannot be written: {reason_of(exc)}") from exc
+
+
+@dataclass(frozen=True)
+class Received:
+    """``skipped`` names some of the links and devices that stayed where they are."""
+
+    num_skipped: int
+    skipped: tuple[str, ...]
+
+
+def receive_tree(
+    talk: Talk,
+    writer: TreeWriter,
+    progress: Progress,
+    *,
+    roots: Iterable[str] | None = None,
+    fetch: Callable[[str, int, int], bool] = lambda path, size, number: False,
+) -> Received:
+    """Write what the other side sends, of which it has announced how much it is.
+
+    Every name is one of ``roots``, or below it. ``fetch`` brings a large file from a path there, of so many bytes, to
+    a number of the staging folder. Raises: FilesError, Failed, Untrue.
+    """
+    allowed = None if roots is None else frozenset(roots)
+    announced = talk.hear("tree")
+    files, folders, size = (as_size(announced.get(key)) for key in ("files", "folders", "size"))
+    if files + folders > MOST_ENTRIES:
+        raise Untrue(f"{files + folders} files were announced, more than {MOST_ENTRIES}")
+    progress.begin(size)
+    offered, done = False, 0
+    while True:
+        said = talk.hear("folder", "file", *([] if offered else ["offer"]), "gone", "end")
+        kind = said["type"]
+        offered = kind == "offer"  # the file itself comes next
+        if kind == "end":
+            names = said.get("skipped")
+            names = names[:MOST_NAMED] if isinstance(names, list) else []
+            return Received(as_size(said.get("num_skipped")), tuple(map(clean, names)))
+        if kind == "offer":
+            talk.say("answer", number=_accept_offer(writer, said, size - done, fetch))
+            talk.flush()
+            continue
+        folders, files = folders - (kind == "folder"), files - (kind != "folder")
+        if folders < 0 or files < 0:
+            raise Untrue("more files came than were announced")
+        if kind == "gone":
+            continue
+        name = check_name(said.get("name"))
+        if allowed is not None and name.partition("/")[0] not in allowed:
+            raise Untrue(f"{name!r} was not asked for")
+        if kind == "folder":
+            writer.add_folder(name)
+        else:
+            done += _receive_file(talk, writer, progress, name, said, done=done, left=size - done)
+
+
+def _receive_file(
+    talk: Talk, writer: TreeWriter, progress: Progress, name: str, said: dict[str, Any], *, done: int, left: int
+) -> int:
+    """Returns its size."""
+    size, is_executable, staged = as_size(said.get("size")), said.get("executable") is True, said.get("staged")
+    if size > left:
+        raise Untrue(f"{name!r} has {size} bytes, and {left} of those announced are left")
+
+    def counted() -> Iterator[bytes]:
+        progress.be_at(done)
+        for data in talk.read(size):
+            yield data
+            progress.be_at(progress.size + len(data))
+
+    if staged is None:
+        writer.add_file(name, size, is_executable, counted())
+    else:
+        writer.add_staged(name, as_size(staged), size, is_executable)
+    progress.be_at(done + size)
+    progress.end_file()
+    return size
+
+
+def _accept_offer(
+    writer: TreeWriter, said: dict[str, Any], left: int, fetch: Callable[[str, int, int], bool]
+) -> int | None:
+    size, path = as_size(said.get("size")), said.get("path")
+    if size > left or not isinstance(path, str):
+        raise Untrue(f"a file of {size} bytes is offered, and {left} of those announced are left")
+    writer.check_room(os.path.basename(clean(path)), size)
+    number = writer.new_number()
+    return number if fetch(path, size, number) else None

@@ -1,0 +1,82 @@
+"""What a rank can say of an error beyond its text: what fills the memory, whether the GPU can still be used."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+
+import torch
+
+_SHOWN = 5
+_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
+_CUDA = re.compile(r"CUDA error|device-side assert|illegal memory access|cudaError", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException, text: str) -> bool:
+    """On the CPU or on a GPU; ``text`` is the error's."""
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _MEMORY.search(text) is not None
+
+
+def free_frames(error: BaseException) -> None:
+    """Let go of what the functions in the traceback held, on the GPU too; the text of it must have been made."""
+    cause: BaseException | None = error
+    while cause is not None and cause.__traceback__ is not None:  # where it is None we have been: causes may be a ring
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def describe_largest(namespace: Mapping[str, object]) -> str:
+    """The variables whose tensors take the most memory, with their sizes; empty when none does."""
+    sizes: dict[str, int] = {}
+    for name, value in list(namespace.items()):
+        if name.startswith("_"):
+            continue
+        with contextlib.suppress(Exception):  # half a module, anything that a user's class may do
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(value)}
+            sizes[name] = sum(storages.values())
+    largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:_SHOWN]
+    return ", ".join(f"{name} {_size(sizes[name])}" for name in largest)
+
+
+def is_context_broken(error: BaseException, text: str) -> bool:
+    """A CUDA error that no later call gets over: the process has to be replaced."""
+    if not torch.cuda.is_initialized() or isinstance(error, torch.cuda.OutOfMemoryError):
+        return False
+    if not isinstance(error, RuntimeError) or not _CUDA.search(text):
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _tensors(value: object, depth: int = 3) -> Iterator[torch.Tensor]:
+    """The tensors in a variable: itself, in a module, in an optimizer's state, in containers."""
+    if isinstance(value, torch.Tensor):
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_meta:
+            yield value
+        if isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None:
+            yield from _tensors(value.grad, depth - 1)
+    elif isinstance(value, torch.nn.Module):
+        for tensor in (*value.parameters(), *value.buffers()):
+            yield from _tensors(tensor, depth)
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _tensors(dict(value.state), depth)
+    elif depth > 0 and isinstance(value, Mapping):
+        for part in list(value.values()):
+            yield from _tensors(part, depth - 1)
+    elif depth > 0 and isinstance(value, (list, tuple, set)):
+        for part in list(value):
+            yield from _tensors(part, depth - 1)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

@@ -1,0 +1,113 @@
+"""KeyboardInterrupt on a rank: raised in the cell it was sent for, in no other, and not lost in a destructor."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_STRIKES_AGAIN_S = 0.01
+_LETTING_GO_LIMIT_S = 10.0
+_LETTING_GO_GAP_S = 1.0
+
+
+class Interrupts:
+    """Those of one interpreter. ``sent_for`` is shared with its worker: the number of the cell to be interrupted."""
+
+    def __init__(self, sent_for: mmap.mmap) -> None:
+        self.is_in_cell = False
+        self._is_letting_go = self._has_struck = self._is_held_back = self._has_come = False
+        self._cell = self._strikes = 0
+        self._sent_for = sent_for
+        self._next_strike = threading.Timer(0.0, lambda: None)
+
+    def install(self) -> None:
+        signal.signal(signal.SIGINT, self._strike)
+        sys.unraisablehook = self._on_unraisable
+
+    def begin(self, cell: int) -> None:
+        """Until ``is_in_cell`` is unset interrupts for ``cell`` are raised; one that has come already, too."""
+        self._cell = cell
+        self.is_in_cell = True
+        self._strike()
+
+    @property
+    def is_due(self) -> bool:
+        """The cell that runs, or ran last, was to be interrupted."""
+        return int.from_bytes(self._sent_for[:], "little") == self._cell
+
+    def raised_after(self, call: Callable[..., None]) -> Callable[..., None]:
+        """``call``, which swallows interrupts: one that strikes in there is raised again right after it."""
+
+        def call_and_raise(*args: Any, **options: Any) -> None:
+            strikes = self._strikes
+            call(*args, **options)
+            if self._strikes > strikes and self.is_in_cell:
+                raise KeyboardInterrupt
+
+        return call_and_raise
+
+    @contextlib.contextmanager
+    def held_back(self) -> Iterator[None]:
+        """In here none is raised in the main thread, but right after it: half a message is none."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._is_held_back = True
+        try:
+            yield
+        finally:
+            self._is_held_back = False
+            if self._has_come:
+                self._has_come = False
+                self._strike()
+
+    def let_go_of(self, held: list[Any]) -> None:
+        """Empty ``held``, which has what a cell held that has failed.
+
+        An interrupt can leave a lock locked for which a destructor waits then: in here any interrupt is raised, one at
+        a time, and one comes by itself after ``_LETTING_GO_LIMIT_S``. None gets out of here: nobody is left who would
+        catch it.
+        """
+        self._strike_in(_LETTING_GO_LIMIT_S)
+        try:
+            self._is_letting_go = True
+            held.clear()
+            self._is_letting_go = False
+        except KeyboardInterrupt:
+            self._is_letting_go = False
+        self._has_struck = False
+        self._next_strike.cancel()
+
+    def _strike(self, *signal_and_frame: object) -> None:
+        """The signal may come too early or too late: then it is none of the present cell."""
+        if self._is_held_back:
+            self._has_come = True
+        elif self._is_letting_go:
+            self._is_letting_go = False  # until a destructor has swallowed it
+            self._has_struck = True
+            raise KeyboardInterrupt
+        elif self.is_in_cell and self.is_due:
+            self._strikes += 1
+            raise KeyboardInterrupt
+
+    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """A destructor and a hook of fork() let no exception out: one that struck there strikes again after them."""
+        if issubclass(unraisable.exc_type, KeyboardInterrupt) and (self.is_in_cell or self._has_struck):
+            self._is_letting_go, self._has_struck = self._has_struck, False
+            self._strike_in(_STRIKES_AGAIN_S if self.is_in_cell else _LETTING_GO_GAP_S)  # now it would be lost again
+        else:
+            sys.__unraisablehook__(unraisable)
+
+    def _strike_in(self, seconds: float) -> None:
+        """A signal to the main thread: it wakes that from a wait for a lock, as ``interrupt_main`` does not."""
+        self._next_strike.cancel()
+        self._next_strike = threading.Timer(
+            seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        )
+        self._next_strike.daemon = True
+        self._next_strike.start()

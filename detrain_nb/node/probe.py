@@ -1,0 +1,568 @@
+"""What a node is and has, and how it reaches the others, for the doctor: sent as text to the node's Python.
+
+Standard library only, and nothing newer than Python 3.7: an old Python says what it is. It looks, and writes nothing,
+until it is told to fix. Orders are lines of JSON on stdin; each is answered, behind a magic line, by one on stdout of
+the same type. See deploy/host_probe.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import importlib.util
+import json
+import os
+import platform
+import pwd
+import re
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+MAGIC = b"\ndetrain-nb probe 1\n"
+SILENCE_LIMIT_S = 600  # without an order, or in the middle of one, it ends
+LOOK_LIMIT_S = 5.0  # for each thing it looks at: a home on a dead server answers nobody
+PEER_LIMIT_S = 20.0
+STALL_LIMIT_S = 6.0  # a transfer that has not moved for so long is over
+MOST_PEERS_AT_ONCE = 64
+PINGS = 5
+PINGS_LIMIT_S = 0.5
+CHUNK_BYTES = 1 << 20
+FIRST_BYTES = 1 << 16
+MOST_BYTES = 1 << 31
+LONG_ENOUGH_S = 0.5
+SETTLED_ROUND_TRIPS = 20
+SETTLED_GAIN = 1.25
+
+
+def main() -> None:
+    """Answer orders until the notebook hangs up."""
+    sys.stdout.buffer.write(MAGIC)
+    sys.stdout.buffer.flush()
+    orders = {
+        "look": _look,
+        "clock": _tell_time,
+        "listen": _listen,
+        "reach": _reach,
+        "send": _send,
+        "sink": _sink,
+        "fix": _fix,
+    }
+    while True:
+        signal.alarm(SILENCE_LIMIT_S)
+        line = sys.stdin.buffer.readline()
+        if not line:
+            os._exit(0)  # a thread that hangs keeps nothing up
+        order = json.loads(line.decode())
+        try:
+            answer = dict(orders[order["type"]](order), type=order["type"])
+        except (OSError, EOFError, ValueError) as exc:
+            answer = {"type": "failed", "text": _describe(exc)}
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _tell_time(order: dict[str, Any]) -> dict[str, Any]:
+    return {"time": time.time()}
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, socket.timeout):
+        return "no answer in time"
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__
+
+
+# ---- what it is and has
+
+
+def _look(order: dict[str, Any]) -> dict[str, Any]:
+    home = os.path.expanduser("~")
+    parts = {
+        "torch": _look_at_torch,
+        "ipython": lambda: {"version": _find_version("IPython")},
+        "gpus": _look_at_gpus,
+        "home": lambda: _look_at_disk(home),
+        "tmp": lambda: _look_at_disk(os.environ.get("TMPDIR") or "/tmp"),
+        "shm": lambda: _look_at_disk("/dev/shm"),
+        "folder": _look_at_folder,
+        "memory": _look_at_memory,
+        "processors": _look_at_processors,
+        "addresses": lambda: {"addresses": _list_addresses()},
+    }
+    answer: dict[str, Any] = {
+        "python": sys.executable or "",
+        "python_version": list(sys.version_info[:3]),
+        "system": " ".join((platform.system(), platform.release(), platform.machine())),
+        "host": platform.node(),
+        "reached_at": "".join(os.environ.get("SSH_CONNECTION", "").split(" ")[2:3]),
+    }
+    answer.update(_all_at_once(parts, LOOK_LIMIT_S))
+    return answer
+
+
+def _all_at_once(jobs: Mapping[str, Callable[[], dict[str, Any]]], limit_s: float) -> dict[str, dict[str, Any]]:
+    """Do each job in a thread of its own; one that fails, or does not end, has an error as its result."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def do(name: str) -> None:
+        try:
+            found[name] = jobs[name]()
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it belongs into the answer
+            found[name] = {"error": _describe(exc)}
+
+    threads = [threading.Thread(target=do, args=(name,), daemon=True) for name in jobs]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    finished = dict(found)
+    return {name: finished.get(name, {"error": f"no answer within {limit_s:.0f} s"}) for name in jobs}
+
+
+def _look_at_torch() -> dict[str, Any]:
+    """Its versions as they are written down: an import would take seconds."""
+    folder = _find_package("torch")
+    if folder is None:
+        return {"version": "", "cuda": "", "nccl": ""}
+    text = _read(os.path.join(folder, "version.py"))
+    said = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*=\s*['\"]([^'\"\n]*)['\"]", text, re.MULTILINE))
+    version = said.get("__version__") or _find_version("torch") or "unknown"
+    cuda = said.get("cuda", "")
+    return {"version": version, "cuda": cuda or said.get("hip", ""), "nccl": _find_nccl(folder) if cuda else ""}
+
+
+def _find_nccl(torch: str) -> str:
+    """The version of the NCCL that comes with torch, or of the system's; empty when it is built into torch."""
+    beside = os.path.dirname(torch)
+    for path in glob.glob(os.path.join(beside, "nvidia_nccl_cu*.dist-info")):
+        return os.path.basename(path)[: -len(".dist-info")].split("-")[1]
+    for folder in (os.path.join(torch, "lib"), "/usr/lib/" + platform.machine() + "-linux-gnu", "/usr/lib64"):
+        for path in glob.glob(os.path.join(folder, "libnccl.so.2.*")):
+            return path.split(".so.")[1]
+    return ""
+
+
+def _find_package(name: str) -> str | None:
+    """The folder of a package, which is not imported."""
+    spec = importlib.util.find_spec(name)
+    return os.path.dirname(spec.origin) if spec is not None and spec.origin else None
+
+
+def _find_version(name: str) -> str:
+    """The version of the distribution that a package came with; empty where it is not installed."""
+    folder = _find_package(name)
+    if folder is None:
+        return ""
+    for entry in os.listdir(os.path.dirname(folder)):
+        match = re.match(re.escape(name) + r"-([^-]+?)(?:-py[\d.]+)?\.(?:dist|egg)-info$", entry, re.IGNORECASE)
+        if match:
+            return match.group(1)
+    return "unknown"
+
+
+class _MemoryInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class _ProcessInfo(ctypes.Structure):
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+def _look_at_gpus() -> dict[str, Any]:
+    """Asked of NVML: whoever calls CUDA takes memory of every GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return {"gpus": _ask_nvidia_smi(), "driver": "", "cuda": "", "visible": visible}
+    nvml.nvmlErrorString.restype = ctypes.c_char_p
+    _check(nvml, nvml.nvmlInit_v2())
+    try:
+        count = ctypes.c_uint()
+        _check(nvml, nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)))
+        driver = ctypes.create_string_buffer(96)
+        _check(nvml, nvml.nvmlSystemGetDriverVersion(driver, 96))
+        cuda = ctypes.c_int()
+        _check(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda)))
+        return {
+            "gpus": [_ask_nvml(nvml, index) for index in range(count.value)],
+            "driver": driver.value.decode(errors="replace"),
+            "cuda": f"{cuda.value // 1000}.{cuda.value % 1000 // 10}",
+            "visible": visible,
+        }
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _check(nvml: ctypes.CDLL, code: int) -> None:
+    if code:
+        said = nvml.nvmlErrorString(code) or b""
+        raise OSError(f"NVML: {said.decode(errors='replace')} (error {code})")
+
+
+def _ask_nvml(nvml: ctypes.CDLL, index: int) -> dict[str, Any]:
+    device = ctypes.c_void_p()
+    _check(nvml, nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)))
+    name = ctypes.create_string_buffer(96)
+    _check(nvml, nvml.nvmlDeviceGetName(device, name, 96))
+    memory = _MemoryInfo()
+    _check(nvml, nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)))
+    return {
+        "name": name.value.decode(errors="replace"),
+        "total": memory.total,
+        "used": memory.used,
+        "users": _list_users(nvml, device),
+    }
+
+
+def _list_users(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> list[dict[str, Any]]:
+    """The processes that compute on a GPU; none where the driver does not say."""
+    for ask in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"):
+        if not hasattr(nvml, ask):
+            continue
+        count, found = ctypes.c_uint(64), (_ProcessInfo * 64)()
+        if getattr(nvml, ask)(device, ctypes.byref(count), found) != 0:
+            return []
+        return [_describe_user(info) for info in found[: min(count.value, 64)]]
+    return []
+
+
+def _describe_user(info: _ProcessInfo) -> dict[str, Any]:
+    used = info.used if info.used < 1 << 62 else 0  # all bits are set where it is not known
+    try:
+        uid = os.stat(f"/proc/{info.pid}").st_uid
+    except OSError:  # of another container
+        return {"pid": info.pid, "user": "", "command": "", "used": used}
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        user = f"uid {uid}"
+    return {"pid": info.pid, "user": user, "command": _read(f"/proc/{info.pid}/comm").strip(), "used": used}
+
+
+def _ask_nvidia_smi() -> list[dict[str, Any]]:
+    """Where the library is not found by its name; no GPUs where the command is not either."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=4
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    gpus = []
+    for line in said.stdout.decode(errors="replace").splitlines():
+        fields = [field.strip() for field in line.rsplit(",", 2)]
+        if len(fields) == 3 and fields[1].isdigit() and fields[2].isdigit():
+            total, used = (int(field) << 20 for field in fields[1:])
+            gpus.append({"name": fields[0], "total": total, "used": used, "users": []})
+    return gpus
+
+
+def _look_at_disk(path: str) -> dict[str, Any]:
+    state = os.statvfs(path)
+    return {"path": path, "total": state.f_blocks * state.f_frsize, "free": state.f_bavail * state.f_frsize}
+
+
+def _look_at_folder() -> dict[str, Any]:
+    """The folder in which our code and our sessions would live, and the one that stands in for it (bootstrap.py)."""
+    first, second = _folders()
+    return {"path": first, "state": _judge(first), "other": second, "other_state": _judge(second)}
+
+
+def _folders() -> tuple[str, str]:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    other = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"detrain_nb-{os.getuid()}")
+    return os.path.join(base, "detrain_nb"), other
+
+
+def _judge(folder: str) -> str:
+    """One of: private, absent, loose, foreign, no folder, not writable."""
+    try:
+        state = os.lstat(folder)
+    except FileNotFoundError:
+        above = os.path.dirname(folder)
+        while not os.path.lexists(above) and above != os.path.dirname(above):
+            above = os.path.dirname(above)
+        return "absent" if os.path.isdir(above) and os.access(above, os.W_OK | os.X_OK) else "not writable"
+    if not stat.S_ISDIR(state.st_mode):
+        return "no folder"
+    if state.st_uid != os.getuid():
+        return "foreign"
+    if state.st_mode & 0o077:
+        return "loose"
+    return "private" if os.access(folder, os.W_OK | os.X_OK) else "not writable"
+
+
+def _look_at_memory() -> dict[str, Any]:
+    lines = re.findall(r"^(\w+):\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    said = {name: int(number) << 10 for name, number in lines}
+    limits = []
+    for folder, version in _cgroup_folders("memory"):
+        text = _read(os.path.join(folder, "memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
+        if text.isdigit() and int(text) < 1 << 60:  # version 1 writes the largest page count there is
+            limits.append(int(text))
+    return {"total": said["MemTotal"], "available": said["MemAvailable"], "limit": min(limits) if limits else None}
+
+
+def _look_at_processors() -> dict[str, Any]:
+    limits = []
+    for folder, version in _cgroup_folders("cpu"):
+        if version == 2:
+            words = _read(os.path.join(folder, "cpu.max")).split()
+        else:
+            words = [_read(os.path.join(folder, f"cpu.cfs_{name}_us")).strip() for name in ("quota", "period")]
+        if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
+            limits.append(int(words[0]) / int(words[1]))
+    usable = len(os.sched_getaffinity(0))
+    return {"count": os.cpu_count() or usable, "usable": usable, "limit": min(limits) if limits else None}
+
+
+def _cgroup_folders(controller: str) -> list[tuple[str, int]]:
+    """The folders in which limits of this process may stand, its own group's and those above, with their version."""
+    paths: dict[int, str] = {}
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controller in controllers.split(","):
+            paths[1] = path
+        elif line.startswith("0::"):
+            paths[2] = path
+    if not paths:
+        return []
+    version = min(paths)  # a controller is in one hierarchy; every process has a path in version 2
+    for line in _read("/proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        where, what = left.split(" "), right.split(" ")
+        is_it = what[0] == "cgroup2" if version == 2 else what[0] == "cgroup" and controller in what[-1].split(",")
+        if not is_it or len(where) < 5:
+            continue
+        group, mount = where[3].rstrip("/"), where[4]
+        path = paths[version].rstrip("/")
+        below = path[len(group) :] if (path + "/").startswith(group + "/") else ""  # else a container's own: the mount
+        if not os.path.isdir(mount + below) or ".." in below.split("/"):
+            below = ""
+        steps = below.split("/")[1:]
+        return [(os.path.join(mount, *steps[:depth]), version) for depth in range(len(steps), -1, -1)]
+    return []
+
+
+def _list_addresses() -> list[list[str]]:
+    """[interface, address], of every interface."""
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            try:
+                asked = struct.pack("256s", name.encode()[:15])
+                found.append([name, socket.inet_ntoa(fcntl.ioctl(asker.fileno(), 0x8915, asked)[20:24])])  # SIOCGIFADDR
+            except OSError:
+                pass
+    for line in _read("/proc/net/if_inet6").splitlines():
+        digits, _, _, scope, _, name = line.split()
+        if scope != "20":  # one of the link only needs its interface named
+            found.append([name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))])
+    return found
+
+
+def _read(path: str) -> str:
+    """A text file; empty where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 20)
+    except OSError:
+        return ""
+
+
+# ---- what it may mend
+
+
+def _fix(order: dict[str, Any]) -> dict[str, Any]:
+    """Make our folder, or close it to others where it is ours; nothing else."""
+    folder = _folders()[0]
+    state = _judge(folder)
+    os.umask(0o077)
+    if state == "absent":
+        os.makedirs(folder, mode=0o700)
+        return {"done": f"made {folder} (mode 700)"}
+    if state == "loose":
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(handle).st_uid == os.getuid():
+                os.fchmod(handle, 0o700)
+        finally:
+            os.close(handle)
+        return {"done": f"chmod 700 {folder}"}
+    return {"done": ""}
+
+
+# ---- the ways between nodes
+
+
+def _listen(order: dict[str, Any]) -> dict[str, Any]:
+    """Listen on one address, as long as this program runs, to those who have the token."""
+    family = socket.AF_INET6 if ":" in order["address"] else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((order["address"], 0))
+    listener.listen(MOST_PEERS_AT_ONCE)
+    threading.Thread(target=_accept, args=(listener, order["token"].encode()), daemon=True).start()
+    return {"port": listener.getsockname()[1]}
+
+
+def _accept(listener: socket.socket, token: bytes) -> None:
+    places = threading.BoundedSemaphore(MOST_PEERS_AT_ONCE)
+    while True:
+        sock = listener.accept()[0]
+        if places.acquire(blocking=False):
+            threading.Thread(target=_serve, args=(sock, token, places), daemon=True).start()
+        else:
+            sock.close()
+
+
+def _serve(sock: socket.socket, token: bytes, places: threading.BoundedSemaphore) -> None:
+    """One who connected: the two halves of the token are exchanged, then pings and bulk, as the other side wants."""
+    half = len(token) // 2
+    try:
+        with sock:
+            _tune(sock, PEER_LIMIT_S)
+            if _receive(sock, half) != token[:half]:
+                return
+            sock.sendall(token[half:])
+            while True:
+                (size,) = struct.unpack("!q", _receive(sock, 8))
+                sock.sendall(struct.pack("!d", _take(sock, min(size, MOST_BYTES))))
+    except (OSError, EOFError):
+        pass
+    finally:
+        places.release()
+
+
+def _take(sock: socket.socket, size: int) -> float:
+    """Receive ``size`` bytes; returns how many arrived in a second, counted from the first that did."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    began, first, left = 0.0, 0, size
+    while left:
+        count = sock.recv_into(buffer, min(left, CHUNK_BYTES))
+        if not count:
+            raise EOFError
+        left -= count
+        if not first:
+            began, first = time.monotonic(), count
+    took_s = time.monotonic() - began
+    return (size - first) / took_s if size > first and took_s > 0 else 0.0
+
+
+def _reach(order: dict[str, Any]) -> dict[str, Any]:
+    """Connect to the other nodes, all at once."""
+    limit_s = float(order["within_s"])
+    jobs = {str(number): partial(_ping, peer, limit_s) for number, peer in enumerate(order["peers"])}
+    found = _all_at_once(jobs, limit_s + 1.0)
+    return {"peers": [found[name] for name in jobs]}
+
+
+def _ping(peer: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    with _connect(peer, limit_s) as sock:
+        return {"round_trip_s": _time_round_trip(sock, PINGS)}
+
+
+def _time_round_trip(sock: socket.socket, most: int) -> float:
+    """The shortest of a few; of fewer where each takes long."""
+    times_s: list[float] = []
+    while len(times_s) < most and sum(times_s) < PINGS_LIMIT_S:
+        began = time.monotonic()
+        sock.sendall(struct.pack("!q", 0))
+        _receive(sock, 8)
+        times_s.append(time.monotonic() - began)
+    return min(times_s)
+
+
+def _send(order: dict[str, Any]) -> dict[str, Any]:
+    """Bytes a second that arrive at another node, over one connection: ever more are sent, until it takes a while.
+
+    Where a round trip is long, until sending more is no faster too: TCP begins slowly.
+    """
+    deadline = time.monotonic() + float(order["within_s"])
+    chunk = memoryview(os.urandom(CHUNK_BYTES))  # which nothing on the way can compress
+    size, before = FIRST_BYTES, 0.0
+    with _connect(order["peer"], STALL_LIMIT_S) as sock:
+        sock.settimeout(STALL_LIMIT_S)
+        round_trip_s = _time_round_trip(sock, 1)
+        while True:
+            began = time.monotonic()
+            sock.sendall(struct.pack("!q", size))
+            for start in range(0, size, CHUNK_BYTES):
+                sock.sendall(chunk[: min(CHUNK_BYTES, size - start)])
+            (rate,) = struct.unpack("!d", _receive(sock, 8))
+            now = time.monotonic()
+            took_s = now - began
+            rate = rate or size / took_s
+            has_settled = took_s > SETTLED_ROUND_TRIPS * round_trip_s or rate < SETTLED_GAIN * before
+            is_over = now + 2 * took_s > deadline or size * 2 > MOST_BYTES
+            if is_over or (took_s >= LONG_ENOUGH_S and has_settled):
+                return {"bytes_per_s": rate}
+            size, before = size * 2, rate
+
+
+def _connect(peer: dict[str, Any], limit_s: float) -> socket.socket:
+    """A connection to the program on another node, which has shown that it is that one."""
+    token = peer["token"].encode()
+    half = len(token) // 2
+    sock = socket.create_connection((peer["address"], peer["port"]), timeout=limit_s)
+    try:
+        _tune(sock, limit_s)
+        sock.sendall(token[:half])
+        if _receive(sock, half) != token[half:]:
+            raise OSError("another program answers there")
+    except EOFError:
+        sock.close()
+        raise OSError("another program answers there") from None
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _tune(sock: socket.socket, limit_s: float) -> None:
+    sock.settimeout(limit_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _receive(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        if not more:
+            raise EOFError("hung up")
+        data += more
+    return data
+
+
+def _sink(order: dict[str, Any]) -> dict[str, Any]:
+    """Take bytes from the notebook, which knows by the answer that all have come."""
+    stdin: Any = sys.stdin.buffer
+    left, began, first = int(order["size"]), 0.0, 0
+    while left:
+        data = stdin.read1(min(left, CHUNK_BYTES))
+        if not data:
+            os._exit(0)
+        left -= len(data)
+        if not first:
+            began, first = time.monotonic(), len(data)
+    return {"seconds": time.monotonic() - began, "counted": int(order["size"]) - first}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Variables that hold a communicator of process groups that have ended: which they are, and what fails because of them.
+
+Process groups, device meshes, DDP and FSDP modules, distributed tensors and what contains them work on one generation
+only. Using one later raises somewhere inside torch; the line added here says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import sys
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+_KINDS = (
+    ("torch.distributed.distributed_c10d", "ProcessGroup"),
+    ("torch.distributed.device_mesh", "DeviceMesh"),
+    ("torch.distributed.tensor", "DTensor"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+    ("torch.distributed.fsdp", "FSDPModule"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    ("torch.distributed.pipelining.stage", "_PipelineStageBase"),
+)
+_BROKEN_GROUP = re.compile(
+    r"process group|ProcessGroup|gloo|NCCL|[Cc]onnection (closed|reset|was aborted)|Broken pipe|[Ss]ocket closed"
+)
+_PLACE = re.compile(r"\s*(?:\[[^\]]*\](?::\d+)?:?|<[^<>]* at 0x[0-9a-f]+>)")
+_TORCH = torch.__path__[0]
+_CLEAR_PLANNERS = "clear_redistribute_planner_cache"
+
+
+class StaleVariables:
+    """What the cells made with groups that have since been ended."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[set[str], weakref.ref[Any]]] = {}
+
+    def note(self, namespace: Mapping[str, object]) -> list[str]:
+        """All groups have ended: remember and return the names of what held one."""
+        kinds = _loaded_kinds()
+        names = []
+        for name, value in list(namespace.items()):
+            if not name.startswith("_") and _may_hold_communicator(value, kinds):
+                names.append(name)
+                if id(value) in self._known and self._known[id(value)][1]() is value:
+                    self._known[id(value)][0].add(name)
+                    continue
+                with contextlib.suppress(TypeError):
+                    self._known[id(value)] = ({name}, weakref.ref(value))
+        return sorted(names)
+
+    def explain(self, error: BaseException, text: str) -> str:
+        """Better words than ``text`` for an error that something stale caused; else empty."""
+        self._known = {key: known for key, known in self._known.items() if known[1]() is not None}
+        if not self._known:
+            return ""
+        found = [self._known[id(value)][0] for value in _torch_locals(error) if id(value) in self._known]
+        if not found and _BROKEN_GROUP.search(text):
+            found = [names for names, _ in self._known.values()]
+        names = sorted(set().union(*found))
+        if not names:
+            return ""
+        were = "was" if len(names) == 1 else "were"
+        return (
+            f"{', '.join(names)} {were} made with process groups that have been ended since: "
+            f"make {'it' if len(names) == 1 else 'them'} again ({_short(text)})"
+        )
+
+
+def forget_meshes() -> None:
+    """Empty what DTensor keeps by mesh: it would take one of groups that have ended for a new one that equals it."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch.distributed.tensor")]
+    for module in modules:
+        for owner in (module, *(each for each in vars(module).values() if isinstance(each, type))):
+            for kept in list(vars(owner).values()):
+                if isinstance(kept, functools._lru_cache_wrapper):
+                    kept.cache_clear()
+    if not modules:
+        return
+    tensor: Any = sys.modules["torch.distributed.tensor"]
+    tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    planners: Any = sys.modules.get("torch.distributed.tensor._redistribute")
+    for owner, name in ((torch._C, "_clear_DTensor_sharding_propagator_cache"), (planners, _CLEAR_PLANNERS)):
+        if hasattr(owner, name):  # not in every torch
+            getattr(owner, name)()
+
+
+def _short(text: str) -> str:
+    """What torch says, without places in its source and addresses, which differ from rank to rank."""
+    return _PLACE.sub("", text).strip().partition(". ")[0].partition("\n")[0]
+
+
+def _loaded_kinds() -> tuple[type, ...]:
+    """The kinds that a cell can have made: those whose module somebody has imported."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _KINDS)
+    return tuple(kind for kind in found if isinstance(kind, type))
+
+
+def _may_hold_communicator(value: object, kinds: tuple[type, ...]) -> bool:
+    try:
+        return _holds_communicator(value, kinds)
+    except Exception:  # noqa: BLE001  half a module, anything that a user's class may do
+        return False
+
+
+def _holds_communicator(value: object, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, kinds):
+        return True
+    if isinstance(value, torch.nn.Module):
+        return any(isinstance(part, kinds) for part in (*value.modules(), *value.parameters()))
+    if isinstance(value, torch.optim.Optimizer):
+        return any(isinstance(p, kinds) for group in value.param_groups for p in group["params"])
+    return False
+
+
+def _torch_locals(error: BaseException) -> Iterator[object]:
+    """The local variables of torch's own frames in the traceback, of the errors it came from too."""
+    seen = 0
+    cause: BaseException | None = error
+    while cause is not None and seen < 10:
+        step: types.TracebackType | None = cause.__traceback__
+        while step is not None:
+            if step.tb_frame.f_code.co_filename.startswith(_TORCH):
+                yield from list(step.tb_frame.f_locals.values())
+            step = step.tb_next
+        cause, seen = cause.__cause__ or cause.__context__, seen + 1

@@ -1,0 +1,177 @@
+"""The notebook's folder, kept the same on a node: what we have sent is removed and replaced, nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import stat
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from ..locks import take_lock
+from .arrivals import TreeWriter
+from .notes import Sent, lstat, note_path, read_note, write_note
+from .talk import FilesError, Talk, Untrue, as_size, check_name
+from .trees import MOST_NAMED
+
+_CHUNK_BYTES = 1 << 18
+_LOCK_LIMIT_S = 60.0
+
+
+def sync(talk: Talk, order: dict[str, Any], folder: str) -> None:
+    """Make ``folder`` as the notebook's."""
+    text = b"".join(talk.read(order["size"]))
+    listed: list[list[Any]] = json.loads(text)
+    wanted = {check_name(name): (sha256, executable) for name, sha256, executable in listed}
+    note = str(note_path(order["cache"], folder))
+    os.makedirs(os.path.dirname(note), mode=0o700, exist_ok=True)
+    with _locked(f"{note}.lock", talk):
+        root, sent = read_note(note)
+        if root != order["root"] and not order["takes_over"]:
+            talk.say("other", root=root)
+            return
+        want, left_alone = _compare(folder, wanted, sent)
+        talk.say("want", indices=[index for index, entry in enumerate(listed) if entry[0] in want])
+        try:
+            if want:
+                with TreeWriter(folder) as writer:
+                    archive = _receive_archive(talk, writer)
+                    _remove_unwanted(folder, wanted, sent)
+                    left_alone += _unpack(archive, writer, want, sent)
+            else:
+                _remove_unwanted(folder, wanted, sent)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what was done is noted, if there is room for that
+                write_note(note, order["root"], folder, sent)
+            raise
+        digest = "" if left_alone else hashlib.sha256(text).hexdigest()
+        write_note(note, order["root"], folder, sent, digest=digest)
+    talk.say("done", left_alone=sorted(left_alone)[:MOST_NAMED], num_left_alone=len(left_alone))
+
+
+def _compare(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, Sent]) -> tuple[set[str], list[str]]:
+    """Say what has to come, and what somebody else has put where it should."""
+    want, left_alone = set(), []
+    for name, (sha256, is_executable) in wanted.items():
+        path = os.path.join(folder, name)
+        before = sent.get(name)
+        if before and (before.sha256, before.is_executable) == (sha256, is_executable) and lstat(path):
+            continue  # what a rank made of it is the rank's
+        if before and before.is_untouched(path):
+            want.add(name)
+        elif (status := lstat(path)) is None or stat.S_ISDIR(status.st_mode):
+            want.add(name)  # a folder may have gone when it is time
+        elif stat.S_ISREG(status.st_mode) and _digest_file(path) == sha256:
+            if before is None or before.is_executable == is_executable:
+                sent[name] = Sent(sha256, is_executable, status.st_size, status.st_mtime_ns, is_ours=False)
+            else:
+                want.add(name)
+        elif before and before.is_ours and stat.S_ISREG(status.st_mode):
+            want.add(name)  # changed here and there: the notebook's is the one that is meant
+        else:
+            left_alone.append(name)
+    return want, left_alone
+
+
+def _receive_archive(talk: Talk, writer: TreeWriter) -> str:
+    size = as_size(talk.hear("archive")["size"])
+    writer.check_room("", size)
+    path = writer.staged(writer.new_number())
+    with open(path, "xb") as file:
+        file.writelines(talk.read(size))
+    return path
+
+
+def _remove_unwanted(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, Sent]) -> None:
+    for name in sorted(set(sent) - set(wanted)):
+        before = sent.pop(name)
+        path = os.path.join(folder, name)
+        if before.is_ours and before.is_untouched(path) and not _is_behind_link(folder, name):
+            os.unlink(path)
+            _remove_compiled(path)
+            parent = os.path.dirname(path)
+            while parent != folder:
+                try:
+                    os.rmdir(parent)
+                except OSError:  # not empty
+                    break
+                parent = os.path.dirname(parent)
+
+
+def _unpack(archive: str, writer: TreeWriter, want: set[str], sent: dict[str, Sent]) -> list[str]:
+    """Returns what cannot be written where it should, because of what somebody else has put there."""
+    left_alone = []
+    with zipfile.ZipFile(archive) as packed:
+        for info in packed.infolist():
+            if info.filename not in want:
+                raise Untrue(f"{info.filename!r} was not asked for")
+            name, is_executable = info.filename, bool(info.external_attr >> 16 & 0o100)
+            path = os.path.join(writer.folder, name)
+            if os.path.isdir(path) or _is_behind_link(writer.folder, name):
+                left_alone.append(name)
+                continue
+            digest = hashlib.sha256()
+            with packed.open(info) as file:
+                writer.add_file(name, info.file_size, is_executable, _digested(file, digest.update))
+            _remove_compiled(path)
+            status = os.lstat(path)
+            sent[name] = Sent(digest.hexdigest(), is_executable, status.st_size, status.st_mtime_ns, is_ours=True)
+    return left_alone
+
+
+def _digested(file: IO[bytes], update: Callable[[bytes], object]) -> Iterator[bytes]:
+    while data := file.read(_CHUNK_BYTES):
+        update(data)
+        yield data
+
+
+def _is_behind_link(folder: str, name: str) -> bool:
+    """A folder on the way is a link, or no folder."""
+    path = folder
+    for part in name.split("/")[:-1]:
+        path = os.path.join(path, part)
+        status = lstat(path)
+        if status is not None and not stat.S_ISDIR(status.st_mode):
+            return True
+    return False
+
+
+def _remove_compiled(path: str) -> None:
+    """Python tells by size and second whether it is of the source that stands there: two edits in one are too quick."""
+    folder, name = os.path.split(path)
+    if name.endswith(".py"):
+        compiled = os.path.join(folder, "__pycache__")
+        for found in glob.glob(os.path.join(glob.escape(compiled), glob.escape(name[:-3]) + ".*.pyc")):
+            with contextlib.suppress(OSError):
+                os.unlink(found)
+        with contextlib.suppress(OSError):  # of other modules
+            os.rmdir(compiled)
+
+
+def _digest_file(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while data := file.read(_CHUNK_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: str, talk: Talk) -> Iterator[None]:
+    """Nodes may share their home: one at a time."""
+    deadline = time.monotonic() + _LOCK_LIMIT_S
+    while (lock := take_lock(Path(path), is_new=True)) is None:
+        if time.monotonic() >= deadline:
+            raise FilesError(f"{path} is held by another notebook, or node")
+        talk.tick()
+        time.sleep(0.02)
+    try:
+        yield
+    finally:
+        os.close(lock)

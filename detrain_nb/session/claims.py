@@ -1,0 +1,100 @@
+"""What a node may say: of its own ranks, in its time, of cells that were run. Who says more is no agent of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ..errors import WireError
+from ..wire import (
+    Attached,
+    CellDone,
+    CellFailed,
+    ClearOutput,
+    Display,
+    Message,
+    Output,
+    Piece,
+    RanCell,
+    RankUp,
+    Unfinished,
+)
+from .history import History
+
+_MOST_RANKS, _MOST_GPUS = 1 << 16, 1 << 10
+_LAST_CELL = _LAST_GENERATION = 1 << 31
+_MOST_LOGGED = 10_000  # cells of earlier notebooks
+_MOST_REMEMBERED_CHARS = 32 << 20
+
+
+class Claims:
+    """Those of the nodes of one session. ``logged`` are the cells that something is known of."""
+
+    def __init__(self, history: History, logged: Collection[int]) -> None:
+        self.node_of: dict[int, int] = {}  # which node has a rank
+        self._history = history
+        self._logged = logged
+        self._has_plan = False  # which ranks there are is known
+        self._remembered: dict[int, int] = {}  # by node: how much it has said before it was attached to
+
+    def know_ranks(self, node_of: Mapping[int, int]) -> None:
+        """These are the ranks that there are, and their nodes."""
+        self._has_plan = True
+        self.node_of = dict(node_of)
+
+    def check_owner(self, message: Message, node: int) -> None:
+        """A node speaks for its own ranks only; before they are known, for those that no other one has.
+
+        Raises: WireError.
+        """
+        ranks = [] if getattr(message, "rank", None) is None else [message.rank]  # type: ignore[attr-defined]
+        if isinstance(message, Piece):
+            ranks = message.ranks[:2]
+            if len(ranks) != 1:
+                raise WireError("a node sent a piece of a value that is not of one rank")
+        elif isinstance(message, RanCell):
+            ranks = [*message.ranks, *message.running]
+        elif isinstance(message, Attached):
+            ranks = [*message.ranks, *message.with_group]
+        for rank in ranks:
+            if self._owner_of(rank, node) != node:
+                raise WireError(f"a node speaks for rank {rank}, which it does not have")
+
+    def _owner_of(self, rank: int, node: int) -> int | None:
+        if self._has_plan:
+            return self.node_of.get(rank)
+        return self.node_of.setdefault(rank, node) if 0 <= rank < _MOST_RANKS else None
+
+    def check_time(self, message: Message, node: int, *, is_attached: bool) -> None:
+        """Raises: WireError for what an agent says at another time, of another cell, or in other numbers."""
+        if isinstance(message, (Attached, RanCell, Unfinished)):
+            self._check_memory(message, node, is_attached=is_attached)
+        if isinstance(message, RanCell) and not 0 <= message.cell <= _LAST_CELL:
+            raise WireError(f"there is no cell {message.cell}")
+        if isinstance(message, RankUp) and not 0 < message.world_size <= _MOST_RANKS:
+            raise WireError(f"rank {message.rank} says world_size {message.world_size}")
+        if isinstance(message, Attached):
+            _check_numbers(message)
+        if isinstance(message, (Output, Display, ClearOutput, CellDone, CellFailed, Unfinished)):
+            is_known = message.cell in self._logged or len(self._logged) < _MOST_LOGGED + self._history.count
+            if not 0 <= message.cell <= self._history.last_cell or not is_known:
+                raise WireError(f"rank {message.rank} speaks of cell {message.cell}, which was not run")
+        if isinstance(message, (Output, Unfinished)) and message.stream not in ("stdout", "stderr"):
+            raise WireError(f"rank {message.rank} has no such stream")
+
+    def _check_memory(self, message: Attached | RanCell | Unfinished, node: int, *, is_attached: bool) -> None:
+        """What an agent remembers comes before it has been attached to, and has bounds."""
+        if is_attached:
+            raise WireError(f"{type(message).__name__} came after it had been attached to")
+        said = len(message.code) if isinstance(message, RanCell) else len(getattr(message, "body", b""))
+        self._remembered[node] = self._remembered.get(node, 0) + 1000 + said
+        if self._remembered[node] > _MOST_REMEMBERED_CHARS:
+            raise WireError("it remembers more than a session has")
+
+
+def _check_numbers(said: Attached) -> None:
+    limits = {"gpus": _MOST_GPUS, "cpus": 1 << 20, "generation": _LAST_GENERATION}
+    for name, limit in limits.items():
+        if not 0 <= getattr(said, name) <= limit:
+            raise WireError(f"it says {name} {getattr(said, name)}")
+    if len(set(said.ranks)) < len(said.ranks):
+        raise WireError("it names a rank twice")

@@ -1,0 +1,138 @@
+"""A cell from its start to its end: who is waited for, what ends it, and what is raised then."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from ..errors import CellInterrupted, CellTimeout, RankLost, format_ranks
+from ..wire import Position, RunCell
+from .cells import CellRun
+from .diagnosis import HangWatch
+from .generations import Generations
+from .losses import advice, describe_ends
+from .rank_link import RankLink
+from .rescue import Rescue
+
+LOOK_GAP_S = 1.0
+LOSS_LIMIT_S = 0.5  # from what the others raise to the news that a rank has ended
+
+
+class Conductor:
+    """For one cell. ``hang_s``: how long ranks wait for others before the cell says so; ``stop_gap_s``: see ``run``."""
+
+    def __init__(
+        self,
+        ranks: RankLink,
+        generations: Generations,
+        rescue: Rescue,
+        *,
+        world_size: int,
+        hang_s: float,
+        stop_gap_s: float,
+    ) -> None:
+        self._ranks = ranks
+        self._inbox = ranks.inbox
+        self._generations = generations
+        self._rescue = rescue
+        self._world_size = world_size
+        self._hang_s = hang_s
+        self._stop_gap_s = stop_gap_s
+
+    def run(self, run: CellRun, message: RunCell, timeout_s: float | None) -> None:
+        """Send the cell to its ranks and wait until they have ended it.
+
+        Raises: CellTimeout, CellInterrupted, RankLost, NodeLost. After KeyboardInterrupt, ``stop_gap_s`` passes before
+        the ranks are interrupted: a front end that restarts its kernel interrupts it first.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        watch = _Watch(HangWatch(self._hang_s), deadline)
+        try:
+            self._ranks.send(message)
+            while not run.wait(watch.seconds_to_next_look(), or_loss=True) and not run.is_over:
+                if run.lost:
+                    break
+                if watch.is_over:
+                    story = self._rescue.stop(run)
+                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s: {story}{_failures(run)}")
+                if run.observer:
+                    run.observer.waiting(self._who_is_waited_for(run, watch))
+        except KeyboardInterrupt:
+            self._make_way(run)
+            note = self._rescue.stop(run)
+            if all(end.asked for end in run.lost.values()):
+                for rank in run.lost:
+                    self._inbox.fresh.pop(rank, None)
+                note = "\n".join([note, *advice(run.lost)])
+                raise CellInterrupted(run.errors(), world_size=len(run.ranks), note=note) from None
+        if run.is_done:
+            run.wait_for_loss(LOSS_LIMIT_S)
+        if run.lost:
+            self._rescue.after_death(run)
+            raise self._rank_lost(run)
+        if run.running and self._inbox.failure:
+            raise self._inbox.failure
+
+    def _make_way(self, run: CellRun) -> None:
+        """The session may have been left meanwhile: then the cell goes on without us."""
+        with contextlib.suppress(KeyboardInterrupt):
+            run.wait(self._stop_gap_s)
+        if self._ranks.is_closed and self._inbox.failure:
+            raise self._inbox.failure from None
+
+    def _who_is_waited_for(self, run: CellRun, watch: _Watch) -> str:
+        """Which ranks have not ended the cell and where they are, or who waits for whom; empty while all is well."""
+        now = time.monotonic()
+        unreachable = self._ranks.describe_unreachable(now=now)
+        wants_stack = bool(run.outcomes) or watch.hang.wants_stack(now=now)
+        watch.positions, evidence = self._ranks.look(range(self._world_size), before=watch.positions, stack=wants_stack)
+        watch.hang.note(evidence, now=now)
+        hosts = self._ranks.hosts
+        report = watch.hang.report(evidence, running=run.ranks, now=now, hosts=hosts) if wants_stack else ""
+        if not report and run.outcomes and (running := run.running):  # else the last has ended during the look
+            report = f"waiting for {self._ranks.describe_places(running, watch.positions)}"
+        if unreachable:
+            report = f"{unreachable}; {report}" if report else unreachable
+        return f"{report}{_failures(run)}" if report else ""
+
+    def _rank_lost(self, run: CellRun) -> RankLost:
+        """What is known of the ranks that were lost, what became of the others, and what to do."""
+        hosts = {rank: up.host for rank, up in self._inbox.up.items()}
+        for rank in run.lost:
+            self._inbox.fresh.pop(rank, None)
+        lines = [describe_ends(run.lost, hosts=hosts), *advice(run.lost)]
+        kept = [rank for rank in run.ranks if rank not in run.lost]
+        if still := [rank for rank in kept if rank in run.running]:
+            lines.append(f"{self._ranks.where(still)} still in the cell: the next cell waits for it")
+        elif kept:
+            lines.append(f"{format_ranks(kept)} kept {'its' if len(kept) == 1 else 'their'} variables")
+        if stale := self._generations.stale:
+            lines.append(f"make again what was made with the old process groups: {', '.join(stale)}")
+        return RankLost("\n".join(lines), ranks=run.lost)
+
+
+class _Watch:
+    """What is remembered from look to look while a cell runs."""
+
+    def __init__(self, hang: HangWatch, deadline: float | None) -> None:
+        self.hang = hang
+        self.positions: dict[int, Position] = {}
+        self._deadline = deadline
+
+    @property
+    def is_over(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline
+
+    def seconds_to_next_look(self) -> float:
+        if self._deadline is None:
+            return LOOK_GAP_S
+        return max(0.0, min(LOOK_GAP_S, self._deadline - time.monotonic()))
+
+
+def _failures(run: CellRun) -> str:
+    """What has failed while others still run: often the reason why they wait."""
+    failed: dict[str, list[int]] = {}
+    for rank, error in run.errors().items():
+        if not error.interrupted:
+            failed.setdefault(error.summary.splitlines()[0], []).append(rank)
+    return "".join(f"; {format_ranks(ranks)} failed with {summary}" for summary, ranks in failed.items())

@@ -1,0 +1,105 @@
+"""What the parts of a session share: its nodes and ranks, what came from them, their plan, their process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..deploy import End, nodes_of
+from ..deploy.known import StartedWith, remember
+from ..errors import SessionError
+from ..plan import Plan, parse_ranks
+from .cells import CellObserver
+from .generations import Generations
+from .rank_link import IDLE_LIMIT_S, RankLink
+from .rescue import Rescue
+
+if TYPE_CHECKING:
+    from ..spec.node import Node
+
+Ranks = str | int | Iterable[int] | None
+
+
+class Core:
+    """One per session. It has no ranks until it has a plan."""
+
+    def __init__(self, name: str, ends: Sequence[End], *, holder: str) -> None:
+        self.name = name
+        self.holder = holder
+        self.transports = [end.transport for end in ends]
+        self.absent = {node: end.absent for node, end in enumerate(ends) if end.absent}
+        self.ranks = RankLink(name, ends)
+        self.inbox = self.ranks.inbox
+        self.hang_s = 5.0
+        self.stop_gap_s = 0.0
+        self.wants_group = True
+        self.group_timeout_s = 0.0  # 0: torch's own
+        self.is_stopped = False
+        self.set_plan(Plan((), "gloo"))
+
+    def set_plan(self, plan: Plan) -> None:
+        """These are its ranks from now on."""
+        self.plan = plan
+        self.generations = Generations(self.ranks, world_size=plan.world_size)
+        self.rescue = Rescue(self.ranks, self.generations, world_size=plan.world_size)
+        self.ranks.cuda_ranks = plan.cuda_ranks
+        self.inbox.know_ranks(plan.node_of)
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def is_alive(self) -> bool:
+        return not self.is_stopped and self.inbox.failure is None
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of every rank, as far as it has said so."""
+        return {rank: up.host for rank, up in self.inbox.up.items()}
+
+    @property
+    def node_names(self) -> dict[int, str]:
+        """The name of every rank's node, of those that have one."""
+        return {rank: name for name, ranks in self.plan.hosts.items() for rank in ranks}
+
+    @property
+    def nodes(self) -> tuple[Node, ...] | None:
+        """The nodes that it runs on, with as many ranks as each has; None for this machine."""
+        placed = zip(nodes_of(self.transports), self.plan.nodes)
+        return tuple(_placed(node, len(of.ranks)) for node, of in placed if of.ranks) or None
+
+    def note_down(self, started: StartedWith | None = None) -> None:
+        """A later notebook finds its nodes again, and how it was started: what was noted of that before, if None."""
+        remember(self.name, self.nodes or (), holder=self.holder, started=started)
+
+    def choose(self, ranks: Ranks) -> tuple[int, ...]:
+        """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError."""
+        return parse_ranks(ranks, world_size=self.world_size, hosts=self.plan.hosts)
+
+    def choose_idle(self, ranks: Ranks, *, limit_s: float = 0.0) -> tuple[int, ...]:
+        """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now."""
+        if self.is_stopped:
+            raise SessionError(f"session {self.name!r} has ended: start another one")
+        chosen = self.choose(ranks)
+        self.ranks.require_idle(chosen, limit_s=limit_s)
+        return chosen
+
+    def mend_group(self, chosen: Iterable[int]) -> None:
+        """All ranks have a group again, if ``chosen`` are all, or the others have time for it."""
+        is_everybody = len(set(chosen)) == self.world_size
+        if self.wants_group and (is_everybody or not self.inbox.busy and not self.inbox.lost):
+            self.generations.mend(limit_s=IDLE_LIMIT_S)
+
+    def tell(self, words: str, observer: CellObserver | None) -> None:
+        """Say to the user what no cell says: in the cell that is to run, or whenever somebody asks."""
+        if words and observer:
+            observer.notice(words)
+        elif words:
+            self.inbox.notices.append(words)
+
+
+def _placed(node: Node, ranks: int) -> Node:
+    """A node, asked for as many ranks as it has got."""
+    devices = node.devices[:ranks] if isinstance(node.devices, tuple) else node.devices
+    return node.model_copy(update={"ranks": ranks, "devices": devices})

@@ -1,0 +1,108 @@
+"""Files of a session: copied to its nodes and back, compared there, and the notebook's folder kept the same on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpecError
+from ..transport import Transport
+
+if TYPE_CHECKING:
+    from ..deploy.files import Copied, OnProgress, Paths
+    from ..deploy.sync import DataCheck, FolderSync
+
+__all__ = ["SessionFiles"]
+
+
+class SessionFiles:
+    """The nodes of a session, by the transports that reach them; its ranks start in ``folder``, or its like."""
+
+    def __init__(
+        self, transports: Sequence[Transport], folder: str, *, is_synced: bool = False, takes_over: bool = True
+    ) -> None:
+        """With ``is_synced`` the nodes elsewhere get what changes in ``folder``. Raises: SpecError when it is too much.
+
+        Not ``takes_over``: as FolderSync has it.
+        """
+        self._transports = list(transports)
+        self._folder = folder
+        # A transport that runs no programs is of this machine, and so is its folder.
+        self._elsewhere: list[Any] = [transport for transport in transports if hasattr(transport, "run_files")]
+        self._sync: FolderSync | None = None
+        if is_synced and self._elsewhere:
+            from ..deploy.folder import list_folder
+            from ..deploy.sync import FolderSync
+
+            list_folder(folder)
+            self._sync = FolderSync(folder, takes_over=takes_over)
+
+    @property
+    def is_synced(self) -> bool:
+        return self._sync is not None
+
+    def bring(self, names: Container[str] | None = None) -> list[str]:
+        """Have what has changed in the folder on the nodes of these names, by default on all.
+
+        Returns what the user should know. Raises: DetrainError.
+        """
+        if self._sync is None:
+            return []
+        self._sync.bring([node for node in self._elsewhere if names is None or node.name in names])
+        told, self._sync.notices[:] = list(self._sync.notices), []
+        return told
+
+    def put(
+        self, paths: Paths, target: str | None, nodes: str | Iterable[str] | None, on_progress: OnProgress | None
+    ) -> dict[str, Copied]:
+        """See Session.put."""
+        from ..deploy.files import label, on_every, put
+
+        chosen = self._choose(nodes)
+        copied = on_every(
+            chosen,
+            lambda node, stop, note: put(node, paths, target, note, folder=self._folder, stop=stop),
+            on_progress,
+        )
+        return {label(node): done for node, done in zip(chosen, copied)}
+
+    def get(
+        self,
+        paths: Paths,
+        folder: str | os.PathLike[str],
+        nodes: str | Iterable[str] | None,
+        on_progress: OnProgress | None,
+    ) -> dict[str, Copied]:
+        """See Session.get."""
+        from ..deploy.files import get, label, on_every
+
+        chosen = self._choose(nodes)
+        here = os.path.expanduser(os.fspath(folder))
+        folders = {label(node): os.path.join(here, label(node)) if len(chosen) > 1 else here for node in chosen}
+        copied = on_every(
+            chosen,
+            lambda node, stop, note: get(node, paths, folders[label(node)], note, work_folder=self._folder, stop=stop),
+            on_progress,
+        )
+        return {label(node): done for node, done in zip(chosen, copied)}
+
+    def check(self, path: str) -> DataCheck:
+        """See Session.check_data."""
+        from ..deploy.sync import check
+
+        return check(self._transports, path, folder=self._folder)
+
+    def _choose(self, nodes: str | Iterable[str] | None) -> list[Transport]:
+        """Nodes by their names, several with commas. Raises: SpecError."""
+        if nodes is None:
+            return self._transports
+        wanted = [name.strip() for name in nodes.split(",")] if isinstance(nodes, str) else list(nodes)
+        known = {transport.name: transport for transport in self._transports}
+        unknown = [name for name in wanted if name not in known]
+        if unknown or not wanted:
+            there = ", ".join(name for name in known if name) or "this machine only, without a name"
+            raise SpecError(
+                f"{', '.join(map(repr, unknown)) or 'nothing'} is no node of this session: there are {there}"
+            )
+        return [known[name] for name in dict.fromkeys(wanted)]

@@ -1,0 +1,127 @@
+"""The ranks' process groups, generation after generation: made, ended whoever waits in them, and made anew."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from ..errors import CellTimeout, LaunchError, RankLost, format_ranks
+from ..wire import Broadcast, EndGeneration, GenerationEnded, GenerationReady, NewGeneration
+from .losses import describe_ends
+from .rank_link import VALUE_LIMIT_S, RankLink
+from .requests import Request
+from .safe_output import one_line
+
+GROUP_LIMIT_S = 60.0
+END_LIMIT_S = 0.8  # a rank whose C code holds the GIL ends it later
+_ATTEMPTS = 3
+
+
+class Generations:
+    """Those of one session of ``world_size`` ranks."""
+
+    def __init__(self, ranks: RankLink, *, world_size: int) -> None:
+        self.stale: list[str] = []  # variables that were made with the generation that ended last
+        self._ranks = ranks
+        self._inbox = ranks.inbox
+        self._world_size = world_size
+        self._ended = 0
+
+    def go_on_from(self, number: int) -> None:
+        """An earlier notebook has made the generation of that number."""
+        self._inbox.generation = number
+
+    def mend(self, *, limit_s: float) -> None:
+        """Make the default group anew when a cell has destroyed it, or its generation was ended.
+
+        Needs every rank idle, and waits for them for ``limit_s``. Ranks that are lost meanwhile are waited for again.
+        """
+        for attempt in range(_ATTEMPTS):
+            if all(self._inbox.has_group.get(rank) for rank in range(self._world_size)):
+                return
+            self._ranks.require_idle(range(self._world_size), limit_s=limit_s)
+            try:
+                self.make()
+            except (RankLost, LaunchError) as exc:
+                if attempt == _ATTEMPTS - 1 or isinstance(exc, LaunchError) and not self._inbox.fresh:
+                    raise
+
+    def make(self) -> None:
+        """Let all ranks make the default group of the next generation.
+
+        Raises: LaunchError with their reason, RankLost when one ends meanwhile. Nobody is left waiting then.
+        """
+        everyone = list(range(self._world_size))
+        self.end()
+        self._inbox.generation += 1
+        ready = self._inbox.generation_ready = self._inbox.requests.new(everyone)
+        for rank, end in list(self._inbox.lost.items()):  # its loss was told before anybody waited for it
+            ready.fail(RankLost(describe_ends({rank: end}, hosts={}), ranks=[rank]), rank=rank)
+        self._ranks.send(NewGeneration(everyone, self._inbox.generation))
+        try:
+            self._wait_for_group(ready)
+        except BaseException:
+            self.end()  # those that wait for the others
+            ready.wait_quietly(END_LIMIT_S)
+            raise
+        finally:
+            self._inbox.requests.end(ready)
+        failed = _errors(ready)
+        if failed:
+            self.end()
+            raise LaunchError(f"{format_ranks(failed)} could not make the process group: {next(iter(failed.values()))}")
+
+    def _wait_for_group(self, ready: Request) -> None:
+        """Wait for all; when one cannot make it, the others wait in vain."""
+        deadline = time.monotonic() + GROUP_LIMIT_S
+        while not ready.wait_quietly(0.05) and not ready.has_failed:
+            if time.monotonic() >= deadline:
+                raise CellTimeout(f"the ranks did not make the process group within {GROUP_LIMIT_S:g} s")
+            if _errors(ready):
+                self.end()
+        ready.wait(0.0, what="making the process group")
+
+    def end(self, *, without_waiting_for: Iterable[int] = ()) -> list[str]:
+        """End the present generation in every rank, whoever waits in it; returns the variables that were made with it.
+
+        A rank that does not answer in time, or is not waited for, ends it when it can.
+        """
+        if self._inbox.generation <= self._ended:
+            return []
+        alive = [rank for rank in range(self._world_size) if rank not in self._inbox.lost]
+        answering = set(alive) - set(without_waiting_for)
+        ended = self._inbox.generation_ended = self._inbox.requests.new(answering)
+        self._inbox.has_group.clear()
+        self._ranks.send(EndGeneration(alive, self._inbox.generation))
+        self._ended = self._inbox.generation  # after it was sent: a stop may come in between, and ranks end it once
+        ended.wait_quietly(END_LIMIT_S if answering else 0.0)
+        self._inbox.requests.end(ended)
+        stale: set[str] = set()
+        for answer in ended.answers.values():
+            if isinstance(answer, GenerationEnded):
+                stale.update(one_line(name) for name in answer.stale)
+        self.stale = sorted(stale)
+        return self.stale
+
+    def broadcast(self, names: list[str], ranks: Iterable[int], *, source: int) -> None:
+        """Send variables from rank ``source`` to ``ranks``, directly. Raises: SessionError with what was refused."""
+        everyone = sorted({*ranks, source})
+        with self._ranks.request(everyone) as request:
+            self._ranks.send(Broadcast(everyone, request.number, names, source))
+            try:
+                request.wait(VALUE_LIMIT_S, what=f"broadcast of {', '.join(names)}")
+            except (RankLost, CellTimeout, KeyboardInterrupt):
+                self.end()  # the others wait for what will not come
+                request.wait_quietly(END_LIMIT_S)
+                raise
+
+
+def describe_new_groups(stale: Iterable[str]) -> str:
+    """What the user has to know when a generation was ended; ``stale`` was made with it."""
+    again = f": make again what was made with the old ones: {', '.join(stale)}" if stale else ""
+    return f"the process groups are made anew before the next cell{again}"
+
+
+def _errors(ready: Request) -> dict[int, str]:
+    answers = ready.answers.items()
+    return {rank: answer.error for rank, answer in answers if isinstance(answer, GenerationReady) and answer.error}

@@ -1,0 +1,68 @@
+"""The cells that were run, and which of them a rank that lost its variables may run again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from ..errors import SpecError, short_ranks
+from ..wire import RanCell, RunCell
+
+
+class History:
+    """One per session; what an earlier notebook ran comes from the agent."""
+
+    def __init__(self) -> None:
+        self.collective: set[int] = set()  # cells that needed other ranks
+        self.failed: set[int] = set()
+        self.last_cell = 0  # the highest number; 0 when nothing was run
+        self._ran: dict[int, RanCell] = {}
+        self._not_ended_well: set[int] = set()  # stopped, timed out, or still running
+
+    @property
+    def count(self) -> int:
+        """How many cells are known."""
+        return len(self._ran)
+
+    def begin(self, message: RunCell) -> None:
+        """A cell is about to be sent. One that is run again is there already."""
+        self.last_cell = message.cell
+        if not message.is_replay:
+            cell, code, first_line = message.cell, message.code, message.first_line
+            self._ran[cell] = RanCell(message.ranks, cell, code, first_line, False, [], False)
+            self._not_ended_well.add(cell)
+
+    def end_well(self, cell: int) -> None:
+        self._not_ended_well.discard(cell)
+
+    def take(self, message: RanCell) -> None:
+        """A cell that an earlier notebook has run."""
+        self.last_cell = max(self.last_cell, message.cell)
+        if message.is_replay:
+            return
+        if earlier := self._ran.get(message.cell):  # another node's part of it
+            message = replace(message, ranks=sorted({*earlier.ranks, *message.ranks}))
+        self._ran[message.cell] = message
+        if message.is_collective:
+            self.collective.add(message.cell)
+        if message.has_failed:
+            self.failed.add(message.cell)
+
+    def renumber(self, number: Mapping[int, int]) -> None:
+        """Ranks got other numbers; those without one are gone."""
+        for cell, ran in self._ran.items():
+            self._ran[cell] = replace(ran, ranks=[number[rank] for rank in ran.ranks if rank in number])
+
+    def to_replay(self, cells: Iterable[int] | None, *, running: Collection[int]) -> list[RanCell]:
+        """Those of ``cells``, in their order; by default all that ended well and needed no other rank.
+
+        Raises: SpecError when one of them was not run.
+        """
+        if cells is None:
+            left_out = self.failed | self._not_ended_well | self.collective | set(running)
+            return [self._ran[cell] for cell in sorted(set(self._ran) - left_out)]
+        wanted = sorted(set(cells))
+        if unknown := [cell for cell in wanted if cell not in self._ran]:
+            known = short_ranks(self._ran) if self._ran else "none so far"
+            raise SpecError(f"cell {unknown[0]} was not run on the ranks; cells that were: {known}")
+        return [self._ran[cell] for cell in wanted]

@@ -1,0 +1,75 @@
+"""What every cell has printed: its messages go to the log, and beside it stands what was lost, missed or half said."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..wire import CellDone, Output, Unfinished
+from .log import BEGINNINGS, NEW, SHOWN_PERHAPS, Logged, OutputLog
+from .shown_again import LoggedCell
+
+_LONGEST_LINE_BYTES = 1 << 16  # as much of a line that does not end goes to a later notebook
+_MOST_GAPS = 1000
+
+
+class Logbook:
+    """That of one session."""
+
+    def __init__(self) -> None:
+        self.log = OutputLog()
+        self.cells: dict[int, LoggedCell] = {}
+        self._gaps: list[str] = []  # what is to be said where the next message of a cell is shown
+        self._unfinished: dict[tuple[int, int, str], bytes] = {}  # lines by cell, rank and stream
+
+    def add(self, message: Logged, *, is_missed: bool, is_shown_perhaps: bool) -> str:
+        """A message of a cell, and whether an earlier notebook has missed it; says in words what went wrong."""
+        words = self._add(message, SHOWN_PERHAPS if is_shown_perhaps else NEW)
+        logged = self.cells[message.cell]
+        if not isinstance(message, CellDone) or message.body:
+            logged.is_missed |= is_missed
+        logged.is_missed |= is_missed and not is_shown_perhaps  # that it ended is worth a line, but not two
+        return words
+
+    def add_beginning(self, message: Unfinished) -> str:
+        """The beginning of a line that an earlier notebook has shown; says as ``add`` does."""
+        return self._add(Output(message.rank, message.cell, message.stream, message.body), BEGINNINGS)
+
+    def _add(self, message: Logged, part: int) -> str:
+        logged = self.cells.setdefault(message.cell, LoggedCell())
+        had_error = self.log.error
+        if self._gaps:
+            here = [(part, logged.counts[part], text) for text in self._gaps]
+            logged.gaps = (logged.gaps + here)[-_MOST_GAPS:]
+            self._gaps.clear()
+        if not isinstance(message, CellDone) or message.body:
+            self.log.append(message, part=part)
+            logged.counts[part] += 1
+        if isinstance(message, Output):
+            self._note_unfinished(message)
+        return self.log.error if self.log.error != had_error else ""
+
+    def add_gap(self, text: str) -> None:
+        """Output was lost here."""
+        self._gaps = [*self._gaps, text][-_MOST_GAPS:]
+
+    @property
+    def unfinished(self) -> list[tuple[int, int, str]]:
+        """The cell, rank and stream of every line that has not ended."""
+        return list(self._unfinished)
+
+    def unfinished_lines(self, running: Collection[int]) -> list[Unfinished]:
+        """Those lines in cells that run; where a cell has ended, they are shown as they are."""
+        self._unfinished = {source: line for source, line in self._unfinished.items() if source[0] in running}
+        return [Unfinished(rank, cell, stream, line) for (cell, rank, stream), line in self._unfinished.items()]
+
+    def _note_unfinished(self, message: Output) -> None:
+        """Keep the line that a rank has begun, as it was drawn last."""
+        source = (message.cell, message.rank, message.stream)
+        _, newline, line = message.body.rpartition(b"\n")
+        if not newline:
+            line = self._unfinished.get(source, b"") + line
+        line = line[line.rfind(b"\r", 0, -1) + 1 :][-_LONGEST_LINE_BYTES:]
+        if line:
+            self._unfinished[source] = line
+        else:
+            self._unfinished.pop(source, None)

@@ -1,0 +1,218 @@
+"""What happens to a cell that is stopped, or that lost a rank: who is blocked is freed, who computes is left alone.
+
+A first press of stop raises KeyboardInterrupt on every rank. Ranks that wait in a collective or in the store cannot see
+it: their generation of process groups is ended on every rank, and their wait with it. A rank that computes sees it when
+it returns to Python. A second press ends the generation without asking, a third replaces the ranks that are left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+
+from ..errors import format_ranks, short_ranks
+from ..wire import Interrupt, Position, Replace
+from .cells import CellRun
+from .diagnosis import Verdict, are_in_step, describe_mismatch, describe_wait, judge
+from .generations import Generations, describe_new_groups
+from .rank_link import RankLink
+
+PRESS_LIMIT_S = 0.15  # ranks that run Python end within that
+LOOK_GAP_S = 0.1  # between two looks that tell who uses the processor
+FREED_LIMIT_S = 0.5  # from the end of a generation to the end of the cell on the ranks that waited in it
+COMPUTE_LIMIT_S = 4.0  # how long a stop waits for a rank that computes before it gives the prompt back
+REPLACE_LIMIT_S = 3.0
+AFTER_DEATH_S = 0.1  # how long ranks may go on by themselves when one was lost
+_PRESSES = 3
+
+
+class Rescue:
+    """One per session; ``world_size`` ranks behind ``ranks``."""
+
+    def __init__(self, ranks: RankLink, generations: Generations, *, world_size: int) -> None:
+        self._ranks = ranks
+        self._generations = generations
+        self._world_size = world_size
+        self._unfinished: list[CellRun] = []  # stopped, but some rank was still in them
+
+    def stop(self, run: CellRun) -> str:
+        """Stop ``run`` on the ranks that still run it; says in words how that went. Pressed again, it does more."""
+        story = _Story(run)
+        press = 1
+        while press <= _PRESSES and run.running and not run.is_over:
+            try:
+                self._press(press, story)
+                break
+            except KeyboardInterrupt:
+                press += 1
+        _show(run, "")
+        with contextlib.suppress(KeyboardInterrupt):  # it is stopped
+            self._end_what_is_out_of_step(story)
+        return story.told()
+
+    def after_failure(self, run: CellRun) -> str:
+        """``run`` has not ended well: what the user has to know of its process groups, in words, or nothing."""
+        story = _Story(run)
+        with contextlib.suppress(KeyboardInterrupt):  # it has ended
+            self._end_what_is_out_of_step(story)
+        return story.told_of_groups()
+
+    def before_a_cell(self) -> str:
+        """The same of cells that were stopped earlier, and that all ranks may have left since.
+
+        Raises: KeyboardInterrupt, when the groups were looked at or ended.
+        """
+        words = ""
+        unfinished, self._unfinished = self._unfinished, []
+        for story in map(_Story, unfinished):
+            self._end_what_is_out_of_step(story)
+            words = words or story.told_of_groups()
+        return words
+
+    def after_death(self, run: CellRun) -> None:
+        """A rank of ``run`` was lost: end its generation, and what the others still do."""
+        if run.is_over:
+            return
+        with contextlib.suppress(KeyboardInterrupt):  # it is under way
+            self._free(_Story(run))
+            run.wait(AFTER_DEATH_S)
+        with contextlib.suppress(KeyboardInterrupt):
+            self._interrupt(run)
+            run.wait(FREED_LIMIT_S)
+
+    def _press(self, press: int, story: _Story) -> None:
+        run = story.run
+        if press == 1:
+            self._interrupt(run)
+            if not run.wait(PRESS_LIMIT_S) and not run.is_over:
+                self._free_who_waits(story)
+        elif press == 2:
+            self._free(story)
+            self._interrupt(run)
+            if not run.wait(2 * FREED_LIMIT_S):
+                story.verdicts = self._judge(story)
+        else:
+            story.replaced = run.running
+            self._ranks.send(Replace(list(run.running)))
+            run.wait(REPLACE_LIMIT_S)
+
+    def _interrupt(self, run: CellRun) -> None:
+        if run.running:
+            self._ranks.send(Interrupt(list(run.running), run.cell))
+
+    def _free_who_waits(self, story: _Story) -> None:
+        """Look who waits; with nobody waiting, give those that compute some time."""
+        run = story.run
+        deadline = time.monotonic() + COMPUTE_LIMIT_S
+        while run.running and not run.is_over:
+            story.verdicts = self._judge(story)
+            if any(verdict.waits for verdict in story.verdicts.values()):
+                self._free(story)
+                self._interrupt(run)
+                if not run.wait(FREED_LIMIT_S, ranks=story.freed):
+                    story.verdicts = self._judge(story)
+                return
+            if run.running:
+                _show(run, story.describe_left())
+            is_any_reachable = any(self._ranks.is_reachable(rank) for rank in run.running)
+            if time.monotonic() >= deadline or not is_any_reachable:
+                return
+            run.wait(max(0.0, min(1.0, deadline - time.monotonic())))
+
+    def _end_what_is_out_of_step(self, story: _Story) -> None:
+        """One rank may have begun a collective that another has not: end the groups if that is so, or not known.
+
+        An interrupt can come right after a collective was begun, before it is waited for. In the next one, ranks would
+        take what was sent for the earlier one; gloo ends the process where the sizes differ.
+        """
+        run = story.run
+        if story.has_ended_generation or run.lost or run.is_over:
+            return
+        if run.running:
+            self._unfinished.append(run)
+            return
+        if not run.is_collective:
+            return
+        try:
+            _, evidence = self._ranks.look(range(self._world_size), before={}, stack=False)
+        except KeyboardInterrupt:  # pressed once more: then nobody is asked
+            self._free(story)
+            raise
+        if not are_in_step(evidence):
+            self._free(story)
+
+    def _free(self, story: _Story) -> None:
+        story.freed = {rank: verdict for rank, verdict in story.verdicts.items() if verdict.waits}
+        computing = [rank for rank, verdict in story.verdicts.items() if verdict.kind == "computes"]
+        story.has_ended_generation = True
+        story.stale = self._generations.end(without_waiting_for=computing)
+
+    def _judge(self, story: _Story) -> dict[int, Verdict]:
+        """What the ranks do that still run the cell, from two looks."""
+        run = story.run
+        everyone = range(self._world_size)
+        before: dict[int, Position] = self._ranks.locate(run.running, stack=False)
+        for rank, position in before.items():  # asked after the cell was sent, if it was
+            if position.state == "idle" and position.cell != run.cell:
+                run.withdraw(rank)
+        run.wait(LOOK_GAP_S)
+        _, evidence = self._ranks.look(everyone, before=before, stack=True)
+        verdicts = judge(evidence)
+        story.mismatch = story.mismatch or describe_mismatch(evidence)
+        return {rank: verdicts[rank] for rank in run.running if rank in verdicts}
+
+
+class _Story:
+    """What was seen and done while a cell was stopped."""
+
+    def __init__(self, run: CellRun) -> None:
+        self.run = run
+        self.verdicts: dict[int, Verdict] = {}
+        self.freed: dict[int, Verdict] = {}
+        self.mismatch = ""
+        self.stale: list[str] = []
+        self.has_ended_generation = False
+        self.replaced: tuple[int, ...] = ()
+
+    def told(self) -> str:
+        """In words; one line for each thing the user may have to do."""
+        lines = []
+        if self.freed:
+            lines.append(f"{_waited(self.freed.values())}: freed")
+        if self.mismatch:
+            lines.append(self.mismatch)
+        if self.replaced:
+            lines.append(f"{format_ranks(self.replaced)} did not stop in time and had to be replaced")
+        if self.run.running and not self.run.is_over:
+            lines.append(self.describe_left())
+        elif not self.replaced and not self.run.lost:
+            lines.append("all ranks stopped and kept their variables")
+        if self.has_ended_generation:
+            lines.append(self.told_of_groups())
+        return "\n".join(lines)
+
+    def told_of_groups(self) -> str:
+        """Empty where they are as they were."""
+        return describe_new_groups(self.stale) if self.has_ended_generation else ""
+
+    def describe_left(self) -> str:
+        """The ranks that still run the cell, where they are, and what can be done."""
+        left = self.run.running
+        verdicts = [self.verdicts[rank] for rank in left if rank in self.verdicts]
+        unseen = [rank for rank in left if rank not in self.verdicts]
+        seconds = max((verdict.evidence.seconds for verdict in verdicts), default=0.0)
+        what = describe_wait(verdicts) or f"{format_ranks(unseen)} did not answer"
+        return (
+            f"{what} ({seconds:.0f} s): it stops when it returns to Python; "
+            f"%distributed interrupt --kill {short_ranks(left)} replaces it, and its variables are lost"
+        )
+
+
+def _waited(verdicts: Iterable[Verdict]) -> str:
+    return describe_wait(verdicts).replace(" waits in ", " waited in ").replace(" wait in ", " waited in ")
+
+
+def _show(run: CellRun, text: str) -> None:
+    if run.observer:
+        run.observer.waiting(text)

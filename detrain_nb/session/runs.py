@@ -1,0 +1,197 @@
+"""The cells of a session: each is begun when its ranks are idle and have a group, and run to its end; any that was run
+is shown again from the log, or run again on ranks that have lost their variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..errors import CellInterrupted, DetrainError, RankError, SessionError, format_ranks
+from ..wire import CellDone, RunCell
+from .cells import CellObserver, CellRun
+from .conduct import Conductor
+from .core import Core, Ranks
+from .generations import describe_new_groups
+from .losses import advice, describe_ends, describe_silence
+from .rank_link import IDLE_LIMIT_S
+from .results import CellResult, RankResult, TextOnly
+from .shown_again import LoggedCell, ShownAgain, wait_until_shown
+
+_SHOWN_AT_ONCE_BYTES = 1 << 20  # of the log, before it is waited for whoever shows it
+
+
+class Runs:
+    """Those of one session; what is known of its ranks is in ``core``."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._ranks = core.ranks
+        self._inbox = core.inbox
+
+    def next_number(self, *, at_least: int = 1) -> int:
+        """No two cells of a session have the same."""
+        return max(self._inbox.history.last_cell + 1, at_least)
+
+    def run(
+        self,
+        code: str,
+        ranks: Ranks,
+        observer: CellObserver | None,
+        *,
+        number: int,
+        first_line: int = 1,
+        timeout_s: float | None = None,
+        is_replay: bool = False,
+    ) -> CellRun:
+        """Run a cell to its good end. Raises: what Session.run_cell does."""
+        core = self._core
+        run = self._begin(number, ranks, observer)
+        try:
+            incarnations = [run.incarnations[rank] for rank in run.ranks]
+            message = RunCell(list(run.ranks), incarnations, run.cell, code, first_line, is_replay)
+            self._inbox.history.begin(message)
+            self._inbox.is_showing_missed = False  # whoever runs a cell has seen what was missed
+            core.tell(self.pop_news(), observer)  # of ranks whose loss was no cell's error
+        except KeyboardInterrupt:
+            self._inbox.remove_run(run)
+            raise
+        conductor = Conductor(
+            self._ranks,
+            core.generations,
+            core.rescue,
+            world_size=core.world_size,
+            hang_s=core.hang_s,
+            stop_gap_s=core.stop_gap_s,
+        )
+        conductor.run(run, message, timeout_s)
+        self._raise_for(run)
+        self._inbox.history.end_well(run.cell)
+        return run
+
+    def _begin(self, cell: int, ranks: Ranks, observer: CellObserver | None) -> CellRun:
+        """Have the ranks idle and their group made; again where one of them is lost in the meantime."""
+        core = self._core
+        deadline = time.monotonic() + IDLE_LIMIT_S
+        while True:
+            chosen = core.choose_idle(ranks, limit_s=IDLE_LIMIT_S)
+            core.tell(core.rescue.before_a_cell(), observer)
+            core.mend_group(chosen)
+            run = self._new(cell, chosen, observer)
+            run.incarnations = {rank: up.incarnation for rank, up in self._inbox.up.items()}
+            if self._inbox.add_run(run):
+                return run
+            if time.monotonic() >= deadline:
+                raise SessionError(f"{format_ranks(chosen)} are lost again and again: %distributed status")
+
+    def _new(self, cell: int, ranks: Iterable[int], observer: CellObserver | None) -> CellRun:
+        return CellRun(cell, tuple(ranks), observer, self._core.hosts, is_at_home=self._inbox.is_at_home)
+
+    def pop_news(self) -> str:
+        """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
+        fresh, self._inbox.fresh = self._inbox.fresh, {}
+        return "\n".join([describe_ends(fresh, hosts=self._core.hosts), *advice(fresh)]) if fresh else ""
+
+    def _raise_for(self, run: CellRun) -> None:
+        errors = run.errors()
+        if not errors:
+            return
+        is_stopped = all(error.interrupted for error in errors.values())
+        if silence := describe_silence(errors):  # gloo has closed its connections: that group is of no more use
+            note = f"{silence}\n{describe_new_groups(self._core.generations.end())}"
+        else:
+            note = self._core.rescue.after_failure(run)
+        raise (CellInterrupted if is_stopped else RankError)(errors, world_size=len(run.ranks), note=note)
+
+    # ---- what it gave
+
+    def result(self, run: CellRun, *, values: bool) -> CellResult:
+        """``values`` brings those of the last expression here, where they can travel."""
+        bundles = run.bundles()
+        found = self._pull_values(bundles) if values and bundles else {}
+        results, log = {}, self._inbox.logbook.log
+        for rank, outcome in run.outcomes.items():
+            assert isinstance(outcome, CellDone)
+            bundle = bundles.get(rank, {})
+            value = found.get(rank, TextOnly(bundle["text/plain"]) if bundle else None)
+            host = self._inbox.up[rank].host
+            results[rank] = RankResult(rank, host, outcome.seconds, None, bundle, value, log, run.cell)
+        return CellResult(run.cell, results)
+
+    def _pull_values(self, ranks: Iterable[int]) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for rank in ranks:
+            with contextlib.suppress(DetrainError):  # its text stands for what cannot travel
+                found[rank] = self._ranks.pull(["_"], self._core.choose_idle(rank))[rank]["_"]
+        return found
+
+    # ---- once more
+
+    def replay(
+        self, ranks: Ranks, cells: Iterable[int] | None, observer: Callable[[int], CellObserver] | None
+    ) -> dict[int, RankError | None]:
+        """See Session.replay."""
+        chosen = self._core.choose(ranks)
+        replayed: dict[int, RankError | None] = {}
+        for earlier in self._inbox.history.to_replay(cells, running=self.running):
+            on = [rank for rank in chosen if rank in earlier.ranks]
+            if on:
+                shown = observer(earlier.cell) if observer else None
+                replayed[earlier.cell] = None
+                number, first_line = self.next_number(), earlier.first_line
+                try:
+                    self.run(earlier.code, on, shown, number=number, first_line=first_line, is_replay=True)
+                except CellInterrupted:
+                    raise
+                except RankError as exc:
+                    replayed[earlier.cell] = exc
+        return replayed
+
+    @property
+    def running(self) -> dict[int, tuple[int, ...]]:
+        """The cells that still run, and the ranks that run them."""
+        return {cell: run.running for cell, run in list(self._inbox.runs.items()) if run.running}
+
+    def show_again(self, cell: int, observer: CellObserver, ranks: Ranks) -> CellRun:
+        """See Session.show_again."""
+        run = self._new(cell, self._core.choose(ranks), observer)
+        shown = ShownAgain(run, self._logged(cell))
+        for message in self._inbox.logbook.log.read(cell):
+            shown.give(message)
+        shown.end(is_running=False)
+        return run
+
+    def follow(self, cell: int, observer: CellObserver, on_end: Callable[[CellRun], None] | None) -> CellRun:
+        """See Session.follow."""
+        reader = self._inbox.logbook.log.reader(cell)
+        shown = ShownAgain(self._new(cell, range(self._core.world_size), observer), self._logged(cell))
+        given_bytes = 0
+        for message in reader.read():
+            shown.give(message)
+            given_bytes += len(getattr(message, "body", b""))
+            if given_bytes > _SHOWN_AT_ONCE_BYTES:
+                wait_until_shown(observer)
+                given_bytes = 0
+        with self._inbox.following:
+            for message in reader.read():
+                shown.give(message)
+            run = self._inbox.runs.get(cell)
+            shown.end(is_running=run is not None and bool(run.running))
+            if run is None or not run.running:
+                return shown.run
+            run.go_on_from(shown.run)
+            run.add_observer(observer)
+            if on_end:
+                self._inbox.tell_end(run, on_end)
+            return run
+
+    def unfollow(self, cell: int, observer: CellObserver) -> None:
+        """See Session.unfollow."""
+        with self._inbox.following:
+            if run := self._inbox.runs.get(cell):
+                run.remove_observer(observer)
+
+    def _logged(self, cell: int) -> LoggedCell:
+        return self._inbox.logbook.cells.setdefault(cell, LoggedCell())

@@ -1,0 +1,204 @@
+"""The beginning of a session: its ranks are started, or an earlier notebook's are taken up again."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..errors import LaunchError, SessionError, SpecError, format_ranks
+from ..launch import RankConfig, launch_node, threads_per_rank
+from ..plan import DEVICES, NodePlan, Plan
+from ..transport import Transport
+from ..wire import Attach, Attached, Launch, OpenStore, StoreOpened
+from .core import Core
+from .inbox import agent_of
+from .safe_output import clean_text
+
+START_LIMIT_S = 120.0
+CATCH_UP_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What ``Session.start`` was asked for, of the ranks' processes."""
+
+    folder: str
+    env: Mapping[str, str] = field(repr=False)  # it may hold secrets
+    start: str
+    seed: int
+    has_group: bool
+    linger_s: float
+    spool_limit_bytes: int
+    group_timeout_s: float = 0.0
+
+    def check(self) -> None:
+        """Raises: SpecError for what does not fit, SessionError where this process is a rank itself."""
+        if not 0 <= self.linger_s < math.inf:
+            raise SpecError(f"linger_s {self.linger_s}: give a number of seconds, 0 or more")
+        if self.start not in ("fork", "exec"):
+            raise SpecError(f"start {self.start!r} is neither fork nor exec")
+        if not os.path.isdir(self.folder):
+            raise SpecError(f"folder {self.folder} is not there: the ranks start in it")
+        for key, value in self.env.items():
+            if not key or "=" in key or "\0" in key + value:
+                raise SpecError(f"{key!r} is no name of an environment variable")
+        torch_distributed = sys.modules.get("torch.distributed")
+        if torch_distributed is not None and torch_distributed.is_available() and torch_distributed.is_initialized():
+            raise SessionError(
+                "torch.distributed is initialised in this process itself: call "
+                "torch.distributed.destroy_process_group() first, the ranks are processes of their own"
+            )
+
+    def message(
+        self, plan: Plan, node_rank: int, transport: Transport, *, cpus: int, run_id: str, store: tuple[str, int]
+    ) -> Launch:
+        """What the agent of a node is told: the launcher's command, and what it remembers for a later notebook."""
+        node = plan.nodes[node_rank]
+        ranks = list(node.ranks)
+        wanted_threads = self.env.get("OMP_NUM_THREADS", "")
+        threads = int(wanted_threads) if wanted_threads.isdigit() else threads_per_rank(len(ranks), cpus=cpus)
+        config = RankConfig(
+            agent_socket="agent.sock",
+            folder=transport.work_folder(self.folder),
+            device=node.device,
+            backend=plan.backend,
+            seed=self.seed,
+            threads=threads,
+            group_timeout_s=self.group_timeout_s,
+        )
+        launch = launch_node(
+            plan,
+            config,
+            node_rank=node_rank,
+            python=transport.python,
+            run_id=run_id,
+            store=store,
+            interface=transport.interface,
+            start=self.start,
+            extra_env={**transport.env, **self.env},
+        )
+        info = {
+            "device": node.device,
+            "backend": plan.backend,
+            "init": self.has_group,
+            "group_timeout_s": self.group_timeout_s,
+        }
+        return Launch(launch.argv, launch.env, ranks, self.linger_s, info, self.spool_limit_bytes)
+
+
+def attach(core: Core, *, steal: bool = False) -> dict[int, Attached]:
+    """What the agent of each node that is there says of itself, by the node's position."""
+    inbox = core.inbox
+    there = [node for node in range(len(core.transports)) if node not in core.absent]
+    inbox.attached = inbox.requests.new(map(agent_of, there))
+    for node in there:
+        core.ranks.send_to(node, Attach(core.name, core.holder, steal))
+    inbox.attached.wait(START_LIMIT_S, what="attach")
+    answers = {node: inbox.attached.answers[agent_of(node)] for node in there}
+    return {node: answer for node, answer in answers.items() if isinstance(answer, Attached)}
+
+
+def launch(core: Core, how: RankStart, attached: Mapping[int, Attached]) -> None:
+    """Start the ranks of all nodes at once. Raises: LaunchError."""
+    core.wants_group, core.group_timeout_s = how.has_group, how.group_timeout_s
+    store = (core.transports[0].address, _open_store(core))
+    run_id = uuid.uuid4().hex
+    core.inbox.ranks_up = core.inbox.requests.new(range(core.world_size))
+    for node, transport in enumerate(core.transports):
+        message = how.message(core.plan, node, transport, cpus=attached[node].cpus, run_id=run_id, store=store)
+        core.ranks.send_to(node, message)
+    core.inbox.ranks_up.wait(START_LIMIT_S, what="start")
+    if how.has_group:
+        core.generations.make()
+
+
+def _open_store(core: Core) -> int:
+    """The port on the first node that the store of the rendezvous will listen on."""
+    core.inbox.store_opened = core.inbox.requests.new([agent_of(0)])
+    core.ranks.send_to(0, OpenStore(core.transports[0].address))
+    core.inbox.store_opened.wait(START_LIMIT_S, what="a socket for the store")
+    answer = core.inbox.store_opened.answers[agent_of(0)]
+    if not isinstance(answer, StoreOpened) or not answer.port:
+        raise LaunchError(clean_text(getattr(answer, "error", "")))
+    return answer.port
+
+
+def go_on(core: Core, attached: Mapping[int, Attached]) -> None:
+    """Take up what the agents remember. Raises: SessionError, CellTimeout."""
+    names = [transport.name for transport in core.transports]
+    world_size = max((up.world_size for up in core.inbox.up.values()), default=0)
+    known = _what_runs(attached, names, world_size=world_size, session=core.name)
+    core.wants_group, core.group_timeout_s = known.has_group, known.group_timeout_s
+    core.set_plan(known.plan)
+    core.generations.go_on_from(max(answer.generation for answer in attached.values()))
+    for node, reason in core.absent.items():
+        core.inbox.lose_node(node, reason)
+    for node, answer in attached.items():
+        if answer.last_number > answer.acknowledged:
+            core.ranks.wait_for_number(node, answer.last_number, limit_s=CATCH_UP_LIMIT_S)
+    _wait_until_up(core)
+    for run in core.inbox.runs.values():
+        run.hosts.update(core.hosts)
+
+
+def _wait_until_up(core: Core) -> None:
+    """Wait for ranks that were still starting when their notebook was gone."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while starting := set(range(core.world_size)) - core.inbox.up.keys() - core.inbox.lost.keys():
+        if core.inbox.failure:
+            raise core.inbox.failure
+        if time.monotonic() >= deadline:
+            raise SessionError(f"{format_ranks(starting)} of session {core.name!r} did not start")
+        time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the agents remember of the start."""
+
+    plan: Plan
+    has_group: bool
+    group_timeout_s: float
+
+
+def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_size: int, session: str) -> _Known:
+    """``attached`` has the nodes, by position, that are there; ranks that none of them has were on the others.
+
+    Raises: SessionError when they do not say, or do not fit together.
+    """
+    nodes: list[NodePlan] = []
+    backend, has_group, group_timeout_s = "", False, 0.0
+    for node, name in enumerate(names):
+        answer = attached.get(node)
+        if answer is None:
+            nodes.append(NodePlan((), "cpu", name))
+            continue
+        if not answer.ranks:
+            raise SessionError(f"session {session!r} has not started its ranks: %distributed stop {session} ends it")
+        info = answer.info if isinstance(answer.info, dict) else {}
+        device, said, has_group = info.get("device"), info.get("backend"), bool(info.get("init"))
+        if device not in DEVICES or not isinstance(said, str):
+            raise SessionError(f"the agent of session {session!r} does not say what it runs: end it with its pid")
+        backend, group_timeout_s = said, _seconds(info.get("group_timeout_s"))
+        nodes.append(NodePlan(tuple(answer.ranks), device, name))
+    if 0 not in nodes[0].ranks:
+        raise SessionError(f"these are not the nodes of session {session!r} in order: name all, as at its start")
+    known = {rank for node in nodes for rank in node.ranks}
+    if missing := tuple(rank for rank in range(world_size) if rank not in known):
+        absent = next((node for node in range(len(names)) if node not in attached), None)
+        if absent is None:
+            raise SessionError(f"these are not all nodes of session {session!r}: name all, in the order of its start")
+        nodes[absent] = replace(nodes[absent], ranks=missing)
+    plan = Plan(tuple(nodes), backend)
+    if sorted(rank for node in nodes for rank in node.ranks) != list(range(plan.world_size)):
+        raise SessionError(f"the agents of session {session!r} do not say which ranks they run: end them")
+    return _Known(plan, has_group, group_timeout_s)
+
+
+def _seconds(said: object) -> float:
+    return said if isinstance(said, float) and 0 <= said < math.inf else 0.0

@@ -1,0 +1,254 @@
+"""A node as the user describes it: how it is reached, what of it the ranks may have, how Python is found there."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ..errors import SpecError
+
+__all__ = ["Node", "Target", "default_name", "parse_target"]
+
+_HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
+_IPV6 = re.compile(r"(?P<address>[0-9A-Fa-f:.]{2,45})(?:%[A-Za-z0-9._-]{1,32})?")
+_USER = re.compile(r"[A-Za-z0-9._@+][A-Za-z0-9._@+-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LIKE_RANKS = re.compile(r"[0-9_-]+|all")  # what plan.parse_ranks reads, and what looks like it
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_TARGET = re.compile(r"(?:(?P<user>.+)@)?(?:\[(?P<address>[^]@]+)\]|(?P<host>[^]:@[]+))(?::(?P<port>[0-9]{1,5}))?")
+_USER_IN_BRACKETS = re.compile(r"\[([^]]+)@([^]@]+)\](.*)")
+_NOT_SHOWN = {"setup", "env"}  # a line or a value there may hold a secret
+_MOST_SHOWN = 60
+
+
+def _matches(pattern: re.Pattern[str]) -> AfterValidator:
+    def check(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ValueError
+        return text
+
+    return AfterValidator(check)
+
+
+def _is_ipv6(text: str) -> bool:
+    match = _IPV6.fullmatch(text)
+    if not match or ":" not in text:
+        return False
+    try:
+        ipaddress.IPv6Address(match["address"])
+    except ValueError:
+        return False
+    return True
+
+
+def _check_host(text: str) -> str:
+    if not _HOST.fullmatch(text) and not _is_ipv6(text):
+        raise ValueError
+    return text
+
+
+def _check_name(text: str) -> str:
+    if not _NAME.fullmatch(text) or _LIKE_RANKS.fullmatch(text.lower()):
+        raise ValueError
+    return text
+
+
+def _check_path(text: str) -> str:
+    """A path goes into an argv: it may have spaces, but no control characters, and is no option."""
+    if not text.strip() or text.startswith("-") or not _is_one_line(text):
+        raise ValueError
+    return text
+
+
+def _check_workdir(text: str) -> str:
+    if not text.startswith(("/", "~")):
+        raise ValueError
+    return _check_path(text)
+
+
+def _is_one_line(text: str, *, allowed: str = "") -> bool:
+    """No control characters, no ends of lines, nothing that UTF-8 cannot write."""
+    return not any(unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"} for char in text if char not in allowed)
+
+
+def _check_jumps(text: str) -> str:
+    jumps = [jump.strip() for jump in text.split(",")]
+    for jump in jumps:
+        parse_target(jump)
+    return ",".join(jumps)
+
+
+_Host = Annotated[str, AfterValidator(_check_host)]
+_Path = Annotated[str, AfterValidator(_check_path)]
+
+
+class Node(BaseModel):
+    """One machine with sshd. What is None comes from the user's ssh config, or is found out on the node.
+
+    Raises: SpecError with one line per field that cannot be; so does a file or a command line with such a node.
+    """
+
+    # The description of a field says what to give: the errors are made of it.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
+
+    name: Annotated[str, AfterValidator(_check_name)] = Field(
+        default="",  # the host's
+        description="letters, digits and . _ -, at most 63, the first no sign; 'all', 1 or 0-3 would mean ranks",
+    )
+    host: _Host = Field(description="a host name, a Host of your ssh config or an address; user and port are apart")
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(default=None, description="a number from 1 to 65535")
+    user: Annotated[str, _matches(_USER)] | None = Field(
+        default=None, description="a user of letters, digits and . _ @ + -"
+    )
+    identity_file: _Path | None = Field(default=None, description="the path of a private key")
+    proxy_jump: Annotated[str, AfterValidator(_check_jumps)] | None = Field(
+        default=None, description='the hosts to go through, "[user@]host[:port]", several with commas'
+    )
+    address: _Host | None = Field(
+        default=None, description="the address or host name at which the other nodes reach this one"
+    )
+    devices: Literal["auto", "cpu"] | tuple[int, ...] = Field(
+        default="auto", description='"auto", "cpu", or the indices of GPUs, each once, as [0, 1]'
+    )
+    ranks: Annotated[int, Field(ge=1)] | None = Field(default=None, description="a number of ranks, at least 1")
+    python: _Path = Field(default="python3", description="the path or name of a Python on the node, on one line")
+    workdir: Annotated[str, AfterValidator(_check_workdir)] | None = Field(
+        default=None, description="a folder on the node that starts with / or ~"
+    )
+    setup: tuple[str, ...] = Field(
+        default=(),
+        description='lines for the shell that starts Python, as "module load cuda" or a list, without control codes',
+    )
+    env: tuple[str, ...] = Field(
+        default=(),
+        description='a list of names of environment variables, each once, as ["HF_TOKEN"]: values stay out of it',
+    )
+    bandwidth_mbit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="megabits a second, more than 0"
+    )
+    latency_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="milliseconds, at least 0"
+    )
+
+    if not TYPE_CHECKING:  # a type checker sees the fields
+
+        def __init__(self, /, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as exc:
+                lines = [_describe_fault(fault) for fault in exc.errors(include_url=False)]
+                raise SpecError("\n".join(dict.fromkeys(lines))) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_after_host(cls, fields: object) -> object:
+        if isinstance(fields, Mapping) and "name" not in fields and isinstance(fields.get("host"), str):
+            name = default_name(fields["host"])
+            return {**fields, "name": name} if name else fields
+        return fields
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _read_devices(cls, value: object) -> object:
+        if value in ("auto", "cpu"):
+            return value
+        if not isinstance(value, list | tuple) or not value or len(set(map(repr, value))) < len(value):
+            raise ValueError
+        if any(type(index) is not int or index < 0 for index in value):  # a bool is an int
+            raise ValueError
+        return tuple(value)
+
+    @field_validator("setup", mode="before")
+    @classmethod
+    def _read_setup(cls, value: object) -> tuple[str, ...]:
+        texts = (value,) if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise ValueError
+        lines = [line.removesuffix("\r") for text in texts for line in text.split("\n")]
+        if not all(_is_one_line(line, allowed="\t") for line in lines):
+            raise ValueError
+        while lines and not lines[-1].strip():
+            lines.pop()
+        while lines and not lines[0].strip():
+            lines.pop(0)
+        return tuple(lines)
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _read_env(cls, value: object) -> tuple[str, ...]:
+        if not isinstance(value, list | tuple) or len(set(map(repr, value))) < len(value):
+            raise ValueError
+        if not all(isinstance(name, str) and _VARIABLE.fullmatch(name) for name in value):
+            raise ValueError
+        return tuple(value)
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Node:
+        if self.ranks is not None and isinstance(self.devices, tuple) and self.ranks != len(self.devices):
+            gpus = f"{len(self.devices)} GPU{'s'[: len(self.devices) > 1]}"
+            raise ValueError(f"ranks {self.ranks} but devices has {gpus}, one for each rank: leave out ranks")
+        return self
+
+
+def default_name(host: str) -> str:
+    """The name of a node that was given none: its host; the colons of IPv6 become dashes. Empty: ``host`` is none."""
+    if _is_ipv6(host):
+        return "ip6-" + re.sub("[:%]", "-", host)
+    return host if _HOST.fullmatch(host) else ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """``[user@]host[:port]``, taken apart."""
+
+    host: str
+    user: str | None = None
+    port: int | None = None
+
+
+def parse_target(text: str) -> Target:
+    """Take apart ``[user@]host[:port]``; an IPv6 address stands in brackets, with the user before or in them.
+
+    Raises: SpecError.
+    """
+    if inside := _USER_IN_BRACKETS.fullmatch(text):
+        text = f"{inside[1]}@[{inside[2]}]{inside[3]}"
+    match = _TARGET.fullmatch(text)
+    user, host, port = (match["user"], match["address"] or match["host"], match["port"]) if match else (None, "", None)
+    if not match or not (_is_ipv6(host) if match["address"] else _HOST.fullmatch(host)):
+        advice = f"write [{text}]" if _is_ipv6(text) else "give [user@]host[:port], an IPv6 address in brackets"
+        raise SpecError(f"{_show(text)} is no host: {advice}")
+    if user is not None and not _USER.fullmatch(user):
+        raise SpecError(f"{_show(text)}: user {_show(user)}: give {_describe_field('user')}")
+    if port is not None and not 1 <= int(port) <= 65535:
+        raise SpecError(f"{_show(text)}: port {port}: give {_describe_field('port')}")
+    return Target(host, user, int(port) if port else None)
+
+
+def _describe_fault(fault: Mapping[str, Any]) -> str:
+    """Say in one line what is wrong with which field, and what to give."""
+    reason = str(fault.get("ctx", {}).get("error", ""))
+    if not fault["loc"]:
+        return reason
+    field = str(fault["loc"][0])
+    if fault["type"] == "extra_forbidden":
+        return f"{_show(field)} is no field: there are {', '.join(Node.model_fields)}"
+    if fault["type"] == "missing":
+        return f"{field} is missing: give {_describe_field(field)}"
+    value = "" if field in _NOT_SHOWN else f" {_show(fault['input'])}"
+    return f"{field}{value}: {reason or f'give {_describe_field(field)}'}"
+
+
+def _describe_field(field: str) -> str:
+    return Node.model_fields[field].description or ""
+
+
+def _show(value: object) -> str:
+    text = repr(value)  # which escapes what does not print
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."

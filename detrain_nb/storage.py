@@ -1,0 +1,248 @@
+"""Code, data, logs and checkpoints wherever they are: a path or a URL becomes a `Location`, on a file system of fsspec.
+
+No URL leads to a host over SSH: fsspec's own ``sftp://`` takes any host key, a changed one too. Who has a connection
+that has checked it hands over its file system (transport/ssh.py). No message and no repr has a password in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fsspec.callbacks import Callback
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import known_implementations
+from fsspec.spec import AbstractFileSystem
+
+from .errors import DetrainError, SpecError
+
+__all__ = ["Location", "OnProgress", "locate"]
+
+OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: not known); it may run in a thread of fsspec's
+
+# What is written there is whole or nothing, by itself, and a move would be a copy.
+_WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "hf", "oci", "oss", "http", "https"}
+# What a URL may name. Of the others somebody has to hand over a file system, who knows what it does: sftp and ssh,
+# whoever brings them, check no host key; ftp hides nothing; simplecache, dir, generic, zip, reference and dvc open
+# further places, which a chain, the user's configuration or the content of a file names; dask lets others open them.
+_TAKEN = {"file", "local", "memory"} | _WHOLE
+
+_PART = ".detrain-part"  # ends the name of what is not whole yet
+_HIDDEN = "***"
+_URL = re.compile(r"\s*([^/\\~.:][^/\\]+?):(?=[/:])")  # one letter and a colon begin a path of Windows
+_PIECES = re.compile(r"(?:(.*?:)(/+))?(.*)", re.DOTALL)
+_USER = re.compile(r"[^/@]*:(?!\d+(?:[/?#]|$)).*@|[^/?#]*@", re.DOTALL)  # also of a password with / or @ in it
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Location:
+    """A path on a file system of fsspec, made by `locate`; ``name`` is for people.
+
+    What goes wrong there is a DetrainError with the name and the reason.
+    """
+
+    name: str
+    path: str = field(repr=False)
+    files: Any = field(repr=False)
+
+    def __truediv__(self, name: str) -> Location:
+        """What is called ``name`` in this folder, whoever says so. Raises: SpecError when that may be elsewhere."""
+        if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
+            raise SpecError(f"'{_shown(name)}' is not the name of a file in {self.name}")
+        return Location(f"{self.name.rstrip('/')}/{_shown(name)}", f"{self.path.rstrip('/')}/{name}", self.files)
+
+    def exists(self) -> bool:
+        """Whether a file or folder is there. A store that does not answer is an error, not a no."""
+        with _errors(self.name, "looked for"):
+            try:
+                self._fresh().info(self.path)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
+
+    def names(self) -> list[str]:
+        """List what is in this folder, sorted, without what is not whole yet."""
+        own = self.path.rstrip("/")
+        with _errors(self.name, "listed"):
+            found = {each["name"].rstrip("/"): each["type"] for each in self._fresh().ls(self.path, detail=True)}
+            if found.pop(own, "directory") != "directory":
+                raise NotADirectoryError("it is a file")
+        return sorted(path.rpartition("/")[2] for path in found if not path.endswith(_PART))
+
+    def read(self, *, limit_bytes: int) -> bytes:
+        """Read the whole file. Raises: DetrainError when it has more than ``limit_bytes``, of which no more is read."""
+        data = bytearray()
+        with _errors(self.name, "read"), self._fresh().open(self.path, "rb") as file:
+            while chunk := file.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
+                data += chunk
+                if len(data) > limit_bytes:
+                    raise DetrainError(f"{self.name} has more than {limit_bytes} bytes")
+        return bytes(data)
+
+    def write(self, data: bytes) -> None:
+        """Put a file there, whole or not at all, with the folders that it needs; one that is there is replaced."""
+        with _errors(self.name, "written"), self._staged() as part:
+            self.files.pipe_file(part, data)
+
+    def put(self, source: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> None:
+        """Copy a file of this machine there, as `write` does. Raises: SpecError when ``source`` is no file."""
+        if not os.path.isfile(source):
+            raise SpecError(f"{_shown(os.fspath(source))} is no file")
+        with _errors(self.name, "written"), self._staged() as part:
+            _copier(self.files, "put_file")(os.fspath(source), part, callback=_callback(on_progress))
+
+    def get(self, target: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> None:
+        """Copy the file to ``target`` on this machine, whole or not at all, with the folders that it needs."""
+        here = _here(os.fspath(target))
+        with _errors(here.name, "written"), here._staged() as part, _errors(self.name, "read"):
+            _copier(self._fresh(), "get_file")(self.path, part, callback=_callback(on_progress))
+            if os.path.isdir(part):  # what fsspec makes of a folder
+                os.rmdir(part)
+                raise IsADirectoryError("it is a folder")
+
+    def _fresh(self) -> Any:
+        """The file system, without what it remembers: others write there too."""
+        self.files.invalidate_cache()
+        return self.files
+
+    @contextlib.contextmanager
+    def _staged(self) -> Iterator[str]:
+        """Give the path to write to, beside the target: it becomes the target at the end of the block, or goes."""
+        protocol = self.files.protocol
+        if _WHOLE.intersection([protocol] if isinstance(protocol, str) else protocol):
+            yield self.path
+            return
+        folder, slash, _ = self.path.rpartition("/")
+        part = f"{folder}{slash}.{secrets.token_hex(8)}{_PART}"
+        if folder:
+            self.files.makedirs(folder, exist_ok=True)
+        try:
+            yield part
+            _move(self.files, part, self.path)
+        except BaseException:
+            with contextlib.suppress(Exception):  # whatever a library raises: the first error is the one to tell
+                self.files.rm_file(part)
+            raise
+
+
+def locate(where: str | os.PathLike[str], *, files: Any = None) -> Location:
+    """Turn a path of this machine (``~`` is the home) or a URL into a location; no store is asked anything yet.
+
+    With ``files``, a file system of fsspec, it is a path on that. What begins like a URL is one: ``./a::b`` is a file.
+    Raises: SpecError for a URL that is refused or unknown, or needs a library that is not installed.
+    """
+    text = os.fsdecode(where)
+    name = _name(text)
+    if not text:
+        raise SpecError("no path and no URL was given")
+    if files is not None:
+        path = files._strip_protocol(text)
+        if "://" in text and path != text:  # nobody would look at the host in it
+            raise SpecError(f"{name}: with a file system goes a path on it, not a URL")
+        return Location(name, path, files)
+    begins = _URL.match(text) if isinstance(where, str) else None
+    if begins is None:
+        return _here(text)
+    protocol, rest = begins[1].lower(), text[begins.end() :]
+    _check(protocol, rest, name)
+    if protocol in ("file", "local"):
+        return _here(rest[2:])
+    with _errors(name, "opened"):
+        try:
+            opened, path = url_to_fs(f"{protocol}:{rest}")
+        except ImportError as exc:
+            raise SpecError(f"{name}: {exc}") from exc
+    return Location(name, path, opened)
+
+
+def _check(protocol: str, rest: str, name: str) -> None:
+    """Raises: SpecError for a URL that is not to be opened."""
+    instead = "hand over the file system that is meant (files=)"
+    if protocol in ("sftp", "ssh"):
+        wrong = f"{protocol}:// would take any host key: {instead}, SshConnection.open_sftp_filesystem() gives it"
+    elif "::" in f":{rest}":
+        wrong = f"a chain of URLs is refused: {instead}"
+    elif protocol not in _TAKEN and protocol in known_implementations:
+        wrong = f"{protocol}:// is refused: {instead}"
+    elif protocol not in _TAKEN:
+        near = difflib.get_close_matches(protocol, sorted(_TAKEN)) or sorted(_TAKEN)
+        wrong = f"its protocol is unknown: there is {', '.join(near)}"
+    elif not rest.startswith(start := "///" if protocol in ("file", "local") else "//"):
+        wrong = f"write {protocol}:{start}..."
+    else:
+        return
+    raise SpecError(f"{name}: {wrong}")
+
+
+def _here(path: str) -> Location:
+    full = os.path.abspath(os.path.expanduser(path)).replace(os.sep, "/")
+    return Location(_shown(full), full, LocalFileSystem())
+
+
+def _move(files: Any, part: str, target: str) -> None:
+    """Put ``part`` in the place of a file ``target``, never into a folder of that name."""
+    if isinstance(files, LocalFileSystem):
+        with open(part, "rb+") as file:
+            os.fsync(file.fileno())  # else a machine that goes down may leave an empty file there
+        os.replace(part, target)
+    elif files.isdir(target):
+        raise IsADirectoryError("it is a folder")
+    elif type(files).mv is AbstractFileSystem.mv:  # which takes [ or * in the name of a folder for a pattern
+        files.cp_file(part, target)
+        files.rm_file(part)
+    else:
+        files.mv(part, target)
+
+
+def _copier(files: Any, name: str) -> Callable[..., object]:
+    """``put_file`` or ``get_file``; those of the local file system tell no callback."""
+    is_local = isinstance(files, LocalFileSystem)
+    return partial(getattr(AbstractFileSystem, name), files) if is_local else getattr(files, name)
+
+
+def _callback(on_progress: OnProgress | None) -> Callback:
+    return Callback(hooks={"told": lambda size, done, **_: on_progress(done, size or 0)} if on_progress else None)
+
+
+def _name(text: str) -> str:
+    """A path or a URL for people: without user and password, and without what stands behind a ``?``."""
+    start, slashes, rest = _PIECES.fullmatch(text).groups(default="")  # type: ignore[union-attr]  # it matches all
+    if not slashes:
+        return _shown(text)
+    user = _USER.match(rest)
+    if ":/" in rest or (user and "?" in user[0]):
+        rest = _HIDDEN  # nobody can say where a password ends
+    elif user:
+        rest = f"{_HIDDEN}@{rest[user.end() :]}"
+    head, query, _ = rest.partition("?")
+    start = re.sub(".*@", f"{_HIDDEN}@", start, flags=re.DOTALL)
+    return _shown(f"{start}{slashes}{head}{query and '?' + _HIDDEN}")
+
+
+@contextlib.contextmanager
+def _errors(name: str, done: str) -> Iterator[None]:
+    """What the libraries raise is a DetrainError; their text is left out where it may have what the name hides."""
+    try:
+        yield
+    except DetrainError:
+        raise
+    except Exception as exc:  # they have no common one
+        kind = type(exc).__name__
+        if _HIDDEN in name:
+            raise DetrainError(f"{name} cannot be {done}: {kind}") from None
+        absent = "it is not there" if isinstance(exc, FileNotFoundError) else ""
+        reason = absent or getattr(exc, "strerror", None) or str(exc) or kind
+        raise DetrainError(f"{name} cannot be {done}: {_shown(reason)[:200]}") from exc
+
+
+def _shown(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

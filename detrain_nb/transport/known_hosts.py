@@ -1,0 +1,184 @@
+"""The host keys a user knows: our own reading of known_hosts files, as sshd(8) describes them.
+
+Garbage is passed over; ``@revoked`` is honoured wherever it stands; ``@cert-authority`` is passed over: host
+certificates are not supported. Nothing here writes: an unknown key is refused with the command that adds it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fnmatch
+import hashlib
+import hmac
+import shlex
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import TransportError
+
+__all__ = ["KnownHosts", "fingerprint"]
+
+DEFAULT_PORT = 22
+_HASHED = "|1|"
+_SCAN_NAMES = {"ssh-ed25519": "ed25519", "ssh-rsa": "rsa"}  # the other types that ssh-keyscan asks for are ecdsa
+
+
+@dataclass(frozen=True)
+class KnownHosts:
+    """What a set of known_hosts files says."""
+
+    lines: tuple[_Line, ...]
+    files: tuple[Path, ...] = ()
+
+    @classmethod
+    def read(cls, paths: Iterable[Path]) -> KnownHosts:
+        """Read the files that exist. Raises: TransportError when one of them cannot be read."""
+        files = tuple(paths)
+        return cls(tuple(line for path in files for line in _read_lines(path)), files)
+
+    def key_types(self, host: str, port: int) -> tuple[str, ...]:
+        """The types of the keys known for a host, to be preferred when a key is negotiated."""
+        revoked = {line.blob for line in self._find_revoked(host, port)}
+        return tuple(dict.fromkeys(line.key_type for line in self._find(host, port) if line.blob not in revoked))
+
+    def check(self, host: str, port: int, key_type: str, key_blob: bytes, *, can_be_scanned: bool = True) -> None:
+        """Return when the key is known for the host.
+
+        ``can_be_scanned``: ssh-keyscan, run here, would reach this host by this name.
+        Raises: TransportError when it is revoked, unknown, or not the one that is known.
+        """
+        name, shown = _look_up_name(host, port), fingerprint(key_blob)
+        for line in self._find_revoked(host, port):
+            if line.blob == key_blob:
+                raise TransportError(
+                    f"the host key of {name} is revoked ({line.where}): {key_type} {shown}: do not connect; "
+                    "ask the host's owner for its new key"
+                )
+        known = self._find(host, port)
+        if any(line.blob == key_blob for line in known):
+            return
+        on_same_port = [line for line in known if line.names(name)]
+        if on_same_port:
+            raise TransportError(_describe_change(on_same_port, name, key_type, shown))
+        add = self._describe_adding(host, port, key_type, key_blob, can_be_scanned=can_be_scanned)
+        raise TransportError(
+            f"the host key of {name} is not known: {key_type} {shown}: after comparing this fingerprint with the one "
+            f"that the host's owner tells you, add it: {add}"
+        )
+
+    def _find(self, host: str, port: int) -> list[_Line]:
+        """The lines with a key for the host; as ssh does it, a key known without the port is good for any port."""
+        names = dict.fromkeys([_look_up_name(host, port), _look_up_name(host, DEFAULT_PORT)])
+        return [line for name in names for line in self.lines if line.marker == "" and line.names(name)]
+
+    def _find_revoked(self, host: str, port: int) -> list[_Line]:
+        names = {_look_up_name(host, port), _look_up_name(host, DEFAULT_PORT)}
+        return [line for line in self.lines if line.marker == "@revoked" and any(map(line.names, names))]
+
+    def _describe_adding(self, host: str, port: int, key_type: str, key_blob: bytes, *, can_be_scanned: bool) -> str:
+        file = _quote_path(self.files[0] if self.files else Path.home() / ".ssh" / "known_hosts")
+        if not can_be_scanned:
+            line = f"{_look_up_name(host, port)} {key_type} {base64.b64encode(key_blob).decode()}"
+            return f"echo {shlex.quote(line)} >> {file}"
+        scanned = _SCAN_NAMES.get(key_type, "ecdsa" if key_type.startswith("ecdsa") else key_type)
+        return f"ssh-keyscan -p {port} -t {shlex.quote(scanned)} {shlex.quote(host)} >> {file}"
+
+
+def fingerprint(key_blob: bytes) -> str:
+    """Write a public key as ``ssh-keygen -l`` does: ``SHA256:`` and base64 without padding."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(key_blob).digest()).decode().rstrip("=")
+
+
+@dataclass(frozen=True)
+class _Line:
+    path: Path
+    number: int
+    marker: str
+    patterns: str
+    key_type: str
+    blob: bytes
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}, line {self.number}"
+
+    def names(self, name: str) -> bool:
+        """The line is about ``name``: ``host`` or ``[host]:port``, in lower case."""
+        if self.patterns.startswith(_HASHED):
+            return _is_hash_of(name, self.patterns)
+        found = False
+        for pattern in self.patterns.lower().split(","):
+            if _matches(name, pattern.removeprefix("!")):
+                if pattern.startswith("!"):
+                    return False
+                found = True
+        return found
+
+
+def _read_lines(path: Path) -> Iterator[_Line]:
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise TransportError(f"the known host keys in {path} cannot be read: {exc.strerror or exc}") from exc
+    for number, written in enumerate(text.split("\n"), 1):
+        if line := _parse_line(path, number, written):
+            yield line
+
+
+def _parse_line(path: Path, number: int, written: str) -> _Line | None:
+    """Read a line that has a key and a marker that we know; comments and garbage are None."""
+    words = written.split(maxsplit=4)
+    marker = words.pop(0) if words and words[0].startswith("@") else ""
+    if marker not in {"", "@revoked"} or len(words) < 3 or words[0].startswith("#"):
+        return None
+    patterns, key_type, encoded = words[:3]
+    try:
+        blob = base64.b64decode(encoded, validate=True)
+        (length,) = struct.unpack_from(">I", blob)
+    except (binascii.Error, ValueError, struct.error):
+        return None
+    if blob[4 : 4 + length] != key_type.encode(errors="replace"):
+        return None
+    return _Line(path, number, marker, patterns, key_type, blob)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Match ``*`` and ``?``; a bracket is a bracket, as in ``[host]:port``."""
+    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+def _is_hash_of(name: str, written: str) -> bool:
+    """Compare ``|1|salt|hash`` with the HMAC-SHA1 of a name."""
+    salt, _, expected = written.removeprefix(_HASHED).partition("|")
+    try:
+        digest = hmac.digest(base64.b64decode(salt, validate=True), name.encode(), "sha1")
+        return hmac.compare_digest(digest, base64.b64decode(expected, validate=True))
+    except (binascii.Error, ValueError):
+        return False
+
+
+def _look_up_name(host: str, port: int) -> str:
+    return host.lower() if port == DEFAULT_PORT else f"[{host.lower()}]:{port}"
+
+
+def _describe_change(known: list[_Line], name: str, key_type: str, shown: str) -> str:
+    first = next((line for line in known if line.key_type == key_type), known[0])
+    lines = ", ".join(f"{line.key_type} {fingerprint(line.blob)} ({line.where})" for line in known)
+    remove = f"ssh-keygen -R {shlex.quote(name)} -f {_quote_path(first.path)}"
+    return (
+        f"the host key of {name} has changed: it shows {key_type} {shown}, known is {lines}: somebody may be in "
+        f"between; if the host's owner confirms the new key, forget the old one ({remove}) and connect again"
+    )
+
+
+def _quote_path(path: Path) -> str:
+    """Quote a path for a shell, one in the user's home as they write it."""
+    try:
+        return "~/" + shlex.quote(path.relative_to(Path.home()).as_posix())
+    except (ValueError, RuntimeError):  # elsewhere; no home
+        return shlex.quote(str(path))

@@ -1,0 +1,312 @@
+"""What a user asks for to reach a host, and what ~/.ssh/config makes of it; no connection is made here."""
+
+from __future__ import annotations
+
+import getpass
+import glob
+import itertools
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import SpecError
+from .known_hosts import DEFAULT_PORT
+
+__all__ = ["HostSettings", "SshTarget", "list_hosts", "read_config"]
+
+_NESTING_LIMIT = 16
+_NEEDS_SHLEX = re.compile(r"[\"'\\]|[^\S \t]")
+_LINE = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*\S)\s*")
+_CRITERIA = {"host", "originalhost", "user", "localuser", "exec"}  # of Match: those that paramiko decides
+_NEVER = "Host !*"
+_HOST_NAME = re.compile(r"[A-Za-z0-9._:-]+")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_USER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")
+_HOP = re.compile(r"(?:(?P<user>.+)@)?(?:\[(?P<bracketed>[^]]*)\]|(?P<host>[^@:]*))(?::(?P<port>\d+))?")
+
+
+@dataclass(frozen=True)
+class SshTarget:
+    """A host as a user names it: ``name`` is looked up in ~/.ssh/config, what is not None overrides what stands there.
+
+    ``proxy_jump`` is a list with commas of ``[user@]host[:port]``, or "none". Raises: SpecError.
+    """
+
+    name: str
+    host: str | None = None
+    port: int | None = None
+    user: str | None = None
+    identity_file: str | None = None
+    proxy_jump: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_host("name of an SSH host", self.name)
+        if self.host is not None:
+            _check_host(f"address of {self.name}", self.host)
+        if self.port is not None:
+            _check_port(self.name, self.port)
+        if self.user is not None:
+            _check_user(self.name, self.user)
+        if self.identity_file is not None:
+            _check_path(self.name, self.identity_file)
+        if self.proxy_jump is not None:
+            split_hops(self.proxy_jump)
+
+    @classmethod
+    def parse(cls, text: str) -> SshTarget:
+        """Read ``[user@]host[:port]``, with brackets around an IPv6 address that has a port. Raises: SpecError."""
+        written = text.strip().removeprefix("ssh://")
+        if match := _HOP.fullmatch(written):
+            host = match["bracketed"] if match["bracketed"] is not None else match["host"]
+            return cls(host, port=int(match["port"]) if match["port"] else None, user=match["user"])
+        user, at, host = written.rpartition("@")
+        return cls(host, user=user if at else None)  # ::1, or what is refused with a reason
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """How one host is reached, all decided. Raises: SpecError."""
+
+    hostname: str
+    port: int
+    user: str
+    identity_files: tuple[str, ...] = ()  # those that somebody named; none: ssh's default ones
+    proxy_jump: tuple[str, ...] = ()
+    identities_only: bool = False
+    use_agent: bool = True
+    known_hosts_files: tuple[Path, ...] = ()
+    host_key_alias: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_host("address of an SSH host", self.hostname)
+        _check_port(self.hostname, self.port)
+        _check_user(self.hostname, self.user)
+        for file in self.identity_files:
+            _check_path(self.hostname, file)
+        for hop in self.proxy_jump:
+            SshTarget.parse(hop)
+        if self.host_key_alias is not None:
+            _check_host(f"HostKeyAlias of {self.hostname}", self.host_key_alias)
+
+    @classmethod
+    def decide(cls, target: SshTarget, options: Mapping[str, Any]) -> HostSettings:
+        """Take what the target says, else what ssh_config says, else ssh's default.
+
+        ``options`` of ssh_config: names in lower case, in the order in which they were found. Raises: SpecError.
+        """
+        named = [target.identity_file] if target.identity_file else options.get("identityfile", [])
+        return cls(
+            hostname=target.host or options.get("hostname", target.name),
+            port=target.port or _read_port(target.name, options.get("port", "")),
+            user=target.user or options.get("user") or _local_user(target.name),
+            identity_files=tuple(str(_in_home(file)) for file in named if file.lower() != "none"),
+            proxy_jump=_read_jump(target, options),
+            identities_only=target.identity_file is not None or options.get("identitiesonly", "no").lower() == "yes",
+            use_agent=options.get("identityagent", "").lower() != "none",
+            known_hosts_files=_find_known_hosts(options),
+            host_key_alias=options.get("hostkeyalias"),
+        )
+
+    @property
+    def where(self) -> str:
+        """The host in a message: ``user@host:port``."""
+        host = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
+        return f"{self.user}@{host}:{self.port}"
+
+
+def split_hops(text: str) -> tuple[str, ...]:
+    """Read what stands behind ProxyJump: the hops in order, none for "none". Raises: SpecError."""
+    if text.strip().lower() == "none":
+        return ()
+    hops = tuple(hop.strip().removeprefix("ssh://") for hop in text.split(","))
+    for hop in hops:
+        SshTarget.parse(hop)
+    return hops
+
+
+def read_config(path: Path) -> str:
+    """Read an ssh_config with every Include replaced by what it names, for a parser that knows no Include.
+
+    A Host or Match line inside an included file holds only where the block around the Include does. A Match by a
+    criterion that cannot be decided here never holds. A missing file is empty.
+    Raises: SpecError when a file cannot be read, or Includes are nested deeper than 16.
+    """
+    return "\n".join(_expand(path, within=_Block("Host *", ()), depth=0))
+
+
+def list_hosts(path: Path) -> tuple[str, ...]:
+    """The hosts that an ssh_config names, Include followed, each once and in order; no patterns.
+
+    Raises: SpecError as `read_config`.
+    """
+    found: dict[str, None] = {}
+    for line in read_config(path).splitlines():
+        match = _LINE.fullmatch(line)
+        key = match[1].lower() if match else ""
+        if match and key in {"host", "match"}:
+            words = _split(path, key, match[2])
+            if key == "match":  # what a Host in an included file may have become
+                named = [word for before, word in itertools.pairwise(words) if before == "originalhost"]
+                words = ",".join(named).split(",")
+            comment = next((number for number, word in enumerate(words) if word.startswith("#")), len(words))
+            found.update(dict.fromkeys(name for name in words[:comment] if _PLAIN_NAME.fullmatch(name)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The line a block begins with, and what it asks in the words of Match: None when that is never so."""
+
+    line: str
+    criteria: tuple[str, ...] | None
+
+
+def _expand(path: Path, *, within: _Block, depth: int) -> Iterator[str]:
+    """Yield the lines of a file that is included ``within`` a block."""
+    if depth > _NESTING_LIMIT:
+        raise SpecError(f"{path}: Include is nested deeper than {_NESTING_LIMIT}: does a file include itself?")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise SpecError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    block = within
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line)
+        key = match[1].lower() if match else ""
+        if match and key == "include":
+            for file in _find_included(path, match[2]):
+                yield from _expand(file, within=block, depth=depth + 1)
+                yield block.line
+        elif match and key in {"host", "match"}:
+            block = _read_block(path, key, match[2], within=within)
+            yield block.line
+        else:
+            yield line
+
+
+def _read_block(path: Path, key: str, value: str, *, within: _Block) -> _Block:
+    words = _split(path, key, value)
+    own = ("originalhost", ",".join(words)) if key == "host" else _read_criteria(words)
+    if own is None or within.criteria is None:
+        return _Block(_NEVER, None)
+    criteria = within.criteria + own
+    if key == "host" and not within.criteria:
+        return _Block(f"Host {value}", criteria)
+    return _Block(f"Match {shlex.join(criteria)}" if criteria else "Host *", criteria)
+
+
+def _read_criteria(words: list[str]) -> tuple[str, ...] | None:
+    """Read what stands behind Match; None when it has a criterion that is not decided here."""
+    criteria: list[str] = []
+    while words:
+        word = words.pop(0).lower()
+        if word in {"canonical", "final"}:
+            criteria.append(word)
+        elif word.removeprefix("!") in _CRITERIA and words:
+            criteria += [word, words.pop(0)]
+        elif word != "all":
+            return None
+    return tuple(criteria)
+
+
+def _find_included(path: Path, value: str) -> Iterator[Path]:
+    for pattern in _split(path, "Include", value):
+        below = Path.home() / ".ssh" / _in_home(pattern)  # an absolute path stays itself
+        yield from (Path(found) for found in sorted(glob.glob(str(below))))
+
+
+def _split(where: Path | str, key: str, value: str) -> list[str]:
+    if not _NEEDS_SHLEX.search(value):  # which takes its time
+        return value.split()
+    try:
+        return shlex.split(value)
+    except ValueError as exc:
+        raise SpecError(f"{where}: cannot read {key} {value!r}: {exc}") from exc
+
+
+def _read_port(name: str, text: str) -> int:
+    if text and not (text.isascii() and text.isdecimal()):
+        raise SpecError(f"the SSH configuration of {name} says Port {text!r}, which is no number")
+    return int(text) if text else DEFAULT_PORT
+
+
+def _local_user(name: str) -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError) as exc:
+        raise SpecError(f"no user is given for {name}, and this process has no name of its own: name one") from exc
+
+
+def _read_jump(target: SshTarget, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The first of ProxyJump and ProxyCommand holds, as with ssh; only the former is supported."""
+    if target.proxy_jump is not None:
+        return split_hops(target.proxy_jump)
+    for key, value in options.items():
+        if key == "proxyjump":
+            return split_hops(value)
+        if key == "proxycommand":
+            if value is None:  # "none"
+                return ()
+            raise SpecError(f"the SSH configuration of {target.name} has a ProxyCommand: write it as ProxyJump")
+    return ()
+
+
+def _find_known_hosts(options: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The user's files and those of the machine; files that keep nothing (none, /dev/null) count as not given."""
+    folder = Path.home() / ".ssh"
+    system = Path("C:/ProgramData/ssh") if sys.platform == "win32" else Path("/etc/ssh")
+    return (
+        *(_read_paths(options.get("userknownhostsfile")) or (folder / "known_hosts", folder / "known_hosts2")),
+        *(
+            _read_paths(options.get("globalknownhostsfile"))
+            or (system / "ssh_known_hosts", system / "ssh_known_hosts2")
+        ),
+    )
+
+
+def _read_paths(value: str | None) -> tuple[Path, ...]:
+    words = _split("ssh_config", "UserKnownHostsFile", value.replace("%d", str(Path.home()))) if value else []
+    return tuple(_in_home(word) for word in words if word.lower() not in {"none", "/dev/null"})
+
+
+def _in_home(path: str) -> Path:
+    """Replace ``~``; that of an unknown user stays."""
+    return Path(os.path.expanduser(path))
+
+
+def _check_host(what: str, value: str) -> None:
+    if not _HOST_NAME.fullmatch(value) or value.startswith("-"):
+        raise SpecError(f"{what} {value!r}: {_find_fault(value, '._:-')}")
+
+
+def _check_user(host: str, value: str) -> None:
+    if not _USER_NAME.fullmatch(value) or value.startswith("-"):
+        raise SpecError(f"user {value!r} of {host}: {_find_fault(value, '._@+-')}")
+
+
+def _find_fault(value: str, allowed: str) -> str:
+    if not value:
+        return "is empty: give one"
+    if value.startswith("-"):
+        return "starts with '-', as an option does"
+    wrong = next(char for char in value if not (char.isascii() and char.isalnum()) and char not in allowed)
+    if wrong.isalpha():
+        return f"{wrong!a} is not an ASCII letter: give the name as DNS has it (xn--...)"
+    return f"{wrong!r} cannot stand there: letters, digits and {' '.join(allowed)} can"
+
+
+def _check_port(host: str, port: int) -> None:
+    if not 1 <= port <= 65535:
+        raise SpecError(f"port {port} of {host} is not between 1 and 65535")
+
+
+def _check_path(host: str, path: str) -> None:
+    if not path.strip() or not path.isprintable():
+        raise SpecError(f"identity file {path!r} of {host} is not the name of a file")

@@ -1,0 +1,105 @@
+"""What can be told of a private key file without its passphrase: its kind, its public half, whether it is encrypted."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import TransportError
+
+__all__ = ["KeyFile"]
+
+_MAGIC = b"openssh-key-v1\0"
+_PEM_TYPES = {"RSA": "ssh-rsa", "EC": "ecdsa"}
+_SIZE_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """A file that ``IdentityFile`` names: a private key, or a public one whose private half is in ssh-agent."""
+
+    path: Path
+    key_type: str
+    public_blob: bytes | None
+    is_encrypted: bool = False
+    is_public: bool = False
+    stamp: tuple[int, int] = (0, 0)  # another one: the file is another key
+
+    @classmethod
+    def read(cls, path: Path) -> KeyFile:
+        """Read what is not secret. Raises: TransportError when there is no such file, or it holds no key of ssh."""
+        try:
+            state = path.stat()
+            data = path.read_bytes() if state.st_size <= _SIZE_LIMIT else b""
+        except FileNotFoundError as exc:
+            raise TransportError(f"the key file {path} does not exist") from exc
+        except OSError as exc:
+            raise TransportError(f"the key file {path} cannot be read: {exc.strerror or exc}") from exc
+        text = data.decode("ascii", errors="replace").strip()
+        try:
+            return cls._parse(path, text, (state.st_mtime_ns, state.st_size))
+        except (ValueError, IndexError, struct.error, binascii.Error) as exc:
+            raise TransportError(f"the key file {path} holds no key of ssh: {_advise(path, text)}") from exc
+
+    @classmethod
+    def _parse(cls, path: Path, text: str, stamp: tuple[int, int]) -> KeyFile:
+        first, *rest = text.splitlines()
+        if first == "-----BEGIN OPENSSH PRIVATE KEY-----":
+            cipher, blob = _parse_openssh(base64.b64decode("".join(rest[:-1]), validate=True))
+            return cls(path, _type_of(blob), blob, is_encrypted=cipher != b"none", stamp=stamp)
+        for name, key_type in _PEM_TYPES.items():
+            if first == f"-----BEGIN {name} PRIVATE KEY-----":
+                is_encrypted = any("ENCRYPTED" in line for line in rest[:2])
+                return cls(path, key_type, _read_public_beside(path), is_encrypted=is_encrypted, stamp=stamp)
+        blob = _parse_public(first)
+        return cls(path, _type_of(blob), blob, is_public=True, stamp=stamp)
+
+
+def _parse_openssh(data: bytes) -> tuple[bytes, bytes]:
+    """The cipher and the public key of OpenSSH's own format (PROTOCOL.key): both stand outside of what is encrypted."""
+    if not data.startswith(_MAGIC):
+        raise ValueError("no OpenSSH key")
+    at = len(_MAGIC)
+    cipher, at = _take(data, at)
+    _, at = _take(data, at)  # the name of the key derivation
+    _, at = _take(data, at)  # its options
+    blob, _ = _take(data, at + 4)  # after the number of keys
+    return cipher, blob
+
+
+def _take(data: bytes, at: int) -> tuple[bytes, int]:
+    (length,) = struct.unpack_from(">I", data, at)
+    at += 4
+    if len(data) < at + length:
+        raise ValueError("cut short")
+    return data[at : at + length], at + length
+
+
+def _parse_public(line: str) -> bytes:
+    key_type, encoded = line.split()[:2]
+    blob = base64.b64decode(encoded, validate=True)
+    if _type_of(blob) != key_type:
+        raise ValueError("no public key")
+    return blob
+
+
+def _type_of(blob: bytes) -> str:
+    return _take(blob, 0)[0].decode("ascii")
+
+
+def _read_public_beside(path: Path) -> bytes | None:
+    try:
+        return _parse_public(path.with_name(f"{path.name}.pub").read_text(encoding="ascii", errors="replace"))
+    except (OSError, ValueError, struct.error):
+        return None
+
+
+def _advise(path: Path, text: str) -> str:
+    if text.startswith("PuTTY-User-Key-File"):
+        return "it is PuTTY's: export it in the form of OpenSSH with puttygen"
+    if "PRIVATE KEY-----" in text:
+        return f"'ssh-keygen -p -f {path}' writes it in the form of OpenSSH"
+    return "name the file that ssh-keygen made"

@@ -1,0 +1,80 @@
+"""The TCP connection under SSH, and how many of them are being made to one sshd at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from ..errors import TransportError
+from .ssh_config import HostSettings
+
+__all__ = ["dial", "one_of_few"]
+
+_TCP_LIMIT_S = 5.0
+_TCP_SILENCE_S = 15.0
+_CONNECTS_AT_A_TIME = 8  # sshd's MaxStartups begins to drop at 10
+
+
+def dial(settings: HostSettings, *, deadline: float) -> socket.socket:
+    """Connect; an address that does not answer is tried again until the deadline. Raises: TransportError."""
+    began = time.monotonic()
+    try:
+        addresses = socket.getaddrinfo(settings.hostname, settings.port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as exc:
+        raise TransportError(
+            f"{settings.where}: the name {settings.hostname} does not resolve: check it, or give its address "
+            "(HostName in ~/.ssh/config)"
+        ) from exc
+    while True:
+        for family, kind, protocol, _, address in addresses:
+            sock = socket.socket(family, kind, protocol)
+            try:
+                _tune(sock)
+                sock.settimeout(max(0.1, min(_TCP_LIMIT_S, deadline - time.monotonic())))
+                sock.connect(address)
+                return sock
+            except OSError as exc:
+                sock.close()
+                error = exc
+            except BaseException:
+                sock.close()
+                raise
+        if not isinstance(error, TimeoutError) or time.monotonic() >= deadline:
+            reason = _describe(error, settings.port, waited_s=time.monotonic() - began)
+            raise TransportError(f"{settings.where}: {reason}") from error
+
+
+@contextlib.contextmanager
+def one_of_few(settings: HostSettings, *, through: HostSettings | None) -> Iterator[None]:
+    """Let no more of this process at one sshd's door than it takes; wait for a place."""
+    reached = (through.hostname, through.port) if through else None
+    with _PLACES_LOCK:
+        places = _PLACES.setdefault(
+            (reached, settings.hostname, settings.port), threading.BoundedSemaphore(_CONNECTS_AT_A_TIME)
+        )
+    with places:
+        yield
+
+
+# The one thing that all connections of a process share: sshd counts them together.
+_PLACES: dict[tuple[tuple[str, int] | None, str, int], threading.BoundedSemaphore] = {}
+_PLACES_LOCK = threading.Lock()
+
+
+def _tune(sock: socket.socket) -> None:
+    """Send at once, and notice a peer that acknowledges nothing. Not SO_KEEPALIVE: with it that goes unnoticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_TCP_SILENCE_S * 1000))
+
+
+def _describe(error: OSError, port: int, *, waited_s: float) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return f"connection refused: nothing listens on port {port}: is sshd running, and on this port?"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {waited_s:.0f} s: is the host up, or does a firewall drop port {port}?"
+    return f"cannot be reached: {error.strerror or error}: check the address and the network"

@@ -1,0 +1,108 @@
+"""What may stand for a value on the line of a magic: hosts, nodes, sessions, files. No connection is opened for it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from ..deploy.known import session_names
+from ..errors import DetrainError
+from ..session.session import Session
+from ..transport.ssh_config import list_hosts
+
+_LIMIT_S = 0.05  # a key was pressed
+_TO_ESCAPE = re.compile(r"([^\w@%+=:,./~-])")
+_ESCAPED = re.compile(r"\\(.)")
+_NODES_FILES = (".toml", ".json")
+
+
+class Candidates:
+    """``of`` gives what a word that was begun may become; ``session`` is the notebook's, if it holds one."""
+
+    def __init__(self, session: Callable[[], Session | None]) -> None:
+        self._session = session
+        self._reading: threading.Thread | None = None
+        self._by_kind: dict[str, Callable[[str], list[str]]] = {
+            "NODES": lambda word: self._in_time(_hosts_and_files, word),
+            "NAMES": self._nodes,
+            "RANKS": self._nodes,
+            "SESSION": lambda word: self._in_time(_sessions, word),
+            "FILE": lambda word: self._in_time(_files, word),
+        }
+
+    def of(self, kind: str | None, word: str) -> list[str] | None:
+        """Whole words that begin with ``word``; None where nothing is known of the kind."""
+        find = self._by_kind.get(kind or "")
+        return sorted(find(word)) if find else None
+
+    def _nodes(self, word: str) -> list[str]:
+        session = self._session()
+        return _in_list(word, session.plan.hosts) if session else []
+
+    def _in_time(self, read: Callable[[str], Iterable[str]], word: str) -> list[str]:
+        """What ``read`` finds; nothing while a disk, or what an Include names, keeps us waiting."""
+        if self._reading is not None and self._reading.is_alive():
+            return []
+        found: list[str] = []
+
+        def run() -> None:
+            with contextlib.suppress(OSError, ValueError, DetrainError):
+                found.extend(read(word))
+
+        self._reading = threading.Thread(target=run, name="detrain_nb completion", daemon=True)
+        self._reading.start()
+        self._reading.join(_LIMIT_S)
+        return [] if self._reading.is_alive() else found
+
+
+def similar_nodes(nodes: str) -> str:
+    """A question about hosts that nobody knows: hosts of ~/.ssh/config, and nodes files, with nearly such a name."""
+    with contextlib.suppress(OSError, DetrainError):
+        known = list_hosts(Path.home() / ".ssh" / "config")
+        there = [*known, *_files("", suffixes=_NODES_FILES)]
+        hosts = [part.strip().rpartition("@")[2].partition(":")[0] for part in nodes.split(",")]
+        unknown = [host for host in hosts if host not in known]
+        near = [found for host in unknown for found in difflib.get_close_matches(host, there, n=1, cutoff=0.7)]
+        return f"did you mean {', '.join(near)}?" if near else ""
+    return ""
+
+
+def _in_list(word: str, names: Iterable[str], *, prefix: str = "") -> list[str]:
+    """Names for the last place of a list with commas, of those that do not stand in it."""
+    before, comma, last = word.rpartition(",")
+    given = {part.rpartition("@")[2] for part in before.split(",")}
+    start = last.removeprefix(prefix)
+    return [f"{before}{comma}{prefix}{name}" for name in names if name.startswith(start) and name not in given]
+
+
+def _hosts_and_files(word: str) -> list[str]:
+    """Hosts of ~/.ssh/config, with or without a user; nodes files, unless a list of hosts was begun."""
+    user, at, _ = word.rpartition(",")[2].rpartition("@")
+    found: list[str] = []
+    if not any(slash in word for slash in {"/", os.sep}):
+        with contextlib.suppress(OSError, DetrainError):  # there are still files
+            found = _in_list(word, list_hosts(Path.home() / ".ssh" / "config"), prefix=f"{user}{at}")
+    return found if at or "," in word else [*found, *_files(word, suffixes=_NODES_FILES)]
+
+
+def _files(word: str, *, suffixes: tuple[str, ...] = ("",)) -> list[str]:
+    """Folders, and files with one of ``suffixes``."""
+    typed = _ESCAPED.sub(r"\1", word)
+    folder, start = os.path.split(typed)
+    before = typed[: len(typed) - len(start)]
+    found = []
+    with os.scandir(os.path.expanduser(folder) or ".") as entries:
+        for entry in entries:
+            is_shown = entry.name.startswith(start) and (start or not entry.name.startswith("."))
+            if is_shown and (entry.name.lower().endswith(suffixes) or entry.is_dir()):
+                found.append(_TO_ESCAPE.sub(r"\\\1", before + entry.name + ("/" if entry.is_dir() else "")))
+    return found
+
+
+def _sessions(word: str) -> list[str]:
+    return [name for name in session_names() if name.startswith(word)]

@@ -1,0 +1,249 @@
+"""``%distributed COMMAND``: one method for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.display import display
+
+from ..deploy.known import known_sessions
+from ..errors import RankError, format_ranks, short_ranks
+from ..session.cells import CellRun
+from ..session.session import Session
+from . import options
+from .holder import SessionHolder, StartOptions
+from .host_commands import HostCommands
+from .options import HelpShown
+from .render import LiveCell, RenderOptions
+from .screen import Screen, screen_for
+from .transcript import Text
+
+_EVERYTHING = RenderOptions(max_lines=0, max_chars=0)
+_AS_IT_CAME = replace(_EVERYTHING, merge="all", is_kept=False)
+
+
+class SessionCommands:
+    """The commands of one notebook."""
+
+    def __init__(self, ipython: Any, holder: SessionHolder) -> None:
+        self._ipython = ipython
+        self._holder = holder
+        self._hosts = HostCommands(ipython, holder)
+
+    def run(self, line: str) -> None:
+        """Raises: HelpShown, UsageError, and what the command does."""
+        parser = options.session_parser()
+        args = parser.parse_line(line)
+        if args.command is None:
+            raise HelpShown(parser.format_help())
+        owner, name = (self._hosts, args.command) if hasattr(self._hosts, args.command) else (self, f"_{args.command}")
+        getattr(owner, name)(args)
+
+    # ---- its life
+
+    def _start(self, args: Any) -> None:
+        session = self._holder.session
+        if session is not None and session.is_alive:
+            raise UsageError(
+                f"%distributed start: {session.world_size} ranks run already; "
+                "to start them anew, %distributed restart (their variables are lost)"
+            )
+        wanted = {name: value for name, value in vars(args).items() if name in StartOptions.__dataclass_fields__}
+        print(self._holder.start(StartOptions(**{**wanted, "env": tuple(args.env)})))
+
+    def _stop(self, args: Any) -> None:
+        self._holder.end(args.name)
+
+    def _restart(self, args: Any) -> None:
+        if args.ranks is None:
+            print(self._holder.restart(args.count, env=args.env))
+            return
+        if args.env:
+            raise UsageError("%distributed restart: --env is for all ranks: leave out -r")
+        session = self._holder.running()
+        chosen = session.choose(args.ranks)
+        session.restart_ranks(chosen)
+        print(_fresh(chosen, session))
+
+    def _shrink(self, args: Any) -> None:
+        number = self._holder.running().shrink()
+        moved = ", ".join(f"{old} is now {new}" for old, new in number.items() if old != new)
+        left = "one rank is left and keeps its" if len(number) == 1 else f"{len(number)} ranks are left and keep their"
+        print(f"{left} variables{f'; rank {moved}' if moved else ''}")
+
+    def _list(self, args: Any) -> None:
+        own = self._holder.session.name if self._holder.session else None
+        lines = [
+            f"{name}  {known}{'  (this notebook)' if name == own else ''}" for name, known in known_sessions().items()
+        ]
+        print("\n".join(lines) or "no session runs on this machine, or was started from it")
+
+    def _attach(self, args: Any) -> None:
+        session = self._holder.attach(args.name, nodes=args.nodes, steal=args.steal)
+        self._say(f"{session}\n")
+        running = session.running_cells
+        for cell in sorted({*session.missed, *running}):
+            self._show_missed(session, cell)
+        if news := session.pop_news():
+            self._say(f"{news}\n", "stderr")
+        session.confirm_missed()
+        for cell, ranks in session.running_cells.items():
+            self._say(f"cell {cell} still runs on {format_ranks(ranks)}: what it prints appears here\n")
+        if session.failure:
+            raise session.failure
+
+    def _show_missed(self, session: Session, cell: int) -> None:
+        """All that is known of a cell, in the order in which it came; what a running one prints later comes below."""
+        screen = screen_for(self._ipython)
+        is_there = cell in session.log.cells() or cell in session.running_cells
+        screen.show(Text("stdout", f"cell {cell}:\n" if is_there else f"cell {cell} has ended\n"))
+        live = LiveCell(screen, tuple(range(session.world_size)), cell, _AS_IT_CAME, nodes=session.node_names)
+        shown: set[int] = set()  # the ranks whose errors stand there
+
+        def show_end(run: CellRun) -> None:
+            live.end(run.bundles())
+            _show_errors(run, screen, world_size=session.world_size, except_of=shown)
+            if has_left:
+                screen.show(Text("stdout", f"cell {cell} has ended\n"))
+
+        has_left = False
+        run = session.follow(cell, live, on_end=show_end)
+        if run.is_over:
+            show_end(run)
+        else:
+            _show_errors(run, screen, world_size=session.world_size, except_of=shown)
+        live.leave()
+        has_left = True
+
+    def _say(self, text: str, stream: str = "stdout") -> None:
+        """In order with what screens show, as a print would not be."""
+        screen = screen_for(self._ipython)
+        screen.show(Text(stream, text))
+        screen.close()
+
+    def _detach(self, args: Any) -> None:
+        session = self._holder.running()
+        self._holder.detach()
+        print(f"detached: the ranks go on; %distributed attach {session.name} comes back to them")
+
+    # ---- where it is, and what to do about it
+
+    def _status(self, args: Any) -> None:
+        display(self._holder.running().status())
+
+    def _where(self, args: Any) -> None:
+        display(self._holder.running().where())
+
+    def _interrupt(self, args: Any) -> None:
+        session = self._holder.running()
+        if args.kill is None and args.ranks is not None:
+            session.interrupt(ranks=args.ranks)
+            return
+        if args.kill is None:
+            print("\n".join(f"cell {cell}: {story}" for cell, story in session.stop_cells().items()) or "no cell runs")
+            return
+        chosen = session.choose(args.kill)
+        session.interrupt(ranks=chosen, kill=True)
+        session.wait_until_fresh(chosen)
+        print(_fresh(chosen, session))
+
+    def _replay(self, args: Any) -> None:
+        session = self._holder.running()
+        everyone = tuple(range(session.world_size))
+
+        screen = screen_for(self._ipython)
+        drawn = replace(_AS_IT_CAME, redraws=self._holder.settings.output == "live")
+        shown: list[LiveCell] = []
+
+        def observer(cell: int) -> LiveCell:
+            for before in shown[-1:]:
+                before.end({})
+            shown.append(LiveCell(screen, everyone, cell, drawn, nodes=session.node_names))
+            return shown[-1]
+
+        cells = None if args.cells is None else _parse_cells(args.cells)
+        try:
+            replayed = session.replay(args.ranks, cells=cells, observer=observer)
+        finally:
+            for last in shown[-1:]:
+                last.end({})
+            screen.close()
+        self._say(f"cells run again: {short_ranks(replayed)}\n" if replayed else "no cell was run again\n")
+        for cell, error in replayed.items():
+            if error is not None:
+                self._say(f"cell {cell} failed: {error}\n", "stderr")
+        if cells is None and (left_out := session.collective_cells):
+            self._say(f"left out, they need other ranks: {short_ranks(left_out)} (--cells runs what it names)\n")
+
+    def _config(self, args: Any) -> None:
+        holder = self._holder
+        if args.assignment is None:
+            print(holder.settings)
+            return
+        holder.settings = holder.settings.changed(args.assignment)
+        if holder.session is not None:
+            holder.session.hang_s = holder.settings.hang
+
+    def _log(self, args: Any) -> None:
+        session = self._holder.running()
+        cells = sorted({*session.log.cells(), *(session.running_cells if args.follow else ())})
+        wanted = args.cell if args.cell >= 0 else (cells[args.cell] if -args.cell <= len(cells) else 0)
+        if wanted not in cells:
+            known = ", ".join(map(str, cells)) or "none so far"
+            raise UsageError(f"%distributed log: cell {args.cell} printed nothing; cells that did: {known}")
+        everyone = range(session.world_size)
+        chosen = session.choose(args.ranks)
+        screen = screen_for(self._ipython)
+        drawn = replace(_EVERYTHING, merge=self._holder.settings.merge, is_live=args.follow)
+        live = LiveCell(screen, chosen, wanted, drawn, nodes=session.node_names)
+        try:
+            run = self._follow(session, wanted, live) if args.follow else session.show_again(wanted, live, ranks=chosen)
+        except KeyboardInterrupt:
+            session.unfollow(wanted, live)
+            live.finish({})
+            self._say(f"no longer followed, cell {wanted} goes on: %distributed interrupt stops it\n", "stderr")
+            return
+        live.finish({rank: bundle for rank, bundle in run.bundles().items() if rank in chosen})
+        _show_errors(run, screen, world_size=session.world_size, except_of=set(everyone) - set(chosen))
+        screen.close()
+
+    def _follow(self, session: Session, cell: int, live: LiveCell) -> CellRun:
+        run = session.follow(cell, live)
+        while run.running and not run.is_over:
+            run.wait(0.5)
+        return run
+
+
+def _show_errors(run: CellRun, screen: Screen, *, world_size: int, except_of: set[int]) -> None:
+    """Show what a cell raised, ``except_of`` some ranks; these become more."""
+    errors = {rank: error for rank, error in run.errors().items() if rank not in except_of}
+    if errors:
+        except_of.update(errors)
+        lines = RankError(errors, world_size=world_size)._render_traceback_()
+        screen.show(Text("stderr", "\n".join(lines) + "\n"))
+
+
+def _fresh(ranks: Sequence[int], session: Session) -> str:
+    """What to say of ranks that were replaced as the user wished."""
+    short = short_ranks(ranks)
+    others = ", the others kept their variables" if len(ranks) < session.world_size else ""
+    source = "  %broadcast NAME -r {short}  brings variables from rank 0" if others and 0 not in ranks else ""
+    lines = [
+        f"{format_ranks(ranks)} started anew{others}:",
+        f"  %distributed replay -r {short}  runs earlier cells there again",
+    ]
+    return "\n".join([*lines, *([source.format(short=short)] if source else [])])
+
+
+def _parse_cells(text: str) -> list[int]:
+    """``1-4,7`` -> the numbers. Raises: UsageError."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UsageError(f"%distributed replay: {part!r} is no choice of cells: give numbers like 1-4,7")
+        found += range(int(first), int(last or first) + 1)
+    return found

@@ -1,0 +1,293 @@
+"""The session of a notebook: started when it is needed, attached to again after a restart of the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import getpass
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+
+from ..deploy.known import StartedWith, known_sessions
+from ..errors import LaunchError, SessionError, TransportError
+from ..plan import DEVICES
+from ..session.session import LINGER_S, Session, end_session
+from .candidates import similar_nodes
+from .notebook import session_name
+from .options import Settings
+
+if TYPE_CHECKING:
+    from ..spec.node import Node
+
+STOP_GAP_S = 0.2  # a front end that restarts a kernel interrupts it, and says so 1 ms later; 180 on busy processors
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """What ``%distributed start`` was asked, kept for ``restart``."""
+
+    count: int | None = None
+    nodes: str | Sequence[Node] | None = None
+    device: str = "auto"
+    backend: str | None = None
+    name: str | None = None
+    no_init: bool = False
+    no_sync: bool = False
+    env: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # it may hold secrets
+    seed: int = 0
+    start: str = "fork"
+    linger: float | None = None
+    group_timeout: float | None = None
+    fresh: bool = False
+    env_names: tuple[str, ...] = ()  # set by an earlier kernel, to values that are written nowhere
+    is_known: bool = True  # else an earlier kernel's, of which there is no record
+
+    @classmethod
+    def of_earlier(
+        cls, name: str, nodes: Sequence[Node] | None, started: StartedWith | None, **otherwise: Any
+    ) -> StartOptions:
+        """What an earlier kernel was asked; where that is not known, the defaults and ``otherwise``."""
+        if started is None:
+            return cls(**{**otherwise, "name": name, "nodes": nodes or None, "is_known": False})
+        return cls(
+            started.ranks,
+            nodes or None,
+            started.device,
+            started.backend,
+            name,
+            no_init=not started.init,
+            no_sync=not started.sync,
+            seed=started.seed,
+            start=started.start,
+            linger=started.linger_s,
+            group_timeout=started.group_timeout_s,
+            env_names=started.env,
+        )
+
+    def again(self, *, count: int | None, env: Sequence[tuple[str, str]]) -> StartOptions:
+        """The same for another start: with ``count`` ranks, if given, and ``env`` added."""
+        nodes = self.nodes
+        if count and nodes and not isinstance(nodes, str):
+            nodes = [node.model_copy(update={"ranks": None}) for node in nodes]
+        added = tuple({**dict(self.env), **dict(env)}.items())
+        return replace(self, count=count or self.count, nodes=nodes, env=added, fresh=True)
+
+    @property
+    def not_kept(self) -> str:
+        """What the user has to say again, in a line; empty when nothing was lost with an earlier kernel."""
+        if not self.is_known:
+            return "how it was started is not known here: what was not said now is as by default"
+        missing = [name for name in self.env_names if name not in dict(self.env)]
+        if not missing:
+            return ""
+        again = " ".join(f"--env {name}=..." for name in missing)
+        return f"values of --env are not kept, {', '.join(missing)} not set: %distributed restart {again}"
+
+
+class SessionHolder:
+    """One per notebook. ``session`` is the one that it holds now, if any."""
+
+    def __init__(self, ipython: Any) -> None:
+        self.session: Session | None = None
+        self._stop_gap_s = STOP_GAP_S if getattr(ipython, "kernel", None) else 0.0
+        self.settings = Settings.from_env()
+        self.name = session_name(ipython.user_ns)  # of the notebook: its session's, unless told otherwise
+        self._started_with: StartOptions | None = None
+
+    def start(self, wanted: StartOptions) -> Session:
+        """Start the session of this notebook; with ``fresh``, end first what an earlier kernel has left of it."""
+        name = wanted.name or self.name
+        if wanted.fresh and name in known_sessions():
+            with contextlib.suppress(SessionError):  # one on nodes may have ended by itself
+                end_session(name, holder=self.name, ask_passphrase=ask_passphrase)
+        try:
+            session = Session.start(
+                wanted.count,
+                nodes=_read_nodes(wanted.nodes),
+                device=wanted.device,
+                backend=wanted.backend,
+                name=name,
+                init=not wanted.no_init,
+                sync=not wanted.no_sync,
+                env=dict(wanted.env),
+                seed=wanted.seed,
+                start=wanted.start,
+                linger_s=_linger_s() if wanted.linger is None else wanted.linger,
+                group_timeout_s=wanted.group_timeout,
+                ask_passphrase=ask_passphrase,
+                holder=self.name,
+            )
+        except (LaunchError, TransportError) as exc:
+            is_typo = isinstance(wanted.nodes, str) and "does not resolve" in str(exc)
+            if is_typo and (question := similar_nodes(str(wanted.nodes))):
+                raise type(exc)(f"{exc}\n{question}") from exc
+            raise
+        self._started_with = replace(wanted, is_known=True)
+        return self._hold(session)
+
+    def restart(self, count: int | None, *, env: Sequence[tuple[str, str]] = ()) -> Session:
+        """End the session and start another with the options of the last, also one that an earlier kernel has left.
+
+        ``env`` is added to what the ranks had. What of that is not known any more is said.
+        """
+        if self.session is not None:
+            self.end()
+        before = self._started_with
+        if before is None and (left := known_sessions().get(self.name)):
+            before = StartOptions.of_earlier(self.name, left.nodes, left.started)
+        wanted = (before or StartOptions()).again(count=count, env=env)
+        if wanted.not_kept:
+            print(wanted.not_kept)
+        return self.start(wanted)
+
+    def attach(self, name: str | None, *, nodes: str | None, steal: bool) -> Session:
+        """Hold a session that runs already: this notebook's, or the only one there is."""
+        if self.session is not None and self.session.is_alive:
+            raise UsageError(f"%distributed attach: this notebook holds session {self.session.name!r} already")
+        there = known_sessions()
+        if name is None:
+            name = self._left_behind or (next(iter(there)) if len(there) == 1 else self.name)
+        elif name not in there and nodes is None:
+            raise _unknown_session(name, there)
+        started = there[name].started if name in there else None
+        session = Session.attach(
+            name,
+            nodes=_read_nodes(nodes),
+            steal=steal,
+            sync=started is None or started.sync,
+            ask_passphrase=ask_passphrase,
+            holder=self.name,
+        )
+        self._started_with = StartOptions.of_earlier(
+            name,
+            session.nodes,
+            started,
+            count=session.world_size if session.nodes is None else None,
+            device=session.plan.device if session.plan.device in DEVICES else "auto",
+            backend=session.plan.backend,
+            no_init=not session.wants_group,
+        )
+        return self._hold(session)
+
+    def _hold(self, session: Session) -> Session:
+        """Hold ``session`` from now on, instead of one that was taken over, or lost."""
+        if self.session is not None:
+            self.session.detach()  # it has ended, or is this very session under an earlier connection
+        session.hang_s, session.stop_gap_s = self.settings.hang, self._stop_gap_s
+        self.session = session
+        return session
+
+    def detach(self) -> None:
+        """Leave the session to a later notebook."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.detach()
+
+    def leave_to_restart(self) -> None:
+        """Leave the session to the next kernel: a front end drops what comes while it restarts this one."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.detach(is_seen=False)
+
+    def end(self, name: str | None = None) -> None:
+        """End the session, where one runs; with ``name``, one that this notebook does not hold."""
+        if name is not None and (self.session is None or self.session.name != name):
+            if name not in (there := known_sessions()):
+                raise _unknown_session(name, there)
+            end_session(name, holder=self.name, ask_passphrase=ask_passphrase)
+            return
+        session, self.session = self.session, None
+        if session is not None:
+            session.stop()
+            if session.not_ended:
+                nodes = ", ".join(session.not_ended)
+                print(f"{nodes} could not be told: the ranks there end by themselves when nobody comes for some time")
+        elif name is None and self.name in known_sessions():
+            end_session(self.name, holder=self.name, ask_passphrase=ask_passphrase)
+
+    def end_own(self) -> None:
+        """End the session that this notebook holds, and no other."""
+        if self.session is not None:
+            self.end()
+
+    def running(self) -> Session:
+        """The session. Raises: UsageError where there is none."""
+        if self.session is None:
+            left = f"; {self.what_is_there}" if self.what_is_there else ""
+            raise UsageError(f"no session runs: start one with %%distributed or %distributed start{left}")
+        return self.session
+
+    def for_cell(self, count: int | None) -> Session:
+        """The session, started if there is none. Raises: SessionError, UsageError for another number of ranks."""
+        if self.session is None:
+            return self.start(StartOptions(count=count))
+        if not self.session.is_alive:
+            raise self.session.failure or SessionError(
+                f"session {self.session.name!r} has ended: start another with %distributed restart"
+            )
+        before = self._started_with.count if self._started_with else None  # on nodes it is how many on each
+        asked_for = (None, self.session.world_size, before)
+        if count not in asked_for:
+            raise UsageError(
+                f"%%distributed: {self.session.world_size} ranks run; "
+                f"to have {count}, %distributed restart -n {count} (their variables are lost)"
+            )
+        return self.session
+
+    @property
+    def what_is_there(self) -> str:
+        """A line about this notebook's session that an earlier kernel has left; empty when there is none."""
+        name = self._left_behind
+        if self.session is not None or not name:
+            return ""
+        is_named = name != self.name
+        return (
+            f"session {name} of this notebook is there ({known_sessions().get(name, 'ended')}): "
+            f"%distributed attach{f' {name}' if is_named else ''} shows what was missed and goes on, "
+            + (f"%distributed stop {name} ends it" if is_named else "%distributed restart starts anew")
+        )
+
+    @property
+    def _left_behind(self) -> str:
+        """The session that an earlier kernel of this notebook has left: of the usual name, or of one it was given."""
+        there = known_sessions()
+        own = [self.name] if self.name in there else [name for name in there if there[name].holder == self.name]
+        return own[0] if own else ""
+
+
+def _read_nodes(nodes: str | Sequence[Node] | None) -> Sequence[Node] | None:
+    """The nodes that a user means; what they run before Python is shown. Raises: SpecError."""
+    if isinstance(nodes, str):
+        from ..spec.nodes_file import parse_nodes
+
+        nodes = parse_nodes(nodes)
+    for node in nodes or ():
+        for line in node.setup:
+            print(f"{node.name} runs before Python: {line}")
+    return nodes
+
+
+def _unknown_session(name: str, there: Iterable[str]) -> SessionError:
+    """No session of that name is known; those that are, the likely ones first."""
+    known = list(there)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    advice = f"did you mean {near[0]}?" if near else f"those that are known here: {', '.join(known) or 'none'}"
+    return SessionError(f"no session {name!r} runs on this machine, or was started from it; {advice}")
+
+
+def ask_passphrase(path: str) -> str | None:
+    """Hidden, as IPython asks for it in a notebook and a terminal."""
+    return getpass.getpass(f"passphrase of {path}: ") or None
+
+
+def _linger_s() -> float:
+    """DETRAIN_NB_LINGER, in seconds, else the usual."""
+    text = os.environ.get("DETRAIN_NB_LINGER", "")
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        return LINGER_S

@@ -1,0 +1,102 @@
+"""``%distributed put``, ``get``, ``data`` and ``doctor``: files on the hosts of a session, and what ails hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.display import display
+
+from .holder import SessionHolder, ask_passphrase
+from .progress import CopyProgress, format_size
+from .screen import screen_for
+
+if TYPE_CHECKING:
+    from ..deploy.files import Copied
+
+_PATIENCE_S = 0.5
+
+
+class HostCommands:
+    """The commands of one notebook that are about hosts and their files."""
+
+    def __init__(self, ipython: Any, holder: SessionHolder) -> None:
+        self._ipython = ipython
+        self._holder = holder
+
+    def put(self, args: Any) -> None:
+        """Copy files and folders of this machine to the nodes."""
+        session = self._holder.running()
+        with self._progress("put") as bar:
+            copied = session.put(args.paths, args.to, nodes=args.nodes, on_progress=bar)
+        _say_copied(copied)
+
+    def get(self, args: Any) -> None:
+        """Copy files and folders of the nodes to this machine."""
+        session = self._holder.running()
+        with self._progress("get") as bar:
+            copied = session.get(args.paths, args.to or ".", nodes=args.nodes, on_progress=bar)
+        _say_copied(copied)
+
+    def data(self, args: Any) -> None:
+        """Say whether the same files are on every node."""
+        display(self._holder.running().check_data(args.path))
+
+    def doctor(self, args: Any) -> None:
+        """Examine hosts: those of the session, or any."""
+        from ..doctor import examine, fix
+        from ..spec.nodes_file import write_nodes
+
+        nodes = args.nodes or (self._holder.session.nodes if self._holder.session else None)
+        if nodes is None:
+            raise UsageError("%distributed doctor: no session on other machines runs: name hosts with --nodes")
+        if args.save and not str(args.nodes).endswith((".toml", ".json")):
+            raise UsageError("%distributed doctor: --save writes into the nodes file: give one with --nodes")
+        wants_bandwidth = args.bandwidth or args.save
+        with self._lines() as note:
+            report = examine(nodes, bandwidth=wants_bandwidth, on_progress=note, ask_passphrase=ask_passphrase)
+        display(report)
+        if args.fix:
+            print(fix(report))
+        if args.save:
+            write_nodes(args.nodes, report.measured_nodes())
+            print(f"{args.nodes} has the bandwidth and latency that were measured")
+
+    @contextmanager
+    def _lines(self) -> Iterator[Callable[[str], None]]:
+        """A line that is drawn anew, and gone at the end; none where output is final, or while it takes no time."""
+        screen, started = screen_for(self._ipython), time.monotonic()
+        is_live = self._holder.settings.output == "live"
+        last = ""
+
+        def draw(text: str) -> None:
+            nonlocal last
+            if is_live and time.monotonic() - started >= _PATIENCE_S:
+                last = text
+                screen.set_transient(text)
+
+        try:
+            yield draw
+            if last:
+                screen.draw_now(last)
+        finally:
+            screen.set_transient("")
+            screen.close()
+
+    @contextmanager
+    def _progress(self, what: str) -> Iterator[CopyProgress]:
+        with self._lines() as draw:
+            yield CopyProgress(what, draw)
+
+
+def _say_copied(copied: dict[str, Copied]) -> None:
+    for name, done in copied.items():
+        files = "1 file" if done.files == 1 else f"{done.files:,} files"
+        print(f"{name or Path.cwd().name}: {files}, {format_size(done.size_bytes)}")
+        if done.num_skipped:
+            shown = ", ".join(done.skipped[:3])
+            print(f"  left out, neither file nor folder: {done.num_skipped:,} ({shown})")

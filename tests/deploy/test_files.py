@@ -1,0 +1,781 @@
+"""Files to nodes and back: over real SSH, with and without SFTP; nodes that lie, full disks, copies that end early."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detrain_nb.deploy import code, files
+from detrain_nb.deploy.files import Copied, Stop, get, on_every, put
+from detrain_nb.deploy.ssh_node import SshNode
+from detrain_nb.errors import DetrainError, SpecError, TransportError, WireError
+from detrain_nb.node.arrivals import TreeWriter
+from detrain_nb.node.talk import LINE_BYTES, Failed, FilesError, Talk
+from detrain_nb.node.trees import MOST_ENTRIES
+from detrain_nb.transport.local import LocalTransport
+
+from ..testbed.fixtures import MakeTestbed
+from ..testbed.nodes import ssh_nodes
+from ..testbed.testbed import Link, Testbed
+
+ODD_NAMES = ["plain.txt", "with space.txt", "Grüße 世界.txt", "-rf", "a'b\"c$(d);e", "...", ".hidden"]
+LARGE_BYTES = 50 << 20
+
+
+def make_tree(folder: Path, *, large_bytes: int = 0) -> Path:
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    for name in ODD_NAMES:
+        (folder / name).write_text(f"in {name}")
+        (folder / "deep" / "er" / name).write_bytes(os.urandom(1000))
+    (folder / "nothing").write_bytes(b"")
+    (folder / "run.sh").write_text("#!/bin/sh\n")
+    (folder / "run.sh").chmod(0o755)
+    if large_bytes:
+        (folder / "large.bin").write_bytes(os.urandom(large_bytes))
+        (folder / "large.bin").chmod(0o755)
+    return folder
+
+
+def describe(folder: Path) -> dict[str, bytes | None]:
+    """All that is in a folder: the contents of files with an x where they are executable, None for folders."""
+    found: dict[str, bytes | None] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            found[name] = b"something else"
+        else:
+            mark = b"x" if path.stat().st_mode & 0o100 else b"-"
+            found[name] = None if path.is_dir() else mark + path.read_bytes()
+    return found
+
+
+def wait_until_gone(*folders: Path) -> None:
+    """What is not whole goes when the program there has seen that the copy has ended."""
+    deadline = time.monotonic() + 10
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # a folder that goes while it is looked at
+            if not (left := [path for folder in folders for path in folder.rglob(".detrain_nb-*")]):
+                return
+            assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def home(testbed: Testbed, tmp_path: Path) -> Path:
+    """The work folder on the first host, of this test, as it is on the real file system."""
+    folder = testbed.path_home("h0") / tmp_path.name
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def node(testbed: Testbed, home: Path) -> Iterator[SshNode]:
+    (node,) = ssh_nodes(testbed, 1)
+    node._work_folder = f"{Path.home()}/{home.name}"
+    yield node
+    wait_until_gone(home)
+
+
+@pytest.fixture
+def over_sftp(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every large file that is copied, whether SFTP has brought it."""
+    found: list[bool] = []
+
+    class Watched(files.Lane):
+        def put(self, *args: Any) -> int | None:
+            number = super().put(*args)
+            found.append(number is not None)
+            return number
+
+        def get(self, *args: Any) -> bool:
+            found.append(super().get(*args))
+            return found[-1]
+
+    monkeypatch.setattr(files, "Lane", Watched)
+    return found
+
+
+def serve_sftp_by(testbed: Testbed, program: str) -> None:
+    """Have the first host's SFTP be another program."""
+    config = testbed.folder / "h0" / "sshd_config"
+    config.write_text(config.read_text().replace("Subsystem sftp internal-sftp", f"Subsystem sftp {program}"))
+    testbed.stop_sshd("h0")
+    testbed.start_sshd("h0")
+
+
+def no_checks_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our code on nodes without what foresees a full disk."""
+    with zipfile.ZipFile(io.BytesIO(code.own_code().data)) as archive:
+        sources = {name: archive.read(name) for name in archive.namelist()}
+    before, name = b"if size > free:", "detrain_nb/node/arrivals.py"
+    assert before in sources[name]
+    sources[name] = sources[name].replace(before, b"if False:")
+    careless = code._archive(sources)
+    monkeypatch.setattr(code, "own_code", lambda: careless)
+
+
+# ---- there and back
+
+
+@pytest.mark.parametrize("where", ["SSH", "this machine"])
+def test_tree_goes_there_and_back_as_it_is(where: str, testbed: Testbed, tmp_path: Path, over_sftp: list[bool]) -> None:
+    node = ssh_nodes(testbed, 1)[0] if where == "SSH" else LocalTransport()
+    target = f"/var/tmp/{tmp_path.name}-{os.getpid()}"
+    source = make_tree(tmp_path / "tree", large_bytes=LARGE_BYTES)
+    told: list[tuple[int, int, int]] = []
+    try:
+        sent = put(node, [source, source / "run.sh"], target, lambda *now: told.append(now))
+        size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+        count = 2 * len(ODD_NAMES) + 3
+        assert sent == Copied(count + 1, size + len("#!/bin/sh\n"))
+        assert told[0] == (0, 0, sent.size_bytes) and told[-1] == (sent.files, sent.size_bytes, sent.size_bytes)
+        assert told == sorted(told) and len(told) > 50
+        assert get(node, f"{target}/tree", tmp_path / "back") == Copied(count, size)
+        assert get(node, [f"{target}/run.sh", f"{target}/tree/empty"], tmp_path / "back").files == 1
+        assert over_sftp == [where == "SSH"] * 2
+    finally:
+        testbed.exec("h0", f"rm -r {target}")
+    assert describe(tmp_path / "back" / "tree") == describe(source)
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["empty", "run.sh", "tree"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sftp", "brought"),
+    [
+        ([], "/bin/false", [False, False]),
+        (["MaxSessions 1"], "internal-sftp", [False, False]),
+        (["MaxSessions 1"], "/bin/false", [False, False]),
+        (["MaxSessions 2"], "internal-sftp", None),
+    ],
+)
+def test_files_go_where_there_is_no_sftp_or_no_further_channel(
+    options: list[str],
+    sftp: str,
+    brought: list[bool] | None,
+    make_testbed: MakeTestbed,
+    tmp_path: Path,
+    over_sftp: list[bool],
+) -> None:
+    testbed = make_testbed(1, sshd_options=options)
+    serve_sftp_by(testbed, sftp)
+    (node,) = ssh_nodes(testbed, 1)
+    source = make_tree(tmp_path / "tree", large_bytes=3 << 20)
+    with contextlib.closing(node.start_agent("test")):  # which has the first channel
+        put(node, source)
+        get(node, "tree", tmp_path / "back")
+        node.leave()
+    assert describe(tmp_path / "back" / "tree") == describe(source)
+    assert brought is None or over_sftp == brought
+    log = (testbed.folder / "h0" / "sshd.log").read_text()
+    assert brought is None or log.count("Accepted publickey") == (3 if options else 1)
+
+
+def test_relative_paths_are_of_the_work_folder_or_the_home(node: SshNode, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    put(node, tmp_path / "a.txt", f"~/{home.name}/some/where")
+    put(node, str(tmp_path / "a.txt"), "else/where")
+    put(node, tmp_path / "a.txt")
+    assert sorted(name for name in describe(home) if name.endswith(".txt")) == [
+        "a.txt",
+        "else/where/a.txt",
+        "some/where/a.txt",
+    ]
+    get(node, f"~/{home.name}/some/where", tmp_path / "b")
+    get(node, ".", tmp_path / "c")
+    assert describe(tmp_path / "b") == {"where": None, "where/a.txt": b"-a"}
+    assert describe(tmp_path / "c" / node.name) == describe(home)
+    node._work_folder = ""  # it was not reached
+    get(node, [f"{home.name}/a.txt", f"{home.name}/else/."], tmp_path / "d")
+    assert describe(tmp_path / "d") == {"a.txt": b"-a", "else": None, "else/where": None, "else/where/a.txt": b"-a"}
+
+
+def test_file_on_this_machine_is_not_copied_onto_itself(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("a")
+    before = file.stat()
+    assert put(LocalTransport(), file, folder=str(tmp_path)).files == 0
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_links_and_devices_are_neither_followed_nor_written(node: SshNode, home: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    tree = tmp_path / "tree"
+    for base in (tree, home / "there"):
+        base.mkdir()
+        (base / "file").write_text("x")
+        (base / "to-file").symlink_to(secret)
+        (base / "to-folder").symlink_to("/etc")
+        os.mkfifo(base / "pipe")
+    sent = put(node, tree, "put")
+    assert (sent.files, sent.num_skipped, len(sent.skipped)) == (1, 3, 3)
+    assert describe(home / "put") == {"tree": None, "tree/file": b"-x"}
+    got = get(node, "there", tmp_path / "back")
+    assert (got.files, got.num_skipped) == (1, 3) and any(path.endswith("there/pipe") for path in got.skipped)
+    assert describe(tmp_path / "back") == {"there": None, "there/file": b"-x"}
+    with pytest.raises(SpecError, match="pipe is neither a file nor a folder"):
+        put(node, tree / "pipe")
+
+
+def test_what_stands_there_is_replaced_and_keeps_being_whole(node: SshNode, home: Path, tmp_path: Path) -> None:
+    (home / "file").write_text("old")
+    (home / "file").chmod(0o600)
+    (tmp_path / "file").write_text("new")
+    with open(home / "file") as reading:
+        put(node, tmp_path / "file")
+        assert reading.read() == "old"
+    assert (home / "file").read_text() == "new"
+
+
+def test_file_that_grows_is_sent_as_long_as_it_was(tmp_path: Path) -> None:
+    source = tmp_path / "log"
+    source.write_bytes(b"x" * 2_000_000)
+
+    def grow(*_: int) -> None:
+        with open(source, "ab") as log:
+            log.write(b"more")
+
+    assert put(LocalTransport(), source, str(tmp_path / "there"), grow).size_bytes == 2_000_000
+    assert (tmp_path / "there/log").read_bytes() == b"x" * 2_000_000
+
+
+def test_file_that_shrinks_is_an_error(tmp_path: Path) -> None:
+    source = tmp_path / "log"
+    source.write_bytes(b"x" * 2_000_000)
+    with pytest.raises(DetrainError, match=r"this machine: .*/log became shorter while it was copied"):
+        put(LocalTransport(), source, str(tmp_path / "there"), lambda *_: os.truncate(source, 1000))
+    assert not (tmp_path / "there").exists()
+
+
+def test_paths_that_cannot_be_are_told(node: SshNode, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for folder in (tmp_path, tmp_path / "a"):
+        (folder / "x").write_text("x")
+    with pytest.raises(SpecError, match="nowhere: No such file"):
+        put(node, tmp_path / "nowhere")
+    with pytest.raises(SpecError, match="they would have the same name"):
+        put(node, [tmp_path / "x", tmp_path / "a" / "x"])
+    with pytest.raises(SpecError, match="no path"):
+        get(node, [])
+    with pytest.raises(DetrainError, match=r"h0: /.*/nowhere: No such file") as caught:
+        get(node, "nowhere", tmp_path / "back")
+    assert str(caught.value).startswith(f"{node.name}: ")
+    assert not (tmp_path / "back").exists()
+    with pytest.raises(DetrainError, match=r"h0: /proc/version cannot be written|h0: /proc"):
+        put(node, tmp_path / "x", "/proc/version")
+
+
+# ---- links in the way
+
+
+def test_nothing_is_written_through_a_link_here(node: SshNode, home: Path, tmp_path: Path) -> None:
+    make_tree(home / "asked")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "asked").symlink_to(outside)
+    with pytest.raises(DetrainError, match=r"this machine: .*/back/asked is a link, and nothing is written through it"):
+        get(node, "asked", tmp_path / "back")
+    (tmp_path / "back" / "asked").unlink()
+    (tmp_path / "back" / "asked").mkdir()
+    (tmp_path / "back" / "asked" / "run.sh").symlink_to(outside / "planted")  # is replaced, not followed
+    get(node, "asked", tmp_path / "back")
+    assert list(outside.iterdir()) == []
+    assert describe(tmp_path / "back" / "asked") == describe(home / "asked")
+
+
+def test_nothing_is_written_through_a_link_there(node: SshNode, home: Path, tmp_path: Path) -> None:
+    make_tree(tmp_path / "tree")
+    outside = home / "outside"
+    outside.mkdir()
+    (home / "tree").symlink_to(outside)
+    with pytest.raises(DetrainError, match=r"h0: .*/tree is a link, and nothing is written through it"):
+        put(node, tmp_path / "tree")
+    assert list(outside.iterdir()) == []
+
+
+def test_file_where_a_folder_should_be_stays_and_is_told(node: SshNode, home: Path, tmp_path: Path) -> None:
+    make_tree(tmp_path / "tree")
+    (home / "tree").write_text("a file")
+    with pytest.raises(DetrainError, match=r"h0: .*/tree is there and is no folder"):
+        put(node, tmp_path / "tree")
+    (home / "tree").unlink()
+    (home / "tree" / "run.sh" / "in").mkdir(parents=True)
+    with pytest.raises(DetrainError, match=r"h0: .*/tree/run.sh cannot be written: Is a directory"):
+        put(node, tmp_path / "tree")
+    assert (home / "tree" / "run.sh" / "in").is_dir()
+
+
+# ---- a node that lies
+
+
+class FakeNode:
+    """A node with a program of the test's own."""
+
+    is_this_machine = False
+
+    def __init__(self, play: Callable[[Talk], object], open_files: Any = None) -> None:
+        self.name = "liar"
+        self._play = play
+        self._open_files = open_files
+
+    def work_folder(self, folder: str) -> str:
+        return "/work"
+
+    @contextlib.contextmanager
+    def run_files(self) -> Iterator[tuple[socket.socket, Any]]:
+        ours, theirs = socket.socketpair()
+        thread = threading.Thread(target=self._run, args=(theirs,))
+        thread.start()
+        try:
+            yield ours, self._open_files
+        finally:
+            ours.close()
+            thread.join(10)
+            assert not thread.is_alive()
+
+    def _run(self, sock: socket.socket) -> None:
+        with (
+            contextlib.suppress(Failed, OSError),  # the notebook has hung up
+            sock,
+            sock.makefile("rb") as reader,
+            sock.makefile("wb") as writer,
+        ):
+            talk = Talk(reader, writer)
+            talk.hear("get", "put", "check", "sync")
+            self._play(talk)
+            talk.flush()
+
+
+def saying(*lines: object) -> Callable[[Talk], object]:
+    """Say lines: a dict as JSON, bytes as they are."""
+
+    def play(talk: Talk) -> None:
+        for line in lines:
+            talk.send(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n")
+
+    return play
+
+
+def tree(files: object = 1, folders: object = 0, size: object = 1) -> dict[str, object]:
+    return {"type": "tree", "files": files, "folders": folders, "size": size}
+
+
+def file(name: object = "asked/x", size: object = 1, **more: object) -> dict[str, object]:
+    return {"type": "file", "name": name, "size": size, **more}
+
+
+def endless(first: object, line: object) -> Callable[[Talk], object]:
+    def play(talk: Talk) -> None:
+        saying(first)(talk)
+        while True:
+            saying(line)(talk)
+
+    return play
+
+
+END = {"type": "end", "skipped": [], "num_skipped": 0}
+OFFER = {"type": "offer", "path": "/x", "size": 1}
+LIES = {
+    "out of the folder": [tree(), file("../evil"), b"x", END],
+    "out of the folder, further down": [tree(), file("asked/../../evil"), b"x", END],
+    "absolute": [tree(), file("/tmp/evil"), b"x", END],
+    "double slash": [tree(), file("asked//evil"), b"x", END],
+    "no name": [tree(), file(""), b"x", END],
+    "a number as a name": [tree(), file(7), b"x", END],
+    "too long a name": [tree(), file("asked/" + "x" * 5000), b"x", END],
+    "a name with an end of line": [tree(), file("asked/a\nb"), b"x", END],
+    "a name with an escape": [tree(), file("asked/\x1b[2Jx"), b"x", END],
+    "a name with a null": [tree(), file("asked/a\0b"), b"x", END],
+    "a name that is no text": [tree(), file("asked/\ud800"), b"x", END],
+    "a name that turns text around": [tree(), file("asked/\u202egpj.exe"), b"x", END],
+    "not asked for": [tree(), file("sitecustomize.py"), b"x", END],
+    "a folder not asked for": [tree(0, 1), {"type": "folder", "name": ".ssh"}, END],
+    "a folder that is out of it": [tree(0, 1), {"type": "folder", "name": "asked/../.."}, END],
+    "a link": [tree(), {"type": "link", "name": "asked/x", "target": "/etc/passwd"}, END],
+    "a device": [tree(), {"type": "device", "name": "asked/x", "major": 1, "minor": 3}, END],
+    "a negative size": [tree(), file(size=-1), END],
+    "a size that is no number": [tree(), file(size="1"), b"x", END],
+    "a size that is true": [tree(), file(size=True), b"x", END],
+    "larger than announced": [tree(size=1), file(size=2), b"xx", END],
+    "larger together": [tree(2, size=3), file("asked/a", 2), b"xx", file("asked/b", 2), b"xx", END],
+    "more files than announced": [tree(1, size=2), file("asked/a"), b"x", file("asked/b"), b"x", END],
+    "more folders than announced": [tree(0, 0), {"type": "folder", "name": "asked"}, END],
+    "too many": [tree(MOST_ENTRIES, 1), END],
+    "a negative count": [tree(-1), END],
+    "bytes where a line should be": [tree(), file(size=1), b"xyz\n", END],
+    "no JSON": [b"hello\n"],
+    "no object": [b"[1]\n"],
+    "deep JSON": [b"[" * 100_000 + b"\n"],
+    "another answer": [{"type": "done"}],
+    "something that has not arrived": [tree(), file(staged=1), END],
+    "staged under a name": [tree(), file(staged="../../x"), END],
+    "an offer of too much": [tree(size=1), {**OFFER, "size": 2}, END],
+    "an offer of no path": [tree(size=1), {**OFFER, "path": 7}, END],
+    "an offer after an offer": [tree(size=1), OFFER, OFFER, END],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lie_of_a_node_is_told_and_writes_nothing(lie: str, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    with pytest.raises(WireError, match="liar: ") as caught:
+        get(FakeNode(saying(*LIES[lie])), "asked", tmp_path / "here" / "back")
+    assert str(caught.value).isprintable()
+    assert not [
+        path for path in (tmp_path / "here").rglob("*") if path.is_file() and path.read_bytes() not in (b"x", b"xx")
+    ]
+    assert not {"evil", "sitecustomize.py", ".ssh"} & {path.name for path in tmp_path.rglob("*")}
+    wait_until_gone(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "play",
+    [
+        endless(tree(10, 10, 10), {"type": "folder", "name": "asked"}),
+        endless(tree(10, 10, 10), {"type": "gone"}),
+        endless(tree(1000, 0, 0), file("asked/x", 0)),
+        endless(tree(10, 10, 10), OFFER),
+    ],
+    ids=["folders", "files that are gone", "files", "offers"],
+)
+def test_names_without_end_have_one(play: Callable[[Talk], object], tmp_path: Path) -> None:
+    with pytest.raises(WireError, match=r"liar: (more files came than were announced|'offer' came)"):
+        get(FakeNode(play), "asked", tmp_path / "back")
+    wait_until_gone(tmp_path)
+
+
+def test_line_without_end_is_not_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_SILENCE_LIMIT_S", 2.0)
+
+    def play(talk: Talk) -> None:
+        talk.send(b"x" * (LINE_BYTES + 10))
+        talk.hear("never")
+
+    with pytest.raises(WireError, match="liar: what came is not what our program says"):
+        get(FakeNode(play), "asked", tmp_path / "back")
+
+
+def test_more_than_there_is_room_for_is_not_begun(tmp_path: Path) -> None:
+    with pytest.raises(DetrainError, match=r"this machine: .*/asked/x cannot be written: .* the disk is full"):
+        get(FakeNode(endless(tree(size=1 << 60), file(size=1 << 60))), "asked", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_writers_that_begin_at_once_make_the_same_folders(tmp_path: Path) -> None:
+    """As the copies of many nodes do; several times, as it is a race."""
+    num_writers = 8
+    failures: list[FilesError] = []
+
+    def write(barrier: threading.Barrier, folder: Path, index: int) -> None:
+        barrier.wait(60)
+        try:
+            with TreeWriter(str(folder / str(index))):
+                pass
+        except FilesError as exc:
+            failures.append(exc)
+
+    for attempt in range(50):
+        barrier, folder = threading.Barrier(num_writers), tmp_path / str(attempt) / "a" / "b" / "c"
+        threads = [threading.Thread(target=write, args=(barrier, folder, index)) for index in range(num_writers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(path.name for path in folder.iterdir()) == [str(index) for index in range(num_writers)]
+    assert failures == []
+
+
+def test_node_that_hangs_up_in_a_file_leaves_nothing(tmp_path: Path) -> None:
+    play = saying(tree(2, size=100), file("asked/a", 50), b"y" * 50, file("asked/b", 50), b"x" * 20)
+    with pytest.raises(DetrainError, match="liar: the other side hung up in the middle of a file"):
+        get(FakeNode(play), "asked", tmp_path / "back")
+    assert describe(tmp_path / "back") == {"asked": None, "asked/a": b"-" + b"y" * 50}
+
+
+def test_what_a_node_says_of_its_failure_is_one_clean_line(tmp_path: Path) -> None:
+    play = saying({"type": "failed", "text": "no \x1b[2J\nTraceback" + "x" * 10_000})
+    with pytest.raises(DetrainError, match="liar: no ") as caught:
+        get(FakeNode(play), "asked", tmp_path / "back")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 5000
+
+
+class LyingSftp:
+    """An SFTP that sends more than was announced, and for ever."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def get_file(self, there: str, here: str, callback: Any) -> None:
+        with open(here, "wb") as file:
+            while True:
+                self.written += file.write(b"x" * 1000)
+                callback.absolute_update(self.written)
+
+    def close(self) -> None: ...
+
+
+def test_sftp_that_sends_more_than_announced_is_left(tmp_path: Path) -> None:
+    def play(talk: Talk) -> None:
+        saying(tree(size=5000), {**OFFER, "size": 5000})(talk)
+        assert talk.hear("answer")["number"] is None
+        saying(file(size=5000), b"y" * 5000, END)(talk)
+
+    sftp = LyingSftp()
+    assert get(FakeNode(play, lambda: sftp), "asked", tmp_path / "back").size_bytes == 5000
+    assert sftp.written == 6000
+    assert (tmp_path / "back/asked/x").read_bytes() == b"y" * 5000
+    wait_until_gone(tmp_path)
+
+
+class HonestSftp(LyingSftp):
+    def get_file(self, there: str, here: str, callback: Any) -> None:
+        Path(here).write_bytes(b"x" * 5000)
+        callback.absolute_update(5000)
+
+
+@pytest.mark.parametrize("size", [10, 4999, 6000])
+def test_file_of_another_size_than_was_offered_is_not_taken(size: int, tmp_path: Path) -> None:
+    def play(talk: Talk) -> None:
+        saying(tree(size=6000), {**OFFER, "size": 5000})(talk)
+        saying(file(size=size, staged=talk.hear("answer")["number"]), END)(talk)
+
+    with pytest.raises(WireError, match=rf"liar: asked/x has arrived with 5000 bytes and not {size}"):
+        get(FakeNode(play, HonestSftp), "asked", tmp_path / "back")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_node_that_says_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_SILENCE_LIMIT_S", 0.2)
+    with pytest.raises(DetrainError, match="liar: the other side does not answer"):
+        get(FakeNode(lambda talk: talk.hear("never")), "asked", tmp_path / "back")
+
+
+def test_node_that_has_got_something_else_is_not_believed(tmp_path: Path) -> None:
+    def play(talk: Talk) -> None:
+        talk.say("ready", staging="/")
+        while talk.hear("tree", "file", "end")["type"] != "end":
+            pass
+        talk.say("done", files=7, size=0)
+
+    (tmp_path / "x").touch()
+    with pytest.raises(WireError, match="liar: what it says has arrived is not what was sent"):
+        put(FakeNode(play), tmp_path / "x")
+
+
+def test_node_that_gives_up_is_heard_before_all_is_sent(tmp_path: Path) -> None:
+    got_bytes = 0
+
+    def play(talk: Talk) -> None:
+        nonlocal got_bytes
+        saying({"type": "ready", "staging": "/"})(talk)
+        talk.hear("tree")
+        talk.hear("file")
+        saying({"type": "failed", "text": "no room"})(talk)
+        talk.flush()
+        for data in talk.read(LARGE_BYTES):
+            got_bytes += len(data)
+
+    (tmp_path / "large").write_bytes(bytes(LARGE_BYTES))
+    with pytest.raises(DetrainError, match="liar: no room"):
+        put(FakeNode(play), tmp_path / "large")
+    assert got_bytes < LARGE_BYTES // 2
+
+
+# ---- full disks
+
+
+@pytest.mark.parametrize("sftp", ["internal-sftp", "/bin/false"])
+@pytest.mark.parametrize("is_foreseen", [True, False])
+def test_full_disk_of_a_node_is_told_and_what_did_not_fit_removed(
+    sftp: str, is_foreseen: bool, make_testbed: MakeTestbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    testbed = make_testbed(1, disk="16m")
+    serve_sftp_by(testbed, sftp)
+    if not is_foreseen:
+        no_checks_of_room(monkeypatch)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "a-small").write_text("small")
+    (tmp_path / "tree" / "b-large").write_bytes(b"x" * (20 << 20))
+    (node,) = ssh_nodes(testbed, 1)
+    reason = "the disk is full" if is_foreseen else "No space left on device"
+    with pytest.raises(DetrainError, match=rf"h0: /.*/tree/b-large cannot be written: .*{reason}") as caught:
+        put(node, tmp_path / "tree", "~/data")
+    assert str(caught.value).startswith(f"{node.name}: ") and "\n" not in str(caught.value)
+    deadline = time.monotonic() + 10
+    while ".detrain_nb-" in (listed := testbed.output("h0", "find data -type f; ls -a data")):
+        assert time.monotonic() < deadline
+    assert listed.split() == ["data/tree/a-small", ".", "..", "tree"]
+
+
+def test_disk_that_takes_no_more_here_is_told_and_what_did_not_fit_removed(
+    node: SshNode, home: Path, tmp_path: Path
+) -> None:
+    (home / "asked").mkdir()
+    (home / "asked" / "small").write_text("x")
+    (home / "asked" / "tall").write_bytes(b"x" * (3 << 20))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, hard))
+    try:
+        with pytest.raises(DetrainError, match=r"this machine: .*/back/asked/tall cannot be written: File too large"):
+            get(node, "asked", tmp_path / "back")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert describe(tmp_path / "back") == {"asked": None, "asked/small": b"-x"}
+
+
+# ---- copies that end early
+
+
+def stop_at(fraction: float, act: Callable[[], object]) -> files.OnProgress:
+    done: list[bool] = []
+
+    def on_progress(_: int, size: int, total: int) -> None:
+        if size > fraction * total and not done:
+            done.append(True)
+            act()
+
+    return on_progress
+
+
+def press_stop() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("sftp", [True, False])
+def test_interrupt_leaves_nothing_half_written_there(
+    sftp: bool, node: SshNode, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not sftp:
+        monkeypatch.setattr(files.Lane, "_is_open", lambda self: False)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "large").write_bytes(b"x" * LARGE_BYTES)
+    (home / "put" / "tree").mkdir(parents=True, exist_ok=True)
+    (home / "put" / "tree" / "large").write_text("as before")
+    with pytest.raises(KeyboardInterrupt):
+        put(node, tmp_path / "tree", "put", stop_at(0.5, press_stop))
+    with pytest.raises(KeyboardInterrupt):
+        put(node, tmp_path / "tree", "put-new", stop_at(0.5, press_stop))
+    wait_until_gone(home)
+    assert describe(home / "put") == {"tree": None, "tree/large": b"-as before"}
+    deadline = time.monotonic() + 10
+    while (home / "put-new").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("sftp", [True, False])
+def test_interrupt_leaves_nothing_half_written_here(
+    sftp: bool, node: SshNode, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not sftp:
+        monkeypatch.setattr(files.Lane, "_is_open", lambda self: False)
+    (home / "large").write_bytes(b"x" * LARGE_BYTES)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "large").write_text("as before")
+    for folder in ("old", "new"):
+        with pytest.raises(KeyboardInterrupt):
+            get(node, "large", tmp_path / folder, stop_at(0.5, press_stop))
+    assert describe(tmp_path) == {"old": None, "old/large": b"-as before"}
+
+
+@pytest.mark.parametrize("sftp", [True, False])
+def test_connection_that_breaks_leaves_nothing_half_written(
+    sftp: bool, testbed: Testbed, node: SshNode, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not sftp:
+        monkeypatch.setattr(files.Lane, "_is_open", lambda self: False)
+    (tmp_path / "large").write_bytes(b"x" * LARGE_BYTES)
+    with pytest.raises(DetrainError, match=r"h0: the connection broke|h0: the other side hung up"):
+        put(node, tmp_path / "large", "broken", stop_at(0.5, lambda: testbed.kill_sessions("h0")))
+    wait_until_gone(home)
+    assert not (home / "broken" / "large").exists()
+
+
+def test_stop_in_a_notebook_ends_the_copies_to_all_nodes(make_testbed: MakeTestbed, tmp_path: Path) -> None:
+    testbed = make_testbed(2, link=Link(rate_bits_per_s=40e6))
+    nodes = ssh_nodes(testbed)
+    (tmp_path / "large").write_bytes(os.urandom(LARGE_BYTES))
+    begun = threading.Event()
+    watcher = threading.Thread(target=lambda: (begun.wait(30), os.kill(os.getpid(), signal.SIGINT)))
+    watcher.start()
+    began_at = time.monotonic()
+
+    def copy(node: SshNode, stop: Stop, note: files.OnProgress) -> Copied:
+        return put(node, tmp_path / "large", "put", note, stop=stop)
+
+    with pytest.raises(KeyboardInterrupt):
+        on_every(nodes, copy, lambda _, done, total: begun.set() if done else None)
+    assert time.monotonic() - began_at < 15  # all of it takes longer
+    watcher.join()
+    for host in ("h0", "h1"):
+        wait_until_gone(testbed.path_home(host))
+        assert not (testbed.path_home(host) / "put" / "large").exists()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("detrain_nb files")]
+
+
+def test_node_that_fails_does_not_stop_the_others(testbed: Testbed, home: Path, tmp_path: Path) -> None:
+    nodes = ssh_nodes(testbed)
+    (tmp_path / "file").write_text("x")
+    target = f"~/{home.name}"
+    (testbed.path_home("h1") / home.name).write_text("a file")
+    told: list[tuple[int, int, int]] = []
+
+    def copy(node: SshNode, stop: Stop, note: files.OnProgress) -> Copied:
+        return put(node, tmp_path / "file", target, note, stop=stop)
+
+    with pytest.raises(DetrainError, match=rf"h1: /.*/{home.name} cannot be written to: Not a directory") as caught:
+        on_every(nodes, copy, lambda *now: told.append(now))
+    assert len(str(caught.value).splitlines()) == 1
+    assert (home / "file").read_text() == "x"
+    assert told[-1] == (1, 1, 1)
+
+
+def test_share_that_is_done_does_not_become_less_when_another_node_begins() -> None:
+    is_half_done = threading.Event()
+    told: list[tuple[int, int, int]] = []
+
+    def copy(node: str, stop: Stop, note: files.OnProgress) -> None:
+        if node == "late":
+            assert is_half_done.wait(30)
+        else:
+            note(0, 50, 100)
+            time.sleep(4 * files._LOOK_GAP_S)
+            is_half_done.set()
+        note(0, 0 if node == "late" else 50, 100)
+        time.sleep(4 * files._LOOK_GAP_S)
+        note(1, 100, 100)
+
+    on_every(["early", "late"], copy, lambda *now: told.append(now))
+    shares = [done / total for _, done, total in told]
+    assert shares == sorted(shares)
+    assert told[-1] == (2, 200, 200)
+
+
+def test_what_is_wrong_here_is_said_once_for_all_nodes(tmp_path: Path) -> None:
+    nodes = [LocalTransport(), LocalTransport()]
+    with pytest.raises(SpecError) as caught:
+        on_every(nodes, lambda node, stop, note: put(node, tmp_path / "missing"))
+    assert str(caught.value) == f"{tmp_path}/missing: No such file or directory"
+
+
+def test_host_that_cannot_be_reached_is_named(make_testbed: MakeTestbed, tmp_path: Path) -> None:
+    testbed = make_testbed(1)
+    testbed.stop_sshd("h0")
+    (tmp_path / "x").touch()
+    with pytest.raises(TransportError, match=r"h0: .*"):
+        put(ssh_nodes(testbed, 1)[0], tmp_path / "x")

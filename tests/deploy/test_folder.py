@@ -1,0 +1,291 @@
+"""Which files of a folder travel, that a change is seen, and that what is packed is what was there."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from detrain_nb.deploy import folder
+from detrain_nb.deploy.folder import Changes, FileState, changes, list_folder, pack
+from detrain_nb.errors import SpecError
+
+
+def _plant(root: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return root
+
+
+def test_files_are_listed_with_size_digest_and_mode(tmp_path: Path) -> None:
+    _plant(tmp_path, {"train.py": "print(1)\n", "pkg/mod.py": "", "pkg/dätä.txt": "ü"})
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    manifest = list_folder(tmp_path)
+    assert list(manifest) == ["pkg/dätä.txt", "pkg/mod.py", "run.sh", "train.py"]
+    mtime_ns = (tmp_path / "train.py").stat().st_mtime_ns
+    assert manifest["train.py"] == FileState(
+        9, mtime_ns, hashlib.sha256(b"print(1)\n").hexdigest(), is_executable=False
+    )
+    assert [name for name, state in manifest.items() if state.is_executable] == ["run.sh"]
+
+
+def test_what_never_travels(tmp_path: Path) -> None:
+    names = [".git/config", "a/.git", "__pycache__/a.pyc", "a/__pycache__/b.pyc", ".venv/bin/python", "node_modules/x"]
+    names += ["myenv/pyvenv.cfg", "myenv/lib/a.py", ".ipynb_checkpoints/a.ipynb", "a/b/.ipynb_checkpoints/c"]
+    _plant(tmp_path, dict.fromkeys(["kept.py", "a/kept.py", ".hidden", *names], ""))
+    assert list(list_folder(tmp_path)) == [".hidden", "a/kept.py", "kept.py"]
+
+
+def test_ignore_files_are_honoured_where_they_stand(tmp_path: Path) -> None:
+    _plant(
+        tmp_path,
+        {
+            ".gitignore": "*.log\n/data/\nout/*\n!out/keep.txt\n# comment\n",
+            "a.log": "",
+            "data/x": "",
+            "sub/data/x": "",
+            "out/a": "",
+            "out/keep.txt": "",
+            "sub/.gitignore": "\ufeff!b.log\r\n/only_here\r\n",
+            "sub/a.log": "",
+            "sub/b.log": "",
+            "sub/only_here": "",
+            "sub/deep/only_here": "",
+        },
+    )
+    assert list(list_folder(tmp_path)) == [
+        *(".gitignore", "out/keep.txt", "sub/.gitignore", "sub/b.log", "sub/data/x", "sub/deep/only_here")
+    ]
+
+
+def test_own_ignore_file_has_the_last_word(tmp_path: Path) -> None:
+    _plant(
+        tmp_path,
+        {
+            ".detrainignore": "*.ipynb\n!sub/weights.pt\n!data/\n",
+            ".gitignore": "*.pt\ndata/\n",
+            "a.ipynb": "",
+            "a.pt": "",
+            "data/x": "",
+            "sub/.gitignore": "!b.ipynb\n*.pt\n",
+            "sub/b.ipynb": "",
+            "sub/weights.pt": "",
+        },
+    )
+    found = list(list_folder(tmp_path))
+    assert found == [".detrainignore", ".gitignore", "data/x", "sub/.gitignore", "sub/weights.pt"]
+
+
+def test_repository_above_counts_unless_it_leaves_out_the_folder(tmp_path: Path) -> None:
+    _plant(
+        tmp_path,
+        {
+            ".git/HEAD": "",
+            ".gitignore": "*.pt\n/note\\[books]/big/\nscratch/\n",
+            "note[books]/a.py": "",
+            "note[books]/a.pt": "",
+            "note[books]/big/b": "",
+            "scratch/a.py": "",
+            "scratch/b.pt": "",
+            "lone/.gitignore": "!a.pt",
+            "lone/a.pt": "",
+            "lone/b.pt": "",
+        },
+    )
+    assert list(list_folder(tmp_path / "note[books]")) == ["a.py"]
+    assert list(list_folder(tmp_path / "scratch")) == ["a.py", "b.pt"]
+    assert list(list_folder(tmp_path / "lone")) == [".gitignore", "a.pt"]
+
+
+def test_bad_pattern_does_nothing_as_in_git(tmp_path: Path) -> None:
+    _plant(tmp_path, {".gitignore": "!\n/\n[\n*.log\n", "a.log": "", "b": "", "sub/.gitignore": "/\n!\n", "sub/c": ""})
+    assert list(list_folder(tmp_path)) == [".gitignore", "b", "sub/.gitignore", "sub/c"]
+
+
+SEGMENTS = st.sampled_from(["a", "b", "c", "a.x", "*", "*.x", "?", "[ab]", "**", "b*"])
+PATTERNS = st.builds(
+    lambda sign, start, segments, end: sign + start + "/".join(segments) + end,
+    st.sampled_from(["", "", "!"]),
+    st.sampled_from(["", "", "/"]),
+    st.lists(SEGMENTS, min_size=1, max_size=3),
+    st.sampled_from(["", "", "/"]),
+)
+NAMES = st.sampled_from(["a", "b", "c", "a.x", "b.x"])
+PLACES = st.lists(NAMES, max_size=2).map("/".join)
+
+
+# The same examples each time: what another 10000 find would be pathspec's, and no news of this change.
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    paths=st.sets(st.lists(NAMES, min_size=1, max_size=4).map("/".join), min_size=1, max_size=12),
+    ignores=st.dictionaries(PLACES, st.lists(PATTERNS, min_size=1, max_size=4), min_size=1, max_size=3),
+)
+@example(paths={"a/b/a.x", "a/a.x"}, ignores={"": ["*.x"], "a": ["!b/"]})
+@example(paths={"a/b"}, ignores={"": ["!*", "a"]})
+@example(paths={"a/a/a"}, ignores={"": ["a/a", "!a/"]})
+@example(paths={"a/a"}, ignores={"": ["a/a/", "a/**/"]})
+@example(paths={"a/b", "b"}, ignores={"": ["/*", "!/a"], "a": ["/*", "!b"]})
+def test_same_files_as_git(
+    paths: set[str], ignores: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("repository")
+    for path in sorted(paths, key=len, reverse=True):
+        if not (root / path).exists() and not any(parent.is_file() for parent in (root / path).parents):
+            _plant(root, {path: ""})
+    for place, lines in ignores.items():
+        if (root / place).is_dir():
+            _plant(root, {f"{place}/.gitignore" if place else ".gitignore": "\n".join(lines)})
+    environment = {"PATH": os.environ["PATH"], "HOME": str(root), "GIT_CONFIG_NOSYSTEM": "1"}
+    subprocess.run(["git", "init", "--quiet"], cwd=root, env=environment, check=True, timeout=60)
+    command = ["git", "ls-files", "-z", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, timeout=60).stdout
+    assert set(list_folder(root)) == set(listed.decode().split("\0")[:-1])
+
+
+def test_link_that_stays_inside_travels_as_its_content(tmp_path: Path) -> None:
+    root = _plant(tmp_path / "root", {"real.py": "x", "pkg/mod.py": "y", ".git/config": "s", "env/pyvenv.cfg": ""})
+    _plant(tmp_path / "outside", {"secret": "s"})
+    (root / "alias.py").symlink_to("real.py")
+    (root / "absolute.py").symlink_to(root / "real.py")
+    (root / "also").symlink_to("pkg", target_is_directory=True)
+    for name, target in {
+        "out.txt": tmp_path / "outside" / "secret",
+        "outer": "../outside",
+        "etc": "/etc",
+        "prefix": "../root_of_another",
+        "config": ".git/config",
+        "environment": "env",
+        "dangling": "nowhere",
+        "self": "self",
+        "up": ".",
+        "pkg/loop": "../pkg",
+        "pkg/top": "..",
+    }.items():
+        (root / name).symlink_to(target)
+    _plant(tmp_path / "root_of_another", {"a": ""})
+    assert list(list_folder(root)) == ["absolute.py", "alias.py", "also/mod.py", "pkg/mod.py", "real.py"]
+    with zipfile.ZipFile(io.BytesIO(pack(root, ["alias.py", "also/mod.py"]))) as packed:
+        assert [packed.read(name) for name in packed.namelist()] == [b"x", b"y"]
+
+
+def test_folders_that_link_to_each_other_end(tmp_path: Path) -> None:
+    _plant(tmp_path, {"a/1": "", "b/2": ""})
+    (tmp_path / "a/to_b").symlink_to("../b")
+    (tmp_path / "b/to_a").symlink_to("../a")
+    assert list(list_folder(tmp_path)) == ["a/1", "a/to_b/2", "b/2", "b/to_a/1"]
+
+
+def test_root_may_be_a_link_and_a_pipe_is_left_out(tmp_path: Path) -> None:
+    root = _plant(tmp_path / "real", {"a": ""})
+    os.mkfifo(root / "pipe")
+    (tmp_path / "link").symlink_to(root)
+    assert list(list_folder(tmp_path / "link")) == ["a"]
+
+
+def test_too_much_is_refused_with_the_largest_files(tmp_path: Path) -> None:
+    _plant(tmp_path, {f"data/{n}.bin": b"x" * (n * 1000) for n in range(1, 8)})
+    assert len(list_folder(tmp_path, limit_bytes=28_000)) == 7
+    with pytest.raises(SpecError) as caught:
+        list_folder(tmp_path, limit_bytes=27_000)
+    assert str(caught.value) == (
+        f"the folder {tmp_path} has 28 kB for each node, more than 27 kB; the largest files are data/7.bin 7 kB, "
+        "data/6.bin 6 kB, data/5.bin 5 kB, data/4.bin 4 kB, data/3.bin 3 kB: list what the ranks do not need in "
+        ".detrainignore, which is written as .gitignore, or give --no-sync"
+    )
+    _plant(tmp_path, {".detrainignore": "data/"})
+    assert list(list_folder(tmp_path, limit_bytes=27_000)) == [".detrainignore"]
+
+
+def test_folder_with_very_many_files_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(tmp_path, dict.fromkeys(["a", "b", "c", "d/e"], ""))
+    monkeypatch.setattr(folder, "_MOST_ENTRIES", 4)
+    with pytest.raises(SpecError, match="has more than 4 files: work in a smaller one, list what"):
+        list_folder(tmp_path)
+
+
+def test_what_cannot_be_listed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="gone: no such folder"):
+        list_folder(tmp_path / "gone")
+    (tmp_path / os.fsdecode(b"caf\xe9")).write_text("")
+    with pytest.raises(SpecError, match="its name is not UTF-8: rename it, or list it in"):
+        list_folder(tmp_path)
+    (tmp_path / ".detrainignore").write_text("caf*")
+    assert list(list_folder(tmp_path)) == [".detrainignore"]
+
+
+def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(tmp_path, {"sub/private": ""})
+
+    def refuse(path: str, *_state: int) -> str:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(folder, "_digest", refuse)  # the tests may run as root, who may read everything
+    with pytest.raises(SpecError, match=r"^sub/private: cannot be read: Permission denied: make it readable, or list"):
+        list_folder(tmp_path)
+    (tmp_path / ".gitignore").write_text("*")
+    assert list_folder(tmp_path) == {}
+
+
+def test_change_is_seen_even_where_size_and_time_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("x = 1")
+    os.utime(path, ns=(10**18, 10**18))
+    before = list_folder(tmp_path)
+    path.write_text("x = 2")
+    os.utime(path, ns=(10**18, 10**18))
+    now = list_folder(tmp_path)
+    assert before["a.py"].mtime_ns == now["a.py"].mtime_ns
+    assert changes(before, now) == Changes(remove=[], write=["a.py"])
+
+
+def test_settled_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(tmp_path, {"a.py": "x", "b.py": "y"})
+    monkeypatch.setattr(folder, "_SETTLED_NS", -1)  # as if all were old
+    before = folder._read_digest.cache_info().misses
+    first = list_folder(tmp_path)
+    assert list_folder(tmp_path) == first
+    assert folder._read_digest.cache_info().misses == before + 2
+    (tmp_path / "b.py").write_text("z")
+    assert changes(first, list_folder(tmp_path)) == Changes(remove=[], write=["b.py"])
+    assert folder._read_digest.cache_info().misses == before + 3
+
+
+def test_changes_are_what_to_remove_and_to_write(tmp_path: Path) -> None:
+    _plant(tmp_path, {"same": "1", "content": "2", "mode": "3", "gone": "4", "file": "5", "touched": "6"})
+    before = list_folder(tmp_path)
+    assert changes(None, before) == Changes(remove=[], write=sorted(before))
+    assert changes(before, before) == Changes(remove=[], write=[])
+    (tmp_path / "content").write_text("7")
+    (tmp_path / "mode").chmod(0o755)
+    (tmp_path / "gone").unlink()
+    (tmp_path / "file").unlink()
+    _plant(tmp_path, {"file/inside": "5", "new": "8"})
+    os.utime(tmp_path / "touched")
+    after = list_folder(tmp_path)
+    assert changes(before, after) == Changes(remove=["file", "gone"], write=["content", "file/inside", "mode", "new"])
+
+
+def test_packed_files_are_what_was_there(tmp_path: Path) -> None:
+    _plant(tmp_path, {"a/b.py": "1", "c": b"\0\xff" * 1000, "gone": ""})
+    (tmp_path / "a/b.py").chmod(0o700)
+    manifest = list_folder(tmp_path)
+    (tmp_path / "gone").unlink()
+    packed = pack(tmp_path, manifest)
+    os.utime(tmp_path / "c")
+    assert pack(tmp_path, reversed(list(manifest))) == packed
+    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+        assert {info.filename: info.external_attr >> 16 & 0o777 for info in archive.infolist()} == {
+            "a/b.py": 0o755,
+            "c": 0o644,
+        }
+        assert archive.read("c") == b"\0\xff" * 1000

@@ -1,0 +1,722 @@
+"""The notebook's folder on the nodes: what goes there, what is left alone, and what two nodes have of the same data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.deploy import files, sync
+from detrain_nb.deploy.ssh_node import SshNode
+from detrain_nb.deploy.sync import DataCheck, DataState, FolderSync, check
+from detrain_nb.errors import DetrainError, SessionError, SpecError, WireError
+from detrain_nb.node.notes import read_state
+
+from ..testbed.nodes import ssh_nodes
+from ..testbed.testbed import Testbed
+
+
+class FolderNode:
+    """A node whose program runs on this machine, in folders of its own."""
+
+    is_this_machine = False
+
+    def __init__(self, base: Path, name: str = "node", work: Path | None = None) -> None:
+        self.name = name
+        self.work = work or base / name / "work"
+        self.cache = str(base / "cache")
+        self.reconnect()
+        self.runs = 0
+        self.sent_bytes = 0
+
+    def work_folder(self, folder: str) -> str:
+        return str(self.work)
+
+    @contextlib.contextmanager
+    def run_files(self) -> Iterator[tuple[socket.socket, None]]:
+        self.runs += 1
+        with files._run_here() as opened:
+            yield opened
+
+    def reconnect(self) -> None:
+        self.contact = object()
+        self.folder_state: tuple[object, object] = read_state(self.cache, str(self.work))
+
+    def files(self) -> dict[str, str]:
+        return {
+            str(path.relative_to(self.work)): path.read_text()
+            for path in sorted(self.work.rglob("*"))
+            if path.is_file()
+        }
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The notebook's folder."""
+    folder = tmp_path / "notebook"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> FolderNode:
+    return FolderNode(tmp_path)
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What was packed, in order."""
+    found: list[list[str]] = []
+
+    def pack(root: Path, names: list[str]) -> bytes:
+        found.append(names)
+        return real(root, names)
+
+    real = sync.pack
+    monkeypatch.setattr(sync, "pack", pack)
+    return found
+
+
+def write(folder: Path, contents: dict[str, str] | None = None, /, **more: str) -> None:
+    """Write files; of those given as words ``pkg__b_py`` is pkg/b.py."""
+    named = {name.replace("__", "/").replace("_py", ".py"): text for name, text in more.items()}
+    for name, text in {**(contents or {}), **named}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+# ---- what goes
+
+
+def test_changes_go_and_nothing_else(root: Path, node: FolderNode, packed: list[list[str]]) -> None:
+    write(root, a_py="a = 1", pkg__b_py="b = 1", pkg__c_py="c = 1")
+    (root / "run.sh").write_text("#!/bin/sh")
+    (root / "run.sh").chmod(0o755)
+    (root / "Grüße 世界.txt").write_text("")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    assert node.files() == {path: (root / path).read_text() for path in node.files()} and len(node.files()) == 5
+    assert os.access(node.work / "run.sh", os.X_OK) and not os.access(node.work / "a.py", os.X_OK)
+
+    write(root, pkg__b_py="b = 2")
+    (root / "pkg" / "c.py").unlink()
+    keeper.bring([node])
+    assert packed[1:] == [["pkg/b.py"]]
+    assert node.files()["pkg/b.py"] == "b = 2" and "pkg/c.py" not in node.files()
+
+    shutil.rmtree(root / "pkg")
+    (root / "run.sh").chmod(0o644)
+    keeper.bring([node])
+    assert packed[2:] == [["run.sh"]]
+    assert not (node.work / "pkg").exists() and not os.access(node.work / "run.sh", os.X_OK)
+
+
+def test_while_nothing_changes_nothing_is_said(root: Path, node: FolderNode) -> None:
+    write(root, a_py="a = 1")
+    keeper = FolderSync(root)
+    for _ in range(3):
+        keeper.bring([node])
+        os.utime(root / "a.py")  # written again, with the same contents
+    assert node.runs == 1
+
+
+def test_gitignore_is_honoured(root: Path, node: FolderNode) -> None:
+    write(root, a_py="a", data__x="x")
+    (root / ".gitignore").write_text("data/\n")
+    (root / ".detrainignore").write_text("*.secret\n")
+    (root / "key.secret").write_text("s")
+    FolderSync(root).bring([node])
+    assert sorted(node.files()) == [".detrainignore", ".gitignore", "a.py"]
+
+
+def test_folder_that_is_too_much_is_told_before_anything_is_said(root: Path, node: FolderNode) -> None:
+    with open(root / "large", "wb") as file:
+        file.truncate(60_000_000)
+    with pytest.raises(SpecError, match=r"large 60 MB: .*--no-sync"):
+        FolderSync(root).bring([node])
+    assert node.runs == 0
+
+
+def test_file_becomes_a_folder_and_back(root: Path, node: FolderNode) -> None:
+    keeper = FolderSync(root)
+    write(root, a="file")
+    keeper.bring([node])
+    (root / "a").unlink()
+    write(root, a__b="below")
+    keeper.bring([node])
+    assert node.files() == {"a/b": "below"}
+    shutil.rmtree(root / "a")
+    write(root, a="file")
+    keeper.bring([node])
+    assert node.files() == {"a": "file"} and keeper.notices == []
+
+
+# ---- a kernel that was started anew, a node that was
+
+
+def test_kernel_started_anew_sends_nothing_again(root: Path, node: FolderNode, packed: list[list[str]]) -> None:
+    write(root, a_py="a = 1", b_py="b = 1")
+    FolderSync(root).bring([node])
+    write(root, b_py="b = 2")
+    FolderSync(root, takes_over=False).bring([node])
+    assert packed == [["a.py", "b.py"], ["b.py"]]
+
+
+def test_what_has_gone_there_comes_again_at_the_next_contact(
+    root: Path, node: FolderNode, packed: list[list[str]]
+) -> None:
+    write(root, a_py="a = 1", b_py="b = 1")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    (node.work / "a.py").unlink()
+    keeper.bring([node])
+    assert node.runs == 1, "nobody can know"
+    node.reconnect()
+    keeper.bring([node])
+    shutil.rmtree(node.work)
+    keeper.bring([node], is_forced=True)
+    assert packed == [["a.py", "b.py"], ["a.py"], ["a.py", "b.py"]]
+    assert node.files() == {"a.py": "a = 1", "b.py": "b = 1"}
+
+
+def test_node_that_says_that_all_is_there_is_not_asked(root: Path, node: FolderNode, tmp_path: Path) -> None:
+    write(root, a_py="a = 1")
+    FolderSync(root).bring([node])
+    node.reconnect()
+    keeper = FolderSync(root, takes_over=False)  # of a kernel that was started anew
+    keeper.bring([node])
+    write(node.work, a_py="what a rank made of it", result="of a rank")
+    node.reconnect()
+    keeper.bring([node])
+    assert node.runs == 1
+    write(root, a_py="a = 2")
+    keeper.bring([node])
+    assert node.runs == 2 and node.files() == {"a.py": "a = 2", "result": "of a rank"}
+    write(root, a_py="a = 1")
+    node.reconnect()
+    keeper.bring([node])
+    assert node.runs == 3 and node.files()["a.py"] == "a = 1"
+    write(tmp_path / "other", a_py="a = 1")
+    FolderSync(tmp_path / "other").bring([node])
+    assert node.runs == 4, "the same files, of another folder"
+
+
+def test_node_where_something_was_left_alone_is_asked(root: Path, node: FolderNode) -> None:
+    write(root, a_py="a = 1")
+    write(node.work, a_py="theirs")
+    for runs in (1, 2):
+        node.reconnect()
+        keeper = FolderSync(root)
+        keeper.bring([node])
+        assert node.runs == runs and "left as it is, since it did not come from here: a.py" in keeper.notices[0]
+
+
+@pytest.mark.parametrize("note", ["", "{", "[]", '{"root": 1, "files": {"../x": [1]}}', '{"files": {"a.py": [1, 2]}}'])
+def test_note_that_cannot_be_read_means_comparing(
+    note: str, root: Path, node: FolderNode, packed: list[list[str]], tmp_path: Path
+) -> None:
+    write(root, a_py="a = 1")
+    FolderSync(root).bring([node])
+    (file,) = (tmp_path / "cache" / "sync").glob("*.json")
+    file.write_text(note)
+    write(root, b_py="b = 1")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    assert packed == [["a.py"], ["b.py"]] and keeper.notices == []
+
+
+def test_session_that_goes_on_elsewhere_is_left_alone(root: Path, node: FolderNode, tmp_path: Path) -> None:
+    write(root, a_py="a = 1")
+    FolderSync(root).bring([node])
+    other = tmp_path / "other"
+    write(other, b_py="b = 1")
+    keeper = FolderSync(other, takes_over=False)
+    keeper.bring([node])
+    write(other, c_py="c = 1")
+    keeper.bring([node])
+    assert node.files() == {"a.py": "a = 1"} and node.runs == 2
+    (words,) = keeper.notices
+    assert re.fullmatch(
+        rf"node: its work folder is kept as .*:{root}, not as {other}: changes here do not go there", words
+    )
+    FolderSync(other).bring([node])
+    assert node.files() == {"b.py": "b = 1", "c.py": "c = 1"}
+
+
+def test_session_that_was_started_without_stays_without(root: Path, node: FolderNode) -> None:
+    write(root, a_py="a = 1")
+    keeper = FolderSync(root, takes_over=False)
+    keeper.bring([node])
+    assert not node.work.exists() and keeper.notices == []
+
+
+def test_nodes_get_the_same_and_it_is_packed_once(root: Path, tmp_path: Path, packed: list[list[str]]) -> None:
+    write(root, a_py="a = 1", b_py="b = 1")
+    nodes = [FolderNode(tmp_path, name) for name in ("left", "right")]
+    keeper = FolderSync(root)
+    keeper.bring(nodes[:1])
+    write(root, a_py="a = 2")
+    keeper.bring(nodes)
+    write(root, b_py="b = 2")
+    keeper.bring(nodes)
+    assert sorted(packed) == [["a.py"], ["a.py", "b.py"], ["a.py", "b.py"], ["b.py"]]
+    assert nodes[0].files() == nodes[1].files() == {"a.py": "a = 2", "b.py": "b = 2"}
+
+
+def test_nodes_that_share_a_folder_get_it_once(root: Path, tmp_path: Path, packed: list[list[str]]) -> None:
+    write(root, a_py="a = 1")
+    nodes = [FolderNode(tmp_path, name, tmp_path / "shared") for name in ("left", "right")]
+    keeper = FolderSync(root)
+    keeper.bring(nodes)
+    assert packed == [["a.py"]]
+    write(root, a_py="a = 2")
+    keeper.bring(nodes)
+    assert packed == [["a.py"]] * 2 and nodes[0].files() == {"a.py": "a = 2"}
+
+
+def test_node_waits_for_another_that_writes_to_the_same_folder(
+    root: Path, tmp_path: Path, packed: list[list[str]]
+) -> None:
+    write(root, a_py="a = 1")
+    first, second = (FolderNode(tmp_path, name, tmp_path / "shared") for name in ("left", "right"))
+    with files.open_talk(first) as (talk, _):
+        listed = json.dumps([["a.py", "0" * 64, False]]).encode()
+        talk.say("sync", base=str(first.work), cache=first.cache, root="", takes_over=True, size=len(listed))
+        talk.send(listed)
+        talk.hear("want")
+        bringing = threading.Thread(target=FolderSync(root).bring, args=([second],))
+        bringing.start()
+        bringing.join(1.0)
+        assert bringing.is_alive() and packed == []
+    bringing.join(10)
+    assert second.files() == {"a.py": "a = 1"}
+
+
+def test_node_that_was_not_reached_gets_nothing(root: Path, node: FolderNode) -> None:
+    node.work_folder = lambda folder: ""  # type: ignore[method-assign]
+    with pytest.raises(SessionError, match="node has no work folder before"):
+        FolderSync(root).bring([node])
+
+
+# ---- what is left alone
+
+
+def test_what_ranks_made_is_left_alone(root: Path, node: FolderNode) -> None:
+    write(root, a_py="a = 1", pkg__b_py="b = 1", log="")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    write(node.work, results="1", pkg__made_py="made", log="step 1", pkg__b_py="changed there")
+    write(root, a_py="a = 2")
+    keeper.bring([node])
+    shutil.rmtree(root / "pkg")
+    keeper.bring([node])
+    assert node.files() == {
+        "a.py": "a = 2",
+        "log": "step 1",
+        "pkg/b.py": "changed there",
+        "pkg/made.py": "made",
+        "results": "1",
+    }
+    assert keeper.notices == []
+
+
+def test_file_of_somebody_else_is_not_replaced_and_that_is_said_once(root: Path, node: FolderNode) -> None:
+    write(node.work, results="theirs", same="equal")
+    (node.work / "folder").mkdir()
+    write(root, results="ours", same="equal", folder="a file here")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    write(root, results="ours again")
+    keeper.bring([node])
+    assert node.files() == {"results": "theirs", "same": "equal"}
+    assert keeper.notices == [
+        "node: left as it is, since it did not come from here: folder, results: "
+        "put it there to replace it, or remove it there"
+    ]
+    for name in ("results", "same"):
+        (root / name).unlink()
+    keeper.bring([node])
+    assert node.files() == {"results": "theirs", "same": "equal"}, "what did not come from here is not removed"
+
+
+def test_file_changed_there_and_here_is_the_notebooks(root: Path, node: FolderNode) -> None:
+    write(root, a_py="a = 1")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    write(node.work, a_py="a = 'there'")
+    write(root, a_py="a = 'here'")
+    keeper.bring([node])
+    assert node.files() == {"a.py": "a = 'here'"}
+
+
+@pytest.mark.parametrize("is_file_link", [True, False])
+def test_nothing_is_written_or_removed_through_a_link_there(
+    is_file_link: bool, root: Path, node: FolderNode, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    write(outside, b_py="mine")
+    node.work.mkdir(parents=True)
+    if is_file_link:
+        write(root, b_py="b = 1")
+        (node.work / "b.py").symlink_to(outside / "b.py")
+    else:
+        write(root, pkg__b_py="b = 1")
+        (node.work / "pkg").symlink_to(outside)
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    shutil.rmtree(root)
+    root.mkdir()
+    keeper.bring([node])
+    assert (outside / "b.py").read_text() == "mine" and len(keeper.notices) == 1
+
+
+def test_link_that_leads_elsewhere_holds_up_nothing_else(root: Path, node: FolderNode, tmp_path: Path) -> None:
+    write(root, pkg__b_py="b = 1", other_py="c = 1")
+    (tmp_path / "outside").mkdir()
+    node.work.mkdir(parents=True)
+    (node.work / "pkg").symlink_to(tmp_path / "outside")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    assert list((tmp_path / "outside").iterdir()) == [] and (node.work / "other.py").exists()
+    assert "pkg/b.py" in keeper.notices[0]
+
+
+def test_folder_replaced_by_a_link_is_not_emptied_through_it(root: Path, node: FolderNode, tmp_path: Path) -> None:
+    write(root, pkg__b_py="b = 1", a_py="a")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    shutil.move(node.work / "pkg", tmp_path / "outside")
+    (node.work / "pkg").symlink_to(tmp_path / "outside")
+    shutil.rmtree(root / "pkg")
+    keeper.bring([node])
+    assert (tmp_path / "outside" / "b.py").read_text() == "b = 1"
+
+
+def test_compiled_code_goes_with_its_source(root: Path, node: FolderNode) -> None:
+    write(root, pkg__b_py="b = 1", pkg__c_py="c = 1")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    write(node.work, {f"pkg/__pycache__/{name}.cpython-311.pyc": "old" for name in "bc"})
+    write(root, pkg__b_py="b = 2")
+    keeper.bring([node])
+    assert sorted(path.name for path in (node.work / "pkg" / "__pycache__").iterdir()) == ["c.cpython-311.pyc"]
+    shutil.rmtree(root / "pkg")
+    keeper.bring([node])
+    assert not (node.work / "pkg").exists()
+
+
+# ---- what ends early
+
+
+def test_full_disk_leaves_old_files_whole_and_the_rest_comes_later(
+    root: Path, node: FolderNode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, packed: list[list[str]]
+) -> None:
+    write(root, a_py="a = 1", b_py="b = 1")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    full = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from detrain_nb.node import arrivals, files
+
+def check_room(self, name, size):
+    if name == "b.py":
+        raise arrivals.FilesError(f"{self.folder}/{name} cannot be written: the disk is full")
+
+arrivals.TreeWriter.check_room = check_room
+files.main()
+"""
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_PROGRAM", full)
+        write(root, a_py="a = 2", b_py="b = 2")
+        with pytest.raises(DetrainError, match=r"node: .*/work/b.py cannot be written: the disk is full"):
+            keeper.bring([node])
+    assert node.files() == {"a.py": "a = 2", "b.py": "b = 1"}
+    keeper.bring([node])
+    assert node.files() == {"a.py": "a = 2", "b.py": "b = 2"}
+    assert packed == [["a.py", "b.py"], ["a.py", "b.py"], ["b.py"]]
+    (root / "a.py").unlink()
+    keeper.bring([node])
+    assert node.files() == {"b.py": "b = 2"}, "what came before the disk was full is known as ours"
+
+
+def test_node_that_fails_is_named_and_the_others_have_all(root: Path, node: FolderNode, tmp_path: Path) -> None:
+    write(root, a_py="a = 1")
+    bad = FolderNode(tmp_path, "bad", tmp_path / "a file" / "work")
+    (tmp_path / "a file").write_text("")
+    keeper = FolderSync(root)
+    with pytest.raises(DetrainError, match=r"bad: .*: Not a directory"):
+        keeper.bring([bad, node])
+    assert node.files() == {"a.py": "a = 1"}
+    with pytest.raises(DetrainError, match="bad: "):
+        keeper.bring([bad, node])
+    assert node.runs == 1
+
+
+# ---- nodes that lie
+
+
+class Liar(FolderNode):
+    """Answers with lines of the test's own; what it was told is in ``told``."""
+
+    def __init__(self, base: Path, *lines: dict[str, object]) -> None:
+        super().__init__(base, "liar")
+        self._lines = lines
+        self.told = b""
+
+    @contextlib.contextmanager
+    def run_files(self) -> Iterator[tuple[socket.socket, None]]:
+        ours, theirs = socket.socketpair()
+
+        def run() -> None:
+            with contextlib.suppress(OSError):  # the notebook has hung up
+                self.told = theirs.recv(1 << 16)
+                for line in self._lines:
+                    theirs.sendall(json.dumps(line).encode() + b"\n")
+                while data := theirs.recv(1 << 16):
+                    self.told += data
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield ours, None
+        finally:
+            ours.close()
+            thread.join(10)
+            theirs.close()
+
+
+@pytest.mark.parametrize("indices", [[7], [-1], ["../secret"], [True], [0.0], None, {"0": 1}])
+def test_node_gets_no_file_but_those_that_travel(indices: object, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("the secret")
+    write(root, a_py="a", left_out="the secret")
+    (root / ".gitignore").write_text("left_out")
+    liar = Liar(tmp_path, {"type": "want", "indices": indices}, {"type": "done"})
+    with pytest.raises(WireError, match="liar: "):
+        FolderSync(root).bring([liar])
+    assert b"PK" not in liar.told and b"secret" not in liar.told
+
+
+def test_what_a_node_says_it_left_alone_is_clean(root: Path, tmp_path: Path) -> None:
+    done = {"type": "done", "left_alone": ["\x1b[2J", 7, "x" * 10_000], "num_left_alone": 3}
+    keeper = FolderSync(root)
+    keeper.bring([Liar(tmp_path, {"type": "want", "indices": []}, done)])
+    assert keeper.notices[0].isprintable() and len(keeper.notices[0]) < 5000
+
+
+# ---- in a session
+
+
+@pytest.fixture
+def here(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The notebook's folder, which is the current one."""
+    run = tmp_path_factory.mktemp("run")
+    run.chmod(0o700)
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(run))
+    monkeypatch.chdir(root)
+    return root
+
+
+def test_module_of_the_notebook_is_imported_on_the_ranks(
+    here: Path, testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(here, mymodule_py="value = 1", ignored__big="x")
+    (here / ".gitignore").write_text("ignored/\n")
+    with Session.start(1, nodes=ssh_nodes(testbed), device="cpu", init=False) as session:
+        assert session.run_cell("import mymodule; mymodule.value").values == {0: 1, 1: 1}
+        write(here, {"mymodule.py": "value = 2", "pkg/__init__.py": "from .inner import x", "pkg/inner.py": "x = 3"})
+        result = session.run_cell("import importlib; importlib.reload(mymodule); import pkg; (mymodule.value, pkg.x)")
+        assert result.values == {0: (2, 3), 1: (2, 3)}
+        write(here, mymodule_py="value = 4")  # of the same size, within the same second
+        assert session.run_cell("importlib.reload(mymodule).value", ranks="h1").values == {1: 4}
+        assert session.run_cell("import os; sorted(os.listdir())").values[1] == [
+            ".gitignore",
+            "__pycache__",
+            "mymodule.py",
+            "pkg",
+        ]
+        folders = session.run_cell("os.getcwd()").values
+
+        session.run_cell("open(f'result-{rank}', 'w').write(str(rank))")
+        write(here, new="new")
+        (here / "mymodule.py").unlink()
+        assert session.run_cell("os.path.exists('mymodule.py'), os.path.exists(f'result-{rank}')").values == {
+            0: (False, True),
+            1: (False, True),
+        }
+        assert sorted(session.get(".", here / "back")) == ["h0", "h1"]
+        assert (here / "back" / "h1" / "h1" / "result-1").read_text() == "1"
+        assert not (here / "back" / "h1" / "h1" / "result-0").exists()
+        session.put(here / "new", "data", nodes="h0")
+        assert repr(session.check_data("data")).splitlines()[0] == "data: not the same on 2 nodes"
+        with pytest.raises(SpecError, match="'h7' is no node of this session: there are h0, h1"):
+            session.put(here / "new", nodes=["h7"])
+        session.detach()
+
+    with Session.attach(session.name, nodes=ssh_nodes(testbed)) as again:
+        write(here, new="newer")
+        assert again.run_cell("open('new').read()").values == {0: "newer", 1: "newer"}
+        again.detach()
+    with Session.attach(session.name, nodes=ssh_nodes(testbed)) as again:
+        with monkeypatch.context() as patch:
+            patch.delattr(SshNode, "run_files")  # they have said that all is there
+            assert again.run_cell("open('new').read()").values == {0: "newer", 1: "newer"}
+        write(here, later_py="x = 5")
+        assert again.run_cell("import later; later.x, __import__('os').getcwd()").values == {
+            rank: (5, folder) for rank, folder in folders.items()
+        }
+        assert again.notices == []
+
+
+def test_session_without_sync_leaves_the_folder_here(here: Path, testbed: Testbed) -> None:
+    write(here, mymodule_py="value = 1")
+    with Session.start(1, nodes=ssh_nodes(testbed, 1), device="cpu", init=False, sync=False) as session:
+        assert session.run_cell("import os; os.listdir()").values == {0: []}
+
+
+def test_folder_that_is_too_much_starts_no_session(here: Path, testbed: Testbed) -> None:
+    with open(here / "large", "wb") as file:
+        file.truncate(60_000_000)
+    log = testbed.folder / "h0" / "sshd.log"
+    before = log.read_text()
+    with pytest.raises(SpecError, match="--no-sync"):
+        Session.start(1, nodes=ssh_nodes(testbed, 1), device="cpu", init=False)
+    assert log.read_text() == before, "no host was connected to"
+
+
+def test_session_of_this_machine_has_its_folder_already(here: Path) -> None:
+    write(here, mymodule_py="value = 1")
+    with Session.start(ranks=1, device="cpu", init=False) as session:
+        assert session.run_cell("import mymodule; mymodule.value").values == {0: 1}
+        assert session.put("mymodule.py")["this-machine"].files == 0
+        assert session.put("mymodule.py", "copies")["this-machine"].files == 1
+        assert (here / "copies" / "mymodule.py").exists()
+        assert session.check_data("copies").is_same
+        session.get("copies/mymodule.py", here / "back")
+        assert (here / "back" / "mymodule.py").read_text() == "value = 1"
+
+
+# ---- data
+
+
+@pytest.fixture
+def data_nodes(tmp_path: Path) -> list[FolderNode]:
+    nodes = [FolderNode(tmp_path, name) for name in ("n0", "n1", "n2")]
+    for node in nodes:
+        (node.work / "data" / "in").mkdir(parents=True)
+        for number in range(100):
+            (node.work / "data" / "in" / f"{number}.bin").write_bytes(bytes([number]) * 1000)
+        (node.work / "data" / "large.bin").write_bytes(b"a" * (1 << 20) + b"b" * (1 << 20) + b"c" * (1 << 20))
+    return nodes
+
+
+SIZE = 100_000 + (3 << 20)
+
+
+def test_same_data_is_the_same(data_nodes: list[FolderNode]) -> None:
+    found = check(data_nodes, "data")
+    assert found.is_same and found.differences == {"n0": [], "n1": [], "n2": []}
+    title, head, *rows = repr(found).splitlines()
+    assert title == "data: the same on 3 nodes" and head.split() == ["node", "files", "bytes", "checksum"]
+    assert [row.split()[:3] for row in rows] == [[name, "101", f"{SIZE:,}"] for name in ("n0", "n1", "n2")]
+    assert len({row.split()[3] for row in rows}) == 1
+    assert check(data_nodes, str(data_nodes[0].work / "data" / "large.bin")).states["n2"].files == 1
+
+
+def lose_one(data: Path) -> None:
+    (data / "in" / "7.bin").unlink()
+
+
+def change_the_end(data: Path) -> None:
+    with open(data / "large.bin", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+
+
+def change_the_beginning(data: Path) -> None:
+    with open(data / "large.bin", "r+b") as file:
+        file.write(b"x")
+
+
+def rename(data: Path) -> None:
+    (data / "in" / "7.bin").rename(data / "in" / "seven.bin")
+
+
+def link(data: Path) -> None:
+    (data / "more").symlink_to("in")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lose_one, r"1 file fewer, 1,000 bytes fewer"),
+        (change_the_end, r"other contents: large\.bin"),
+        (change_the_beginning, r"other contents: large\.bin"),
+        (rename, r"other names or sizes"),
+        (link, r"1 link to a folder, elsewhere 0"),
+        (shutil.rmtree, r"missing"),
+    ],
+)
+def test_node_that_differs_is_named_with_what_differs(
+    change: Callable[[Path], Any], words: str, data_nodes: list[FolderNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(data_nodes[1].work / "data")
+    found = check(data_nodes, "data")
+    assert not found.is_same
+    rows = repr(found).splitlines()
+    assert rows[0] == "data: not the same on 3 nodes"
+    assert re.search(rf"^n1 .*{words}", rows[3])
+    assert found.differences["n0"] == found.differences["n2"] == []
+
+
+def test_links_to_files_count_as_files(data_nodes: list[FolderNode], tmp_path: Path) -> None:
+    file = data_nodes[1].work / "data" / "large.bin"
+    file.rename(tmp_path / "elsewhere.bin")
+    file.symlink_to(tmp_path / "elsewhere.bin")
+    assert check(data_nodes, "data").is_same
+
+
+def test_data_that_is_nowhere_is_told(data_nodes: list[FolderNode]) -> None:
+    assert repr(check(data_nodes, "nothing")).startswith("nothing: on no node\n")
+
+
+def test_names_of_nodes_and_files_are_text_in_html() -> None:
+    bad = "<script>alert(1)</script>"
+    states = {"a": DataState(True, 1, 1, "x", ((bad, 1, "1"),)), bad: DataState(True, 1, 1, "x", ((bad, 1, "2"),))}
+    shown = DataCheck(bad, states)._repr_html_()
+    assert "<script" not in shown and shown.count("&lt;script&gt;") == 3
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"exists": True},
+        {"exists": True, "sample": {"x": 1}, "files": 1, "folders": 1, "size": 1, "skipped": 0},
+        {"exists": True, "sample": {"x": ["1", "2"]}, "files": 1, "folders": 1, "size": 1, "skipped": 0},
+        {"exists": True, "sample": {}, "files": "1", "folders": 1, "size": 1, "skipped": 0},
+        {"exists": True, "sample": {str(n): [1, "2"] for n in range(65)}, "files": 1, "size": 1, "skipped": 0},
+    ],
+)
+def test_state_that_cannot_be_is_not_believed(said: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(WireError, match="liar: "):
+        check([Liar(tmp_path, {"type": "state", **said})], "data")
+
+
+def test_control_characters_of_a_node_are_not_shown(tmp_path: Path) -> None:
+    liars = []
+    for digest in ("\x07", "\x08\x08"):
+        said = {"sample": {"\x1b[2J": [1, digest]}, "files": 1, "size": 1, "skipped": 0, "names": "\x1b"}
+        liars.append(Liar(tmp_path, {"type": "state", "exists": True, **said}))
+        liars[-1].name = f"liar {len(liars)}"
+    shown = repr(check(liars, "d"))
+    assert "other contents: ?[2J" in shown and all(line.isprintable() for line in shown.splitlines())

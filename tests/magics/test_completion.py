@@ -1,0 +1,212 @@
+"""Tab on the line of a magic: options, and values where it is known what there may be. No kernel, no connection."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from detrain_nb.magics.candidates import Candidates
+from detrain_nb.magics.completion import route_to_ranks
+
+from detrain_nb.deploy.known import remember
+from detrain_nb.plan import NodePlan, Plan
+from detrain_nb.spec.node import Node
+
+_CONFIG = """
+Include more/*.conf
+Host gpu1 gpu2 gpu-* !gpu9 10.0.0.?   # the lab
+  HostName gpu1.example.org
+Host "quoted" alias
+Match host gpu1 exec "touch /tmp/never"
+Host *
+  User alice
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with an ssh config, and a folder of a notebook below it, which is the current one."""
+    for name in ("run", "home/.ssh/more", "home/work/conf", "home/work/.hidden"):
+        (tmp_path / name).mkdir(parents=True, mode=0o700)
+    home = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(tmp_path / "run"))
+    (home / ".ssh/config").write_text(_CONFIG)
+    (home / ".ssh/more/lab.conf").write_text("Host included\nPort 2222\n")
+    for name in ("nodes.toml", "gpus.json", "my nodes.toml", "train.py", "conf/two.toml"):
+        (home / "work" / name).touch()
+    monkeypatch.chdir(home / "work")
+    return home
+
+
+class _Tab:
+    """A kernel that has no completions of its own, ours in front of it."""
+
+    def __init__(self) -> None:
+        self.asked_notebook = 0
+        self.session: Any = None
+        kernel = SimpleNamespace(do_complete=self._complete, do_inspect=None)
+        route_to_ranks(SimpleNamespace(kernel=kernel), lambda: self.session)
+        self._kernel = kernel
+
+    def _complete(self, code: str, cursor_pos: int) -> dict[str, Any]:
+        self.asked_notebook += 1
+        return {"matches": [], "cursor_start": cursor_pos, "cursor_end": cursor_pos}
+
+    def __call__(self, code: str, *, after: str = "") -> list[str]:
+        """What ``code`` may become when its last word is completed; ``after`` is what stands behind the cursor."""
+        reply = self._kernel.do_complete(code + after, len(code))
+        assert reply["cursor_end"] == len(code)
+        begun = code[reply["cursor_start"] :]
+        assert all(match.startswith(begun) for match in reply["matches"])
+        found: list[str] = reply["matches"]
+        return found
+
+
+@pytest.fixture
+def tab(home: Path) -> _Tab:
+    return _Tab()
+
+
+@pytest.fixture
+def tab_with_nodes(tab: _Tab) -> _Tab:
+    """The notebook holds a session on nodes left and right."""
+    plan = Plan((NodePlan((0, 1), "cpu", "left"), NodePlan((2, 3), "cpu", "right")), "gloo")
+    tab.session = SimpleNamespace(plan=plan)
+    return tab
+
+
+_HOSTS = ["alias", "gpu1", "gpu2", "included", "quoted"]
+
+
+@pytest.mark.parametrize("command", ["start", "attach", "doctor", "attach name", "start -n 2 --no-init"])
+@pytest.mark.parametrize("between", [" ", "="])
+def test_hosts_and_nodes_files_stand_for_nodes(tab: _Tab, command: str, between: str) -> None:
+    found = tab(f"%distributed {command} --nodes{between}")
+    start = "--nodes=" if between == "=" else ""
+    files = ["conf/", "gpus.json", "my\\ nodes.toml", "nodes.toml"]
+    assert found == sorted(start + name for name in _HOSTS + files)
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("gp", ["gpu1", "gpu2", "gpus.json"]),
+        ("alice@gp", ["alice@gpu1", "alice@gpu2"]),
+        ("alice@", [f"alice@{host}" for host in _HOSTS]),
+        ("gpu1,", [f"gpu1,{host}" for host in _HOSTS if host != "gpu1"]),
+        ("bob@gpu1,alice@g", ["bob@gpu1,alice@gpu2"]),
+        ("gpu1,n", []),
+        ("gpu-", []),
+        ("gpu1:22", []),
+        ("conf/t", ["conf/two.toml"]),
+        ("./n", ["./nodes.toml"]),
+        ("~/work/n", ["~/work/nodes.toml"]),
+        ("my\\ n", ["my\\ nodes.toml"]),
+        (".h", [".hidden/"]),
+        ("nowhere/x", []),
+    ],
+)
+def test_word_that_was_begun(tab: _Tab, word: str, found: list[str]) -> None:
+    assert tab(f"%distributed start --nodes {word}", after=" -n 2") == found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%%distributed -r ", "%%distributed --ranks ", "%%rank ", "%distributed restart -r ",
+        "%distributed interrupt --kill ", "%distributed log --rank ", "%distributed replay --cells 1 -r ",
+        "%pull x -r ", "%push x,y --ranks ", "%broadcast model -r ", "%distributed put train.py --nodes ",
+    ],
+)  # fmt: skip
+def test_nodes_of_the_session_stand_for_ranks(tab_with_nodes: _Tab, line: str) -> None:
+    assert [name for name in tab_with_nodes(line) if not name.startswith("-")] == ["left", "right"]
+    assert tab_with_nodes(f"{line}0,le") == ["0,left"]
+    assert tab_with_nodes(f"{line}left,") == ["left,right"]
+
+
+def test_without_a_session_no_node_stands_for_ranks(tab: _Tab) -> None:
+    assert tab("%%distributed -r ") == []
+
+
+def test_sessions_stand_for_names_those_on_nodes_too(tab: _Tab) -> None:
+    remember("train", [Node(host="gpu1")], holder="a notebook")
+    remember("tune", [Node(host="gpu2")], holder="a notebook")
+    assert tab("%distributed attach ") == ["train", "tune", "--help", "--nodes", "--steal"]
+    assert tab("%distributed attach tu") == tab("%distributed stop tu") == ["tune"]
+    assert tab("%distributed attach --steal t") == ["train", "tune"]
+    assert tab("%distributed attach train ") == ["--help", "--nodes", "--steal"]
+    assert tab("%distributed start --name t") == []
+
+
+def test_choices_commands_files_and_options(tab: _Tab) -> None:
+    assert tab("%distributed start --device ") == ["auto", "cpu", "cuda"]
+    assert tab("%distributed start --device=c") == ["--device=cpu", "--device=cuda"]
+    assert tab("%%distributed --merge s") == ["same"]
+    assert tab("%distributed st") == ["start", "status", "stop"]
+    assert tab("%distributed nosuch x") == []
+    assert tab("%distributed put train.py co") == ["conf/"]
+    assert tab("%distributed data ") == ["check", "--help"]
+    assert tab("%distributed start -n ") == []
+    assert tab("%distributed start --no-i", after="\n1") == ["--no-init"]
+    assert tab.asked_notebook == 0
+
+
+@pytest.mark.parametrize("line", ["%push na", "%push ", "%pull x", "%time x", "x = gp", "%distributed"])
+def test_names_of_the_notebook_are_its_own_business(tab: _Tab, line: str) -> None:
+    assert tab(line) == []
+    assert tab.asked_notebook == 1
+
+
+@pytest.mark.parametrize("config", ["Include config", 'Host "gpu1', "Match", "\0", "Host gpu1\nInclude ["])
+def test_config_that_cannot_be_read_leaves_the_files(tab: _Tab, home: Path, config: str) -> None:
+    (home / ".ssh/config").write_text(config)
+    assert "nodes.toml" in tab("%distributed start --nodes ")
+
+
+@pytest.fixture
+def waiting_pipe(home: Path) -> Iterator[Path]:
+    """A config that nobody writes to: who reads it waits. At the end somebody does."""
+    pipe = home / ".ssh/config"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    yield pipe
+    pipe.write_text("")
+    for thread in threading.enumerate():
+        if thread.name == "detrain_nb completion":
+            thread.join(10)
+
+
+def test_file_that_keeps_us_waiting_is_not_waited_for(waiting_pipe: Path, tab: _Tab) -> None:
+    for _ in range(3):
+        assert tab("%distributed start --nodes ") == []
+    reading = [thread for thread in threading.enumerate() if thread.name == "detrain_nb completion"]
+    assert len(reading) == 1, "it is not asked again while it has not answered"
+
+
+def test_nothing_is_connected_to(tab: _Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError(f"a connection to {args}")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert "gpu1" in tab("%distributed start --nodes ")
+    assert tab("%distributed attach ") != []
+
+
+def test_thousands_of_hosts_are_read_in_time(home: Path) -> None:
+    text = "".join(f"Host gpu{number}\n  HostName 10.0.0.1\n  User alice\n" for number in range(2000))
+    (home / ".ssh/config").write_text(text)
+    candidates = Candidates(lambda: None)
+    deadline = time.monotonic() + 20  # on a machine that does something else just now it takes some tries
+    while not (found := candidates.of("NODES", "gpu19")):
+        assert time.monotonic() < deadline
+    assert len(found) == 111

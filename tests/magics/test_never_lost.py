@@ -1,0 +1,141 @@
+"""Stop, hang and death as a notebook shows them: a real kernel, the stop button pressed by its manager."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@contextlib.contextmanager
+def _two_ranks(start_kernel: Any) -> Iterator[Any]:
+    started = start_kernel(DETRAIN_NB_LINGER="0")
+    assert started.run("%%distributed -n 2\nimport os, time, sys\nkept = rank + 1").status == "ok"
+    yield started
+    started.run("%distributed stop")
+
+
+@pytest.fixture
+def kernel(start_kernel: Any) -> Iterator[Any]:
+    """A kernel of its own: these tests leave ranks that have lost their variables."""
+    with _two_ranks(start_kernel) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def unharmed_kernel(start_kernel: Any) -> Iterator[Any]:
+    """One kernel for the tests after which all is as before."""
+    with _two_ranks(start_kernel) as started:
+        yield started
+
+
+def test_stop_button_frees_a_hung_collective(kernel: Any) -> None:
+    kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
+    stopped = kernel.run(
+        "%%distributed\nprint('in')\nif rank == 0:\n    dist.all_reduce(torch.ones(1))", interrupt_when="[0] in"
+    )
+    assert stopped.status == "error"
+    assert re.search(r"rank 0 waited in all_reduce #\d+ \(line 4\): freed", stopped.error)
+    assert "make again what was made with the old ones: ddp" in stopped.error
+    assert "cell 4, line 4" in stopped.error
+    assert "gloo" not in stopped.error, "what torch says of being freed is not the user's business"
+    assert kernel.run("%%distributed\nt = torch.ones(1); dist.all_reduce(t); kept, t.item()").rich() == [
+        "[0] (1, 2.0)",
+        "[1] (2, 2.0)",
+    ]
+    old = kernel.run("%%distributed\nddp(torch.ones(1, 2)).sum().backward()")
+    assert "ddp was made with process groups that have been ended since: make it again" in old.error
+
+
+def test_hang_is_said_in_the_cell_and_forgotten_when_it_ends(kernel: Any) -> None:
+    assert kernel.run("%distributed config hang=1").status == "ok"
+    assert "hang=1.0" in kernel.run("%distributed config").text()
+    code = """%%distributed
+def load_data():
+    time.sleep(4)
+if rank == 1:
+    load_data()
+dist.all_reduce(torch.ones(1))
+"""
+    outcome = kernel.run(code)
+    assert outcome.status == "ok"
+    drawn = [
+        data["data"]["text/plain"] for kind, data in outcome.live if kind in ("display_data", "update_display_data")
+    ]
+    line = next(text for text in drawn if "wait" in text)
+    assert re.search(r"rank 0 waits in all_reduce #\d+ \(line 6\); rank 1 is in load_data \(line 3\)", line), line
+    assert "waits" not in str(outcome.shown)
+
+
+def test_death_names_the_rank_and_three_lines_bring_it_back(kernel: Any) -> None:
+    kernel.run("%%distributed\nclass Net(torch.nn.Linear): pass")
+    kernel.run("%%distributed\nnet = Net(2, 2)\nstep = 41")
+    died = kernel.run("%%distributed\nif rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()")
+    assert "RankLost: rank 1 on " in died.error
+    assert "ended with signal 9 (SIGKILL)" in died.error
+    assert "%distributed replay -r 1" in died.error
+    replayed = kernel.run("%distributed replay -r 1")
+    assert "cells run again:" in replayed.text()
+    assert kernel.run("%broadcast net,step -r 1").status == "ok"
+    result = kernel.run(
+        "%%distributed\nt = net.weight.detach().clone(); dist.all_reduce(t)\n"
+        "bool((t == 2 * net.weight).all()), step, kept"
+    )
+    assert result.rich() == ["[0] (True, 41, 1)", "[1] (True, 41, 2)"]
+    assert "is fresh" not in str(result.shown), "it has been said"
+
+
+@pytest.mark.slow
+def test_replay_shows_what_each_cell_prints_and_redraws_nothing_where_output_is_final(kernel: Any) -> None:
+    kernel.run("%%distributed\nprint('unfinished', end='', flush=True); time.sleep(2.5); print(' line')")
+    kernel.run("%%distributed\nprint('second')")
+    live = kernel.run("%distributed replay -r 1")
+    assert "[1] unfinished line\n[1] second\ncells run again: " in live.text()
+    assert [kind for kind, _ in live.live if kind == "display_data"], "the unfinished line was drawn"
+    kernel.run("%distributed config output=final")
+    final = kernel.run("%distributed replay -r 1")
+    assert "[1] unfinished line\n[1] second\ncells run again: " in final.text()
+    assert {kind for kind, _ in final.live} == {"stream"}
+
+
+@pytest.mark.slow
+def test_ranks_are_replaced_by_command(kernel: Any) -> None:
+    replaced = kernel.run("%distributed interrupt --kill 1")
+    assert "rank 1 started anew, the others kept their variables" in replaced.text()
+    assert "%distributed replay -r 1  runs earlier cells there again" in replaced.text()
+    assert kernel.run("%%distributed\nglobals().get('kept')").rich() == ["[0] 1"]
+    assert "ranks 0-1 started anew" in kernel.run("%distributed restart -r all").text()
+    shown = kernel.run("%%distributed\ndist.barrier(); 'kept' in globals()")
+    assert shown.rich() == ["[0-1] False"]
+
+
+def test_where_shows_every_rank(kernel: Any) -> None:
+    html = kernel.run("%distributed where").rich("text/html")[0]
+    assert "no cell runs" in html
+    assert html.count("<tr>") == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("%distributed interrupt --kill 7", "rank 7 is not there"),
+        ("%distributed replay", "the following arguments are required: -r/--ranks"),
+        ("%distributed replay -r 0 --cells x", "'x' is no choice of cells"),
+        ("%distributed replay -r 0 --cells 99", "cell 99 was not run on the ranks"),
+        ("%distributed restart -r 5", "rank 5 is not there"),
+        ("%distributed attach nosuch", "holds session"),
+        ("%distributed config hang=x", "hang is a number"),
+        ("%broadcast nothing", "no variable 'nothing'"),
+        ("%broadcast kept --from 9", "rank 9 is not there"),
+        ("%broadcast", "the following arguments are required"),
+        ("%distributed stop nosuch", "no session 'nosuch' runs"),
+    ],
+)
+def test_wrong_lines_are_one_clear_error(unharmed_kernel: Any, line: str, complaint: str) -> None:
+    outcome = unharmed_kernel.run(line)
+    assert complaint in outcome.error
+    assert len(outcome.error.strip().splitlines()) == 1
+    assert unharmed_kernel.run("%%distributed\nkept").rich() == ["[0] 1", "[1] 2"]

@@ -1,0 +1,95 @@
+"""Two hosts over SSH in a real kernel: their status, Tab on their names, a restart after an attach."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..testbed.testbed import Testbed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+_LOOK = "%%distributed\nimport os, socket\n"
+_LOOK += "print(socket.gethostname()[-2:], torch.initial_seed() - rank, os.environ.get('TOKEN'))"
+_OPTIONS = "-n 1 --no-sync --seed 7 --group-timeout 90 --env TOKEN=geheim"
+
+
+@pytest.fixture
+def kernel(start_kernel: Any, testbed: Testbed, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    """A kernel whose ~/.ssh/config has the two hosts, and which has a nodes file for them; no session is left."""
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(f"Include {testbed.inventory.ssh_config}\n")
+    nodes = [{"name": "left", "host": "h0"}, {"name": "right", "host": "h1"}]
+    file = tmp_path / "nodes.json"
+    file.write_text(json.dumps({"defaults": {"python": sys.executable, "devices": "cpu"}, "nodes": nodes}))
+    kernel = start_kernel(HOME=str(tmp_path), DETRAIN_NB_NOTEBOOK=f"/x/{request.node.name}.ipynb")
+    started = kernel.run(f"%distributed start --nodes {file} {_OPTIONS}")
+    assert started.status == "ok", started.error
+    yield kernel
+    assert kernel.run("%distributed stop").status == "ok"
+
+
+def _eventually(holds: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_status_shows_which_host_is_reached(kernel: Any, testbed: Testbed) -> None:
+    def status() -> str:
+        text: str = kernel.run("%distributed status").rich()[0]
+        return text
+
+    lines = status().splitlines()
+    assert re.fullmatch(r"session \S+: 2 ranks on 2 nodes", lines[0])
+    assert lines[1] == "collectives wait up to 90 s for another rank (--group-timeout)"
+    assert [line for line in lines[3:] if not line.startswith(" ")] == [
+        "left (h0): reached; rank 0: idle",
+        "right (h1): reached; rank 1: idle",
+    ]
+    testbed.stop_sshd("h1", sessions=True)
+    _eventually(
+        lambda: re.search(r"^right \(h1\): no connection for \d+ s, trying again; rank 1", status(), re.MULTILINE)
+    )
+    assert "1 of 2 nodes cannot be reached: right" in status()
+    assert "left (h0): reached" in status()
+    testbed.start_sshd("h1")
+    _eventually(lambda: "right (h1): reached; rank 1: idle" in status())
+
+
+def test_tab_knows_the_nodes_and_the_hosts(kernel: Any) -> None:
+    def tab(code: str) -> list[str]:
+        found: list[str] = kernel.client.complete(code, len(code), reply=True, timeout=20)["content"]["matches"]
+        return found
+
+    assert tab("%%distributed -r ") == ["left", "right"]
+    assert tab("%distributed put x --nodes left,") == ["left,right"]
+    assert {"h0", "h1"} <= set(tab("%distributed doctor --nodes h"))
+    assert (
+        [name for name in tab("%distributed attach ") if not name.startswith("-")]
+        == [name for name in tab("%distributed stop ") if not name.startswith("-")]
+        != []
+    )
+
+
+def test_restart_after_attach_is_on_the_same_hosts_with_the_same_options(kernel: Any) -> None:
+    assert kernel.run(_LOOK).text() == "[left:0] h0 7 geheim\n[right:1] h1 7 geheim\n"
+    kernel.manager.restart_kernel(now=False)
+    kernel.client.wait_for_ready(timeout=60)
+    assert "is there (on left, right)" in kernel.run("%load_ext detrain_nb").text()
+    assert kernel.run("from detrain_nb import current_session\n%distributed attach").status == "ok"
+    assert "wait up to 90 s" in kernel.run("%distributed status").rich()[0]
+    assert kernel.run("current_session()._files.is_synced").rich() == ["False"]
+    again = kernel.run("%distributed restart --env TOKEN=new")
+    assert again.status == "ok", again.error
+    assert "not kept" not in again.text()
+    assert kernel.run(_LOOK).text() == "[left:0] h0 7 new\n[right:1] h1 7 new\n"
+    assert "wait up to 90 s" in kernel.run("%distributed status").rich()[0]

@@ -1,0 +1,188 @@
+"""Wrong lines: one line says what is wrong and what to do, in the words of the command that it was said to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from detrain_nb.magics import options
+from detrain_nb.magics.candidates import similar_nodes
+from detrain_nb.magics.holder import SessionHolder, StartOptions
+from IPython.core.error import UsageError
+
+from detrain_nb.deploy.known import remember
+from detrain_nb.errors import SessionError, TransportError
+from detrain_nb.spec.node import Node
+
+_PARSERS: dict[str, Callable[[], options.LineParser]] = {
+    "%distributed": options.session_parser,
+    "%%distributed": options.cell_parser,
+    "%%rank": lambda: options.cell_parser("%%rank"),
+    "%pull": options.pull_parser,
+    "%push": options.push_parser,
+    "%broadcast": options.broadcast_parser,
+}
+_COMMANDS = (
+    "start, status, where, stop, restart, shrink, interrupt, replay, attach, detach, list, put, get, data, doctor, "
+    "config, log"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        # no such command
+        ("%distributed statsu", "'statsu' is no command: did you mean status or start?"),
+        ("%distributed START", f"'START' is no command: there are {_COMMANDS}"),
+        ("%distributed intrrupt", "'intrrupt' is no command: did you mean interrupt?"),
+        ("%distributed nosuch", f"'nosuch' is no command: there are {_COMMANDS}"),
+        ("%distributed --nodes gpu1", "--nodes stands behind a command: %distributed start --nodes"),
+        ("%distributed -n 2", "-n stands behind a command: %distributed start -n"),
+        # no such option
+        ("%distributed start --node gpu1", "--node is no option here: did you mean --nodes?"),
+        ("%distributed start --no-synk", "--no-synk is no option here: did you mean --no-sync?"),
+        ("%distributed start --group-timout=3", "--group-timout is no option here: did you mean --group-timeout?"),
+        ("%distributed attach --steel", "--steel is no option here: did you mean --steal?"),
+        ("%distributed doctor --bandwith", "--bandwith is no option here: did you mean --bandwidth?"),
+        ("%distributed list -x", "-x is no option here: there are --help"),
+        ("%distributed stop --force", "--force is no option here: there are --help"),
+        ("%distributed put a -r 0", "-r is no option here: there are --help, --to, --nodes"),
+        ("%%distributed --quite", "--quite is no option here: did you mean --quiet?"),
+        ("%pull x --into y", "--into is no option here: there are --help, -r, --ranks, --as"),
+        # a value is missing
+        ("%distributed start --nodes", "--nodes needs a value: --nodes NODES"),
+        ("%distributed start --nodes --no-init", "--nodes needs a value: --nodes NODES"),
+        ("%distributed start -n", "-n needs a value: -n N"),
+        ("%distributed start --device", "--device needs a value: --device auto|cpu|cuda"),
+        ("%distributed start --env", "--env needs a value: --env K=V"),
+        ("%distributed restart --env", "--env needs a value: --env K=V"),
+        ("%distributed interrupt -r", "--ranks needs a value: --ranks RANKS"),
+        ("%distributed interrupt --kill", "--kill needs a value: --kill RANKS"),
+        ("%distributed replay -r", "--ranks needs a value: --ranks RANKS"),
+        ("%distributed replay", "the following arguments are required: -r/--ranks"),
+        ("%distributed put", "the following arguments are required: FILE"),
+        ("%distributed put a --to", "--to needs a value: --to FOLDER"),
+        ("%distributed get", "the following arguments are required: REMOTE"),
+        ("%distributed data", "the following arguments are required: check, PATH"),
+        ("%distributed data check", "the following arguments are required: PATH"),
+        ("%distributed doctor --nodes", "--nodes needs a value: --nodes NODES"),
+        ("%distributed attach --nodes", "--nodes needs a value: --nodes NODES"),
+        ("%distributed log --cell", "--cell needs a value: --cell N"),
+        ("%%distributed -r", "--ranks needs a value: --ranks RANKS"),
+        ("%%distributed --merge", "--merge needs a value: --merge same|all|rank0"),
+        ("%%rank", "the following arguments are required: RANKS"),
+        ("%push", "the following arguments are required: NAME[,NAME...]"),
+        ("%broadcast x --from", "--from needs a value: --from RANK"),
+        # a value that cannot be
+        ("%distributed start -n x", "argument -n: 'x' is no whole number"),
+        ("%distributed start -n 1.5", "argument -n: '1.5' is no whole number"),
+        ("%distributed start -n 0", "argument -n: 0 ranks: a session needs at least 1"),
+        ("%distributed start --device gpu", "--device 'gpu': give one of auto, cpu, cuda"),
+        ("%distributed start --start spawn", "--start 'spawn': give one of fork, exec"),
+        ("%distributed start --seed x", "argument --seed: 'x' is no whole number"),
+        ("%distributed start --linger x", "argument --linger: 'x' is no number of seconds"),
+        ("%distributed start --linger inf", "argument --linger: inf seconds: give 0 or more"),
+        ("%distributed start --linger -1", "argument --linger: -1 seconds: give 0 or more"),
+        ("%distributed start --group-timeout 0", "argument --group-timeout: 0 seconds: give more than 0"),
+        ("%distributed start --group-timeout nan", "argument --group-timeout: nan seconds: give more than 0"),
+        ("%distributed start --env TOKEN", "argument --env: 'TOKEN': give KEY=VALUE"),
+        ("%distributed restart -n 2 -r 1", "argument -r/--ranks: not allowed with argument -n"),
+        ("%distributed data chekc x", "check 'chekc': give one of check"),
+        ("%distributed log --cell last", "argument --cell: 'last' is no whole number"),
+        ("%%distributed --timeout x", "argument --timeout: 'x' is no number of seconds"),
+        ("%%distributed --max-lines -1", "argument --max-lines: -1 is less than 0; 0 is no limit"),
+        ("%%distributed --merge some", "--merge 'some': give one of same, all, rank0"),
+        ("%broadcast x --from gpu1", "argument --from: 'gpu1' is no whole number"),
+        # a word too many
+        ("%distributed start gpu1,gpu2", "'gpu1,gpu2' is one word too many: did you mean --nodes gpu1,gpu2?"),
+        ("%distributed doctor gpu1", "'gpu1' is one word too many: did you mean --nodes gpu1?"),
+        ("%distributed restart 1", "'1' is one word too many: did you mean -r 1?"),
+        ("%distributed interrupt 0,1", "'0,1' is one word too many: did you mean -r 0,1?"),
+        ("%distributed replay -r 1 3", "'3' is one word too many: did you mean --cells 3?"),
+        ("%distributed log 3", "'3' is one word too many: did you mean --cell 3?"),
+        ("%distributed status now", "'now' is one word too many: leave it out"),
+        ("%distributed attach one two", "'two' is one word too many: leave it out"),
+        ("%distributed start 'a b'", "'a b' is one word too many: did you mean --nodes 'a b'?"),
+        ("%%distributed gpu1", "'gpu1' is one word too many: did you mean -r gpu1?"),
+        ("%%rank 0 1", "'1' is one word too many: several ranks have commas between them, as in 0,2"),
+        ("%pull a b", "'b' is one word too many: several names have commas between them, ranks stand behind -r"),
+        ("%distributed start 'x", "No closing quotation: start 'x"),
+    ],
+)
+def test_wrong_line_says_what_to_do(line: str, said: str) -> None:
+    prog, _, rest = line.partition(" ")
+    with pytest.raises(UsageError) as caught:
+        _PARSERS[prog]().parse_line(rest)
+    words = str(caught.value)
+    assert said in words
+    assert words.count("\n") == 0
+    if "quotation" not in said:
+        command = rest.split()[0] if prog == "%distributed" and "command" not in said else ""
+        assert words.startswith(f"{prog} {command}".strip() + ": ")
+        assert words.endswith(" --help)")
+
+
+def test_value_that_begins_like_an_option_follows_an_equals_sign() -> None:
+    assert options.session_parser().parse_line("log --cell=-2 -r=-1").ranks == "-1"
+
+
+def test_log_takes_ranks_as_the_others_do() -> None:
+    parser = options.session_parser()
+    assert {parser.parse_line(f"log {option} 1").ranks for option in ("-r", "--ranks", "--rank")} == {"1"}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with an ssh config and a nodes file, and a run directory; the current folder."""
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text("Host gpu1 gpu2 gpu1.invalid\nHost *\n")
+    (tmp_path / "nodes.toml").touch()
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("nodes", "question"),
+    [
+        ("gpu11", "did you mean gpu1?"),
+        ("gpu1,gpu22", "did you mean gpu2?"),
+        ("alice@gqu2:22", "did you mean gpu2?"),
+        ("nodes.tmol", "did you mean nodes.toml?"),
+        ("gpu1", ""),
+        ("elsewhere.example.org", ""),
+        ("", ""),
+    ],
+)
+def test_host_that_nobody_knows_is_perhaps_another(home: Path, nodes: str, question: str) -> None:
+    assert similar_nodes(nodes) == question
+
+
+@pytest.fixture
+def holder(home: Path) -> SessionHolder:
+    return SessionHolder(SimpleNamespace(user_ns={}))
+
+
+def test_start_on_a_host_with_a_typo_asks_for_the_other(holder: SessionHolder) -> None:
+    with pytest.raises(TransportError) as caught:
+        holder.start(StartOptions(nodes="gpu11.invalid"))
+    first, question = str(caught.value).splitlines()
+    assert first.startswith("gpu11.invalid: ")
+    assert "does not resolve" in first
+    assert question == "did you mean gpu1.invalid?"
+
+
+def test_session_with_a_typo_is_perhaps_another(holder: SessionHolder) -> None:
+    said = "no session 'trian' runs on this machine, or was started from it; "
+    with pytest.raises(SessionError, match=f"^{said}those that are known here: none$"):
+        holder.attach("trian", nodes=None, steal=False)
+    remember("train", [Node(host="gpu1")], holder="a notebook")
+    with pytest.raises(SessionError, match=f"^{said}did you mean train\\?$"):
+        holder.attach("trian", nodes=None, steal=False)
+    with pytest.raises(SessionError, match=f"^{said}did you mean train\\?$"):
+        holder.end("trian")

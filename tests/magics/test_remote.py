@@ -1,0 +1,192 @@
+"""Hosts over SSH in a real kernel: what the magics about hosts and files show, and what they say of a wrong line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..testbed.testbed import Testbed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+_BAR = re.compile(r"(put|get) \[([#.]{30})\] +(\d+) %, .+, \d+ files?")
+
+
+@pytest.fixture(scope="module")
+def idle(start_kernel: Any, testbed_of_two: Testbed, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A kernel without a session, whose ~/.ssh/config has two hosts, and whose folder has a nodes file for them."""
+    home = tmp_path_factory.mktemp("home")
+    (home / ".ssh").mkdir()
+    (home / ".ssh" / "config").write_text(f"Include {testbed_of_two.inventory.ssh_config}\n")
+    kernel = start_kernel(HOME=str(home), DETRAIN_NB_NOTEBOOK="/x/remote.ipynb")
+    nodes = [{"name": "left", "host": "h0"}, {"name": "right", "host": "h1"}]
+    content = json.dumps({"defaults": {"python": sys.executable, "devices": "cpu"}, "nodes": nodes})
+    files = {"nodes.json": content, "own_module.py": "def who():\n    return __file__\n"}
+    assert kernel.run(f"for name, text in {files}.items(): open(name, 'w').write(text)").status == "ok"
+    return kernel
+
+
+@pytest.fixture(scope="module")
+def kernel(idle: Any) -> Iterator[Any]:
+    """The same with a rank on each host, in a session that the tests share."""
+    started = idle.run("%distributed start --nodes nodes.json")
+    assert started.status == "ok", started.error
+    assert re.fullmatch(r"<Session 'remote-\S+': 2 ranks on [^>]*left, right[^>]*>\n", started.text()), started.text()
+    yield idle
+    assert idle.run("%distributed stop").status == "ok"
+
+
+def _lines(outcome: Any) -> list[str]:
+    """What is shown at the end, line by line; nothing of a bar is left in it."""
+    assert outcome.status == "ok", outcome.error
+    text = "".join(content if isinstance(content, str) else content["text/plain"] for _, content in outcome.shown)
+    assert "%," not in text
+    assert "#" not in text
+    return text.splitlines()
+
+
+def _assert_one_line(outcome: Any, words: str) -> None:
+    """A wrong line is answered with one, without any traceback."""
+    line = outcome.error.strip()
+    assert "\n" not in line, line
+    assert re.search(words, line), line
+    assert "Traceback" not in line
+    assert not outcome.text()
+
+
+# ---- before there is a session
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("start --nodes nosuch.toml", r"nosuch\.toml"),
+        ("start --nodes h0,h0", "same name 'h0'"),
+        ("start --nodes 'h0;ls'", "h0;ls"),
+        ("start --nodes", "--nodes"),
+        ("start --nodes nosuchhost", r"nosuchhost.* does not resolve"),
+        ("put own_module.py", "no session"),
+        ("get own_module.py", "no session"),
+        ("data check .", "no session"),
+        ("shrink", "no session"),
+        ("doctor", "--nodes"),
+        ("doctor --nodes nosuch.toml", r"nosuch\.toml"),
+    ],
+)
+def test_wrong_line_without_a_session_is_answered_with_one(idle: Any, line: str, words: str) -> None:
+    _assert_one_line(idle.run(f"%distributed {line}"), words)
+
+
+def test_doctor_names_a_host_that_is_not_there_and_examines_the_other(idle: Any) -> None:
+    shown = "\n".join(_lines(idle.run("%distributed doctor --nodes h0,nosuchhost")))
+    assert re.search(r"nosuchhost.*does not resolve", shown)
+    assert re.search(r"\bh0\b", shown)
+
+
+# ---- with one
+
+
+def test_notebook_s_folder_is_there(kernel: Any) -> None:
+    outcome = kernel.run("%%distributed\nimport own_module\nprint(own_module.who())")
+    assert re.fullmatch(r"\[0-1\] \S+/\.cache/detrain_nb/work/remote-\w+/own_module\.py\n", outcome.text())
+
+
+def test_host_s_name_chooses_its_ranks(kernel: Any) -> None:
+    assert kernel.run("%%distributed -r right\nprint('there', rank)").text() == "[right:1] there 1\n"
+    assert kernel.run("%%rank left\nprint('there', rank)").text() == "[left:0] there 0\n"
+
+
+def test_doctor_examines_the_hosts_of_the_session(kernel: Any) -> None:
+    shown = "\n".join(_lines(kernel.run("%distributed doctor")))
+    assert "left" in shown
+    assert "right" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("%distributed put nosuchfile", "nosuchfile"),
+        ("%distributed put own_module.py --nodes nosuch", "nosuch"),
+        ("%distributed put", "FILE"),
+        ("%distributed get nosuchfile --nodes left", "left: .*nosuchfile: No such file"),
+        ("%distributed get nosuchfile --nodes left,nosuch", r"'?nosuch\b"),
+        ("%distributed data", "check"),
+        ("%distributed data check", "PATH"),
+        ("%distributed shrink", "no (node|rank)|nothing"),
+        ("%distributed start --nodes h0", "2 ranks run already"),
+        ("%%distributed -r nosuch\nprint(1)", "nosuch"),
+        ("%%rank nosuch\nprint(1)", "nosuch"),
+    ],
+)
+def test_wrong_line_is_answered_with_one(kernel: Any, line: str, words: str) -> None:
+    _assert_one_line(kernel.run(line), words)
+
+
+def test_data_that_is_on_no_node_is_said(kernel: Any) -> None:
+    assert _lines(kernel.run("%distributed data check nosuchfolder"))[0] == "nosuchfolder: on no node"
+
+
+def test_file_that_no_host_has_is_said_in_a_line_for_each(kernel: Any) -> None:
+    lines = kernel.run("%distributed get nosuchfile").error.splitlines()
+    assert [line.rpartition("/")[2] for line in lines] == ["nosuchfile: No such file or directory"] * 2
+    assert [re.search(r"\b(left|right): ", line)[1] for line in lines] == ["left", "right"]  # type: ignore[index]
+
+
+def test_files_go_there_and_come_back(kernel: Any, tmp_path: Path) -> None:
+    (tmp_path / "data/inner").mkdir(parents=True)
+    block = os.urandom(1 << 20)
+    for index in range(24):
+        (tmp_path / f"data/inner/{index}.bin").write_bytes(block)
+    (tmp_path / "data/one.txt").write_text("1")
+    assert kernel.run("import detrain_nb.magics.host_commands as magics; magics._PATIENCE_S = 0.0").status == "ok"
+    there = kernel.run(f"%distributed put {tmp_path}/data --to copies")
+    assert _lines(there) == ["left: 25 files, 25.2 MB", "right: 25 files, 25.2 MB"]
+    _assert_bar("put", there)
+    assert _lines(kernel.run("%distributed data check copies"))[0] == "copies: the same on 2 nodes"
+    assert kernel.run("%%distributed -r right\nopen('copies/data/one.txt', 'w').write('2')").status == "ok"
+    checked = _lines(kernel.run("%distributed data check copies"))
+    assert checked[0] == "copies: not the same on 2 nodes"
+    assert re.search(r"^right .*other contents: \S*one\.txt", "\n".join(checked), re.MULTILINE)
+    back = kernel.run(f"%distributed get copies/data --to {tmp_path}/back")
+    assert _lines(back) == ["left: 25 files, 25.2 MB", "right: 25 files, 25.2 MB"]
+    _assert_bar("get", back)
+    for node, text in (("left", "1"), ("right", "2")):
+        folder = tmp_path / "back" / node / "data"
+        assert (folder / "one.txt").read_text() == text
+        assert all((folder / f"inner/{index}.bin").read_bytes() == block for index in range(24))
+
+
+def _assert_bar(what: str, outcome: Any) -> None:
+    """One line that is drawn anew, does not go back, reaches 100 %, and is gone at the end."""
+    drawn = [content for kind, content in outcome.live if kind.endswith("display_data")]
+    texts = [content["data"]["text/plain"] for content in drawn]
+    shares = [int(found[3]) for text in texts if (found := _BAR.fullmatch(text)) and found[1] == what]
+    assert len(shares) > 1, texts
+    assert shares == sorted(shares)
+    assert shares[-1] == 100
+    assert len({content["transient"]["display_id"] for content in drawn}) == 1
+    assert texts[-1] == ""
+    assert len(texts) == len(shares) + 1, "something else was drawn"
+
+
+def test_shrink_leaves_the_ranks_of_the_hosts_that_are_left(kernel: Any, testbed_of_two: Testbed) -> None:
+    """The last: it takes a host away."""
+    assert kernel.run("%%distributed\nkept = rank").status == "ok"
+    for pid, argv in testbed_of_two.processes("h1").items():
+        if "detrain_nb.node.agent" in " ".join(argv):
+            testbed_of_two.exec("h1", "kill", "-9", str(pid))
+    lost = kernel.run("%%distributed\nprint(rank)")
+    assert lost.status == "error"
+    assert "node right is lost" in lost.error
+    _assert_one_line(kernel.run("%%distributed -r right\nprint(rank)"), "right")
+    shrunk = _lines(kernel.run("%distributed shrink"))
+    assert len(shrunk) == 1
+    assert "keep" in shrunk[0]
+    assert kernel.run("%%distributed\ndist.barrier()\nprint(kept, dist.get_world_size())").text() == "[left:0] 0 1\n"

@@ -1,0 +1,81 @@
+"""What is shut when a generation ends: the connections its groups opened, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from detrain_nb.node.connections import Connections
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def _connect(listener: socket.socket) -> Pair:
+    ours = socket.create_connection(listener.getsockname())
+    theirs, _ = listener.accept()
+    theirs.settimeout(5)
+    return ours, theirs
+
+
+def _is_shut(pair: Pair) -> bool:
+    ours, theirs = pair
+    try:
+        ours.send(b"x")
+    except BrokenPipeError:
+        return theirs.recv(1) == b""
+    return theirs.recv(1) != b"x"
+
+
+def test_what_was_recorded_is_shut_and_nothing_else(listener: socket.socket) -> None:
+    before = _connect(listener)
+    connections = Connections()
+    with connections.recording():
+        recorded = _connect(listener)
+        with connections.recording():
+            nested = _connect(listener)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            assert connections.shut() == 4, "both ends of two connections, while it is still recorded"
+            _connect_closed = _connect(server)
+    after = _connect(listener)
+    assert _is_shut(recorded)
+    assert _is_shut(nested)
+    assert not _is_shut(before)
+    assert not _is_shut(after)
+    for pair in (before, recorded, nested, after, _connect_closed):
+        for sock in pair:
+            sock.close()
+
+
+def test_socket_that_got_the_number_of_a_closed_one_is_left_alone(listener: socket.socket) -> None:
+    connections = Connections()
+    with connections.recording():
+        recorded = _connect(listener)
+    number = recorded[0].fileno()
+    users = _connect(listener)
+    for sock in recorded:
+        sock.close()
+    os.dup2(users[0].fileno(), number)
+    connections.shut()
+    assert not _is_shut(users)
+    os.close(number)
+    for sock in users:
+        sock.close()
+
+
+def test_shutting_twice_shuts_once(listener: socket.socket) -> None:
+    connections = Connections()
+    with connections.recording():
+        recorded = _connect(listener)
+    assert connections.shut() == 2
+    assert connections.shut() == 0
+    for sock in recorded:
+        sock.close()

@@ -1,0 +1,354 @@
+"""A rank that dies: the cell says which, where and how, the others keep their variables, the next cell runs on all.
+
+As in test_stop.py, everything that holds a communicator is alive when it happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.errors import RankLost, SessionError
+
+from ..node.cgroups import can_make_cgroups, memory_cgroup
+from .training import COLLECTIVE, STALE, Watcher, assert_works, equip
+
+
+@pytest.fixture(scope="module")
+def equipped(two_ranks: Callable[[], Session]) -> Iterator[Session]:
+    with two_ranks() as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def training(equipped: Session) -> None:
+    equip(equipped)
+
+
+_DEATHS = {
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9 (SIGKILL)"),
+    "segmentation fault": ("import ctypes; ctypes.string_at(0)", "signal 11 (SIGSEGV)"),
+    "_exit": ("os._exit(7)", "exit code 7"),
+    "abort": ("os.abort()", "signal 6 (SIGABRT)"),
+    "abort in C++": (
+        "dist.all_reduce(torch.ones(8)) if rank else dist.all_reduce(torch.ones(4)); time.sleep(60)",
+        "signal 6 (SIGABRT)",
+    ),
+}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("death", "how"), _DEATHS.values(), ids=list(_DEATHS))
+def test_death_is_told_and_healed(equipped: Session, death: str, how: str, victim: int) -> None:
+    if "all_reduce" in death:
+        code = death if victim else death.replace("if rank else", "if not rank else")
+    else:
+        code = f"if rank == {victim}:\n    print('last words', file=sys.stderr)\n    {death}\ndist.all_reduce(x)"
+    before = equipped.pull("counter")
+    pids = {rank.rank: rank.pid for rank in equipped.status().ranks}
+    hosts = {rank.rank: rank.host for rank in equipped.status().ranks}
+    with pytest.raises(RankLost) as caught:
+        equipped.run_cell(code)
+    [lost] = caught.value.ranks
+    said = str(caught.value)
+    assert f"rank {lost} on {hosts[lost]} (pid {pids[lost]}) ended with {how}" in said
+    assert f"rank {lost} is fresh, its variables are gone" in said
+    assert f"rank {1 - lost} kept its variables" in said
+    assert set(re.findall(r"\w+", said.partition("make again")[2])) >= STALE
+    if "all_reduce" not in death:
+        assert lost == victim
+        assert "last words" in said
+    else:
+        assert "collective mismatch" in said, "gloo's own words, from stderr"
+    assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
+    assert equipped.run_cell("globals().get('counter')").values == {lost: None, 1 - lost: before[1 - lost]}
+    assert_works(equipped)
+
+
+_MEANWHILE = {
+    "Python": "while True: time.sleep(0.01)",
+    "sleep": "time.sleep(60)",
+    "subprocess": "subprocess.run(['sleep', '60'])",
+    "await": "import asyncio\nawait asyncio.sleep(60)",
+    "all_reduce": "dist.all_reduce(x)",
+    "store": "dist.new_group([0, 1])",
+    "DDP": "ddp(x).sum().backward()",
+    "fully_shard": "sharded(x).sum().backward()",
+    "recv": "dist.recv(x, src=1)",
+}
+
+
+@pytest.mark.parametrize("what", _MEANWHILE.values(), ids=list(_MEANWHILE))
+def test_others_are_freed_whatever_they_do(equipped: Session, what: str) -> None:
+    code = f"if rank == 1:\n    time.sleep(0.3); os.kill(os.getpid(), 9)\n{what}"
+    with pytest.raises(RankLost, match="rank 0 kept its variables"):
+        equipped.run_cell(code)
+    assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
+    assert equipped.run_cell("'counter' in globals()").values == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("others", ["dist.all_reduce(x)", "time.sleep(60)"])
+def test_rank_that_has_ended_the_cell_dies_while_the_others_run_it(equipped: Session, others: str) -> None:
+    code = f"threading.Timer(0.3, os.kill, (os.getpid(), 9)).start() if rank == 1 else None\nif rank == 0: {others}"
+    equipped.run_cell("import threading")
+    with pytest.raises(RankLost, match=r"rank 1 .*SIGKILL[\s\S]*rank 0 kept its variables") as caught:
+        equipped.run_cell(code)
+    assert set(caught.value.ranks) == {1}
+    watcher = Watcher()
+    assert equipped.run_cell(COLLECTIVE, observer=watcher).values == {0: 2.0, 1: 2.0}
+    assert not watcher.notices, "the loss was told once"
+
+
+@pytest.mark.here_only
+def test_what_a_dead_rank_had_started_ends_with_it(
+    equipped: Session, processes: Callable[[], set[psutil.Process]]
+) -> None:
+    code = (
+        "children = [subprocess.Popen(['sleep', '600'], start_new_session=True)]\n"
+        "loader = iter(torch.utils.data.DataLoader(list(range(64)), num_workers=2)); next(loader)\n"
+        "mine = [p.pid for p in children] + [w.pid for w in loader._workers]"
+    )
+    equipped.run_cell(code)
+    started = equipped.pull("mine")
+    with pytest.raises(RankLost):
+        equipped.run_cell("if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
+    _assert_soon(lambda: not any(_runs(pid) for pid in started[1]))
+    assert all(_runs(pid) for pid in started[0]), "the other rank's go on"
+    equipped.run_cell("children[0].kill(); del loader", ranks=0)
+
+
+@pytest.mark.here_only
+def test_death_between_cells_is_told_by_the_next_one(equipped: Session) -> None:
+    pid = equipped.status().ranks[1].pid
+    os.kill(pid, signal.SIGKILL)
+    _assert_soon(lambda: equipped.status().ranks[1].pid != pid)
+    watcher = Watcher()
+    assert equipped.run_cell(COLLECTIVE, observer=watcher).values == {0: 2.0, 1: 2.0}
+    [notice] = watcher.notices
+    assert f"(pid {pid}) ended with signal 9 (SIGKILL)" in notice
+    assert "rank 1 is fresh, its variables are gone" in notice
+    equipped.run_cell("1", observer=watcher)
+    assert len(watcher.notices) == 1, "once"
+
+
+@pytest.mark.here_only
+def test_death_in_a_pull_is_the_pulls_error(equipped: Session) -> None:
+    equipped.run_cell("class Deadly:\n    def __len__(self): return 1\nbig = torch.zeros(40_000_000)")
+    pid = equipped.status().ranks[1].pid
+    threading.Timer(0.02, lambda: os.kill(pid, signal.SIGKILL)).start()
+    with pytest.raises(RankLost, match=rf"rank 1 .*\(pid {pid}\) ended with signal 9"):
+        for _ in range(50):
+            equipped.pull("big", ranks=1)
+    assert_works(equipped)
+
+
+def test_cell_on_the_survivors_alone_does_not_wait(equipped: Session) -> None:
+    with pytest.raises(RankLost):
+        equipped.run_cell("os._exit(1)", ranks=1)
+    assert equipped.run_cell("counter > 0", ranks=0).values == {0: True}
+    assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
+
+
+def test_both_ranks_at_once(equipped: Session) -> None:
+    with pytest.raises(RankLost) as caught:
+        equipped.run_cell("os.kill(os.getpid(), 9)")
+    assert caught.value.ranks == (0, 1)
+    assert "ranks 0-1 are fresh, their variables are gone" in str(caught.value)
+    assert_works(equipped)
+
+
+def test_two_of_three_at_once() -> None:
+    with Session.start(ranks=3, device="cpu") as session:
+        session.run_cell("import os; kept = rank")
+        with pytest.raises(RankLost) as caught:
+            session.run_cell("if rank != 1: os.kill(os.getpid(), 9)\ndist.barrier()")
+        assert caught.value.ranks == (0, 2)
+        assert session.run_cell("dist.barrier(); globals().get('kept')").values == {0: None, 1: 1, 2: None}
+
+
+@pytest.mark.here_only
+def test_cell_that_was_meant_for_a_dead_rank_does_not_run_on_the_fresh_one(equipped: Session) -> None:
+    """The agent is held up: news of the death and the cell cross there."""
+    pid = equipped.status().ranks[1].pid
+    agent = psutil.Process(pid).parents()[2]  # above worker and launcher
+    assert "detrain_nb.node.agent" in agent.cmdline()
+    agent.suspend()
+    goes_on = threading.Timer(1.0, agent.resume)
+    goes_on.start()
+    os.kill(pid, signal.SIGKILL)
+    time.sleep(0.5)  # the fresh one is up by now
+    with pytest.raises(RankLost, match="rank 1"):
+        equipped.run_cell("was_here = True\ntime.sleep(2)")
+    goes_on.join()
+    assert equipped.run_cell("'was_here' in globals()").values == {0: True, 1: False}
+
+
+@pytest.mark.here_only
+def test_rank_is_killed_and_used_at_the_same_moment(equipped: Session) -> None:
+    for turn in range(12):
+        os.kill(equipped.status().ranks[1].pid, signal.SIGKILL)
+        time.sleep(turn * 0.0005)
+        with contextlib.suppress(RankLost):
+            assert equipped.run_cell("rank").values == {0: 0, 1: 1}
+        assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
+
+
+def test_stop_pressed_after_a_death_still_interrupts_the_others(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes when the generation is being ended, before the others were interrupted."""
+
+    def press(**options: object) -> list[str]:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(equipped._core.generations, "end", press)
+    with pytest.raises(RankLost, match="rank 0 kept its variables"):
+        equipped.run_cell("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)")
+    assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
+
+
+@pytest.mark.here_only
+def test_death_while_the_group_is_made(equipped: Session) -> None:
+    """The fresh rank is killed as soon as it is up: the others wait for it in the store, and are freed again."""
+    equipped.run_cell("1")
+    with pytest.raises(RankLost):
+        equipped.run_cell("if rank == 1: os._exit(1)\ndist.barrier()")
+    seen: set[int] = set()
+
+    def kill_the_next_one() -> None:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            up = equipped._inbox.up[1]
+            if up.pid not in seen and equipped._inbox.generation > generation:
+                os.kill(up.pid, signal.SIGKILL)
+                return
+            time.sleep(0.0005)
+
+    generation = equipped._inbox.generation
+    killer = threading.Thread(target=kill_the_next_one)
+    killer.start()
+    assert equipped.run_cell("1").ranks == (0, 1)
+    killer.join()
+    assert_works(equipped)
+
+
+@pytest.mark.slow
+def test_rank_that_dies_again_and_again_is_left_down() -> None:
+    with Session.start(ranks=2, device="cpu") as session:
+        session.run_cell("import os; kept = rank")
+        for _ in range(2):
+            with pytest.raises(RankLost, match="rank 1 is fresh"):
+                session.run_cell("import os\nif rank == 1: os._exit(1)\ndist.barrier()", ranks=1)
+        with pytest.raises(RankLost, match="rank 1 is left down, it ended 3 times within 60 s") as caught:
+            session.run_cell("import os\nos._exit(1)", ranks=1)
+        assert "%distributed restart -r 1 tries again" in str(caught.value)
+        assert [rank.state for rank in session.status().ranks] == ["idle", "down"]
+        with pytest.raises(SessionError, match=r"rank 1 is left down.*restart -r 1"):
+            session.run_cell("1")
+        assert session.run_cell("kept", ranks=0).values == {0: 0}
+        session.restart_ranks(1)
+        assert session.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
+        assert session.pull("kept", ranks=0) == {0: 0}
+
+
+@pytest.mark.slow
+def test_finished_cells_make_deaths_forgotten() -> None:
+    with Session.start(ranks=1, device="cpu", init=False) as session:
+        for _ in range(5):
+            with pytest.raises(RankLost, match="rank 0 is fresh"):
+                session.run_cell("import os; os._exit(1)")
+            session.run_cell("1")
+
+
+if can_make_cgroups():  # elsewhere the counters are fed from files, see tests/node/test_oom.py
+
+    @pytest.mark.here_only
+    def test_out_of_memory_is_said(equipped: Session) -> None:
+        pid = equipped.status().ranks[1].pid
+        with memory_cgroup(200 << 20) as group:
+            group.add(pid)
+            equipped.status()
+            with pytest.raises(
+                RankLost, match=r"rank 1 .* ended with signal 9 \(SIGKILL\), out of memory: the limit of"
+            ):
+                equipped.run_cell("if rank == 1: hog = [torch.ones(10_000_000) for _ in range(50)]\ndist.barrier()")
+        assert_works(equipped)
+
+
+# ---- its variables back
+
+
+def test_broadcast_brings_variables_to_the_fresh_rank(equipped: Session) -> None:
+    equipped.run_cell(
+        "class Net(nn.Linear): pass\nnet = Net(4, 4)\nopt = torch.optim.Adam(net.parameters())\n"
+        "net(x).sum().backward(); opt.step()\nhistory = {'losses': [1.0, 2.0], 'step': 7}"
+    )
+    with pytest.raises(RankLost):
+        equipped.run_cell("if rank == 1: os._exit(1)\ndist.barrier()")
+    with pytest.raises(SessionError, match=r"rank 1: .*Net.*run the cell that defines it here first"):
+        equipped.broadcast("net", ranks=1)
+    equipped.run_cell("from torch import nn\nclass Net(nn.Linear): pass", ranks=1)
+    equipped.broadcast(["net", "opt", "history"], ranks=1)
+    result = equipped.run_cell(
+        "opt.param_groups[0]['params'][0] is net.weight, history, len(opt.state), net.weight.sum().item()"
+    )
+    assert result.values[0] == result.values[1]
+    assert result.values[1][:3] == (True, {"losses": [1.0, 2.0], "step": 7}, 2)
+
+
+def test_broadcast_from_any_rank_to_all(equipped: Session) -> None:
+    equipped.run_cell("value = torch.full((30_000_000,), float(rank))")
+    equipped.broadcast("value", source=1)
+    assert equipped.run_cell("float(value.min()), float(value.max())").values == {0: (1.0, 1.0), 1: (1.0, 1.0)}
+
+
+def test_broadcast_refusals_leave_nobody_waiting(equipped: Session) -> None:
+    with pytest.raises(SessionError, match=r"no variable 'nothing'"):
+        equipped.broadcast("nothing")
+    equipped.run_cell("f = lambda: 1")
+    with pytest.raises(SessionError, match="f cannot be pickled"):
+        equipped.broadcast(["counter", "f"])
+    equipped.run_cell("class Deadly:\n    def __reduce__(self): os._exit(3)\nd = Deadly()")
+    with pytest.raises(RankLost):
+        equipped.broadcast("d")
+    assert_works(equipped)
+
+
+def test_replay_runs_earlier_cells_on_the_fresh_rank_alone() -> None:
+    with Session.start(ranks=2, device="cpu") as session:
+        session.run_cell("import os\nruns = globals().get('runs', 0) + 1")
+        session.run_cell("def f(): return 40 + rank\n")
+        session.run_cell(COLLECTIVE)
+        session.run_cell("later = t.item()")
+        session.run_cell("def g(): return f()")
+        with pytest.raises(RankLost):
+            session.run_cell("if rank == 1: os._exit(1)\ndist.barrier()")
+        replayed = session.replay(1)
+        assert list(replayed) == [1, 2, 4, 5], "not the one with a collective, nor the one that failed"
+        assert [cell for cell, error in replayed.items() if error] == [4], "it needs what a cell makes that is left out"
+        assert "NameError" in str(replayed[4])
+        assert session.collective_cells == {3, 6}
+        assert session.run_cell("runs, g()").values == {0: (1, 40), 1: (1, 41)}
+        assert session.replay(1, cells=[1]) == {1: None}
+        assert session.pull("runs") == {0: 1, 1: 2}
+
+
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def _assert_soon(holds: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        time.sleep(0.05)

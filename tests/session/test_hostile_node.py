@@ -1,0 +1,713 @@
+"""A node that says what no agent says: it is hung up on or not heard, and the other node's ranks go on.
+
+The node is a thread that speaks the protocol through a real link, into a real session (hostile.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import json
+import os
+import pickle
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import detrain_nb
+from detrain_nb import Session
+from detrain_nb.deploy import End
+from detrain_nb.errors import DetrainError, RankError, RankLost, SessionError, WireError
+from detrain_nb.session.cells import CellObserver
+from detrain_nb.session.rank_link import RankLink
+from detrain_nb.wire import (
+    Attach,
+    Attached,
+    CellDone,
+    CellFailed,
+    ClearOutput,
+    Completions,
+    Display,
+    EndSession,
+    Frame,
+    GenerationEnded,
+    GenerationReady,
+    Launch,
+    LauncherEnded,
+    Locate,
+    Message,
+    Notice,
+    OpenStore,
+    Output,
+    Piece,
+    Pull,
+    Push,
+    RanCell,
+    RankEnded,
+    RankUp,
+    Received,
+    Refused,
+    RequestDone,
+    RunCell,
+    StoreOpened,
+    Unfinished,
+    Value,
+    WorkerUp,
+    json_body,
+    to_frame,
+)
+
+from .hostile import IDLE, INFO, FakeNode
+
+pytestmark = pytest.mark.timeout(60)
+MOST_GROWTH_BYTES = 64 << 20
+
+
+class Eyes(CellObserver):
+    """Sees what a cell shows, as a front end does: it has to be text that can be sent."""
+
+    def __init__(self) -> None:
+        self.bundles: list[dict[str, Any]] = []
+        self.texts: list[str] = []
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        self.notice(text)
+
+    def display(self, rank: int, bundle: dict[str, Any], display_id: str, is_update: bool) -> None:
+        json.dumps(bundle, ensure_ascii=False).encode()
+        self.bundles.append(bundle)
+
+    def waiting(self, text: str) -> None:
+        self.notice(text)
+
+    def notice(self, text: str) -> None:
+        text.encode()
+        self.texts.append(text)
+
+
+class Pair:
+    """A session of two ranks, one on an honest node and one on a node that a test has say anything."""
+
+    def __init__(self) -> None:
+        self.good, self.bad = FakeNode("good", 0), FakeNode("bad", 1)
+        self.session = Session.attach("mine", nodes=[self.good, self.bad])
+        self._rss = psutil.Process().memory_info().rss
+
+    @property
+    def inbox(self) -> Any:
+        return self.session._inbox
+
+    @property
+    def grown_bytes(self) -> int:
+        gc.collect()
+        return int(psutil.Process().memory_info().rss) - self._rss
+
+    def assert_others_go_on(self) -> None:
+        """The honest node's rank runs cells; the notebook holds little of what was sent."""
+        assert self.session.is_alive
+        assert self.session.run_cell("1", ranks=0).ranks == (0,)
+        assert self.inbox.node_of == {0: 0, 1: 1}
+        assert self.inbox.up.keys() <= {0, 1}
+        assert self.session.next_cell() < 100
+        assert self.grown_bytes < MOST_GROWTH_BYTES
+
+    def assert_hung_up(self, why: str = "") -> None:
+        """The node was hung up on, and is lost; nothing else is."""
+        assert self.bad.wait_until_hung_up_on()
+        deadline = time.monotonic() + 10
+        while 1 not in self.inbox.lost_nodes and not self.inbox.failure and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert not self.inbox.failure
+        assert "taking a message failed" not in self.inbox.lost_nodes[1]
+        assert why in self.inbox.lost_nodes[1]
+        self.assert_others_go_on()
+        with pytest.raises((RankLost, SessionError), match="bad is lost"):
+            self.session.run_cell("1", ranks=1)
+
+    def assert_not_heard(self) -> None:
+        """What was sent has changed nothing: the node goes on as well."""
+        assert self.session.run_cell("1", ranks=1).ranks == (1,)
+        assert not self.inbox.lost_nodes
+        self.assert_others_go_on()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.session.detach()
+
+
+def _header(**said: object) -> bytes:
+    return json.dumps(said).encode()
+
+
+_NOTICE = b'{"text":"x","type":"Notice"}'
+_OUTPUT = {"rank": 1, "cell": 0, "stream": "stdout", "type": "Output"}
+_NESTED = b"[" * 600 + b"]" * 600
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("!IIQ", 0xFFFFFFFF, 0, 0) + bytes(1000),
+        struct.pack("!IIQ", 2, 0xFFFFFFFF, 0) + bytes(1000),
+        b"GET / HTTP/1.1\r\n\r\n" * 10,
+        Frame(0, b"[" * 100_000, b"").to_bytes(),
+        Frame(0, b'{"a":' * 100_000, b"").to_bytes(),
+        Frame(0, b'{"type":' + _NESTED + b"}", b"").to_bytes(),
+        Frame(0, b'{"text":"x","text":"y","type":"Notice"}', b"").to_bytes(),
+        to_frame(replace(IDLE, rank=1, collectives={"seconds": float("nan")})).to_bytes(),
+        Frame(0, b'{"rank":1,"cell":0,"seconds":1e999,"has_group":true,"is_collective":false,"type":"CellDone"}', b"")
+        .to_bytes(),
+        Frame(0, b'{"rank":1,"request":' + b"9" * 5000 + b',"type":"RequestDone"}', b"").to_bytes(),
+        Frame(0, _header(**{**_OUTPUT, "rank": "1"}), b"x").to_bytes(),
+        Frame(0, _header(**{**_OUTPUT, "rank": [1]}), b"x").to_bytes(),
+        Frame(0, _header(**{**_OUTPUT, "more": 1}), b"x").to_bytes(),
+        Frame(0, _header(text="x", type="__import__"), b"").to_bytes(),
+        Frame(0, _header(text="x", type="Message"), b"").to_bytes(),
+        Frame(0, _header(type="Notice"), b"").to_bytes(),
+        Frame(0, _NOTICE, b"body").to_bytes(),
+        Frame(0, b"", b"").to_bytes(),
+        Frame(0, b'"\xff\xfe"', b"").to_bytes(),
+    ],
+    ids=[
+        "4 GiB header", "4 GiB body", "http", "deep list", "deep dict", "deep type", "duplicate key", "NaN", "infinite",
+        "long int", "rank of str", "rank of list", "unknown field", "unknown type", "base type", "no field",
+        "body of none", "empty", "no text",
+    ],
+)  # fmt: skip
+def test_frame_that_is_no_message_ends_the_link_and_nothing_else(pair: Pair, data: bytes) -> None:
+    pair.bad.say_bytes(data)
+    pair.assert_hung_up()
+
+
+def test_half_a_large_frame_holds_up_nobody(pair: Pair) -> None:
+    pair.bad.say_bytes(struct.pack("!IIQ", 1000, 60 << 20, 0) + bytes(30 << 20))
+    pair.assert_others_go_on()
+
+
+_ANOTHERS = [0, -1, 2, 1 << 53]
+
+
+@pytest.mark.parametrize("rank", _ANOTHERS)
+@pytest.mark.parametrize(
+    "message",
+    [
+        RankUp(1, 7, 0, 2, 1, "x", "cpu", "2"),
+        RankEnded(1, 1, 0, 9, 0, "", "", False, ""),
+        RankEnded(1, 1, 0, 0, -1, "", "gone", False, "gone"),
+        GenerationReady(1, 1),
+        GenerationEnded(1, 1, 0, []),
+        Output(1, 0, "stdout", b"x"),
+        Display(1, 0, "", False, b"{}"),
+        ClearOutput(1, 0, False),
+        CellDone(1, 0, 0.0, True, False, b""),
+        CellFailed(1, 0, 0.0, True, False, "x", "x", [], False),
+        RequestDone(1, 1),
+        Value(1, 1, "x", b"null"),
+        replace(IDLE, rank=1),
+        WorkerUp(1, 1),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_node_speaks_for_no_rank_but_its_own(pair: Pair, message: Any, rank: int) -> None:
+    pair.bad.say(replace(message, rank=rank))
+    pair.assert_hung_up(f"speaks for rank {rank}")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Piece([], 1, "x", 0, b"x"),
+        Piece([0], 1, "x", 0, b"x"),
+        Piece([1, 0], 1, "x", 0, b"x"),
+        RanCell([0], 1, "x", 1, False, [], False),
+        RanCell([1], 1, "x", 1, False, [0], False),
+        RanCell([], 1 << 53, "x", 1, False, [], False),
+        RanCell([1], -1, "x", 1, False, [1], False),
+        Unfinished(1, 0, "stdout", b"x"),
+        Unfinished(0, 0, "stdout", b"x"),
+        Attached("bad-1", 1, "bad", 0, 1, 0, 0, 0, [1], [1], 1, INFO),
+        Attached("other", 1, "bad", 0, 1, 1 << 53, 0, 0, [0, 1], [0, 1], 1 << 53, INFO),
+        Output(1, 999, "stdout", b"x"),
+        Output(1, -1, "stdout", b"x"),
+        Output(1, 0, "../../x", b"x"),
+        Display(1, 999, "", False, b"{}"),
+        CellDone(1, 1 << 53, 0.0, True, True, b""),
+    ],
+    ids=lambda message: f"{type(message).__name__}",
+)
+def test_message_that_cannot_be_now_ends_the_link(pair: Pair, message: Message) -> None:
+    pair.bad.say(message)
+    pair.assert_hung_up()
+    assert not [cell for cell in pair.session.log.cells() if not 0 <= cell <= 1]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Launch(["/bin/sh"], {}, [0, 1], 0.0, None),
+        RunCell([0, 1], [1, 1], 1, "x"),
+        Push([0], 1, "x", None),
+        Attach("mine", "x", True),
+        OpenStore("0.0.0.0"),
+        EndSession(),
+        StoreOpened(-1, "\x1b]52;c;x\x07"),
+        Received(1 << 53),
+        RequestDone(1, 1),
+        Completions(1, 1, ["x"], [], -5, 1 << 53),
+        GenerationReady(1, 1 << 53),
+        GenerationReady(1, -1, "bad"),
+        GenerationEnded(1, 1 << 53, -1, ["\u202ex"]),
+        Piece([1], 1 << 53, "x", 0, b"x"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_message_that_is_for_nobody_changes_nothing(pair: Pair, message: Message) -> None:
+    pair.bad.say(message, Notice("taken"))
+    deadline = time.monotonic() + 10
+    while "bad: taken" not in pair.session.notices and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert pair.inbox.has_group == {0: True, 1: True}
+    assert pair.inbox.generation == 1
+    pair.assert_not_heard()
+
+
+def test_numbers_that_jump_or_run_backwards_are_the_node_s_own_loss(pair: Pair) -> None:
+    text = to_frame(Output(1, 0, "stdout", b"x")).header
+    for number in (5, 4, 1 << 60, 7, (1 << 64) - 1, 3):
+        pair.bad.say_frame(text, b"x", number=number)
+    pair.bad.say(CellDone(1, 0, 0.0, True, False, b""), is_numbered=False)
+    pair.assert_others_go_on()
+    assert not pair.inbox.lost_nodes
+    assert any("messages from the ranks are missing" in notice for notice in pair.session.notices)
+
+
+@pytest.mark.slow
+def test_what_a_node_says_by_the_million_is_not_all_kept(pair: Pair) -> None:
+    """Gaps, notices, streams, ends of ranks: whatever it repeats, the memory stays as it is."""
+    frame = to_frame(GenerationReady(1, 7))
+    for number in range(2, 400_000, 2000):
+        pair.bad.say_bytes(b"".join(frame.to_bytes(number=jump) for jump in range(number, number + 2000, 2)))
+    for _ in range(256):
+        pair.bad.say(Notice("n" * (1 << 19)), is_numbered=False)
+    for _ in range(2000):
+        pair.bad.say(RankEnded(1, 1, 0, 9, 0, "e" * 60_000, "", True, ""), is_numbered=False)
+        pair.bad.say(RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2"), is_numbered=False)
+    pair.bad.say_bytes(b"\xff" * 64)
+    pair.assert_hung_up()
+    assert sum(map(len, pair.session.notices)) < 8 << 20
+
+
+def test_streams_that_no_rank_has_are_not_kept(pair: Pair) -> None:
+    for number in range(2000):
+        pair.bad.say(Output(1, 0, f"stream {number}", b"x" * 60_000), is_numbered=False)
+    pair.assert_hung_up()
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        {"gpus": 1 << 50},
+        {"gpus": -1},
+        {"cpus": -1},
+        {"generation": 1 << 53},
+        {"generation": -1},
+        {"with_group": [0, 1]},
+        {"with_group": [-1]},
+        {"ranks": list(range(1, 200_000))},
+        {"ranks": [1, 1]},
+        {"ranks": [-1]},
+        {"ranks": [0, 1]},
+        {"info": None},
+        {"info": {"device": "x" * 1000, "backend": 1}},
+    ],
+    ids="-".join,
+)
+def test_absurd_answer_to_an_attach_is_an_error_in_words(absurd: dict[str, Any]) -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.attached = replace(bad.attached, **absurd)
+    with pytest.raises(DetrainError):
+        Session.attach("mine", nodes=[good, bad])
+
+
+def test_absurd_number_of_gpus_starts_nothing() -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    good.attached = replace(good.attached, ranks=[], with_group=[])
+    bad.attached = replace(bad.attached, ranks=[], with_group=[], gpus=1 << 50)
+    with pytest.raises(DetrainError, match="gpus"):
+        Session.start(1, nodes=[good, bad])
+
+
+def test_what_a_node_remembers_is_bounded() -> None:
+    before = psutil.Process().memory_info().rss
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.answers[Attach] = lambda _: (RanCell([1], cell, "x" * 100_000, 1, False, [], False) for cell in range(1, 3000))
+    with pytest.raises(DetrainError, match="remembers more than a session has"):
+        Session.attach("mine", nodes=[good, bad])
+    gc.collect()
+    assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
+
+
+def test_cells_that_a_node_remembers_do_not_make_another_s_ranks_busy() -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    up = RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2")
+    bad.answers[Attach] = lambda _: [RanCell([1], 3, "x", 1, False, [0, 1], False), up, bad.attached]
+    with pytest.raises(DetrainError):
+        Session.attach("mine", nodes=[good, bad])
+
+
+def test_node_that_refuses_later_takes_only_its_own_ranks_with_it(pair: Pair) -> None:
+    pair.bad.say(Refused("no\x1b]0;title\x07 more"), is_numbered=False)
+    pair.assert_hung_up("no more") if pair.bad.wait_until_hung_up_on(0.5) else None
+    pair.assert_others_go_on()
+
+
+def test_log_of_a_launcher_cannot_hold_up_the_notebook(pair: Pair) -> None:
+    pair.bad.say(LauncherEnded(1, "Root Cause" + "\n" * 100_000 + "x"))
+    deadline = time.monotonic() + 5
+    while 1 not in pair.inbox.lost_nodes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert 1 in pair.inbox.lost_nodes
+    pair.assert_others_go_on()
+
+
+# ---- in a cell
+
+
+def _run(pair: Pair, *answers: Message, **options: Any) -> Any:
+    """Run a cell on the node, which answers so; its number is that of the next cell."""
+    pair.bad.answers[RunCell] = lambda message: [replace(answer, cell=message.cell) for answer in answers]
+    return pair.session.run_cell("1", ranks=1, **options)
+
+
+_DONE = CellDone(1, 0, 0.0, True, False, b"")
+
+
+def test_value_of_a_cell_that_is_no_json_ends_the_link(pair: Pair) -> None:
+    with pytest.raises(DetrainError):
+        _run(pair, replace(_DONE, body=b"{" * 2000))
+    pair.assert_hung_up("not JSON")
+
+
+def test_error_that_cannot_be_read_is_an_error_of_the_cell(pair: Pair) -> None:
+    with pytest.raises(RankError, match="Timed out"):
+        _run(pair, CellFailed(1, 0, 0.0, True, False, "X", f"Timed out waiting {'9' * 5000}ms", [], False))
+    pair.assert_others_go_on()
+
+
+def test_text_that_cannot_be_encoded_is_shown_all_the_same(pair: Pair) -> None:
+    eyes = Eyes()
+    lone = json.dumps({"text/plain": "a\ud800b", "application/json": {"\udfff": ["\ud800"]}}).encode()
+    _run(pair, Display(1, 0, "", False, lone), _DONE, observer=eyes)
+    pair.bad.say(Notice("a\ud800b"), is_numbered=False)
+    _run(pair, _DONE, observer=eyes)
+    assert eyes.bundles[0]["text/plain"] == "a\ufffdb"
+    pair.session.notices[-1].encode()
+
+
+@pytest.mark.parametrize("is_update", [False, True])
+def test_displays_and_their_updates_are_text_or_images(pair: Pair, is_update: bool) -> None:
+    eyes = Eyes()
+    active = {
+        "text/plain": "plain\x1b]52;c;x\x07",
+        "text/html": "<script>alert(1)</script>",
+        "text/latex": "$\\href{javascript:alert(1)}{x}$",
+        "text/markdown": "<img src=x onerror=alert(1)>",
+        "image/svg+xml": "<svg onload='alert(1)'/>",
+        "application/javascript": "alert(1)",
+        "application/vnd.jupyter.widget-view+json": {"model_id": "x"},
+        "application/vnd.plotly.v1+json": {},
+        "image/png": "PHNjcmlwdD4=",
+    }
+    result = _run(
+        pair,
+        Display(1, 0, "mine", False, json_body({"text/plain": "first"})),
+        Display(1, 0, "mine", is_update, json_body(active)),
+        replace(_DONE, body=json_body(active)),
+        observer=eyes,
+        values=False,
+    )
+    assert eyes.bundles == [{"text/plain": "first"}, {"text/plain": "plain"}]
+    assert result[1].bundle == {"text/plain": "plain"}
+    again = Eyes()
+    pair.session.show_again(result.cell, again)
+    assert again.bundles == eyes.bundles
+    followed = Eyes()
+    assert pair.session.follow(result.cell, followed).bundles() == {1: {"text/plain": "plain"}}
+    assert followed.bundles == eyes.bundles
+
+
+def test_names_from_a_node_show_what_they_hide(pair: Pair) -> None:
+    hidden = "gpu\u202e1\u200b\x1b[31m\n"
+    pair.bad.answers[Locate] = lambda message: [
+        replace(IDLE, rank=1, request=message.request, state=hidden, function=hidden, stack=[hidden], line=1)
+    ]
+    pair.bad.say(RankUp(1, 2, 0, 2, 1, hidden, hidden, hidden), is_numbered=False)
+    with pytest.raises(RankError) as caught:
+        _run(pair, CellFailed(1, 0, 0.0, True, False, hidden, f"name '{hidden}'", [f'File "{hidden}"'], False))
+    shown = "\n".join([repr(pair.session.status()), repr(pair.session.where()), str(caught.value)])
+    shown += "\n".join(caught.value._render_traceback_())
+    assert not {"\u202e", "\u200b"} & set(shown)
+    assert "\\u202e" in shown
+    assert "\x1b" not in repr(pair.session.status())
+    assert repr(pair.session.status()).count("\n") == 5
+
+
+def test_evidence_of_absurd_numbers_is_no_error(pair: Pair) -> None:
+    absurd = [10**400, -(10**400), 1e308, True, None, "x"]
+    entries = [["all_reduce", sequence, "0", "", "", True, seconds] for sequence in (1, 10**400) for seconds in absurd]
+    known = {"entries": entries, "members": {"0": [10**400, -1]}, "operations": 10**400}
+    pair.bad.answers[Locate] = lambda message: [
+        replace(
+            IDLE, rank=1, request=message.request, state="running", collectives=known, age_s=0.1, seconds=1e308,
+            cpu_s=1e308, clock_s=-1e308, rss_bytes=-(1 << 53), cell=1, line=-5, stack=["x" * 100_000] * 50,
+        )
+    ]  # fmt: skip
+    for words in (repr(pair.session.where()), repr(pair.session.status())):
+        assert len(words) < 100_000
+    pair.assert_others_go_on()
+
+
+# ---- values
+
+
+class _Touch:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def _pull(pair: Pair, description: Any, body: bytes) -> Any:
+    def answer(message: Any) -> list[Message]:
+        number = message.request
+        pieces = [Piece([1], number, "x", 0, body)] if body else []
+        return [Value(1, number, "x", json_body(description)), *pieces, RequestDone(1, number)]
+
+    pair.bad.answers[Pull] = answer
+    return pair.session.pull("x", ranks=1)[1]
+
+
+def test_pickle_that_comes_as_a_value_is_never_read(pair: Pair, tmp_path: Path) -> None:
+    pwned = tmp_path / "pwned"
+    body = pickle.dumps(_Touch(str(pwned)))
+    assert _pull(pair, {"bytes": len(body)}, body.ljust(-(-len(body) // 16) * 16, b"\0")) == body
+    assert not pwned.exists()
+    pickle.loads(body)  # it would have
+    assert pwned.exists()
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"pickle": 64},
+        {"array": ["|O", [8]]},
+        {"array": ["object", [8]]},
+        {"array": ["|V8", [8]]},
+        {"tensor": ["Tensor", [8]]},
+        {"tensor": ["__class__", [8]]},
+        {"scalar": {"dict": [["a"], ["b"]]}},
+        {"bytes": 1 << 60},
+        {"float64": 1 << 60},
+        {"array": ["<f8", [1 << 40, 1 << 40]]},
+        {"array": ["<f8", [-1, -8]]},
+        {"dict": [[[1]], [1]]},
+        json.loads(_NESTED),
+    ],
+    ids=lambda description: repr(description)[:30],
+)
+def test_value_that_is_none_of_ours_is_refused(pair: Pair, description: Any) -> None:
+    with pytest.raises(DetrainError):
+        _pull(pair, description, bytes(64))
+    pair.assert_others_go_on()
+
+
+def test_value_that_never_came_is_said_to_be_missing(pair: Pair) -> None:
+    pair.bad.answers[Pull] = lambda message: [RequestDone(1, message.request)]
+    with pytest.raises(WireError, match="rank 1 sent no x"):
+        pair.session.pull("x", ranks=1)
+
+
+def test_value_that_is_only_announced_takes_no_memory(pair: Pair) -> None:
+    with pytest.raises(WireError, match="incomplete"):
+        _pull(pair, {"tuple": [{"bytes": 1 << 12}] * 200_000}, b"")
+    pair.assert_others_go_on()
+
+
+def test_value_that_nobody_asked_for_is_not_kept(pair: Pair) -> None:
+    for _ in range(20):
+        pair.bad.say(Value(1, 7, "x", json_body({"bytes": 8 << 20})), is_numbered=False)
+        for _ in range(8):
+            pair.bad.say(Piece([1], 7, "x", 0, bytes(1 << 20)), is_numbered=False)
+    pair.assert_not_heard()
+
+
+# ---- frames that nobody thought of
+
+_FROM_NODES = sorted((kind for kind in Message.__subclasses__()), key=lambda kind: kind.__name__)
+_INTS = st.sampled_from([0, 1, 2, 3, -1, 7, 1 << 31, (1 << 53), -(1 << 53), 1 << 54])
+_TEXTS = st.sampled_from(["", "stdout", "stderr", "x", "\x1b]52;c;x\x07", "\ud800", "\u202e", "a\n" * 100, "9" * 5000])
+_JSONS = st.recursive(
+    st.none() | st.booleans() | _INTS | _TEXTS | st.sampled_from([1e308, -0.0, 10**400]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+_BODIES = st.sampled_from([b"", b"{}", b"x", b"[" * 2000, b'{"text/plain":"\\ud800"}', b"\xff\x1b]0;x", b"\n" * 500])
+_OF_TYPE: dict[str, st.SearchStrategy[Any]] = {
+    "int": _INTS,
+    "float": st.sampled_from([0.0, -1.0, 1e308, 1, 1 << 53]),
+    "bool": st.booleans(),
+    "str": _TEXTS,
+    "bytes": _BODIES,
+    "LongText": _BODIES,
+    "Json": _JSONS,
+    "list[int]": st.lists(_INTS, max_size=3),
+    "list[str]": st.lists(_TEXTS, max_size=3),
+    "dict[str, str]": st.dictionaries(_TEXTS, _TEXTS, max_size=2),
+}
+
+
+@st.composite
+def _frames(draw: Any) -> bytes:
+    """A message whose fields are of the right type mostly, as bytes; at times with a byte that is another."""
+    kind = draw(st.sampled_from(_FROM_NODES))
+    said = {field.name: draw(_OF_TYPE[str(field.type)]) for field in fields(kind)}
+    if "rank" in said and draw(st.integers(0, 3)):
+        said["rank"] = 1
+    if draw(st.integers(0, 9)) == 0:
+        said[draw(st.sampled_from(sorted(said) or ["x"]))] = draw(_JSONS)
+    behind = next((field.name for field in fields(kind) if field.type in ("bytes", "LongText")), "")
+    body = said.pop(behind, b"")
+    header = json.dumps({**said, "type": kind.__name__}).encode()
+    number = draw(st.sampled_from([0, 0, 1, 2, 3, 1 << 60, (1 << 64) - 1]))
+    data = bytearray(Frame(number, header, body if isinstance(body, bytes) else b"").to_bytes())
+    if draw(st.integers(0, 9)) == 0:
+        data[draw(st.integers(0, len(data) - 1))] ^= draw(st.integers(1, 255))
+    return bytes(data)
+
+
+class _Ends:
+    """Both ends of a session's links to two nodes; the ranks are up."""
+
+    def __init__(self) -> None:
+        self.good, self.bad = FakeNode("good", 0), FakeNode("bad", 1)
+        self.good.answers[Attach] = self.bad.answers[Attach] = lambda _: []
+        self.link = RankLink("mine", [End(node, node.connect_agent("mine")) for node in (self.good, self.bad)])
+        self.link.inbox.know_ranks({0: 0, 1: 1})
+        for rank, node in enumerate((self.good, self.bad)):
+            node.say(RankUp(rank, 1, 0, 2, 1, node.name, "cpu", "2"), replace(node.attached, ranks=[rank]))
+        deadline = time.monotonic() + 10
+        while len(self.link.inbox._attached) < 2 and time.monotonic() < deadline:
+            time.sleep(0.0005)
+
+    def end(self) -> str:
+        """Have everything said taken; returns why the bad node's link was closed."""
+        self.bad.leave()
+        assert self.link._links[1].wait_for_end(limit_s=20)
+        return self.link.inbox.lost_nodes.get(1, "")
+
+
+@settings(
+    max_examples=400, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(st.lists(_frames(), min_size=1, max_size=6))
+@example([to_frame(Piece([], 1, "x", 0, b"")).to_bytes()])
+@example([to_frame(RankUp(99, 1, 0, 2, 1, "x", "cpu", "2")).to_bytes()])
+@example([to_frame(Output(1, 1 << 53, "stdout", b"x")).to_bytes(number=1 << 60)])
+def test_no_frames_raise_anything_or_reach_the_other_node(frames: list[bytes]) -> None:
+    ends = _Ends()
+    inbox = ends.link.inbox
+    run = inbox.busy
+    ends.bad.say_bytes(b"".join(frames))
+    reason = ends.end()
+    try:
+        assert "taking a message failed" not in reason
+        assert inbox.failure is None
+        assert inbox.node_of == {0: 0, 1: 1}
+        assert inbox.up.keys() == {0, 1}
+        assert inbox.up[0] == RankUp(0, 1, 0, 2, 1, "good", "cpu", "2")
+        assert 0 not in {**inbox.lost, **inbox.fresh, **inbox.busy, **run}
+        assert inbox.has_group[0] is True
+        assert inbox.history.last_cell == 0
+        assert set(inbox.logbook.cells) <= {0}
+        "".join(inbox.notices).encode()
+    finally:
+        ends.good.leave()
+        assert ends.link._links[0].wait_for_end(limit_s=20)
+
+
+# ---- what the notebook's side never calls
+
+_NEVER_IMPORTED = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop", "runpy", "pty"}
+_NEVER_CALLED = {
+    "eval", "exec", "__import__", "os.system", "os.popen", "os.execl", "os.execv", "os.execvp",
+    "torch.load", "numpy.load", "subprocess.getoutput", "subprocess.getstatusoutput", "yaml.load", "pandas.read_pickle",
+    "importlib.import_module", "allow_pickle",
+}  # fmt: skip
+_ON_NODES_ONLY = {"node", "parallel", "training", "wide_area"}
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _find_dangers(source: str) -> list[tuple[int, str]]:
+    """What can make code of bytes, with its line."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None) or ""
+            names = {module.split(".")[0]} if module else {alias.name.split(".")[0] for alias in node.names}
+            found += [(node.lineno, name) for name in names & _NEVER_IMPORTED if not getattr(node, "level", 0)]
+        elif isinstance(node, ast.Call):
+            if (name := _dotted(node.func)) in _NEVER_CALLED:
+                found.append((node.lineno, name))
+            for word in node.keywords:
+                is_on = not (isinstance(word.value, ast.Constant) and word.value.value is False)
+                if word.arg in ("shell", "allow_pickle") and is_on:
+                    found.append((node.lineno, f"{word.arg}="))
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from pickle import loads", "import marshal as m", "def f():\n    eval(x)", "exec(x)",
+        "torch.load(x)", "subprocess.run(x, shell=True)", "numpy.load(x, allow_pickle=True)", "os.system(x)",
+    ],
+)  # fmt: skip
+def test_danger_is_seen(source: str) -> None:
+    assert _find_dangers(source)
+
+
+def test_notebook_s_side_has_nothing_that_makes_code_of_bytes() -> None:
+    package = Path(detrain_nb.__file__).parent
+    roots = [package, package.parent / "magics", package.parent / "widgets"]
+    files = [
+        path for root in roots for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in _ON_NODES_ONLY
+    ]
+    assert len(files) > 50
+    faults = {f"{path.name}:{line}: {what}" for path in files for line, what in _find_dangers(path.read_text("utf-8"))}
+    assert not faults
+
+
+def test_no_thread_is_left(pair: Pair) -> None:
+    pair.bad.say_bytes(b"\xff" * 64)
+    pair.assert_hung_up()
+    pair.session.detach()
+    left = [thread.name for thread in threading.enumerate() if thread.name == "detrain_nb node link"]
+    assert not left

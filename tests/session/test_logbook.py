@@ -1,0 +1,82 @@
+"""What several nodes kept for a notebook comes in any order: it is shown again in that in which it was perhaps seen."""
+
+from __future__ import annotations
+
+from detrain_nb.session.cells import CellObserver, CellRun
+from detrain_nb.session.logbook import Logbook
+from detrain_nb.session.shown_again import ShownAgain
+from detrain_nb.wire import Output, Unfinished
+
+_PERHAPS, _NEW = "--- from here on perhaps shown before:", "--- from here on new:"
+
+
+class Eyes(CellObserver):
+    """Keeps what it is shown, all in one list."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        self.shown.append(f"{rank}: {text}")
+
+    def notice(self, text: str) -> None:
+        self.shown.append(text)
+
+
+def _add(logbook: Logbook, rank: int, text: str, *, is_shown_perhaps: bool, is_missed: bool = True) -> None:
+    message = Output(rank, 1, "stdout", text.encode())
+    assert logbook.add(message, is_missed=is_missed, is_shown_perhaps=is_shown_perhaps) == ""
+
+
+def _show(logbook: Logbook) -> list[str]:
+    eyes = Eyes()
+    run = CellRun(1, (0, 1), eyes, {}, is_at_home=lambda _: True)
+    shown = ShownAgain(run, logbook.cells[1])
+    for message in logbook.log.read(1):
+        shown.give(message)
+    shown.end(is_running=True)
+    return eyes.shown
+
+
+def _logbook_of_two_nodes() -> Logbook:
+    """Rank 1's node is slower: what it kept begins when rank 0's has told all."""
+    logbook = Logbook()
+    logbook.add_beginning(Unfinished(0, 1, "stdout", b"a"))
+    _add(logbook, 0, "b\n", is_shown_perhaps=True)
+    _add(logbook, 0, "c\n", is_shown_perhaps=False)
+    logbook.add_beginning(Unfinished(1, 1, "stdout", b"p"))
+    _add(logbook, 1, "q\n", is_shown_perhaps=True)
+    _add(logbook, 1, "r\n", is_shown_perhaps=False)
+    _add(logbook, 0, "d\n", is_shown_perhaps=False, is_missed=False)
+    return logbook
+
+
+def test_marks_stand_between_what_was_perhaps_shown_and_what_is_new_on_all_nodes() -> None:
+    logbook = _logbook_of_two_nodes()
+    said = ["0: a", "1: p", _PERHAPS, "0: b\n", "1: q\n", _NEW, "0: c\n", "1: r\n", "0: d\n"]
+    assert _show(logbook) == said
+    assert logbook.cells[1].shown_perhaps == 2
+    assert logbook.log.text(1, 0) == "ab\nc\nd\n"
+    assert logbook.log.text(1, 1) == "pq\nr\n"
+
+
+def test_gap_is_said_where_it_is() -> None:
+    logbook = Logbook()
+    _add(logbook, 0, "a\n", is_shown_perhaps=True)
+    logbook.add_gap("lost by node 0")
+    _add(logbook, 0, "b\n", is_shown_perhaps=False)
+    _add(logbook, 1, "p\n", is_shown_perhaps=True)
+    logbook.add_gap("lost by node 1")
+    _add(logbook, 1, "q\n", is_shown_perhaps=True)
+    said = [_PERHAPS, "0: a\n", "1: p\n", "lost by node 1", "1: q\n", _NEW, "lost by node 0", "0: b\n"]
+    assert _show(logbook) == said
+
+
+def test_reader_goes_on_where_it_was() -> None:
+    logbook = _logbook_of_two_nodes()
+    reader = logbook.log.reader(1)
+    first = [message.body for message in reader.read() if isinstance(message, Output)]
+    assert first == [b"a", b"p", b"b\n", b"q\n", b"c\n", b"r\n", b"d\n"]
+    assert not list(reader.read())
+    _add(logbook, 1, "s\n", is_shown_perhaps=False, is_missed=False)
+    assert [message.body for message in reader.read() if isinstance(message, Output)] == [b"s\n"]

@@ -1,0 +1,338 @@
+"""A session of several nodes, each an agent of its own on this machine; connections that break."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.agents import connect, live_agent, remove_dead_agents, start_agent
+from detrain_nb.errors import NodeLost, RankError, RankLost, SessionError, SpecError, TransportError
+from detrain_nb.transport.local import LocalTransport
+from detrain_nb.wire import CellDone, Frame, RankUp, to_frame
+
+
+class OwnFolder(LocalTransport):
+    """A node on this machine with agents in a folder of its own, over a connection that a test breaks."""
+
+    is_this_machine = False
+    can_resume = True
+
+    def __init__(self, name: str, base: Path) -> None:
+        super().__init__()
+        self.name = name
+        self._base = base / name
+        self._base.mkdir(mode=0o700, exist_ok=True)
+        self._connection: socket.socket | None = None
+        self.is_reachable = True
+        self.connections = 0
+
+    def start_agent(self, session: str) -> socket.socket:
+        self._folder = self._base / session
+        self._agent, sock = start_agent(self._folder)
+        return self._keep(sock)
+
+    def connect_agent(self, session: str) -> socket.socket:
+        self._folder = self._base / session
+        if not self.is_reachable:
+            raise NodeLost(f"{self.name} cannot be reached")
+        if not live_agent(self._folder):
+            raise SessionError(f"no session {session!r} runs there")
+        return self._keep(connect(self._folder))
+
+    def _keep(self, sock: socket.socket) -> socket.socket:
+        self._connection = sock
+        self.connections += 1
+        return sock
+
+    def cut(self) -> None:
+        """Break the connection, and let none be made until ``heal``."""
+        assert self._connection is not None
+        self.is_reachable = False
+        self._connection.shutdown(socket.SHUT_RDWR)
+
+    def heal(self) -> None:
+        self.is_reachable = True
+
+    @property
+    def agent_pid(self) -> int:
+        return int((self._folder / "agent.pid").read_text())
+
+
+@pytest.fixture
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("nodes")
+    folder.chmod(0o700)
+    yield folder
+    assert not [path for node in folder.iterdir() for path in node.iterdir()], "a session left its folder behind"
+
+
+@pytest.fixture
+def nodes(base: Path) -> list[OwnFolder]:
+    return [OwnFolder("left", base), OwnFolder("right", base)]
+
+
+@pytest.fixture
+def two_nodes(nodes: list[OwnFolder]) -> Iterator[Session]:
+    with Session.start(1, nodes=nodes, device="cpu") as session:
+        yield session
+
+
+def _later(act: Callable[[], None], after_s: float) -> threading.Thread:
+    thread = threading.Thread(target=lambda: (time.sleep(after_s), act()))
+    thread.start()
+    return thread
+
+
+def _numbers(session: Session, cell: int, rank: int) -> list[int]:
+    return [int(line) for line in session.log.text(cell, rank).split()]
+
+
+def test_ranks_of_two_nodes_are_one_group(two_nodes: Session) -> None:
+    result = two_nodes.run_cell("t = torch.ones(2) * rank; dist.all_reduce(t); t")
+    assert {rank: value.tolist() for rank, value in result.values.items()} == {0: [1.0, 1.0], 1: [1.0, 1.0]}
+    assert two_nodes.run_cell("rank, local_rank, world_size").values == {0: (0, 0, 2), 1: (1, 0, 2)}
+    two_nodes.push({"x": [1, 2]})
+    assert two_nodes.pull("x") == {0: [1, 2], 1: [1, 2]}
+    two_nodes.run_cell("y = rank")
+    two_nodes.broadcast("y", source=1)
+    assert two_nodes.run_cell("y").values == {0: 1, 1: 1}
+    assert [rank.host for rank in two_nodes.status().ranks] == ["left", "right"]
+
+
+def test_name_of_a_node_chooses_its_ranks(two_nodes: Session) -> None:
+    assert two_nodes.run_cell("rank", ranks="right").values == {1: 1}
+    assert two_nodes.run_cell("rank", ranks="right,0").values == {0: 0, 1: 1}
+    with pytest.raises(SpecError, match=r"'middle' is no choice of ranks: .* or a host: left, right"):
+        two_nodes.run_cell("rank", ranks="middle")
+
+
+def test_error_names_the_node(two_nodes: Session) -> None:
+    with pytest.raises(RankError, match="rank 1 on right: ZeroDivisionError"):
+        two_nodes.run_cell("1 / (1 - rank)")
+
+
+def test_nothing_active_is_shown_from_another_machine(two_nodes: Session) -> None:
+    result = two_nodes.run_cell("from IPython.display import HTML\nHTML('<script>alert(1)</script>')")
+    assert [list(of_rank.bundle) for of_rank in result] == [["text/plain"]] * 2
+
+
+def test_broken_connection_is_made_again_and_the_cell_does_not_notice(
+    two_nodes: Session, nodes: list[OwnFolder]
+) -> None:
+    threads = []
+    for node, after_s in ((nodes[1], 0.3), (nodes[0], 0.9), (nodes[1], 1.5)):
+        threads += [_later(node.cut, after_s), _later(node.heal, after_s + 0.4)]
+    code = "import time\nfor i in range(500):\n    print(i)\n    time.sleep(0.005)\ndist.barrier()\nrank"
+    faults: set[str] = set()
+    threads.append(_later(lambda: faults.update(node.fault for node in two_nodes.status().nodes), 0.5))
+    result = two_nodes.run_cell(code)
+    for thread in threads:
+        thread.join(10)
+    assert faults == {"", "no connection for 0 s, trying again"}
+    assert result.values == {0: 0, 1: 1}
+    for rank in range(2):
+        assert _numbers(two_nodes, result.cell, rank) == list(range(500))
+    assert nodes[0].connections == 2
+    assert nodes[1].connections == 3
+
+
+def test_what_is_sent_while_the_connection_is_broken_arrives_once(two_nodes: Session, nodes: list[OwnFolder]) -> None:
+    two_nodes.run_cell("count = 0")
+    for _ in range(5):
+        nodes[1].cut()
+        healed = _later(nodes[1].heal, 0.2)
+        two_nodes.run_cell("count += 1")
+        two_nodes.push({"large": bytes(8 << 20)})
+        healed.join(10)
+    assert two_nodes.run_cell("count, len(large)").values == {0: (5, 8 << 20), 1: (5, 8 << 20)}
+
+
+def test_words_of_the_agent_do_not_cut_what_ranks_print(two_nodes: Session) -> None:
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            two_nodes._ranks.locate([0, 1], stack=False)  # the agent says that it has received it
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        result = two_nodes.run_cell("for i in range(400): print(str(i % 10) * 99_999)")
+    finally:
+        ended.set()
+        asking.join(10)
+    for rank in range(2):
+        assert two_nodes.log.text(result.cell, rank) == "".join(f"{str(i % 10) * 99_999}\n" for i in range(400))
+
+
+def test_values_that_were_under_way_are_asked_for_again(two_nodes: Session, nodes: list[OwnFolder]) -> None:
+    two_nodes.run_cell("large = torch.zeros(50_000_000)")
+    cut = _later(nodes[1].cut, 0.05)
+    healed = _later(nodes[1].heal, 0.3)
+    try:
+        found = two_nodes.pull("large", ranks=1)[1]
+    except TransportError as exc:
+        assert "right: the connection broke while values were under way: ask for them again" in str(exc)
+    else:
+        assert len(found) == 50_000_000  # it had all arrived before
+    cut.join(10)
+    healed.join(10)
+    assert len(two_nodes.pull("large", ranks=1)[1]) == 50_000_000
+
+
+def test_stop_works_while_a_node_cannot_be_reached(two_nodes: Session, nodes: list[OwnFolder]) -> None:
+    two_nodes.run_cell("import time\nkept = rank")
+    cut = _later(nodes[1].cut, 0.3)
+    stop = _later(lambda: os.kill(os.getpid(), signal.SIGINT), 1.0)
+    with pytest.raises(RankError) as caught:
+        two_nodes.run_cell("time.sleep(600)")
+    assert "rank 1" in caught.value.note
+    cut.join(10)
+    stop.join(10)
+    nodes[1].heal()
+    assert two_nodes.run_cell("kept").values == {0: 0, 1: 1}
+
+
+def test_lost_node_is_named_and_the_others_keep_their_variables(two_nodes: Session, nodes: list[OwnFolder]) -> None:
+    two_nodes.run_cell("import time\nkept = rank")
+    there = psutil.Process(nodes[1].agent_pid).children(recursive=True)
+    killed = _later(lambda: os.kill(nodes[1].agent_pid, signal.SIGKILL), 0.5)
+    with pytest.raises(RankLost) as caught:
+        two_nodes.run_cell("if rank == 0:\n    dist.recv(torch.ones(1), 1)\nelse:\n    time.sleep(600)")
+    killed.join(10)
+    assert caught.value.ranks == (1,)
+    assert "node right is lost" in str(caught.value)
+    assert "rank 0 kept its variables" in str(caught.value)
+    with pytest.raises(SessionError, match="node right is lost"):
+        two_nodes.run_cell("rank")
+    assert two_nodes.run_cell("kept", ranks="left").values == {0: 0}
+    status = two_nodes.status()
+    assert status.ranks[1].state == "down"
+    assert [(node.name, node.ranks, node.fault[:5]) for node in status.nodes] == [
+        ("left", (0,), ""),
+        ("right", (1,), "lost:"),
+    ]
+    assert not psutil.wait_procs(there, timeout=5)[1], "ranks outlived their agent"
+    _tidy_up(nodes[1])
+
+
+@pytest.mark.slow
+def test_those_that_are_left_become_one_group_when_that_is_asked(base: Path) -> None:
+    nodes = [OwnFolder(name, base) for name in ("left", "middle", "right")]
+    session = Session.start(1, nodes=nodes, device="cpu", name="mine")
+    session.run_cell("kept = 10 * rank")
+    with pytest.raises(SessionError, match="no node is lost"):
+        session.shrink()
+    killed = _later(lambda: os.kill(nodes[1].agent_pid, signal.SIGKILL), 0.3)
+    with pytest.raises(RankLost):
+        session.run_cell("import time\nif rank == 1:\n    time.sleep(600)\ndist.barrier()")
+    killed.join(10)
+    with pytest.raises(SessionError, match="%distributed shrink"):
+        session.run_cell("kept")
+    assert session.shrink() == {0: 0, 2: 1}
+    code = "t = torch.ones(1); dist.all_reduce(t); rank, world_size, kept, t.item(), dist.get_world_size()"
+    assert session.run_cell(code).values == {0: (0, 2, 0, 2.0, 2), 1: (1, 2, 20, 2.0, 2)}
+    assert [(rank.rank, rank.host) for rank in session.status().ranks] == [(0, "left"), (1, "right")]
+    assert session.pull("kept", ranks="right") == {1: 20}
+    with pytest.raises(RankLost, match="rank 1 on right"):
+        session.run_cell("import os\nif rank == 1:\n    os._exit(3)\ndist.barrier()")
+    assert session.run_cell("import os\ndist.barrier()\nrank, os.environ['RANK']").values == {0: (0, "0"), 1: (1, "1")}
+    assert session.replay(1, cells=[1]) == {1: None}
+    session.detach()
+    with Session.attach("mine", nodes=[OwnFolder("left", base), OwnFolder("right", base)]) as again:
+        assert again.run_cell("dist.barrier()\nrank, kept").values == {0: (0, 0), 1: (1, 10)}
+    _tidy_up(nodes[1])
+
+
+@pytest.mark.slow
+def test_node_that_was_lost_while_nobody_was_there_is_told_at_attach(base: Path) -> None:
+    nodes = [OwnFolder(name, base) for name in ("left", "middle", "right")]
+    first = Session.start(1, nodes=nodes, device="cpu", name="mine")
+    first.run_cell("kept = rank")
+    agent = psutil.Process(nodes[1].agent_pid)
+    first.detach()
+    agent.kill()
+    psutil.wait_procs([agent], timeout=5)
+    with Session.attach("mine", nodes=[OwnFolder(node.name, base) for node in nodes]) as session:
+        assert session.world_size == 3
+        assert "node middle is lost" in session.pop_news()
+        assert [rank.state for rank in session.status().ranks] == ["idle", "down", "idle"]
+        assert session.shrink() == {0: 0, 2: 1}
+        assert session.run_cell("dist.barrier()\nkept").values == {0: 0, 1: 2}
+    _tidy_up(nodes[1])
+
+
+def _tidy_up(node: OwnFolder) -> None:
+    """What an agent that was killed has left goes when somebody looks."""
+    remove_dead_agents(node._folder.parent)
+    assert not node._folder.exists()
+
+
+def test_first_node_takes_the_session_with_it(nodes: list[OwnFolder]) -> None:
+    session = Session.start(1, nodes=nodes, device="cpu")
+    there = psutil.Process(nodes[1].agent_pid).children(recursive=True)
+    killed = _later(lambda: os.kill(nodes[0].agent_pid, signal.SIGKILL), 0.5)
+    with pytest.raises(NodeLost, match="left: the agent of session"):
+        session.run_cell("import time\ntime.sleep(600)")
+    killed.join(10)
+    assert not session.is_alive
+    session.stop()
+    assert not psutil.wait_procs(there, timeout=10)[1], "ranks of the other node go on"
+
+
+def test_session_is_attached_to_on_all_nodes(base: Path) -> None:
+    first = Session.start(1, nodes=[OwnFolder("left", base), OwnFolder("right", base)], device="cpu", name="mine")
+    assert first.status().group_timeout_s == 600.0
+    first.run_cell("kept = rank\nprint(rank)")
+    first.detach()
+    with Session.attach("mine", nodes=[OwnFolder("left", base), OwnFolder("right", base)]) as again:
+        assert again.world_size == 2
+        assert not again.missed
+        assert again.status().group_timeout_s == 600.0
+        assert again.run_cell("dist.barrier()\nkept").values == {0: 0, 1: 1}
+        assert again.run_cell("rank", ranks="right").values == {1: 1}
+        assert again.replay("right", cells=[1]) == {1: None}
+
+
+@pytest.mark.slow
+def test_node_that_speaks_for_the_rank_of_another_is_hung_up_on(two_nodes: Session) -> None:
+    ranks = two_nodes._ranks
+    forged = to_frame(CellDone(0, 1, 0.0, True, False, b""))
+    link = ranks._links[1]
+    two_nodes.run_cell("kept = rank")
+    ours, theirs = socket.socketpair()
+    link._connect = lambda: ours
+    theirs.settimeout(10)
+    link._link.sock.shutdown(socket.SHUT_RDWR)
+    theirs.recv(1 << 16)  # it attaches
+    up = RankUp(1, 1, 0, 2, 1, "right", "cpu", "2")
+    attached = two_nodes._inbox._attached[1]
+    for frame in (to_frame(up), to_frame(attached), Frame(link.last_number + 1, forged.header, forged.body)):
+        theirs.sendall(frame.to_bytes(number=frame.number))
+    while theirs.recv(1 << 16):  # until it is hung up on
+        pass
+    theirs.close()
+    with pytest.raises((RankLost, SessionError), match="node right is lost"):
+        two_nodes.run_cell("dist.barrier()")
+    assert "speaks for rank 0, which it does not have" in two_nodes._inbox.lost_nodes[1]
+    assert two_nodes.run_cell("kept", ranks=0).values == {0: 0}
+
+
+def test_nobody_is_left_when_one_node_cannot_start(base: Path, processes: Callable[[], set[psutil.Process]]) -> None:
+    class Broken(OwnFolder):
+        def start_agent(self, session: str) -> socket.socket:
+            raise NodeLost(f"{self.name} cannot be reached")
+
+    with pytest.raises(NodeLost, match="right cannot be reached"):
+        Session.start(1, nodes=[OwnFolder("left", base), Broken("right", base)], device="cpu")
+    psutil.wait_procs(processes(), timeout=5)
+    assert not processes()

@@ -1,0 +1,76 @@
+"""A host over SSH that is slower than the others: the notebook says which rank it waits for, and on which host."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from detrain_nb import Session
+
+from ..testbed.nodes import ssh_nodes
+from ..testbed.testbed import Testbed
+from .training import Watcher
+
+_CPU_V1 = Path("/sys/fs/cgroup/cpu")
+_CPU_V2 = Path("/sys/fs/cgroup")
+_PERIOD_US, _QUOTA_US = 100_000, 5_000
+_LIMIT_S = 60.0
+_COMPUTE = """
+total = 0
+for i in range(20_000_000 if rank == 1 and not is_throttled else 1_200_000):
+    total += i * i
+"""
+
+
+@contextlib.contextmanager
+def _slow_cgroup() -> Iterator[Path | None]:
+    """A cgroup that gives its processes a twentieth of a processor; None where none can be made."""
+    is_v1 = (_CPU_V1 / "cpu.cfs_quota_us").exists()
+    folder = (_CPU_V1 if is_v1 else _CPU_V2) / f"detrain-nb-test-{uuid.uuid4().hex[:8]}"
+    try:
+        folder.mkdir()
+        if is_v1:
+            (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+            (folder / "cpu.cfs_quota_us").write_text(str(_QUOTA_US))
+        else:
+            (folder / "cpu.max").write_text(f"{_QUOTA_US} {_PERIOD_US}")
+    except OSError:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        folder.rmdir()  # who was in it has ended
+
+
+@pytest.fixture
+def session(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    """Rank 0 on h0; rank 1 on h1, which computes slowly, or, where no cgroup can be made, has more to compute."""
+    monkeypatch.setattr("detrain_nb.session.conduct.LOOK_GAP_S", 0.2)
+    with _slow_cgroup() as cgroup, Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu") as started:
+        started.run_cell(f"is_throttled = {cgroup is not None}")
+        if cgroup:
+            started.run_cell(f"open('{cgroup}/cgroup.procs', 'w').write('0')", ranks="h1")
+        yield started
+
+
+@pytest.mark.slow
+def test_slow_rank_is_named_with_its_host(session: Session) -> None:
+    eyes = Watcher()
+    session.run_cell(_COMPUTE, observer=eyes, timeout_s=_LIMIT_S)
+    found = [text for text in eyes.waited if text]
+    assert found, "it took no time"
+    assert all(re.fullmatch(r"waiting for rank 1 on h1( \(line [1-4]\))?", text) for text in found), found
+    assert any(text.endswith(("(line 3)", "(line 4)")) for text in found), found
+    session.hang_s = 1.0
+    eyes = Watcher()
+    session.run_cell(_COMPUTE + "t = torch.ones(1); dist.all_reduce(t)", observer=eyes, timeout_s=_LIMIT_S)
+    words = r"rank 0 waits in all_reduce #\d+ \(line 5\); rank 1 on h1 is (computing )?at line [34]"
+    assert [text for text in eyes.waited if re.fullmatch(words, text)], eyes.waited

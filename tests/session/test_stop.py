@@ -1,0 +1,542 @@
+"""The stop button: whoever waits is freed, whoever computes is left alone, variables stay, the next cell runs on all.
+
+Every test has a DDP model, a fully sharded one, a mesh and a subgroup alive. No group's timeout passes here (it is 30
+minutes): a rank that waited was freed by us, and the log says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionError
+from detrain_nb.session import rescue
+from detrain_nb.wire import Message
+
+from .training import COLLECTIVE, STALE, Watcher, assert_works, equip, press_stop
+
+_NEVER = "while True: time.sleep(0.01)"
+_SLOW_C = "sum(range(400_000_000))"  # holds the GIL for seconds and looks at no signal
+
+
+@pytest.fixture(scope="module")
+def equipped(two_ranks: Callable[[], Session]) -> Iterator[Session]:
+    with two_ranks() as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def training(equipped: Session, caplog: pytest.LogCaptureFixture) -> None:
+    """Before every test; the log tells which generations ended."""
+    equip(equipped)
+    caplog.set_level(logging.INFO, logger="detrain_nb.session")
+    caplog.clear()
+
+
+@contextlib.contextmanager
+def _presses(*seconds: float) -> Iterator[None]:
+    """Press stop so many seconds from now; none is left when the block ends."""
+    timers = [threading.Timer(delay, press_stop) for delay in seconds]
+    for timer in timers:
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+            timer.join()
+
+
+def _stop(session: Session, code: str, *presses: float, ranks: str | None = None) -> CellInterrupted:
+    """Run a cell, stop it, and return what that raised."""
+    with _presses(*(presses or (0.6,))), pytest.raises(CellInterrupted) as caught:
+        session.run_cell(code, ranks=ranks)
+    return caught.value
+
+
+def _freed(caplog: pytest.LogCaptureFixture) -> set[int]:
+    """The ranks whose generation was ended. One end of a connection may be closed when the other is shut."""
+    found = re.findall(r"generation \d+ ended on rank (\d+): (\d+) connections shut", caplog.text)
+    return {int(rank) for rank, _ in found} if any(int(count) for _, count in found) else set()
+
+
+def _counters(session: Session) -> dict[int, int]:
+    return dict(session.pull("counter"))
+
+
+_BLOCKED = {
+    "all_reduce on rank 0": ("if rank == 0: dist.all_reduce(torch.ones(1))", "rank 0 waited in all_reduce"),
+    "all_reduce on rank 1": ("if rank == 1: dist.all_reduce(torch.ones(1))", "rank 1 waited in all_reduce"),
+    "the other in Python": (
+        f"if rank == 0: dist.barrier()\nelse:\n    {_NEVER}",
+        "rank 0 waited in barrier",
+    ),
+    "recv against recv": ("dist.recv(torch.ones(1), src=1 - rank)", "ranks 0-1 waited in recv"),
+    "two groups crossed": (
+        "dist.all_reduce(x, group=subgroup if rank else None)",
+        "waited in all_reduce",
+    ),
+    "group of a mesh": ("if rank == 0: dist.all_reduce(x, group=mesh.get_group())", "rank 0 waited in all_reduce"),
+    "DDP": ("if rank == 0: ddp(x).sum().backward()", "rank 0 waited in"),
+    "fully_shard": ("if rank == 1: sharded(x).sum().backward()", "rank 1 waited in"),
+    "store": ("if rank == 0: dist.new_group([0, 1])", "rank 0 waited in new_group"),
+    "store, other rank": ("if rank == 1: dist.new_group([0, 1])", "rank 1 waited in new_group"),
+    "object collective": ("if rank == 0: dist.all_gather_object([None] * 2, 'x')", "rank 0 waited in all_gather"),
+    "asynchronous": ("if rank == 0: dist.all_reduce(x, async_op=True).wait()", "rank 0 waited in all_reduce"),
+    "the other sleeps": ("if rank == 0: dist.barrier()\ntime.sleep(60)", "rank 0 waited in barrier"),
+    "the other in a subprocess": (
+        "if rank == 0: dist.barrier()\nelse: subprocess.run(['sleep', '60'])",
+        "rank 0 waited in barrier",
+    ),
+    "the other awaits": (
+        "import asyncio\nif rank == 0: dist.barrier()\nawait asyncio.sleep(60)",
+        "rank 0 waited in barrier",
+    ),
+    "the other in a DataLoader": (
+        "class Slow(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, i): time.sleep(60)\n"
+        "if rank == 0: dist.barrier()\n"
+        "for batch in torch.utils.data.DataLoader(Slow(), num_workers=2): pass",
+        "rank 0 waited in barrier",
+    ),
+    "not the same collective": (
+        "dist.all_reduce(x) if rank else dist.broadcast(x, 0)",
+        r"is not the same on all ranks: broadcast on rank 0, all_reduce on rank 1",
+    ),
+    "RuntimeError is caught": (
+        "while True:\n    try: dist.recv(torch.ones(1), src=1 - rank)\n    except RuntimeError: pass",
+        "waited in recv",
+    ),
+}
+
+
+_LONG = {"the other in a DataLoader"}
+
+
+@pytest.mark.parametrize(
+    ("code", "story"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in _LONG)) for name, case in _BLOCKED.items()],
+)
+def test_blocked_rank_is_freed_and_keeps_its_variables(
+    equipped: Session, caplog: pytest.LogCaptureFixture, code: str, story: str
+) -> None:
+    before = _counters(equipped)
+    stopped = _stop(equipped, code)
+    assert re.search(story, stopped.note), stopped.note
+    assert "all ranks stopped and kept their variables" in stopped.note
+    assert set(re.findall(r"\w+", stopped.note.partition("make again")[2])) >= STALE, stopped.note
+    assert all(error.interrupted for error in stopped.errors.values())
+    assert _counters(equipped) == before
+    assert _freed(caplog) == {0, 1}, stopped.note
+    assert_works(equipped)
+
+
+_FREE = {
+    "loop": "while True: pass",
+    "sleep": "time.sleep(60)",
+    "subprocess": "subprocess.run(['sleep', '60'])",
+    "command": "!sleep 60",
+    "await": "import asyncio\nawait asyncio.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("code", _FREE.values(), ids=list(_FREE))
+def test_ranks_that_wait_for_nobody_keep_their_groups(
+    equipped: Session, caplog: pytest.LogCaptureFixture, code: str
+) -> None:
+    stopped = _stop(equipped, code)
+    assert stopped.note == "all ranks stopped and kept their variables"
+    assert not _freed(caplog)
+    assert equipped.run_cell("ddp(x).sum().backward(); sharded(x).sum().item()").ranks == (0, 1), "as before"
+
+
+_IN_STEP = {
+    "collectives": "for _ in range(5): dist.all_reduce(x)",
+    "DDP and a mesh": "ddp(x).sum().backward()\ndist.all_reduce(x, group=mesh.get_group())",
+    "not waited for": "work = dist.all_reduce(x, async_op=True)",
+    "a group of one rank": "alone = [dist.new_group([r]) for r in range(2)]\nif rank: dist.barrier(alone[1])",
+}
+_OUT_OF_STEP = {
+    "begun by one rank alone": "if rank == 0: work = dist.all_reduce(torch.ones(1000), async_op=True)",
+    "another group": "work = dist.all_reduce(torch.ones(1000), group=subgroup if rank else None, async_op=True)",
+    "messages that nobody took": "work = dist.isend(torch.ones(1000), 1 - rank)",
+}
+
+
+@pytest.mark.parametrize("end", [_NEVER, "1 / 0"], ids=["stopped", "failed"])
+@pytest.mark.parametrize("code", _IN_STEP.values(), ids=list(_IN_STEP))
+def test_ranks_that_are_in_step_keep_their_groups(
+    equipped: Session, caplog: pytest.LogCaptureFixture, code: str, end: str
+) -> None:
+    error = _stop_or_fail(equipped, f"{code}\n{end}")
+    assert "process groups" not in error.note
+    assert not _freed(caplog)
+    assert equipped.run_cell("ddp(x).sum().backward(); sharded(x).sum().item()").ranks == (0, 1), "as before"
+
+
+@pytest.mark.parametrize("end", [_NEVER, "1 / 0"], ids=["stopped", "failed"])
+@pytest.mark.parametrize("code", _OUT_OF_STEP.values(), ids=list(_OUT_OF_STEP))
+def test_collective_that_was_begun_never_meets_the_next_cell(equipped: Session, code: str, end: str) -> None:
+    """A stop can come between the begin of a collective and the wait for it, on one rank and not on the other."""
+    before = _counters(equipped)
+    error = _stop_or_fail(equipped, f"{code}\n{end}")
+    assert set(re.findall(r"\w+", error.note.partition("make again")[2])) >= STALE, error.note
+    assert _counters(equipped) == before
+    assert_works(equipped)
+
+
+@pytest.mark.parametrize("end", [_NEVER, "1 / 0"], ids=["stopped", "failed"])
+def test_press_while_it_is_looked_who_is_in_step_ends_the_groups_without_asking(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    def press(*args: object, **options: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(equipped._ranks, "look", press)
+    error = _stop_or_fail(equipped, f"{_OUT_OF_STEP['begun by one rank alone']}\n{end}")
+    assert "the process groups are made anew" in error.note
+    assert_works(equipped)
+
+
+@pytest.mark.slow
+def test_rank_that_was_left_in_a_stopped_cell_is_looked_at_when_it_has_ended_it(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
+    code = f"if rank == 1:\n    work = dist.all_reduce(torch.ones(1000), async_op=True)\n    y = {_SLOW_C}\n{_NEVER}"
+    assert "process groups" not in _stop(equipped, code, 0.3).note
+    watcher = Watcher()
+    assert equipped.run_cell(COLLECTIVE, observer=watcher).values == {0: 2.0, 1: 2.0}
+    assert "make again what was made with the old ones" in "".join(watcher.notices)
+
+
+def _stop_or_fail(session: Session, code: str) -> RankError:
+    if _NEVER in code:
+        return _stop(session, code, 0.3)
+    with pytest.raises(RankError) as caught:
+        session.run_cell(code)
+    return caught.value
+
+
+def test_rank_that_computes_is_named_and_the_group_is_left_alone(
+    equipped: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.5)
+    code = f"y = 0\nif rank == 1:\n    y = {_SLOW_C}\n"
+    stopped = _stop(equipped, code)
+    assert re.search(r"rank 1 is computing at line 3 \(\d+ s\)", stopped.note), stopped.note
+    assert "%distributed interrupt --kill 1" in stopped.note
+    assert not _freed(caplog)
+    assert equipped.run_cell("rank", ranks=0).values == {0: 0}, "the other rank need not wait"
+    assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}, "the next cell of all waits for it"
+    assert equipped.run_cell("ddp(x).sum().item()").ranks == (0, 1), "the groups are the old ones"
+
+
+def test_sharded_tensors_can_be_made_again_after_a_stop(equipped: Session) -> None:
+    """torch keeps what it has found out of a mesh, and finds it again by an equal one."""
+    code = (
+        "from torch.distributed.tensor import Replicate, Shard, distribute_tensor\n"
+        "mesh = torch.distributed.init_device_mesh(device.type, (2,))\n"
+        "d = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])\n"
+        "e = (d * 2).redistribute(mesh, [Replicate()])\n"
+        "float(d.full_tensor().sum()), float((d.norm() ** 2).full_tensor()), float(e.to_local().sum())"
+    )
+    before = equipped.run_cell(code).values
+    _stop(equipped, "if rank == 0:\n    dist.all_reduce(torch.ones(1))")
+    assert equipped.run_cell(code).values == before
+
+
+@pytest.mark.slow
+@pytest.mark.here_only
+def test_backward_on_the_cpu_is_interrupted_when_it_returns(
+    equipped: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.3)
+    equipped.run_cell("w = torch.randn(1000, 1000, requires_grad=True)", ranks=1)
+    code = "if rank == 1:\n    z = w\n    for _ in range(80): z = z @ w / 40\n    print('now'); z.sum().backward()"
+    watcher = Watcher(press_at="now")
+    with pytest.raises(CellInterrupted) as caught:
+        equipped.run_cell(code, observer=watcher)
+    assert "rank 1 is computing at line 4" in caught.value.note
+    assert "rank 1 is computing at line 4" in "".join(watcher.waited), "said while it is waited for, too"
+    assert not _freed(caplog)
+    assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
+
+
+def test_waiting_ranks_are_freed_at_once_beside_one_that_computes(
+    equipped: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = _counters(equipped)
+    code = f"if rank == 0: dist.all_reduce(torch.ones(1))\nelse:\n    {_SLOW_C}; dist.all_reduce(torch.ones(1))"
+    stopped = _stop(equipped, code)
+    assert "rank 0 waited in all_reduce" in stopped.note
+    assert "rank 1 is computing at line 3" in stopped.note, stopped.note
+    assert 0 in _freed(caplog)
+    assert 0 in stopped.errors
+    assert_works(equipped)  # the computing rank ended its old generation when it returned to Python
+    assert {rank: count - 1 for rank, count in _counters(equipped).items()} == before
+
+
+def test_rank_that_computes_can_be_replaced_alone(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
+    _stop(equipped, f"if rank == 1: {_SLOW_C * 1}; {_SLOW_C}; {_SLOW_C}")
+    equipped.interrupt(ranks=1, kill=True)
+    equipped.wait_until_fresh(1)
+    assert equipped.run_cell("'counter' in globals()").values == {0: True, 1: False}
+    assert_works(equipped)
+
+
+def test_second_press_ends_the_generation_without_asking(
+    equipped: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank in a C call that nobody can name: here it waits for a key in the store."""
+    code = (
+        "from torch.distributed.distributed_c10d import _get_default_store\n_get_default_store().get('nobody sets it')"
+    )
+    before = _counters(equipped)
+    stopped = _stop(equipped, code, 0.5, 1.5)
+    assert "all ranks stopped and kept their variables" in stopped.note
+    assert "the process groups are made anew" in stopped.note
+    assert _freed(caplog) == {0, 1}
+    assert _counters(equipped) == before
+    assert_works(equipped)
+
+
+def test_third_press_replaces_the_ranks_that_have_not_come_back(equipped: Session) -> None:
+    before = _counters(equipped)
+    code = f"if rank == 1:\n    {_SLOW_C}; {_SLOW_C}; {_SLOW_C}"
+    stopped = _stop(equipped, code, 0.5, 0.8, 1.1)
+    assert "rank 1 did not stop in time and had to be replaced" in stopped.note, stopped.note
+    assert equipped.run_cell("globals().get('counter')").values == {0: before[0], 1: None}
+    assert_works(equipped)
+
+
+def test_old_wrappers_raise_at_once_and_say_why(equipped: Session) -> None:
+    _stop(equipped, "if rank == 0: dist.barrier()")
+    equipped.run_cell("old_loss = None")
+    for code, name in (
+        ("ddp(x).sum().backward()", "ddp"),
+        ("sharded(x).sum().backward()", "sharded"),
+        ("dist.all_reduce(x, group=subgroup)", "subgroup"),
+        ("dist.all_reduce(x, group=mesh.get_group())", "mesh"),
+    ):
+        with pytest.raises(RankError) as caught:
+            equipped.run_cell(code)
+        shown = "\n".join(caught.value._render_traceback_())
+        assert re.search(rf"\b{name}\b.* made with process groups that have been ended since", shown), shown
+    equipped.run_cell("del ddp, sharded, mesh, subgroup")
+    with pytest.raises(RankError) as caught:
+        equipped.run_cell("1 / 0")
+    assert "ended since" not in "\n".join(caught.value._render_traceback_())
+    assert_works(equipped)
+
+
+def test_timeout_of_a_cell_frees_as_stop_does(equipped: Session, caplog: pytest.LogCaptureFixture) -> None:
+    code = "if rank == 1: raise ValueError('bad batch')\ndist.all_reduce(torch.ones(1))"
+    with pytest.raises(CellTimeout) as caught:
+        equipped.run_cell(code, timeout_s=0.5)
+    assert "rank 0 waited in all_reduce" in str(caught.value)
+    assert "rank 1 failed with ValueError: bad batch" in str(caught.value)
+    assert _freed(caplog) == {0, 1}
+    assert_works(equipped)
+
+
+@pytest.mark.slow
+def test_next_cell_gives_up_on_a_rank_that_does_not_return(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
+    monkeypatch.setattr("detrain_nb.session.runs.IDLE_LIMIT_S", 0.3)
+    _stop(equipped, f"if rank == 1: {_SLOW_C}; {_SLOW_C}")
+    with pytest.raises(SessionError, match=r"rank 1( on h1)? \(line 1\) still in cell \d+: .* --kill 1"):
+        equipped.run_cell("1")
+    with pytest.raises(SessionError, match="still in cell"):
+        equipped.pull("x", ranks=1)
+    deadline = time.monotonic() + 30
+    while equipped.status().ranks[1].state != "idle":
+        assert time.monotonic() < deadline
+    assert_works(equipped)
+
+
+def test_garbage_of_the_cells_is_not_collected_where_generations_end(equipped: Session) -> None:
+    """What a cell left may wait in its destructor, as a DataLoader does for its workers."""
+    code = """
+import gc, threading
+collected_by = set()
+class Trap:
+    def __init__(self): self.me = self
+    def __del__(self): collected_by.add(threading.current_thread().name)
+def wait_among_garbage():
+    gc.disable()
+    before = gc.get_threshold()
+    for _ in range(100): Trap()
+    gc.set_threshold(1); gc.enable(); time.sleep(1.5)
+    gc.set_threshold(*before); gc.collect()
+wait_among_garbage()
+"""
+    looks = [threading.Timer(delay, equipped.where) for delay in (0.3, 0.6)]
+    for look in looks:
+        look.start()
+    equipped.run_cell(code, ranks=0)
+    for look in looks:
+        look.join()
+    assert equipped.run_cell("collected_by", ranks=0).values[0] == {"MainThread"}
+
+
+@pytest.mark.parametrize("moment", [("_inbox.history", "begin"), ("_runs", "pop_news")])
+def test_stop_before_a_cell_is_sent_leaves_nobody_busy(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch, moment: tuple[str, str]
+) -> None:
+    def press(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(operator.attrgetter(moment[0])(equipped), moment[1], press)
+        with pytest.raises(KeyboardInterrupt):
+            equipped.run_cell("never = True")
+    assert equipped.run_cell("'never' in globals()").values == {0: False, 1: False}
+
+
+def test_stop_in_the_moment_a_cell_is_sent_is_found_out(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(message: Message) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(equipped._ranks, "send", press)
+    with pytest.raises(CellInterrupted, match="KeyboardInterrupt"):
+        equipped.run_cell("never = True")
+    assert equipped.run_cell("'never' in globals()").values == {0: False, 1: False}
+
+
+@pytest.mark.here_only
+def test_stop_while_a_large_picture_is_sent_does_not_cut_it(equipped: Session) -> None:
+    """The worker is held up meanwhile, so that the message waits half sent; the rank itself does what a stop does."""
+    worker = psutil.Process(equipped.status().ranks[1].pid).parent()
+    assert worker is not None
+    code = """
+import threading
+from IPython.display import display
+interrupts = signal.getsignal(signal.SIGINT).__self__
+def strike():
+    interrupts._sent_for[:] = interrupts._cell.to_bytes(8, "little")
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Timer(0.4, strike).start()
+time.sleep(0.2)
+display({"text/plain": "x" * 5_000_000}, raw=True)
+time.sleep(600)
+"""
+    held_up = [threading.Timer(0.1, worker.suspend), threading.Timer(0.8, worker.resume)]
+    for act in held_up:
+        act.start()
+    with pytest.raises(CellInterrupted):
+        equipped.run_cell(code, ranks=1, timeout_s=60)
+    for act in held_up:
+        act.join()
+    assert_works(equipped)
+
+
+def test_stop_that_strikes_in_a_callback_of_ipython_is_not_lost(equipped: Session) -> None:
+    """Whoever calls them there catches KeyboardInterrupt, says a word and goes on."""
+    equipped.run_cell(_STRIKES_IN_A_CALLBACK.format(event="pre_run_cell"), ranks=1)
+    with pytest.raises(CellInterrupted):
+        equipped.run_cell("went_on = True", ranks=1, timeout_s=10)
+    assert equipped.run_cell("'went_on' in globals()", ranks=1).values == {1: False}
+    assert_works(equipped)
+
+
+def test_stop_that_strikes_when_the_code_has_failed_says_where_that_was(equipped: Session) -> None:
+    """As torch's error of being freed does, which may come right before the interrupt."""
+    equipped.run_cell(f"{_STRIKES_IN_A_CALLBACK.format(event='post_execute')}_skips = 1", ranks=1)
+    with pytest.raises(CellInterrupted) as caught:
+        equipped.run_cell("x = 1\n1 / 0", ranks=1, timeout_s=10)
+    traceback = "\n".join(caught.value.errors[1].traceback)
+    assert re.search(r"cell \d+, line 2, in <module>\n    1 / 0\nZeroDivisionError", traceback), traceback
+
+
+_STRIKES_IN_A_CALLBACK = """
+_skips = 0
+def strike(*_):
+    global _skips
+    _skips -= 1
+    if _skips >= 0:
+        return
+    get_ipython().events.unregister("{event}", strike)
+    interrupts = signal.getsignal(signal.SIGINT).__self__
+    interrupts._sent_for[:] = interrupts._cell.to_bytes(8, "little")
+    os.kill(os.getpid(), signal.SIGINT)
+get_ipython().events.register("{event}", strike)
+"""
+
+
+# ---- destructors
+
+
+def test_interrupt_that_strikes_in_a_destructor_is_not_lost(equipped: Session) -> None:
+    code = (
+        "class Slow:\n"
+        "    def __del__(self):\n"
+        "        print('in')\n"
+        "        while True: time.sleep(0.01)\n"
+        "def f(): Slow()\n"
+        "f(); f()\n"
+        "time.sleep(600)"
+    )
+    watcher = Watcher(press_at="in")
+    with pytest.raises(CellInterrupted):
+        equipped.run_cell(code, observer=watcher, timeout_s=60)
+    assert "Exception ignored" not in watcher.printed
+    assert_works(equipped)
+
+
+def test_what_a_failed_cell_held_is_let_go_of_at_once(equipped: Session) -> None:
+    equipped.run_cell(
+        "import gc, weakref\n"
+        "gc.disable()\n"
+        "class Big: pass\n"
+        "def fail():\n"
+        "    global known\n"
+        "    big = Big(); known = weakref.ref(big)\n"
+        "    raise ValueError"
+    )
+    try:
+        for code in ("fail()", "async def wait(): fail()\nawait wait()"):
+            with pytest.raises(RankError, match="ValueError"):
+                equipped.run_cell(code)
+            assert equipped.run_cell("known() is None").values == {0: True, 1: True}
+    finally:
+        equipped.run_cell("gc.enable()")
+
+
+_WAITS_FOR_A_LOCK = (
+    "import threading\n"
+    "lock = threading.Lock(); lock.acquire()\n"
+    "class Held:\n"
+    "    def __del__(self): lock.acquire()\n"
+    "def fail():\n"
+    "    held = Held(); raise ValueError\n"
+    "fail()"
+)
+
+
+def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(equipped: Session) -> None:
+    with pytest.raises(RankError, match="ValueError"):
+        equipped.run_cell(_WAITS_FOR_A_LOCK)
+    _stop(equipped, "1")
+    assert_works(equipped)
+
+
+@pytest.mark.slow
+def test_destructor_that_waits_forever_is_given_up_after_a_while(equipped: Session) -> None:
+    with pytest.raises(RankError, match="ValueError"):
+        equipped.run_cell(_WAITS_FOR_A_LOCK)
+    assert equipped.run_cell("counter > 100 * rank", timeout_s=60).values == {0: True, 1: True}
+    assert_works(equipped)

@@ -1,0 +1,71 @@
+"""What the tests of stops and deaths have alive on every rank: all that holds a communicator, and a counter."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from detrain_nb import Session
+from detrain_nb.session.cells import CellObserver
+
+EQUIP = """
+import os, time, signal, subprocess, sys
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+torch.manual_seed(0)
+ddp = DDP(nn.Linear(4, 4))
+sharded = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+fully_shard(sharded)
+mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+subgroup = dist.new_group(list(range(world_size)))
+x = torch.ones(2, 4)
+for model in (ddp, sharded):
+    model(x).sum().backward()
+dist.all_reduce(torch.ones(1), group=subgroup)
+dist.all_reduce(torch.ones(1), group=mesh.get_group())
+"""
+STALE = {"ddp", "mesh", "sharded", "subgroup"}
+COLLECTIVE = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+
+
+def equip(session: Session) -> None:
+    """Make a DDP model, a fully sharded one, a mesh and a subgroup, and use each; ``counter`` goes up by one."""
+    session.run_cell(EQUIP)
+    session.run_cell("counter = globals().get('counter', 100 * rank) + 1")
+
+
+def assert_works(session: Session) -> None:
+    """Collectives of all ranks work, on groups and models made anew too."""
+    world_size = session.world_size
+    assert session.run_cell(COLLECTIVE).values == dict.fromkeys(range(world_size), float(world_size))
+    equip(session)
+
+
+def press_stop() -> None:
+    """As Jupyter does: to the process, and so to its main thread."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Watcher(CellObserver):
+    """Observes a cell; ``press_at`` presses stop when a rank has printed that."""
+
+    def __init__(self, *, press_at: str = "") -> None:
+        self.printed = ""
+        self.waited: list[str] = []
+        self.notices: list[str] = []
+        self._press_at = press_at
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        self.printed += text
+        if self._press_at and self._press_at in self.printed:
+            self._press_at = ""
+            threading.Timer(0.1, press_stop).start()
+
+    def waiting(self, text: str) -> None:
+        self.waited.append(text)
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)

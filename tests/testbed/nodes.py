@@ -1,0 +1,34 @@
+"""The hosts of a testbed as nodes of a session, and as a user's own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from detrain_nb.deploy.ssh_node import SshNode
+from detrain_nb.spec.node import Node
+
+from .fixtures import MakeTestbed
+from .testbed import Testbed
+
+
+def ssh_nodes(testbed: Testbed, count: int = 2, **fields: Any) -> list[SshNode]:
+    """The first hosts; ``fields`` are those of `Node`. They run this Python, which they share with us."""
+    config = Path(testbed.inventory.ssh_config)
+    return [
+        SshNode(Node(**{"host": host.name, "python": sys.executable, **fields}), config_path=config)
+        for host in testbed.hosts[:count]
+    ]
+
+
+def home_with_hosts(make_testbed: MakeTestbed, folder: Path) -> Path:
+    """A home in ``folder`` whose ssh config knows two hosts, gpu1 and gpu2; their python3 is this one."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    config = Path(make_testbed(2, sshd_options=[f"SetEnv PATH={path}"]).inventory.ssh_config).read_text()
+    home = folder / "home"
+    (home / ".ssh").mkdir(mode=0o700, parents=True)
+    named = config.replace("Host h0\n", "Host gpu1\n").replace("Host h1\n", "Host gpu2\n")
+    (home / ".ssh/config").write_text(named)
+    return home

@@ -1,0 +1,226 @@
+"""What every transport promises (transport/__init__.py), asked of the one for this machine and of the one over SSH."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from detrain_nb.errors import DetrainError, SessionError
+from detrain_nb.plan import NodeOffer
+from detrain_nb.transport import Transport
+from detrain_nb.transport.local import LocalTransport
+from detrain_nb.wire import Attach, Attached, EndSession, FrameReader, Launch, Message, OpenStore, StoreOpened, to_frame
+
+from ..testbed.nodes import ssh_nodes
+from ..testbed.testbed import Testbed
+
+_LIMIT_S = 20.0
+_END_LIMIT_S = 8.0
+
+MakeTransport = Callable[[], Transport]
+
+
+@pytest.fixture(params=["local", "ssh"])
+def make_transport(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeTransport]:
+    """Each call reaches the same node once more, as another notebook would."""
+    made: list[Transport] = []
+    if request.param == "local":
+        folder = tmp_path_factory.mktemp("run")
+        folder.chmod(0o700)
+        monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(folder))
+        make: MakeTransport = LocalTransport
+    else:
+        testbed: Testbed = request.getfixturevalue("testbed")
+        make = lambda: ssh_nodes(testbed, 1)[0]  # noqa: E731
+
+    def one_more() -> Transport:
+        made.append(make())
+        return made[-1]
+
+    try:
+        yield one_more
+    finally:
+        while Notebook.opened:
+            Notebook.opened.pop().close()
+        for transport in made:
+            transport.leave()
+
+
+@pytest.fixture
+def session(make_transport: MakeTransport) -> Iterator[str]:
+    """A name that no session has; if one was started, it is ended."""
+    name = f"contract-{uuid.uuid4().hex[:8]}"
+    yield name
+    transport = make_transport()
+    with contextlib.suppress(DetrainError):
+        notebook = Notebook(transport.connect_agent(name))
+        notebook.send(Attach(name, "the tests", steal=True), EndSession())
+        notebook.wait_for_end()
+        transport.wait_for_end(limit_s=_END_LIMIT_S)
+
+
+class Notebook:
+    """The other end of the byte stream to an agent."""
+
+    opened: ClassVar[list[socket.socket]] = []  # they are closed when the test has ended
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.opened.append(sock)
+        self._reader = FrameReader()
+        self._arrived: list[Message] = []
+        sock.settimeout(_LIMIT_S)
+
+    def send(self, *messages: Message) -> None:
+        self.sock.sendall(b"".join(to_frame(message).to_bytes() for message in messages))
+
+    def receive(self, kind: type[Message]) -> Message:
+        """The next message, which is of this kind."""
+        while True:
+            while self._arrived:
+                message = self._arrived.pop(0)
+                if isinstance(message, kind):
+                    return message
+            data = self.sock.recv(1 << 16)
+            assert data, f"the stream ended before {kind.__name__}"
+            self._arrived += [frame.message() for frame in self._reader.feed(data)]
+
+    def attach(self, session: str) -> Attached:
+        self.send(Attach(session, "the tests"))
+        answer = self.receive(Attached)
+        assert isinstance(answer, Attached)
+        return answer
+
+    def wait_for_end(self) -> None:
+        with contextlib.suppress(OSError):
+            while self.sock.recv(1 << 16):
+                pass
+
+
+def test_agent_that_was_started_answers(make_transport: MakeTransport, session: str) -> None:
+    answer = Notebook(make_transport().start_agent(session)).attach(session)
+    assert answer.pid > 0
+    assert answer.cpus >= 1
+    assert answer.ranks == []
+
+
+def test_name_that_runs_already_is_refused_and_goes_on(make_transport: MakeTransport, session: str) -> None:
+    first = Notebook(make_transport().start_agent(session))
+    with pytest.raises(SessionError, match=f"{session!r} runs already"):
+        make_transport().start_agent(session)
+    assert first.attach(session).pid > 0
+
+
+def test_agent_that_is_not_there_is_not_connected_to(make_transport: MakeTransport, session: str) -> None:
+    with pytest.raises(SessionError, match=session):
+        make_transport().connect_agent(session)
+
+
+def test_agent_goes_on_without_us_and_is_connected_to_again(make_transport: MakeTransport, session: str) -> None:
+    transport = make_transport()
+    notebook = Notebook(transport.start_agent(session))
+    pid = notebook.attach(session).pid
+    notebook.sock.close()
+    transport.leave()
+    again = Notebook(make_transport().connect_agent(session))
+    assert again.attach(session).pid == pid
+
+
+def test_notebook_that_is_gone_holds_the_session_no_longer(make_transport: MakeTransport, session: str) -> None:
+    first = make_transport()
+    notebook = Notebook(first.start_agent(session))
+    notebook.attach(session)
+    other = make_transport()
+    notebook.sock.close()
+    first.leave()
+    deadline = time.monotonic() + _LIMIT_S
+    while True:
+        second = Notebook(other.connect_agent(session))
+        second.send(Attach(session, "another"))
+        with contextlib.suppress(AssertionError):  # refused as long as the first is not known to be gone
+            assert isinstance(second.receive(Attached), Attached)
+            break
+        assert time.monotonic() < deadline, "the session is held by nobody"
+        second.sock.close()
+        time.sleep(0.05)
+
+
+def test_stream_carries_what_is_large_unharmed(make_transport: MakeTransport, session: str) -> None:
+    """What a launch says of the session goes there with it, and comes back to who attaches later."""
+    info = {"numbers": list(range(100_000)), "text": "\u00e9\n\0" * 1000}
+    transport = make_transport()
+    notebook = Notebook(transport.start_agent(session))
+    notebook.attach(session)
+    notebook.send(Launch([transport.python, "-c", "import time; time.sleep(60)"], {}, [0], _LIMIT_S, info))
+    notebook.sock.shutdown(socket.SHUT_WR)
+    notebook.wait_for_end()
+    transport.leave()
+    assert Notebook(make_transport().connect_agent(session)).attach(session).info == info
+
+
+def test_address_that_is_none_is_refused_and_the_agent_goes_on(make_transport: MakeTransport, session: str) -> None:
+    notebook = Notebook(make_transport().start_agent(session))
+    notebook.attach(session)
+    for address in ("nowhere.invalid", "x" * 100_000, "a..b", "\0"):
+        notebook.send(OpenStore(address))
+        answer = notebook.receive(StoreOpened)
+        assert isinstance(answer, StoreOpened)
+        assert answer.error
+        assert not answer.port
+
+
+def test_ports_are_on_the_address_that_the_node_says(make_transport: MakeTransport, session: str) -> None:
+    transport = make_transport()
+    notebook = Notebook(transport.start_agent(session))
+    notebook.attach(session)
+    assert transport.address
+    assert transport.interface
+    notebook.send(OpenStore(transport.address))
+    answer = notebook.receive(StoreOpened)
+    assert isinstance(answer, StoreOpened)
+    assert answer.port > 0, answer.error
+
+
+def test_session_that_was_ended_leaves_nothing(make_transport: MakeTransport, session: str) -> None:
+    transport = make_transport()
+    notebook = Notebook(transport.start_agent(session))
+    notebook.attach(session)
+    notebook.send(EndSession())
+    notebook.wait_for_end()
+    transport.wait_for_end(limit_s=_END_LIMIT_S)
+    with pytest.raises(SessionError, match=session):
+        make_transport().connect_agent(session)
+    Notebook(make_transport().start_agent(session)).attach(session)  # the name is free
+
+
+def test_what_is_known_once_it_was_reached(make_transport: MakeTransport, session: str) -> None:
+    transport = make_transport()
+    transport.start_agent(session).close()
+    assert Path(transport.python).is_absolute()
+    assert Path(transport.work_folder(str(Path.cwd()))).is_absolute()
+    assert transport.offer(2) == NodeOffer(transport.name, (0, 1))
+    assert all(isinstance(value, str) for value in transport.env.values())
+    assert transport.is_this_machine is not transport.can_resume, "a stream on this machine ends with its agent"
+    assert not transport.is_trusted
+
+
+def test_sessions_of_one_node_do_not_disturb_each_other(make_transport: MakeTransport, session: str) -> None:
+    other = f"{session}-2"
+    ours = Notebook(make_transport().start_agent(session))
+    transport = make_transport()
+    theirs = Notebook(transport.start_agent(other))
+    assert ours.attach(session).pid != theirs.attach(other).pid
+    theirs.send(EndSession())
+    theirs.wait_for_end()
+    transport.wait_for_end(limit_s=_END_LIMIT_S)
+    ours.send(OpenStore("nowhere"))
+    assert isinstance(ours.receive(StoreOpened), StoreOpened)

@@ -1,0 +1,1104 @@
+"""Against real sshds of this machine, each on a port of its own, and servers that misbehave on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hashlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fsspec
+import paramiko
+import psutil
+import pytest
+from fsspec.implementations.sftp import SFTPFileSystem
+
+from detrain_nb.errors import SpecError, TransportError
+from detrain_nb.transport import ssh
+from detrain_nb.transport.known_hosts import fingerprint
+from detrain_nb.transport.ssh import SshConnection, SshTarget
+from detrain_nb.transport.ssh_stream import Stream
+
+LIMIT_S = 15.0
+needs_sshd = pytest.mark.needs_debian("openssh-server")
+
+
+# What a test works with
+
+
+@contextlib.contextmanager
+def leaves_nothing() -> Iterator[None]:
+    """No socket and no thread stays of what is done meanwhile, nor at the other end of it."""
+    threads, sockets = set(threading.enumerate()), _list_sockets()
+    yield
+    deadline = time.monotonic() + 3
+    while (left := _list_left(threads, sockets)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+@contextlib.contextmanager
+def fails(match: str | None = None) -> Iterator[pytest.ExceptionInfo[TransportError]]:
+    """It is a TransportError, and nothing stays open: seen before a fixture ends the server."""
+    with leaves_nothing(), pytest.raises(TransportError, match=match) as caught:
+        yield caught
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    with leaves_nothing():
+        yield
+
+
+def _list_left(threads: set[threading.Thread], sockets: set[str]) -> list[object]:
+    return [*(set(threading.enumerate()) - threads), *(_list_sockets() - sockets)]
+
+
+def _list_sockets() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {link for link in found if link.startswith("socket:")}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of the test's own, no agent, no key unlocked; returns its .ssh."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    monkeypatch.setattr(ssh, "_UNLOCKED", ssh._UnlockedKeys())
+    folder = tmp_path / "home" / ".ssh"
+    folder.mkdir(parents=True, mode=0o700)
+    return folder
+
+
+def make_key(path: Path, *, passphrase: str = "", kind: str = "ed25519") -> Path:
+    subprocess.run(["ssh-keygen", "-qt", kind, "-N", passphrase, "-a", "4", "-C", path.name, "-f", path], check=True)
+    return path
+
+
+def public_half(path: Path) -> str:
+    return " ".join(path.with_name(f"{path.name}.pub").read_text().split()[:2])
+
+
+@pytest.fixture
+def key(home: Path) -> Path:
+    """The key that every sshd here takes."""
+    return make_key(home / "key")
+
+
+@dataclass
+class Server:
+    """Something that listens, as the configuration has it under a name."""
+
+    name: str
+    port: int
+    host_key: Path
+    home: Path
+
+    def configure(self, *lines: str) -> None:
+        with (self.home / "config").open("a") as file:
+            file.write(f"Host {self.name}\n  HostName 127.0.0.1\n  Port {self.port}\n  User {getpass.getuser()}\n")
+            file.write("".join(f"  {line}\n" for line in lines))
+
+    def make_known(self, *, marker: str = "", public: str = "", host: str = "") -> None:
+        with (self.home / "known_hosts").open("a") as file:
+            name = host or f"[127.0.0.1]:{self.port}"
+            file.write(f"{marker}{name} {public or public_half(self.host_key)}\n")
+
+
+@dataclass
+class Sshd(Server):
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def count(self, text: str) -> int:
+        return self.log.read_text(errors="replace").count(text)
+
+
+StartSshd = Callable[..., Sshd]
+
+
+@pytest.fixture
+def start_sshd(tmp_path: Path, home: Path, key: Path, needs_debian: Callable[..., None]) -> Iterator[StartSshd]:
+    """Return a function that starts an sshd with options of its own; the configuration has it as ``name``."""
+    needs_debian("openssh-server")
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # Debian's sshd wants it of root
+    started: list[Sshd] = []
+
+    def start(*options: str, name: str = "node", host_key: Path | None = None) -> Sshd:
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(key.with_name("key.pub"), folder / "authorized_keys")
+        with contextlib.ExitStack() as on_failure:
+            sshd = _start_sshd(folder, options, host_key or make_key(folder / "host_key"), home)
+            on_failure.callback(_end, sshd.process)
+            sshd.configure(f"IdentityFile {key}")
+            sshd.make_known()
+            started.append(sshd)
+            on_failure.pop_all()
+        return sshd
+
+    yield start
+    for sshd in started:
+        _end(sshd.process)
+
+
+def _start_sshd(folder: Path, options: tuple[str, ...], host_key: Path, home: Path) -> Sshd:
+    """Look for a free port by starting there; below those that the system gives to others."""
+    program = shutil.which("sshd") or "/usr/sbin/sshd"
+    fixed = ["StrictModes no", "UsePAM no", "PidFile none", "LogLevel DEBUG1", f"HostKey {host_key}"]
+    fixed += ["ListenAddress 127.0.0.1", f"AuthorizedKeysFile {folder}/authorized_keys", "UseDNS no"]
+    if not any(option.startswith("Subsystem") for option in options):
+        fixed.append("Subsystem sftp internal-sftp")
+    options = tuple(option for option in options if option != "Subsystem none")
+    for _ in range(20):
+        port = random.randrange(20000, 32000)
+        (folder / "sshd_config").write_text("\n".join([f"Port {port}", *options, *fixed, ""]))
+        log = folder / "log"
+        process = subprocess.Popen([program, "-D", "-f", folder / "sshd_config", "-E", log])
+        deadline = time.monotonic() + LIMIT_S
+        while process.poll() is None and time.monotonic() < deadline:
+            if log.exists() and "Server listening on" in log.read_text():
+                return Sshd(folder.name, port, host_key, home, process, log)
+            time.sleep(0.01)
+        _end(process)
+        if "Cannot bind" not in log.read_text():
+            raise AssertionError(log.read_text())
+    raise AssertionError("no free port")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End an sshd and the sessions it has started, by their pids."""
+    children = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait(LIMIT_S)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+@dataclass
+class Recorder(Server):
+    """paramiko as a server: takes nobody, and notes which keys were offered."""
+
+    offered: list[str] = field(default_factory=list)
+    takes: bool = False
+    answers: threading.Event = field(default_factory=threading.Event)
+    transports: list[paramiko.Transport] = field(default_factory=list)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, home: Path) -> Iterator[Recorder]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = Recorder("node", listener.getsockname()[1], make_key(tmp_path / "host_key"), home)
+    server.configure()
+    host_key = paramiko.Ed25519Key.from_private_key_file(str(server.host_key))
+
+    class Policy(paramiko.ServerInterface):
+        def get_allowed_auths(self, username: str) -> str:
+            return "publickey"
+
+        def check_auth_none(self, username: str) -> int:
+            server.offered.append("none")
+            return paramiko.AUTH_FAILED
+
+        def check_auth_password(self, username: str, password: str) -> int:
+            server.offered.append("password")
+            return paramiko.AUTH_FAILED
+
+        def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+            server.offered.append(fingerprint(key.asbytes()))
+            return paramiko.AUTH_SUCCESSFUL if server.takes else paramiko.AUTH_FAILED
+
+        def check_channel_request(self, kind: str, chanid: int) -> int:
+            return paramiko.OPEN_SUCCEEDED
+
+        def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+            return server.answers.wait(LIMIT_S)
+
+        def check_channel_subsystem_request(self, channel: paramiko.Channel, name: str) -> bool:
+            return server.answers.wait(LIMIT_S)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                transport = paramiko.Transport(listener.accept()[0])
+                server.transports.append(transport)
+                transport.set_log_channel("detrain_nb.ssh")
+                transport.add_server_key(host_key)
+                transport.start_server(event=threading.Event(), server=Policy())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield server
+    server.answers.set()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+    ssh._shut(server.transports)
+
+
+def connect(name: str = "node", **overrides: object) -> SshConnection:
+    return SshConnection.open(SshTarget(name), limit_s=LIMIT_S, **overrides)  # type: ignore[arg-type]
+
+
+def run(connection: SshConnection, command: str, given: bytes = b"") -> bytes:
+    stream = connection.open_stream(command)
+    with contextlib.closing(stream):
+        stream.sock.sendall(given)
+        stream.sock.shutdown(socket.SHUT_WR)
+        return read_all(stream.sock)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    sock.settimeout(LIMIT_S)
+    return b"".join(iter(lambda: sock.recv(1 << 20), b""))
+
+
+def offered_name(path: Path) -> str:
+    return subprocess.run(["ssh-keygen", "-lf", path], capture_output=True, text=True, check=True).stdout.split()[1]
+
+
+# Commands
+
+
+def test_command_reads_and_prints_and_ends_with_its_status(start_sshd: StartSshd) -> None:
+    start_sshd()
+    with connect() as connection:
+        stream = connection.open_stream("read line; echo got $line; echo wrong >&2; test -t 0 && echo pty; exit 7")
+        with contextlib.closing(stream):
+            assert stream.exit_status() is None
+            stream.sock.sendall(b"this\n")
+            assert read_all(stream.sock) == b"got this\n"
+            assert stream.exit_status(limit_s=LIMIT_S) == 7
+            assert stream.stderr_tail() == "wrong\n"
+
+
+def test_host_that_sends_more_than_it_may_is_left(recorder: Recorder, key: Path) -> None:
+    """Whoever reads is slow; what is kept here for it has an end."""
+    recorder.make_known()
+    recorder.takes = True
+    recorder.answers.set()
+    connection = SshConnection.open(SshTarget("node", identity_file=str(key)))
+    with connection, contextlib.closing(connection.open_stream("flood")) as stream:
+        [channel] = recorder.transports[-1]._channels.values()
+        channel.out_window_size = 1 << 40  # it does not care
+        sent_bytes = 0
+        with contextlib.suppress(OSError, EOFError):  # it is closed
+            while sent_bytes < 1 << 28:
+                sent_bytes += channel.send(bytes(1 << 15))
+        assert sent_bytes < 1 << 28
+        assert read_all(stream.sock).count(b"\0") < 5 * ssh._WINDOW_BYTES
+        assert not connection.is_alive
+
+
+def test_every_byte_arrives_both_ways_at_once(start_sshd: StartSshd) -> None:
+    start_sshd()
+    given = random.Random(0).randbytes(40 << 20)
+    with connect() as connection, contextlib.closing(connection.open_stream("cat")) as stream:
+        with ThreadPoolExecutor() as pool:
+            got = pool.submit(read_all, stream.sock)
+            stream.sock.sendall(given)
+            stream.sock.shutdown(socket.SHUT_WR)
+            assert hashlib.sha256(got.result()).digest() == hashlib.sha256(given).digest()
+        assert stream.exit_status(limit_s=LIMIT_S) == 0
+
+
+def test_end_of_input_arrives_and_output_goes_on(start_sshd: StartSshd) -> None:
+    start_sshd()
+    with connect() as connection:
+        assert run(connection, "wc -c; sleep 1.5; echo late", b"x" * 100_000) == b"100000\nlate\n"
+
+
+def test_end_of_output_arrives_while_the_command_reads_on(start_sshd: StartSshd, tmp_path: Path) -> None:
+    start_sshd()
+    with (
+        connect() as connection,
+        contextlib.closing(connection.open_stream(f"exec >&- 2>&-; cat >{tmp_path}/got")) as s,
+    ):
+        s.sock.settimeout(LIMIT_S)
+        s.sock.sendall(b"one\n")
+        s.sock.sendall(b"two\n")
+        s.sock.shutdown(socket.SHUT_WR)
+        assert s.sock.recv(1) == b""
+        assert s.exit_status(limit_s=LIMIT_S) == 0
+    assert (tmp_path / "got").read_bytes() == b"one\ntwo\n"
+
+
+def test_standard_error_is_bounded_and_clean_and_blocks_nothing(start_sshd: StartSshd) -> None:
+    start_sshd()
+    with connect() as connection:
+        command = r"head -c 40000000 /dev/zero | tr '\0' x >&2; printf 'last \033[2J\342\200\256 line' >&2; echo done"
+        with contextlib.closing(connection.open_stream(command)) as stream:
+            assert read_all(stream.sock) == b"done\n"
+            assert stream.exit_status(limit_s=LIMIT_S) == 0
+            tail = stream.stderr_tail()
+    assert tail.endswith("xlast [2J line")
+    assert 3900 < len(tail) <= 4000
+
+
+def threads_of_streams() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("detrain_nb ssh")]
+
+
+def wait_until(holds: Callable[[], bool], limit_s: float = 5) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("command", ["sleep 1000", "cat", "yes", "exec <&-; sleep 1000"])
+def test_closed_socket_closes_the_channel(command: str, start_sshd: StartSshd) -> None:
+    start_sshd()
+    with connect() as connection:
+        stream = connection.open_stream(command)
+        stream.sock.close()
+        wait_until(lambda: not threads_of_streams())
+        assert stream._channel.closed
+        assert run(connection, "echo alive") == b"alive\n"
+
+
+def test_closed_socket_closes_the_channel_though_the_command_reads_nothing(start_sshd: StartSshd) -> None:
+    start_sshd()
+    with connect() as connection:
+        stream = connection.open_stream("sleep 1000")
+        stream.sock.settimeout(1)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                stream.sock.send(bytes(1 << 20))
+        stream.sock.close()
+        wait_until(lambda: not threads_of_streams())
+
+
+def test_ended_command_ends_what_is_written_to_it(start_sshd: StartSshd) -> None:
+    start_sshd()
+    with connect() as connection, contextlib.closing(connection.open_stream("echo bye")) as stream:
+        assert read_all(stream.sock) == b"bye\n"
+        wait_until(lambda: not threads_of_streams())
+        with pytest.raises(OSError):
+            stream.sock.sendall(b"x")
+
+
+def test_killed_session_ends_the_socket(start_sshd: StartSshd) -> None:
+    sshd = start_sshd()
+    with connect() as connection:
+        streams = [connection.open_stream(command) for command in ("cat", "sleep 1000")]
+        assert connection.is_alive
+        for child in psutil.Process(sshd.process.pid).children():
+            child.kill()
+        for stream in streams:
+            assert read_all(stream.sock) == b""
+            assert stream.exit_status(limit_s=1) is None
+            stream.close()
+        wait_until(lambda: not connection.is_alive)
+        with pytest.raises(TransportError, match="the connection broke"):
+            connection.open_stream("true")
+
+
+def test_closed_connection_ends_its_streams(start_sshd: StartSshd) -> None:
+    start_sshd()
+    connection = connect()
+    stream = connection.open_stream("cat")
+    connection.close()
+    connection.close()
+    assert read_all(stream.sock) == b""
+    stream.close()
+    assert not connection.is_alive
+    with pytest.raises(TransportError):
+        connection.open_stream("true")
+
+
+def test_channels_beyond_maxsessions_are_refused_and_the_others_live(start_sshd: StartSshd) -> None:
+    start_sshd("MaxSessions 1")
+    with connect() as connection, contextlib.closing(connection.open_stream("cat")) as stream:
+        for open_more in (lambda: connection.open_stream("true"), connection.open_sftp_filesystem):
+            with pytest.raises(TransportError, match=r"sshd gives no further channel for .*: raise MaxSessions"):
+                open_more()
+        stream.sock.sendall(b"alive")
+        assert stream.sock.recv(100) == b"alive"
+
+
+# Files
+
+
+def test_files_go_over_the_same_connection(start_sshd: StartSshd, tmp_path: Path) -> None:
+    sshd = start_sshd()
+    (tmp_path / "up").write_bytes(os.urandom(3 << 20))
+    with connect() as connection:
+        files = connection.open_sftp_filesystem()
+        files.mkdir(f"{tmp_path}/there")
+        files.put_file(f"{tmp_path}/up", f"{tmp_path}/there/file")
+        assert files.ls(f"{tmp_path}/there", detail=False) == [f"{tmp_path}/there/file"]
+        files.get_file(f"{tmp_path}/there/file", f"{tmp_path}/down")
+        assert (tmp_path / "down").read_bytes() == (tmp_path / "up").read_bytes()
+        assert not files.exists(f"{tmp_path}/nowhere")
+        assert sshd.count("Accepted publickey") == 1
+        assert not type(files)._cache, "fsspec keeps none of them"
+        files.close()
+        with pytest.raises(OSError):
+            files.ls(f"{tmp_path}/there")
+    assert fsspec.get_filesystem_class("sftp") is SFTPFileSystem
+
+
+@pytest.mark.parametrize("option", ["Subsystem none", "Subsystem sftp /bin/false", "ForceCommand echo hello, sftp"])
+def test_host_without_sftp_says_so_and_the_connection_lives(option: str, start_sshd: StartSshd) -> None:
+    start_sshd(option)
+    with connect() as connection:
+        with pytest.raises(TransportError, match="does not offer SFTP"):
+            connection.open_sftp_filesystem()
+        assert connection.is_alive
+        assert run(connection, "echo hello, sftp") == b"hello, sftp\n"
+
+
+def test_sftp_that_falls_silent_ends_a_call(
+    start_sshd: StartSshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "_SFTP_SILENCE_S", 1.0)
+    script = tmp_path / "sftp"
+    script.write_text("#!/bin/sh\nprintf '\\0\\0\\0\\5\\2\\0\\0\\0\\3'\nexec sleep 1000\n")
+    script.chmod(0o755)
+    start_sshd(f"Subsystem sftp {script}")
+    with (
+        connect() as connection,
+        contextlib.closing(connection.open_sftp_filesystem()) as files,
+        pytest.raises(OSError),
+    ):
+        files.ls("/")
+
+
+# The connection itself
+
+
+def test_connection_is_tuned_and_tells_where_it_goes(start_sshd: StartSshd) -> None:
+    sshd = start_sshd()
+    with connect() as connection:
+        transport = connection._transport
+        level = socket.IPPROTO_TCP
+        assert transport.sock.getsockopt(level, socket.TCP_NODELAY) == 1
+        assert transport.sock.getsockopt(level, socket.TCP_USER_TIMEOUT) == 15000
+        assert transport.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+        assert transport.local_cipher == transport.remote_cipher == "aes128-gcm@openssh.com"
+        assert transport.default_window_size == 16 << 20
+        assert transport.default_max_packet_size == 256 << 10
+        assert connection.peer_address == "127.0.0.1"
+        assert connection.host_key_fingerprint == offered_name(sshd.host_key)
+        assert connection.settings.where == f"{getpass.getuser()}@127.0.0.1:{sshd.port}"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "Ciphers aes128-cbc,aes256-cbc,3des-cbc",
+        "MACs hmac-md5,hmac-md5-96,hmac-sha1\nCiphers aes128-ctr",
+        "KexAlgorithms diffie-hellman-group14-sha1,diffie-hellman-group-exchange-sha1",
+        "HostKeyAlgorithms ssh-rsa",
+    ],
+)
+def test_host_with_nothing_but_weak_algorithms_is_refused(option: str, start_sshd: StartSshd, tmp_path: Path) -> None:
+    start_sshd(*option.split("\n"), host_key=make_key(tmp_path / "rsa", kind="rsa"))
+    with fails(match="offers nothing that is still safe"):
+        connect()
+
+
+def test_host_key_of_a_known_type_is_asked_for(start_sshd: StartSshd, tmp_path: Path, home: Path) -> None:
+    other = make_key(tmp_path / "other")
+    sshd = start_sshd(f"HostKey {other}", host_key=make_key(tmp_path / "rsa", kind="rsa"))
+    with connect() as connection:
+        assert connection._transport.host_key_type == "rsa-sha2-512"
+    (home / "known_hosts").unlink()
+    sshd.make_known(public=public_half(other))
+    with connect() as connection:
+        assert connection._transport.host_key_type == "ssh-ed25519"
+
+
+@needs_sshd
+def test_what_the_node_asks_for_is_refused(recorder: Recorder, key: Path) -> None:
+    recorder.make_known()
+    recorder.takes = True
+    recorder.answers.set()
+    with SshConnection.open(SshTarget("node", identity_file=str(key))) as connection:
+        stream = connection.open_stream("anything")
+        node = recorder.transports[-1]
+        for kind in ("auth-agent@openssh.com", "x11", "forwarded-tcpip", "direct-tcpip", "session"):
+            with pytest.raises(paramiko.ChannelException, match="Administratively prohibited"):
+                node.open_channel(kind, ("127.0.0.1", 22), ("127.0.0.1", 22))
+        for request in ("tcpip-forward", "streamlocal-forward@openssh.com", "anything"):
+            assert node.global_request(request, ("127.0.0.1", 0)) is None
+        assert connection.is_alive
+        stream.close()
+
+
+@pytest.mark.parametrize("what, says_yes", [("a command", False), ("SFTP", False), ("SFTP", True)])
+def test_node_that_does_not_answer_a_request_ends_within_the_limit(
+    what: str, says_yes: bool, recorder: Recorder, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "_CHANNEL_LIMIT_S", 2.0)
+    recorder.make_known()
+    recorder.takes = True
+    if says_yes:
+        recorder.answers.set()  # and then no word of SFTP
+    with SshConnection.open(SshTarget("node", identity_file=str(key))) as connection:
+        begin = connection.open_sftp_filesystem if what == "SFTP" else lambda: connection.open_stream("true")
+        with pytest.raises(TransportError, match=f"does not offer {what}"):
+            begin()
+
+
+# Host keys
+
+
+def test_unknown_host_key_is_refused_before_authentication(recorder: Recorder, key: Path) -> None:
+    with fails() as caught:
+        connect()
+    message = str(caught.value)
+    assert offered_name(recorder.host_key) in message
+    assert f"{getpass.getuser()}@127.0.0.1:{recorder.port}: " in message
+    assert f"ssh-keyscan -p {recorder.port} -t ed25519 127.0.0.1 >> ~/.ssh/known_hosts" in message
+    assert_nothing_was_tried(recorder)
+
+
+def test_changed_host_key_is_refused_before_authentication(recorder: Recorder, key: Path, tmp_path: Path) -> None:
+    recorder.make_known(public=public_half(make_key(tmp_path / "old")))
+    with fails(match=r"has changed: .*known_hosts, line 1\).* ssh-keygen -R|has changed") as caught:
+        connect()
+    assert f"ssh-keygen -R '[127.0.0.1]:{recorder.port}' -f ~/.ssh/known_hosts" in str(caught.value)
+    assert_nothing_was_tried(recorder)
+
+
+def test_host_key_of_another_type_than_the_known_one_is_refused(recorder: Recorder, key: Path, tmp_path: Path) -> None:
+    recorder.make_known(public=public_half(make_key(tmp_path / "old", kind="ecdsa")))
+    with fails(match="has changed"):
+        connect()
+    assert_nothing_was_tried(recorder)
+
+
+def test_revoked_host_key_is_refused_before_authentication(recorder: Recorder, key: Path) -> None:
+    recorder.make_known()
+    recorder.make_known(marker="@revoked ", host="*")
+    with fails(match=r"is revoked .*line 2"):
+        connect()
+    assert_nothing_was_tried(recorder)
+
+
+def test_recorder_would_have_seen_an_attempt(recorder: Recorder, key: Path) -> None:
+    recorder.make_known()
+    with fails(match="gets in with none of these keys"):
+        SshConnection.open(SshTarget("node", identity_file=str(key)))
+    assert recorder.offered == [offered_name(key)]
+    assert recorder.transports[-1].auth_handler.auth_username == getpass.getuser()
+
+
+def assert_nothing_was_tried(recorder: Recorder) -> None:
+    (transport,) = recorder.transports
+    transport.join(LIMIT_S)
+    assert recorder.offered == []
+    assert transport.initial_kex_done
+    assert transport.auth_handler is None or transport.auth_handler.auth_username is None
+
+
+def test_host_key_alias_stands_for_host_and_port(recorder: Recorder, key: Path, home: Path) -> None:
+    (home / "config").write_text(
+        f"Host node\nHostName 127.0.0.1\nPort {recorder.port}\nHostKeyAlias rack-7\nIdentityFile {key}\n"
+    )
+    with fails(match=r"key of rack-7 is not known.* echo 'rack-7 ssh-ed25519 .* >> ~/.ssh/known_hosts"):
+        connect()
+    recorder.make_known(host="rack-7")
+    with fails(match="gets in with none of these keys"):
+        connect()
+
+
+def test_known_hosts_file_with_lines_that_stop_paramiko_is_read(start_sshd: StartSshd, home: Path) -> None:
+    sshd = start_sshd()
+    known = home / "known_hosts"
+    public = public_half(sshd.host_key)
+    known.write_text(f"@cert-authority * {public}\n@revoked other {public}\ngarbage\n{known.read_text()}")
+    connect().close()
+
+
+# Keys of ours
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_debian: Callable[..., None]) -> Iterator[None]:
+    needs_debian("openssh-server")
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", tmp_path / "agent"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()  # it listens
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
+    yield
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def add_to_agent(path: Path, passphrase: str = "") -> None:
+    if passphrase:  # ssh-add wants a terminal to ask
+        subprocess.run(["ssh-keygen", "-qpP", passphrase, "-N", "", "-f", path], check=True)
+    subprocess.run(["ssh-add", "-q", path], check=True)
+    if passphrase:
+        subprocess.run(["ssh-keygen", "-qpP", "", "-N", passphrase, "-a", "4", "-f", path], check=True)
+
+
+def refused(recorder: Recorder, target: SshTarget, ask: ssh.AskPassphrase | None = None) -> tuple[list[str], str]:
+    """Which keys were offered, and what was said in the end."""
+    recorder.offered.clear()
+    with fails() as caught:
+        SshConnection.open(target, ask_passphrase=ask, limit_s=LIMIT_S)
+    return recorder.offered, str(caught.value)
+
+
+def test_named_keys_come_first_then_the_agent_and_no_default_ones(recorder: Recorder, home: Path, agent: None) -> None:
+    recorder.make_known()
+    named, of_agent, default = (make_key(home / name) for name in ("named", "of_agent", "id_ed25519"))
+    add_to_agent(of_agent)
+    (home / "config").write_text(f"IdentityFile {home}/missing\nIdentityFile {named}\n{(home / 'config').read_text()}")
+    offered, message = refused(recorder, SshTarget("node"))
+    assert offered == [offered_name(path) for path in (named, of_agent)]
+    assert f"none of these keys: {named}, ssh-ed25519 {offered_name(of_agent)} (in ssh-agent)" in message
+    assert f"the key file {home}/missing does not exist" in message
+    assert str(default) not in message
+
+
+def test_default_keys_come_after_the_agent(recorder: Recorder, home: Path, agent: None) -> None:
+    recorder.make_known()
+    rsa, ecdsa, ed25519 = (make_key(home / f"id_{kind}", kind=kind) for kind in ("rsa", "ecdsa", "ed25519"))
+    of_agent = make_key(home / "of_agent")
+    add_to_agent(of_agent)
+    offered, _ = refused(recorder, SshTarget("node"))
+    assert offered == [offered_name(path) for path in (of_agent, ed25519, ecdsa, rsa)]
+    (home / "config").write_text(f"IdentityAgent none\n{(home / 'config').read_text()}")
+    offered, _ = refused(recorder, SshTarget("node"))
+    assert offered == [offered_name(path) for path in (ed25519, ecdsa, rsa)]
+
+
+def test_key_that_was_asked_for_is_the_only_one(recorder: Recorder, home: Path, agent: None) -> None:
+    recorder.make_known()
+    named = make_key(home / "named")
+    add_to_agent(make_key(home / "id_ed25519"))
+    (home / "config").write_text(f"IdentityFile {make_key(home / 'other')}\n{(home / 'config').read_text()}")
+    offered, _ = refused(recorder, SshTarget("node", identity_file=str(named)))
+    assert offered == [offered_name(named)]
+    offered, _ = refused(recorder, SshTarget("node", identity_file="~/.ssh/named"))
+    assert offered == [offered_name(named)]
+
+
+def test_identities_only_takes_from_the_agent_what_a_file_names(recorder: Recorder, home: Path, agent: None) -> None:
+    recorder.make_known()
+    public_only, other = make_key(home / "public_only"), make_key(home / "other")
+    add_to_agent(public_only)
+    add_to_agent(other)
+    public_only.unlink()
+    config = (home / "config").read_text()
+    (home / "config").write_text(f"IdentitiesOnly yes\nIdentityFile {public_only}.pub\n{config}")
+    offered, _ = refused(recorder, SshTarget("node"))
+    assert offered == [offered_name(home / "public_only.pub")]
+    subprocess.run(["ssh-add", "-qD"], check=True)
+    offered, message = refused(recorder, SshTarget("node"))
+    assert offered == []
+    assert "there is no key to offer; " in message
+    assert "is a public key, and ssh-agent does not hold its private half" in message
+
+
+def test_agent_signs_and_its_keys_passphrase_is_not_asked(start_sshd: StartSshd, key: Path, agent: None) -> None:
+    start_sshd()
+    subprocess.run(["ssh-keygen", "-qpP", "", "-N", "secret", "-a", "4", "-f", key], check=True)
+    add_to_agent(key, "secret")
+    connect(ask_passphrase=lambda path: pytest.fail("asked")).close()
+    connect().close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # paramiko forgets its socket
+def test_agent_that_is_gone_is_no_hindrance(start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_sshd()
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/nowhere")
+    connect().close()
+
+
+@pytest.mark.parametrize("form", ["OpenSSH", "PEM"])
+def test_passphrase_is_asked_once_and_not_kept(form: str, start_sshd: StartSshd, home: Path) -> None:
+    sshd = start_sshd()
+    locked = make_key(home / "locked", passphrase="a secret", kind="rsa")
+    if form == "PEM":
+        subprocess.run(["ssh-keygen", "-qpm", "PEM", "-P", "a secret", "-N", "a secret", "-f", locked], check=True)
+    shutil.copy(f"{locked}.pub", sshd.log.with_name("authorized_keys"))
+    asked: list[str] = []
+
+    def ask(path: str) -> str:
+        asked.append(path)
+        return "a secret"
+
+    target = SshTarget("node", identity_file=str(locked))
+    with ThreadPoolExecutor(4) as pool:
+        for connection in pool.map(lambda _: SshConnection.open(target, ask_passphrase=ask), range(4)):
+            connection.close()
+    assert asked == [str(locked)]
+    SshConnection.open(target).close()
+    assert "a secret" not in repr([vars(held) for held in [ssh._UNLOCKED, *ssh._UNLOCKED._keys.values()]])
+    assert sshd.count("Connection closed by authenticating user") <= 4
+
+
+def test_no_connection_is_open_while_a_passphrase_is_typed(recorder: Recorder, home: Path) -> None:
+    recorder.make_known()
+    locked, plain = make_key(home / "id_ed25519", passphrase="secret"), make_key(home / "id_ecdsa", kind="ecdsa")
+
+    def ask(path: str) -> str:
+        assert path == str(locked)
+        for transport in recorder.transports:
+            transport.join(LIMIT_S)
+        assert not any(transport.is_active() for transport in recorder.transports)
+        return "secret"
+
+    offered, _ = refused(recorder, SshTarget("node"), ask)
+    assert offered == [offered_name(plain), offered_name(locked)], "first the one that needs no question"
+
+
+def test_passphrase_that_is_wrong_or_missing_is_said(recorder: Recorder, home: Path) -> None:
+    recorder.make_known()
+    locked = make_key(home / "locked", passphrase="secret")
+    target = SshTarget("node", identity_file=str(locked))
+    for wrong in ("wrong", ""):
+        offered, message = refused(recorder, target, {str(locked): wrong}.get)
+        assert message == f"the passphrase of {locked} is wrong"
+    offered, message = refused(recorder, target, lambda path: None)
+    assert f"{locked} needs a passphrase, and none was given" in message
+    offered, message = refused(recorder, target)
+    assert f"{locked} needs a passphrase (ssh-add {locked} keeps it in ssh-agent)" in message
+    assert offered == []
+
+
+def test_changed_key_file_is_read_anew(recorder: Recorder, home: Path) -> None:
+    recorder.make_known()
+    locked = make_key(home / "locked", passphrase="secret")
+    first, _ = refused(recorder, SshTarget("node", identity_file=str(locked)), lambda path: "secret")
+    assert first == [offered_name(locked)]
+    locked.unlink()
+    make_key(locked, passphrase="another")
+    asked: list[str] = []
+    refused(recorder, SshTarget("node", identity_file=str(locked)), lambda path: asked.append(path) or "another")
+    assert asked == [str(locked)]
+
+
+KEY_FILES = {
+    "missing": (None, "does not exist"),
+    "a folder": ("", "cannot be read: Is a directory"),
+    "empty": ("\n", "holds no key of ssh: name the file that ssh-keygen made"),
+    "no key": ("hello, world\n", "holds no key of ssh"),
+    "cut short": (
+        "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEA\n-----END OPENSSH PRIVATE KEY-----\n",
+        "holds no",
+    ),
+    "another form": ("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "ssh-keygen -p -f"),
+    "PuTTY's": ("PuTTY-User-Key-File-3: ssh-ed25519\n", "puttygen"),
+}
+
+
+@pytest.mark.parametrize("case", KEY_FILES)
+def test_key_file_that_cannot_be_used_is_said_before_anything_is_sent(case: str, tmp_path: Path) -> None:
+    text, complaint = KEY_FILES[case]
+    path = tmp_path / "bad key"
+    if text:
+        path.write_text(text)
+    elif text == "":
+        path.mkdir()
+    with fails(match=f"the key file {path} .*{complaint}"):
+        SshConnection.open(SshTarget("127.0.0.1", port=1, identity_file=str(path)))
+
+
+def test_key_that_is_broken_inside_is_said(recorder: Recorder, key: Path) -> None:
+    recorder.make_known()
+    lines = key.read_text().splitlines()
+    key.write_text("\n".join([*lines[:3], "A" * len(lines[3]), *lines[4:], ""]))
+    _, message = refused(recorder, SshTarget("node", identity_file=str(key)))
+    assert f"the key file {key} " in message
+
+
+def test_too_many_keys_is_said(start_sshd: StartSshd, home: Path, agent: None) -> None:
+    start_sshd("MaxAuthTries 2")
+    (home / "config").write_text((home / "config").read_text().replace("IdentityFile", "# IdentityFile"))
+    for name in "abcd":
+        add_to_agent(make_key(home / name))
+    with fails(match=r"hung up after \d keys, .*MaxAuthTries"):
+        connect()
+
+
+def test_host_that_takes_no_keys_is_said(start_sshd: StartSshd) -> None:
+    start_sshd("PubkeyAuthentication no", "PasswordAuthentication yes")
+    with fails(match="takes no keys, only password"):
+        connect()
+
+
+def test_second_factor_is_said(start_sshd: StartSshd) -> None:
+    start_sshd("AuthenticationMethods publickey,password", "PasswordAuthentication yes")
+    with fails(match=r"takes .*key, but wants password too"):
+        connect()
+
+
+# Hosts that cannot be reached
+
+
+@pytest.fixture
+def listen(home: Path) -> Iterator[Callable[[Callable[[socket.socket], None]], int]]:
+    """Return a function that serves every connection with another one, in a thread, and returns the port."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    threads: list[threading.Thread] = []
+
+    def begin(serve: Callable[[socket.socket], None]) -> int:
+        def answer(sock: socket.socket) -> None:
+            with sock, contextlib.suppress(OSError):
+                serve(sock)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threads.append(threading.Thread(target=answer, args=[listener.accept()[0]]))
+                    threads[-1].start()
+
+        threads.append(threading.Thread(target=accept))
+        threads[-1].start()
+        return int(listener.getsockname()[1])
+
+    yield begin
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    for thread in threads:
+        thread.join()
+
+
+def wait_for_close(sock: socket.socket) -> None:
+    while sock.recv(1 << 16):
+        pass
+
+
+def test_listener_that_never_answers_ends_within_the_limit(listen: Callable[..., int]) -> None:
+    port = listen(wait_for_close)
+    began = time.monotonic()
+    with fails(match=rf"me@127.0.0.1:{port}: takes the connection but does not speak SSH within 1 s"):
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=1)
+    assert time.monotonic() - began < 5
+
+
+def test_sshd_that_stops_in_the_handshake_ends_within_the_limit(listen: Callable[..., int]) -> None:
+    port = listen(lambda sock: (sock.sendall(b"SSH-2.0-OpenSSH_9.2p1\r\n"), wait_for_close(sock))[1])
+    with fails(match="does not finish the handshake within 1 s"):
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=1)
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"Exceeded MaxStartups\r\n", b"\xff\x00\xfe\n"]
+)
+def test_listener_that_hangs_up_is_tried_again_until_the_limit(said: bytes, listen: Callable[..., int]) -> None:
+    connections = []
+
+    def serve(sock: socket.socket) -> None:
+        connections.append(sock)
+        sock.sendall(said)
+
+    port = listen(serve)
+    with fails(match=r"hangs up at once \(\d+ tries\): .*MaxStartups"):
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=2)
+    assert len(connections) > 2
+
+
+@pytest.mark.parametrize("said", [b"SSH-1.5-old\r\n", b"SSH-2.0-x\r\n" + b"\xff" * 100, b"\x1b[2J\n" * 200])
+def test_listener_that_talks_nonsense_is_one_clean_error(said: bytes, listen: Callable[..., int]) -> None:
+    port = listen(lambda sock: (sock.sendall(said), wait_for_close(sock))[1])
+    with fails() as caught:
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=2)
+    assert str(caught.value).isprintable()
+    assert str(caught.value).startswith(f"me@127.0.0.1:{port}: ")
+
+
+def test_refused_connection_says_so_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with fails(match=f"me@127.0.0.1:{port}: connection refused: nothing listens on port {port}"):
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"))
+
+
+def test_host_that_does_not_answer_ends_within_the_limit() -> None:
+    with socket.socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        port = listener.getsockname()[1]
+        for _ in range(4):  # no place is left for a fifth: the system answers nothing
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        with fails(match=f"no answer within 1 s: is the host up, or does a firewall drop port {port}"):
+            SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=1)
+
+
+@pytest.mark.parametrize("name", ["nowhere.invalid", "a..b", "x" * 70])
+def test_name_that_does_not_resolve_is_said(name: str) -> None:
+    with fails(match=f"the name {name} does not resolve"):
+        SshConnection.open(SshTarget(name, user="me"))
+
+
+def test_configuration_that_cannot_be_is_said(home: Path) -> None:
+    (home / "config").write_text("Host *\n  ProxyCommand nc %h %p\n")
+    with pytest.raises(SpecError, match="has a ProxyCommand"):
+        connect()
+
+
+def test_stop_while_connecting_leaves_nothing(listen: Callable[..., int]) -> None:
+    port = listen(wait_for_close)
+    timer = threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+    timer.start()
+    with leaves_nothing(), pytest.raises(KeyboardInterrupt):
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"))
+    timer.join()
+
+
+def test_stop_while_asking_for_a_passphrase_leaves_nothing(recorder: Recorder, home: Path) -> None:
+    recorder.make_known()
+    locked = make_key(home / "locked", passphrase="secret")
+
+    def ask(path: str) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return "secret"
+
+    with leaves_nothing(), pytest.raises(KeyboardInterrupt):
+        SshConnection.open(SshTarget("node", identity_file=str(locked)), ask_passphrase=ask)
+
+
+def test_failure_prints_nothing(listen: Callable[..., int]) -> None:
+    port = listen(lambda sock: sock.sendall(b"\xff\n"))
+    code = (
+        "from detrain_nb.transport.ssh import *\nfrom detrain_nb.transport.ssh_config import SshTarget\n"
+        f"try: SshConnection.open(SshTarget('127.0.0.1', port={port}, user='me'), limit_s=1)\nexcept Exception: pass"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_paramiko_is_not_imported_before_it_is_needed() -> None:
+    code = "import detrain_nb.transport.ssh, sys; print({'paramiko', 'fsspec'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+# Many at a time
+
+
+def test_sshd_that_drops_connections_is_asked_again(start_sshd: StartSshd) -> None:
+    sshd = start_sshd("MaxStartups 1:100:1")
+    with ThreadPoolExecutor(8) as pool:
+        for connection in pool.map(lambda _: connect(), range(8)):
+            connection.close()
+    assert sshd.count("MaxStartups") > 0, "none was dropped: the test shows nothing"
+
+
+def test_no_more_than_eight_at_a_time_are_at_one_door(listen: Callable[..., int]) -> None:
+    came: list[float] = []
+
+    def serve(sock: socket.socket) -> None:
+        came.append(time.monotonic())
+        wait_for_close(sock)
+
+    port = listen(serve)
+
+    def attempt(_: int) -> None:
+        with pytest.raises(TransportError, match="does not speak SSH"):
+            SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=0.5)
+
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(attempt, range(20)))
+    came.sort()
+    assert len(came) == 20
+    assert came[8] - came[0] > 0.4, "the ninth comes when one of the first eight has given up"
+    assert came[16] - came[8] > 0.4
+
+
+# Through a bastion
+
+
+@pytest.fixture
+def inner(start_sshd: StartSshd, home: Path) -> Sshd:
+    """An sshd that the configuration reaches through another one, ``bastion``."""
+    sshd = start_sshd(name="inner")
+    text = (home / "config").read_text()
+    (home / "config").write_text(text.replace("Host inner\n", "Host inner\n  ProxyJump bastion\n"))
+    return sshd
+
+
+def test_host_behind_a_bastion_is_reached_through_it(inner: Sshd, start_sshd: StartSshd, tmp_path: Path) -> None:
+    bastion = start_sshd(name="bastion")
+    with connect("inner") as connection:
+        assert run(connection, "cat", b"x" * 3_000_000) == b"x" * 3_000_000
+        assert connection.open_sftp_filesystem().exists(str(tmp_path))
+        assert connection.peer_address == "127.0.0.1"
+        assert connection.host_key_fingerprint == offered_name(inner.host_key)
+        assert bastion.count("Accepted publickey") == inner.count("Accepted publickey") == 1
+        assert bastion.count("direct-tcpip") > 0
+
+
+def test_every_hop_is_closed_and_the_loss_of_one_is_noticed(inner: Sshd, start_sshd: StartSshd) -> None:
+    bastion = start_sshd(name="bastion")
+    with leaves_nothing():
+        connect("inner").close()
+    with connect("inner") as connection:
+        _end(bastion.process)
+        wait_until(lambda: not connection.is_alive)
+
+
+def test_every_hop_shows_a_known_host_key(inner: Sshd, start_sshd: StartSshd, home: Path) -> None:
+    bastion = start_sshd(name="bastion")
+    (home / "known_hosts").unlink()
+    bastion.make_known()
+    with fails(match=rf"\[127.0.0.1\]:{inner.port} is not known.*add it: echo "):
+        connect("inner")
+    assert inner.count("userauth-request") == 0
+    (home / "known_hosts").unlink()
+    inner.make_known()
+    accepted = bastion.count("Accepted publickey")
+    with fails(match=rf"\[127.0.0.1\]:{bastion.port} is not known.*ssh-keyscan"):
+        connect("inner")
+    assert bastion.count("Accepted publickey") == accepted
+
+
+def test_bastion_that_forwards_nothing_is_said(inner: Sshd, start_sshd: StartSshd) -> None:
+    bastion = start_sshd("AllowTcpForwarding no", name="bastion")
+    with fails(match=rf":{inner.port}: .*:{bastion.port}, which leads to it, forwards nothing"):
+        connect("inner")
+
+
+def test_host_that_the_bastion_cannot_reach_is_said(inner: Sshd, start_sshd: StartSshd) -> None:
+    bastion = start_sshd(name="bastion")
+    _end(inner.process)
+    with pytest.raises(
+        TransportError, match=rf":{inner.port}: .*:{bastion.port}, which leads to it, cannot connect to it"
+    ):
+        connect("inner")
+
+
+def test_busy_host_behind_a_bastion_is_asked_again(start_sshd: StartSshd) -> None:
+    inner, _ = start_sshd("MaxStartups 1:100:1", name="inner"), start_sshd(name="bastion")
+    target = SshTarget("inner", proxy_jump="bastion")
+    with ThreadPoolExecutor(6) as pool:
+        for connection in pool.map(lambda _: SshConnection.open(target, limit_s=LIMIT_S), range(6)):
+            connection.close()
+    assert inner.count("MaxStartups") > 0, "none was dropped: the test shows nothing"
+
+
+def test_stream_is_what_open_stream_returns(start_sshd: StartSshd) -> None:
+    start_sshd()
+    with connect() as connection, contextlib.closing(connection.open_stream("true")) as stream:
+        assert isinstance(stream, Stream)
+        assert isinstance(stream.sock, socket.socket)
+        assert stream.exit_status(limit_s=LIMIT_S) == 0

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detrain_nb.errors import DetrainError, SpecError
+from detrain_nb.transport.ssh import find_route, resolve
+from detrain_nb.transport.ssh_config import HostSettings, SshTarget, list_hosts, read_config
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of the test's own; returns its .ssh."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.setenv("LOGNAME", "me")
+    (tmp_path / ".ssh").mkdir()
+    return tmp_path / ".ssh"
+
+
+def user_of(host: str, home: Path) -> str:
+    return resolve(SshTarget(host), read_config(home / "config")).user
+
+
+# Reading, with Include
+
+
+def test_missing_file_is_empty(home: Path) -> None:
+    assert read_config(home / "config") == ""
+
+
+def test_text_without_include_stays_as_it_is(home: Path) -> None:
+    text = "Host a b\n  User x\n# Include no\nMatch host c\n\tPort=23"
+    (home / "config").write_text(text)
+    assert read_config(home / "config") == text
+
+
+def test_include_before_any_host_is_for_all(home: Path) -> None:
+    (home / "config").write_text("Include other\nHost *\nUser late\n")
+    (home / "other").write_text("User first\n")
+    assert user_of("any", home) == "first"
+
+
+def test_options_after_an_include_stay_in_their_block(home: Path) -> None:
+    (home / "config").write_text("Host gpu1\n  Include other\n  User x\nHost *\n  User y\n")
+    (home / "other").write_text("Host gpu2\n  Port 2222\n")
+    assert "Host gpu1\n  User x" in read_config(home / "config")
+    assert user_of("gpu1", home) == "x"
+    assert user_of("gpu2", home) == "y"
+
+
+def test_options_after_an_include_at_the_top_are_for_all(home: Path) -> None:
+    (home / "config").write_text("Include other\nUser all\n")
+    (home / "other").write_text("Host gpu2\n  User two\n")
+    assert user_of("gpu1", home) == "all"
+    assert user_of("gpu2", home) == "two"
+
+
+def test_included_options_hold_where_the_block_around_does(home: Path) -> None:
+    (home / "config").write_text("Host gpu*\n  Include other\nHost *\n  User nobody\n")
+    (home / "other").write_text("User all-gpus\n")
+    assert user_of("gpu1", home) == "all-gpus"
+    assert user_of("cpu1", home) == "nobody"
+
+
+def test_included_host_holds_only_within_the_block_around(home: Path) -> None:
+    (home / "config").write_text("Host gpu* !gpu9\n  Include other\nHost *\n  User nobody\n")
+    (home / "other").write_text("Host *1 gpu9\n  User one\nMatch user nobody\n  Port 3\nMatch all\n  Port 2222\n")
+    assert user_of("gpu1", home) == "one"
+    assert user_of("cpu1", home) == "nobody"
+    assert user_of("gpu9", home) == "nobody"
+    text = read_config(home / "config")
+    assert [resolve(SshTarget(name), text).port for name in ("gpu1", "gpu2", "gpu9", "cpu1")] == [2222, 2222, 22, 22]
+
+
+def test_include_takes_patterns_quotes_several_files_and_the_home(home: Path, tmp_path: Path) -> None:
+    (home / "conf.d").mkdir()
+    for number in (2, 1):
+        (home / "conf.d" / f"{number}.conf").write_text(f"Host h{number}\nUser u{number}\n")
+    (tmp_path / "a b").write_text("Host h3\nUser u3\n")
+    (home / "config").write_text(f'Include conf.d/*.conf "{tmp_path}/a b" ~/.ssh/none missing*\nINCLUDE=~/.ssh/last\n')
+    (home / "last").write_text("Host h4\nUser u4\n")
+    assert [user_of(f"h{number}", home) for number in (1, 2, 3, 4)] == ["u1", "u2", "u3", "u4"]
+
+
+def test_includes_nest_sixteen_deep_and_no_deeper(home: Path) -> None:
+    for depth in range(18):
+        (home / f"c{depth}").write_text(f"Include c{depth + 1}\nHost d{depth}\nUser u{depth}\n")
+    assert user_of("d16", _rename(home, 1)) == "u16"
+    with pytest.raises(SpecError, match="nested deeper than 16"):
+        read_config(_rename(home, 0) / "config")
+
+
+def _rename(home: Path, first: int) -> Path:
+    (home / "config").write_text((home / f"c{first}").read_text())
+    return home
+
+
+def test_file_that_includes_itself_is_an_error(home: Path) -> None:
+    (home / "config").write_text("Include config\n")
+    with pytest.raises(SpecError, match="does a file include itself"):
+        read_config(home / "config")
+
+
+def test_match_that_cannot_be_decided_never_holds(home: Path) -> None:
+    (home / "config").write_text("Match sessiontype shell host *\n  User wrong\nMatch Host gpu1\n  User right\n")
+    assert user_of("gpu1", home) == "right"
+
+
+def test_never_is_a_name_like_others(home: Path) -> None:
+    (home / "config").write_text("Host never\n  User x\n  Include other\n")
+    (home / "other").write_text("Host ne*\nPort 23\n")
+    assert resolve(SshTarget("never"), read_config(home / "config")).port == 23
+
+
+@pytest.mark.parametrize("text", ["Host", "Match host", "Host 'a", "Include 'a", "Match host 'a", "Host a\n  User"])
+def test_line_that_cannot_be_read_is_an_error_of_ours(text: str, home: Path) -> None:
+    (home / "config").write_text(text)
+    try:
+        resolve(SshTarget("a"), read_config(home / "config"))
+    except SpecError:
+        pass
+
+
+def test_folder_in_place_of_a_file_is_an_error_of_ours(home: Path) -> None:
+    (home / "config").mkdir()
+    with pytest.raises(SpecError, match="config cannot be read"):
+        read_config(home / "config")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.text(max_size=30)
+        | st.builds(
+            "{} {}".format,
+            st.sampled_from(
+                [
+                    "Host",
+                    "Match",
+                    "Include",
+                    "User",
+                    "Port",
+                    "ProxyJump",
+                    "HostName",
+                    "IdentityFile",
+                    "UserKnownHostsFile",
+                ]
+            ),
+            st.text(alphabet="abc *?!,%~'\"0189.@:[]\\", max_size=12),
+        )
+    )
+)
+def test_no_text_at_all_raises_anything_but_ours(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+    path = tmp_path_factory.mktemp("config") / "config"
+    path.write_text("\n".join(lines), encoding="utf-8", errors="replace")
+    try:
+        find_route(SshTarget("abc"), read_config(path))
+    except DetrainError:
+        pass
+
+
+# What is asked for
+
+
+def test_target_overrides_the_configuration() -> None:
+    text = "Host gpu1\nHostName 10.0.0.1\nPort 2222\nUser root\nIdentityFile ~/a\nProxyJump b\n"
+    assert resolve(SshTarget("gpu1"), text) == HostSettings(
+        hostname="10.0.0.1",
+        port=2222,
+        user="root",
+        identity_files=(str(Path.home() / "a"),),
+        proxy_jump=("b",),
+        known_hosts_files=resolve(SshTarget("x"), "").known_hosts_files,
+    )
+    mine = SshTarget("gpu1", host="10.0.0.2", port=23, user="me", identity_file="~/b", proxy_jump="none")
+    settings = resolve(mine, text)
+    assert (settings.hostname, settings.port, settings.user) == ("10.0.0.2", 23, "me")
+    assert settings.identity_files == (str(Path.home() / "b"),)
+    assert settings.identities_only
+    assert settings.proxy_jump == ()
+
+
+def test_nothing_said_means_what_ssh_does() -> None:
+    settings = resolve(SshTarget("gpu1"), "")
+    assert (settings.hostname, settings.port, settings.user) == ("gpu1", 22, "me")
+    assert settings.identity_files == ()
+    assert settings.use_agent
+    assert not settings.identities_only
+    assert settings.host_key_alias is None
+    assert settings.known_hosts_files[:2] == (Path.home() / ".ssh/known_hosts", Path.home() / ".ssh/known_hosts2")
+    if sys.platform == "linux":
+        assert settings.known_hosts_files[2] == Path("/etc/ssh/ssh_known_hosts")
+
+
+def test_options_that_decide_on_keys_are_read() -> None:
+    text = (
+        "IdentityFile ~/a\nIdentityFile ~/%h\nIdentitiesOnly yes\nIdentityAgent none\nHostKeyAlias rack\n"
+        'UserKnownHostsFile ~/one "%d/a b"\nGlobalKnownHostsFile /three\n'
+    )
+    settings = resolve(SshTarget("gpu1"), text)
+    assert settings.identity_files == (str(Path.home() / "a"), str(Path.home() / "gpu1"))
+    assert settings.identities_only
+    assert not settings.use_agent
+    assert settings.host_key_alias == "rack"
+    assert settings.known_hosts_files == (Path.home() / "one", Path.home() / "a b", Path("/three"))
+
+
+def test_known_hosts_files_that_keep_nothing_count_as_not_given() -> None:
+    text = "UserKnownHostsFile /dev/null\nGlobalKnownHostsFile none\nStrictHostKeyChecking no\n"
+    assert resolve(SshTarget("a"), text).known_hosts_files == resolve(SshTarget("a"), "").known_hosts_files
+
+
+def test_route_goes_through_the_hosts_in_between_and_what_leads_to_them() -> None:
+    text = "Host gpu1\nProxyJump b1,me@b2:2222\nHost b1\nHostName 10.0.0.1\nUser x\nProxyJump outer\n"
+    route = find_route(SshTarget("gpu1", user="root", identity_file="~/k"), text)
+    assert [settings.where for settings in route] == ["me@outer:22", "x@10.0.0.1:22", "me@b2:2222", "root@gpu1:22"]
+    assert [len(settings.identity_files) for settings in route] == [0, 0, 0, 1]
+
+
+def test_host_that_leads_to_itself_is_reached_directly() -> None:
+    route = find_route(SshTarget("gpu1"), "Host *\nProxyJump bastion\n")
+    assert [settings.hostname for settings in route] == ["bastion", "gpu1"]
+    route = find_route(SshTarget("a"), "Host a\nProxyJump b\nHost b\nProxyJump a\n")
+    assert [settings.hostname for settings in route] == ["b", "a"]
+
+
+def test_first_of_proxyjump_and_proxycommand_holds() -> None:
+    assert resolve(SshTarget("a"), "ProxyJump b\nProxyCommand nc %h %p\n").proxy_jump == ("b",)
+    assert resolve(SshTarget("a"), "ProxyCommand none\nProxyJump b\n").proxy_jump == ()
+    with pytest.raises(SpecError, match="a has a ProxyCommand: write it as ProxyJump"):
+        resolve(SshTarget("a"), "ProxyCommand nc %h %p\nProxyJump b\n")
+
+
+@pytest.mark.parametrize(
+    "text, target",
+    [
+        ("gpu1", SshTarget("gpu1")),
+        ("me@gpu1", SshTarget("gpu1", user="me")),
+        ("gpu1:23", SshTarget("gpu1", port=23)),
+        ("me@gpu1:23", SshTarget("gpu1", user="me", port=23)),
+        ("ssh://me@gpu1:23", SshTarget("gpu1", user="me", port=23)),
+        ("me@corp.org@gpu1", SshTarget("gpu1", user="me@corp.org")),
+        ("fe80::1", SshTarget("fe80::1")),
+        ("me@fe80::1", SshTarget("fe80::1", user="me")),
+        ("me@[fe80::1]:23", SshTarget("fe80::1", user="me", port=23)),
+    ],
+)
+def test_host_is_read_as_ssh_writes_it(text: str, target: SshTarget) -> None:
+    assert SshTarget.parse(text) == target
+
+
+BAD_NAMES = [
+    "",
+    "-oProxyCommand=x",
+    "a b",
+    "a\tb",
+    "a\nb",
+    "a\0b",
+    "a\x7fb",
+    "a'b",
+    'a"b',
+    "a;b",
+    "a$b",
+    "$(a)",
+    "a`b",
+    "a<b",
+    "a>b",
+    "a|b",
+    "a&b",
+    "a\\b",
+    "a/b",
+    "a\u202eb",
+    "a\u200bb",
+    "büro",
+    "а1",  # noqa: RUF001  # a Cyrillic letter
+]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_name_that_could_be_more_than_a_name_is_refused(name: str) -> None:
+    for make in (
+        lambda: SshTarget(name),
+        lambda: SshTarget("a", host=name),
+        lambda: SshTarget("a", user=name),
+        lambda: SshTarget("a", proxy_jump=f"b,{name}"),
+        lambda: HostSettings(name, 22, "me"),
+        lambda: HostSettings("a", 22, name),
+        lambda: HostSettings("a", 22, "me", host_key_alias=name),
+    ):
+        with pytest.raises(SpecError) as caught:
+            make()
+        assert str(caught.value).isprintable()
+
+
+def test_letter_outside_ascii_is_named() -> None:
+    with pytest.raises(SpecError, match=r"'\\xfc' is not an ASCII letter"):
+        SshTarget("büro")
+
+
+@pytest.mark.parametrize(
+    "line", ["HostName a;b", "HostName -oX", "User $(x)", "Port 0", "Port 70000", "Port x", "ProxyJump a;b"]
+)
+def test_configuration_is_held_to_the_same(line: str) -> None:
+    with pytest.raises(SpecError):
+        resolve(SshTarget("a"), line)
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_port_is_a_port(port: int) -> None:
+    with pytest.raises(SpecError, match=f"port {port} of a is not between 1 and 65535"):
+        SshTarget("a", port=port)
+
+
+@pytest.mark.parametrize("path", ["", "  ", "a\nb", "a\x1b[2J"])
+def test_identity_file_is_a_file_name(path: str) -> None:
+    with pytest.raises(SpecError, match="is not the name of a file"):
+        SshTarget("a", identity_file=path)
+
+
+def test_at_sign_is_for_users_only() -> None:
+    assert SshTarget("a", user="me@corp.org").user == "me@corp.org"
+    with pytest.raises(SpecError, match="'@' cannot stand there"):
+        SshTarget("me@a")
+
+
+# The hosts that it names
+
+
+def test_hosts_are_those_that_are_named_not_patterns(home: Path) -> None:
+    text = "Host gpu1 gpu-* !gpu9 10.0.0.? # not this\n  HostName a\nHost *\nMatch user gpu4\nHost gpu1\n"
+    text += "host=\"gpu 2\" 'gpu3'\n"
+    (home / "config").write_text(text)
+    assert list_hosts(home / "config") == ("gpu1", "gpu3")
+
+
+def test_hosts_of_included_files_are_named_too_also_inside_a_block(home: Path) -> None:
+    (home / "config").write_text("Include top\nHost gpu*\n  Include inner\nHost last\n")
+    (home / "top").write_text("Host first\nUser x\n")
+    (home / "inner").write_text("Host gpu7 gpu8\nUser y\n")
+    assert list_hosts(home / "config") == ("first", "gpu7", "gpu8", "last")
+
+
+def test_no_config_names_no_host(home: Path) -> None:
+    assert list_hosts(home / "config") == ()
