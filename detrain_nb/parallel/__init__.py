@@ -1,0 +1,52 @@
+"""How a model is split over a mesh of ranks: what it costs, where it is cut, who holds what. It needs no session."""
+
+from __future__ import annotations
+
+from .dry_run import DryRun, dry_run
+from .mesh import make_mesh
+from .model import ParallelModel
+from .norms import clip_grad_norm, grad_norm
+from .parallelize import parallelize
+from .partitioner import Partition, StageNode, partition
+from .pictures import draw_partition, show_mesh
+from .pipeline import PipelineStages
+from .placement import SCHEDULES, stages_of_rank
+from .planner import tp_plan
+from .profiler import ModelProfile, Unit, profile
+from .splitter import Split, split
+from .tensor_parallel import apply_tensor_plan, from_saved_order, loss_on_parts, to_saved_order
+from .tensor_plan import TensorPlan
+from .timeline import Timeline, timeline
+from .whole import WholeModel
+
+__all__ = [
+    "SCHEDULES",
+    "DryRun",
+    "ModelProfile",
+    "ParallelModel",
+    "Partition",
+    "PipelineStages",
+    "Split",
+    "StageNode",
+    "TensorPlan",
+    "Timeline",
+    "Unit",
+    "WholeModel",
+    "apply_tensor_plan",
+    "clip_grad_norm",
+    "draw_partition",
+    "dry_run",
+    "from_saved_order",
+    "grad_norm",
+    "loss_on_parts",
+    "make_mesh",
+    "parallelize",
+    "partition",
+    "profile",
+    "show_mesh",
+    "split",
+    "stages_of_rank",
+    "timeline",
+    "to_saved_order",
+    "tp_plan",
+]

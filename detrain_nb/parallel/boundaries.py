@@ -1,0 +1,95 @@
+"""What crosses between the stages of a split model, for batches of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from .profiler import profile_call
+from .recording import attributes_kept, device_of, first_float_tensor, modules_around, random_state_kept
+from .splitter import Split
+from .stage import build_stage
+from .stubs import ghost_of
+
+__all__ = ["Boundaries"]
+
+
+class Boundaries:
+    """Finds shapes for any batch, without the model's memory: only its structure is kept, and its buffers."""
+
+    def __init__(self, found: Split, dtype: torch.dtype | None = None) -> None:
+        """``dtype``: of float tensors at the boundaries, where it is not the model's own."""
+        self._dtype = dtype
+        self._cuts = found.cuts
+        self._ghost = ghost_of(found.model)
+        self._on_zeros = _build_on_zeros(found) if found.cuts else None
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:
+        """The tensors, on the meta device, that come into the second and each further stage.
+
+        Raises: SpecError where this batch does not let the model be cut there.
+        """
+        self._ghost.train(is_training)
+        try:
+            units = profile_call(self._ghost, args, kwargs).units
+        except (SpecError, RuntimeError):  # it looks at values, and a ghost has none
+            return self._walk(args, kwargs, is_training=is_training)
+        by_cut = {unit.cut: unit for unit in units}
+        if gone := [cut for cut in self._cuts if cut not in by_cut]:
+            raise SpecError(
+                f"with this batch the model cannot be cut at {gone[0]!r}: more than its argument is alive there; split "
+                "it with example inputs of that kind"
+            )
+        return [self._on_meta(by_cut[cut].input_shape, by_cut[cut].input_dtype) for cut in self._cuts]
+
+    def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:
+        """Run the model's own code on this batch, with zeros for what it would compute, as far as the last cut."""
+        stage = self._on_zeros
+        if stage is None:
+            return []
+        reached: dict[str, Tensor] = {}
+        device = device_of((args, kwargs))
+        buffers = {name: buffer.to(device, copy=True) for name, buffer in stage.named_buffers()}
+        cuts = [
+            stage.get_submodule(cut).register_forward_pre_hook(_note(cut, reached), with_kwargs=True)
+            for cut in self._cuts
+        ]
+        stage.train(is_training)
+        try:
+            with random_state_kept(device), attributes_kept(stage), torch.no_grad():
+                torch.func.functional_call(stage, buffers, args, kwargs)
+        finally:
+            for handle in cuts:
+                handle.remove()
+        if gone := [cut for cut in self._cuts if cut not in reached]:
+            raise SpecError(f"with this batch the model does not come to {gone[0]!r}, where a stage begins")
+        return [self._on_meta(tuple(reached[cut].shape), reached[cut].dtype) for cut in self._cuts]
+
+    def _on_meta(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        is_float = dtype.is_floating_point
+        return torch.empty(shape, dtype=is_float and self._dtype or dtype, device="meta", requires_grad=is_float)
+
+
+def _build_on_zeros(found: Split) -> nn.Module:
+    return build_stage(
+        found.model,
+        cut_in=None,
+        cut_out=found.cuts[-1],
+        replaceable=found.profile.computing,
+        runs={outer for cut in found.cuts for outer in modules_around(cut)},
+        holds=set(),
+        outputs=found.profile.outputs,
+    )
+
+
+def _note(cut: str, reached: dict[str, Tensor]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = first_float_tensor(args, kwargs)
+        if tensor is not None:
+            reached[cut] = tensor
+
+    return note

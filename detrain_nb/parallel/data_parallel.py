@@ -1,0 +1,244 @@
+"""Replicas and shards of a model, or of one stage: DDP, FSDP2 and HSDP as torch has them, block by block.
+
+What is done to a block, in this order: its activations are kept or computed again, it is compiled, it is sharded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..errors import SpecError
+from .stubs import Stub
+
+__all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "blocks_of", "resolve_sharding"]
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
+REMATERIALIZATIONS = ("none", "selective", "full")
+_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # their backward passes in two parts miss DDP
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the data parallel ranks of a mesh hold a model; ``apply`` does it.
+
+    ``kind``: "none", "ddp" or "fsdp" (over both axes of the mesh: HSDP). ``dtype``: what it computes in, where that is
+    not the parameters' own. ``comm_hook``: what DDP sends. ``activations``: "none" is computed again in the backward
+    pass, "selective" all but what products of matrices give, or "full".
+    """
+
+    kind: str
+    mesh: DeviceMesh | None = None
+    dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+    comm_hook: str = "none"
+    activations: str = "none"
+    is_compiled: bool = False
+
+    @property
+    def replicas(self) -> tuple[dist.ProcessGroup, ...]:
+        """This rank's group on each axis along which ranks have other data."""
+        if self.mesh is None:
+            return ()
+        names = self.mesh.mesh_dim_names or ()
+        return tuple(self.mesh.get_group(name) for name in names if self.mesh[name].size() > 1)
+
+    def apply(self, module: nn.Module, *, is_last: bool) -> nn.Module:
+        """Change ``module`` in place, and return what is to be called in its place.
+
+        ``is_last``: what it gives is the model's output, which is float32 again where ``dtype`` is another.
+        Collective: all ranks of the mesh.
+        """
+        blocks = list(blocks_of(module))
+        for block in blocks:
+            if self.activations != "none":
+                _compute_again(block, is_all=self.activations == "full")
+            if self.is_compiled:
+                block.compile()
+        if self.kind == "ddp":
+            return self._replicate(module)
+        if self.kind == "fsdp":
+            self._shard(module, blocks, is_last=is_last)
+        return module
+
+    def _shard(self, module: nn.Module, blocks: list[nn.Module], *, is_last: bool) -> None:
+        inside = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.dtype and torch.float32)
+        outside = inside
+        if self.dtype is not None:
+            outside = MixedPrecisionPolicy(
+                param_dtype=self.dtype,
+                reduce_dtype=torch.float32,
+                output_dtype=torch.float32 if is_last else self.dtype,
+            )
+        common: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": self.reshard_after_forward}
+        if self.dtype is not None:
+            for part in module.modules():  # its running statistics are float32
+                if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                    fully_shard(part, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
+        shared = _shared_parameters(module, blocks)
+        for block in blocks:
+            if not shared.intersection(map(id, block.parameters())):  # else the root has it
+                fully_shard(block, mp_policy=inside, **common)
+        root = fully_shard(module, mp_policy=outside, **common)
+        root.set_reduce_scatter_unused_params(
+            True
+        )  # what a branch has not used on one replica is 0 there, not left out
+
+    def _replicate(self, module: nn.Module) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module  # nothing to exchange, which DDP refuses
+        (group,) = self.replicas
+        replica = DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
+        if self.comm_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10)
+            replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self.comm_hook != "none":
+            hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+            replica.register_comm_hook(group, hooks[self.comm_hook])
+        return replica
+
+
+def resolve_sharding(
+    mesh: DeviceMesh,
+    *,
+    fsdp: bool | None,
+    schedule: str | None = None,
+    dtype: torch.dtype | None = None,
+    reshard_after_forward: bool | None = None,
+    comm_hook: str = "none",
+    activations: str = "none",
+    is_compiled: bool = False,
+) -> Sharding:
+    """Return what the data parallel axes of ``mesh`` ask for.
+
+    ``fsdp``: True for FSDP2, False for DDP, None for FSDP2 unless there is nothing but ``dp_replicate`` and DDP is
+    right. ``schedule``: that of the pipeline, if there is one. Raises: SpecError, with the reason where DDP is wrong.
+    """
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
+    for given, known, what in ((comm_hook, COMM_HOOKS, "comm_hook"), (activations, REMATERIALIZATIONS, "activations")):
+        if given not in known:
+            raise SpecError(f"{what}={given!r}: choose one of {', '.join(known)}")
+    common = {"activations": activations, "is_compiled": is_compiled}
+    axes = [axis for axis in DATA_AXES if sizes.get(axis, 1) > 1]
+    reason = _why_not_ddp(sizes, schedule)
+    if fsdp is False and axes and reason:
+        raise SpecError(f"DDP was asked for, and {reason}: FSDP2 is right there (fsdp=True)")
+    is_ddp = fsdp is False or fsdp is None and "dp_shard" not in axes and not reason
+    if comm_hook != "none" and not (axes and is_ddp):
+        raise SpecError(f"comm_hook={comm_hook!r} is DDP's, which is not used here: give fsdp=False and dp_replicate")
+    if comm_hook == "bf16" and mesh.device_type != "cuda":
+        raise SpecError("comm_hook='bf16' is NCCL's, and these ranks are on the CPU: 'fp16' and 'powersgd' work there")
+    if not axes:
+        return Sharding("none", dtype=dtype, **common)  # type: ignore[arg-type]
+    if is_ddp:
+        return Sharding("ddp", mesh["dp_replicate"], dtype=dtype, comm_hook=comm_hook, **common)  # type: ignore[arg-type]
+    if "dp_shard" not in sizes:
+        raise SpecError(
+            f"a mesh with dp_replicate={sizes['dp_replicate']} alone is DDP's, and {reason or 'FSDP2 was asked for'}: "
+            "give the mesh dp_shard too, 1 if nothing is to be sharded"
+        )
+    reshard = schedule is None if reshard_after_forward is None else reshard_after_forward
+    part = mesh["dp_replicate", "dp_shard"] if "dp_replicate" in sizes else mesh["dp_shard"]
+    return Sharding("fsdp", part, dtype=dtype, reshard_after_forward=reshard, **common)  # type: ignore[arg-type]
+
+
+def _why_not_ddp(sizes: Mapping[str, int], schedule: str | None) -> str:
+    if sizes.get("dp_shard", 1) > 1:
+        return f"dp_shard={sizes['dp_shard']} shards the model, which DDP does not"
+    if sizes.get("tp", 1) > 1:
+        return f"DDP fails on tensor parallel parameters (tp={sizes['tp']}): it cannot broadcast a DTensor"
+    if schedule in _ZERO_BUBBLE:
+        return f"{schedule} goes around its gradient exchange: replicas would drift apart without a word"
+    return ""
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The repeated parts of a model, such as its layers: what stands in the outermost lists of modules.
+
+    Of a stage those that belong to it as a whole. They are the units of sharding, of computing again, of compiling.
+    """
+    met: set[int] = set()
+    for block in _find_blocks(module):
+        if id(block) not in met:  # one layer may be run many times
+            met.add(id(block))
+            yield block
+
+
+def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
+            for block in child:
+                if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+                    yield from _find_blocks(nn.ModuleList([block]) if len(block) == 1 else nn.Sequential(block))
+                elif _is_unit(block):
+                    yield block
+        else:
+            yield from _find_blocks(child)
+
+
+def _shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
+    """Of those that are in several blocks, or in a block and outside of all."""
+    owners: dict[int, set[int]] = {}
+    inside = {id(part): id(block) for block in blocks for part in block.modules()}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(inside.get(id(part), 0))
+    return {parameter for parameter, users in owners.items() if len(users) > 1}
+
+
+def _is_unit(block: nn.Module) -> bool:
+    return not any(isinstance(part, Stub) for part in block.modules()) and next(block.parameters(), None) is not None
+
+
+# ---- activations
+
+
+def _compute_again(block: nn.Module, *, is_all: bool) -> None:
+    """Let a block's forward run again in the backward pass; its names, hooks and class stay as they are."""
+    forward: Callable[..., Any] = block.forward
+    contexts: dict[str, Any] = (
+        {} if is_all else {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
+    )
+
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    block.forward = checkpointed
+
+
+# What costs more to compute than to keep.
+_KEPT = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+
+
+def _policy(context: Any, operation: Any, *args: Tensor, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = getattr(operation, "overloadpacket", None) in _KEPT
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

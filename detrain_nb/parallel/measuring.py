@@ -1,0 +1,108 @@
+"""How long each unit of a model takes, forward and backward, where the model is."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..errors import SpecError
+from .recording import TensorMemo, attributes_kept, device_of, first_float_tensor, random_state_kept, tensors_in
+
+__all__ = ["measure_units"]
+
+NUM_REPEATS = 5
+
+
+def measure_units(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cuts: Sequence[str]
+) -> list[tuple[float, float]]:
+    """Take the seconds of each unit's forward and backward: the median of some passes, behind one that warms up.
+
+    The whole model runs, on its own device, to which copies of the inputs go; buffers, gradients and random numbers
+    stay as they were. Nothing is estimated: what runs beside it on the machine is in the times.
+
+    Raises: SpecError for a model on the meta device.
+    """
+    device = device_of([*model.parameters(), *model.buffers()])
+    if device.type == "meta":
+        raise SpecError("nothing can be measured on the meta device: give a model with real parameters")
+    with random_state_kept(device):
+        passes = [_Pass(device, cuts).run(model, args, kwargs) for _ in range(1 + NUM_REPEATS)]
+    return [
+        (statistics.median(forward_s for forward_s, _ in of_unit), statistics.median(back_s for _, back_s in of_unit))
+        for of_unit in zip(*passes[1:])
+    ]
+
+
+class _Pass:
+    """One forward and one backward pass, with the time at which each cut is passed on the way there and back."""
+
+    def __init__(self, device: torch.device, cuts: Sequence[str]) -> None:
+        self._device = device
+        self._cuts = cuts
+        self._entered_s: dict[str, float] = {}
+        self._returned_s: dict[str, float] = {}
+        self._is_forward = True
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[float, float]]:
+        """Returns (forward_s, backward_s) of each unit."""
+        to_device = TensorMemo(lambda tensor: tensor.detach().clone().to(self._device))
+        args, kwargs = tree_map(to_device, (args, kwargs))
+        buffers = tensors_in(model, "_buffers", TensorMemo(lambda tensor: tensor.detach().clone()))
+        with attributes_kept(model), self._watched(model), torch.enable_grad():
+            begin_s = self._now_s()
+            outputs = torch.func.functional_call(model, buffers, args, kwargs, tie_weights=False)
+            turned_s = self._now_s()
+            self._is_forward = False
+            end_s = self._now_s() if self._go_back(model, outputs) else turned_s
+        entered_s = [begin_s, *(self._entered_s[cut] for cut in self._cuts), turned_s]
+        # Where no gradient comes to a cut nothing is left to do before it.
+        returned_s = [end_s, *(self._returned_s.get(cut, end_s) for cut in self._cuts), turned_s]
+        return [
+            (entered_s[unit + 1] - entered_s[unit], max(0.0, returned_s[unit] - returned_s[unit + 1]))
+            for unit in range(len(self._cuts) + 1)
+        ]
+
+    @contextmanager
+    def _watched(self, model: nn.Module) -> Iterator[None]:
+        handles = []
+        try:
+            for cut in self._cuts:
+                hook = self._on_entry(cut)
+                handles.append(model.get_submodule(cut).register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _on_entry(self, cut: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._is_forward:  # a checkpoint runs again
+                return
+            argument = first_float_tensor(args, kwargs)
+            if argument is not None and argument.requires_grad:
+                argument.register_hook(lambda gradient: self._returned_s.update({cut: self._now_s()}))
+            self._entered_s[cut] = self._now_s()
+
+        return note
+
+    def _go_back(self, model: nn.Module, outputs: Any) -> bool:
+        """Compute the gradient of every parameter, and keep none; False where there is none."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if parameters and ends:
+            ones = [torch.ones_like(end) for end in ends]
+            torch.autograd.grad(ends, parameters, ones, allow_unused=True)
+        return bool(parameters and ends)
+
+    def _now_s(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()

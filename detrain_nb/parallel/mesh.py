@@ -1,0 +1,83 @@
+"""Ranks laid out on named axes: which of them hold the stages, the replicas and the shards of one model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import SessionError, SpecError
+
+__all__ = ["AXES", "make_mesh", "resolve_axes"]
+
+# From the outermost to the innermost: neighbouring ranks, on one node as a rule, are those that say most to each other.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+
+
+def make_mesh(
+    *,
+    pp: int | None = None,
+    dp_replicate: int | None = None,
+    dp_shard: int | None = None,
+    cp: int | None = None,
+    ep: int | None = None,
+    tp: int | None = None,
+    device_type: str | None = None,
+) -> DeviceMesh:
+    """Lay all ranks out on the axes that are given; one of them may be -1, which is what is left for it.
+
+    ``pp``: pipeline stages. ``dp_replicate``: whole copies of the model (or of its shards). ``dp_shard``: shards of
+    parameters, gradients and optimizer state. ``cp``: parts of a sequence. ``ep``: groups of experts. ``tp``: parts of
+    a layer. The axes keep this order, whatever the order of the arguments; ranks next to each other are on the last
+    axis. ``device_type`` is "cuda" where this rank has a GPU that its group can use, else "cpu".
+
+    Collective: every rank calls this, with the same numbers.
+    Raises: SpecError for sizes that do not fit the ranks, SessionError where there is no process group.
+    """
+    if not dist.is_initialized():
+        raise SessionError(
+            "a mesh needs a process group: start the session with one, or call init_process_group() first"
+        )
+    asked = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "ep": ep, "tp": tp}
+    sizes = resolve_axes({axis: size for axis, size in asked.items() if size is not None}, dist.get_world_size())
+    return init_device_mesh(device_type or _device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def resolve_axes(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Return the size of every axis that is given, in the order of ``AXES``, with -1 replaced by what is left.
+
+    Without any axis all ranks are on ``dp_shard``. Raises: SpecError.
+    """
+    if unknown := [axis for axis in sizes if axis not in AXES]:
+        raise SpecError(f"{unknown[0]!r} is no axis of a mesh: there are {', '.join(AXES)}")
+    ordered = {axis: sizes[axis] for axis in AXES if axis in sizes} or {"dp_shard": -1}
+    text = " x ".join(f"{axis}={size}" for axis, size in ordered.items())
+    if wrong := [axis for axis, size in ordered.items() if size < 1 and size != -1]:
+        raise SpecError(f"mesh {text}: {wrong[0]} is a number of ranks, 1 or more, or -1 for what is left")
+    open_axes = [axis for axis, size in ordered.items() if size == -1]
+    if len(open_axes) > 1:
+        raise SpecError(f"mesh {text}: only one axis can be -1, not both {' and '.join(open_axes)}")
+    known = math.prod(size for size in ordered.values() if size != -1)
+    if open_axes and world_size % known:
+        raise SpecError(
+            f"mesh {text}: {world_size} ranks do not divide by {known}: change the number of ranks or an axis"
+        )
+    if open_axes:
+        ordered[open_axes[0]] = world_size // known
+    elif known != world_size:
+        change = "add ranks, or lower" if known > world_size else "use fewer ranks, or raise"
+        raise SpecError(f"mesh {text} needs {known} ranks, and there are {world_size}: {change} {_largest(ordered)}")
+    return ordered
+
+
+def _largest(sizes: Mapping[str, int]) -> str:
+    return max(sizes, key=lambda axis: sizes[axis])
+
+
+def _device_type() -> str:
+    """Where tensors can be that the default group communicates."""
+    backend = str(dist.get_backend_config())
+    return "cuda" if torch.cuda.is_available() and "cuda:" in backend else "cpu"

@@ -1,0 +1,261 @@
+"""What a model over several ranks offers, however it is split: batches go in, losses and gradients come out."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
+
+from ..errors import SpecError
+from .microbatches import Loss, Objective, Passage, cut_batch, rows_of
+from .profiler import ExampleInputs, as_call
+from .tensor_plan import TensorPlan
+
+__all__ = ["Arrangement", "ParallelModel", "Prepare", "usual_device"]
+
+# Shards what a rank has, in place: the module, and whether it gives the model's output. What it returns is called in
+# the module's place: DDP is a module around another.
+Prepare = Callable[[nn.Module, bool], nn.Module]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a model lies on the axes of its mesh, the pipeline's left out; ``parallelize`` makes it.
+
+    ``replicas``: this rank's group on each axis along which ranks have other data; ``tensor_group``: the ranks that
+    have other parts of the same layers, by ``tensor_plan``. ``prepare``: cuts and shards what a rank has. ``autocast``:
+    what to compute in; ``boundary_dtype``: of what lies between stages, where it is not the model's own.
+    ``is_loss_parallel``: each rank of ``tensor_group`` has its part of the classes.
+    """
+
+    replicas: tuple[dist.ProcessGroup, ...] = ()
+    tensor_group: dist.ProcessGroup | None = None
+    tensor_plan: TensorPlan | None = None
+    prepare: Prepare | None = None
+    autocast: torch.dtype | None = None
+    boundary_dtype: torch.dtype | None = None
+    is_loss_parallel: bool = False
+
+
+class ParallelModel(abc.ABC):
+    """A model of which this rank has a part, or a copy. Its kinds are ``PipelineStages`` and ``WholeModel``.
+
+    ``modules`` are this rank's, with the parameter names of the whole model. Gradients are those of the loss over the
+    whole batch of all ranks, also where parts of it count differently; they are added to those that are there, as
+    ``backward()`` does.
+    """
+
+    modules: tuple[nn.Module, ...]
+    num_microbatches: int
+    tied_names: Sequence[Sequence[str]] = ()  # of one parameter, in the whole model
+
+    def __init__(
+        self,
+        loss: Loss | None,
+        loss_weight: Callable[[Any], Tensor | float] | None,
+        *,
+        device: torch.device | str | None,
+        arrangement: Arrangement | None,
+    ) -> None:
+        self._device = torch.device(device) if device is not None else usual_device()
+        self.arrangement = arrangement or Arrangement()
+        self.objective = Objective(
+            loss,
+            loss_weight,
+            replicas=self.arrangement.replicas,
+            device=self._device,
+            is_in_parts=self.arrangement.is_loss_parallel,
+        )
+        self._is_evaluating = False
+        self._modes: list[bool] = []
+
+    @property
+    @abc.abstractmethod
+    def is_first(self) -> bool:
+        """This rank gives the batch to the model."""
+
+    @property
+    @abc.abstractmethod
+    def is_last(self) -> bool:
+        """This rank has the model's output, and the loss."""
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have the other stages."""
+        return None
+
+    @property
+    def is_main(self) -> bool:
+        """This rank is the first of all those of the model."""
+        inner = (self.pipeline_group, self.arrangement.tensor_group)
+        return self.replica == 0 and all(group is None or dist.get_rank(group) == 0 for group in inner)
+
+    def gather(self, value: Any, *, of_one_copy: bool = False) -> list[Any]:
+        """Return what every rank of the model gives, or every one of this replica. Collective: these ranks."""
+        values = [value]
+        outer = () if of_one_copy else self.arrangement.replicas
+        for group in (self.pipeline_group, self.arrangement.tensor_group, *outer):
+            if group is not None:
+                every: list[list[Any]] = [values] * dist.get_world_size(group)
+                dist.all_gather_object(every, values, group=group)
+                values = [each for part in every for each in part]
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is set on any rank of the model. Collective: these ranks."""
+        told = torch.tensor(float(flag), device=self._device)
+        groups = (self.pipeline_group, self.arrangement.tensor_group, *self.arrangement.replicas)
+        for group in groups:
+            if group is not None:
+                dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        return bool(told)
+
+    def back_to_training(self) -> None:
+        """After evaluations: every part has the mode again that it had before the first of them."""
+        self._set_mode(is_training=True)
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies of the model, or of its stages and shards, work on other data."""
+        return self.objective.num_replicas
+
+    @property
+    def replica(self) -> int:
+        """Which of them this rank belongs to."""
+        return self.objective.replica
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this rank, for its optimizer."""
+        yield from (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names that they have in the whole model; each once."""
+        met: set[int] = set()
+        for module in self.modules:
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in met:
+                    met.add(id(parameter))
+                    yield name, parameter
+
+    def own_parameters(self) -> Iterator[nn.Parameter]:
+        """Those that no earlier rank of the pipeline has too: over all its ranks, each once."""
+        yield from self.parameters()
+
+    def train_step(self, batch: ExampleInputs, target: Any) -> Tensor | None:
+        """Send a batch through, forward and backward; the loss over all of it on the last stage's rank, else None.
+
+        ``batch`` is what the model is called with, ``target`` what the loss is; of both, tensors with the batch's first
+        dimension are cut, everything else goes to each microbatch. Collective: all ranks of the model; those of one
+        replica (of a pipeline, of a tensor parallel group) with the same batch. Raises: SpecError.
+        """
+        if self.objective.loss is None:
+            raise SpecError(f"there is no loss to train with: give {type(self).__name__} one")
+        if not torch.is_grad_enabled():
+            raise SpecError("train_step was called under torch.no_grad(): evaluate is the one without gradients")
+        with self._gradients_added_up():
+            return self.objective.over_replicas(self._run(batch, target, is_training=True).loss)
+
+    def evaluate(self, batch: ExampleInputs, target: Any) -> Tensor | None:
+        """The loss of a batch on the last stage's rank, else None; gradients stay as they are. As ``train_step``."""
+        if self.objective.loss is None:
+            raise SpecError(f"there is no loss to evaluate: give {type(self).__name__} one, or call predict")
+        with torch.no_grad():
+            return self.objective.over_replicas(self._run(batch, target, is_training=False).loss)
+
+    def predict(self, batch: ExampleInputs) -> Any:
+        """What the model gives for this replica's batch on the last stage's rank, else None. As ``train_step``."""
+        with torch.no_grad():
+            return self._run(batch, None, is_training=False, has_loss=False).output()
+
+    # ---- a batch
+
+    @abc.abstractmethod
+    def _send(self, passage: Passage, *, is_training: bool) -> None:
+        """Send all parts through, forward, and backward to train."""
+
+    @abc.abstractmethod
+    def _count_microbatches(self, rows: int) -> int:
+        """In how many equal parts ``rows`` go."""
+
+    def _gradients_added_up(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _run(self, batch: ExampleInputs, target: Any, *, is_training: bool, has_loss: bool = True) -> Passage:
+        self._set_mode(is_training=is_training)
+        args, kwargs = tree_map(self._place, as_call(batch))
+        target = tree_map(self._place, target)
+        rows = rows_of((args, kwargs))
+        count = self._count_microbatches(self.objective.common_rows(rows)) if self.num_microbatches > 1 else 1
+        parts = cut_batch((args, kwargs), rows=rows, count=count)
+        targets = cut_batch(target, rows=rows, count=count)
+        has_loss = has_loss and self.is_last
+        passage = Passage(parts, targets, self.objective.weigh(targets) if has_loss else [], self.objective.compute)
+        try:
+            with self.surroundings():
+                self._send(passage, is_training=is_training)
+        finally:
+            if not is_training:
+                self._reshard()
+        return passage
+
+    def _reshard(self) -> None:
+        """After a pass without a backward one: parameters are shards again, which is what an optimizer takes."""
+        for module in self.modules:
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    def _share_statistics(self) -> None:
+        """Replicas evaluate with the running statistics of the first of them. Collective: the replicas."""
+        for module in self.modules:
+            for part in module.modules():
+                if isinstance(part, nn.modules.batchnorm._NormBase):
+                    for buffer in part.buffers(recurse=False):
+                        for group in self.arrangement.replicas:
+                            dist.broadcast(buffer, group_src=0, group=group)
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """In here the model runs, and its loss is computed."""
+        with contextlib.ExitStack() as stack:
+            if self.arrangement.autocast is not None:
+                stack.enter_context(torch.autocast(self._device.type, self.arrangement.autocast))
+            if self.arrangement.is_loss_parallel:
+                from torch.distributed.tensor.parallel import loss_parallel
+
+                stack.enter_context(loss_parallel())
+            yield
+
+    def _set_mode(self, *, is_training: bool) -> None:
+        """What the user has put into another mode by itself, such as a frozen BatchNorm, has it again for training."""
+        if is_training != self._is_evaluating:
+            return
+        self._is_evaluating = not is_training
+        parts = [part for module in self.modules for part in module.modules()]
+        if is_training:
+            for part, mode in zip(parts, self._modes):
+                part.training = mode
+        else:
+            self._modes = [part.training for part in parts]
+            for part in parts:
+                part.training = False
+            self._share_statistics()
+
+    def _place(self, leaf: Any) -> Any:
+        return leaf.to(self._device) if isinstance(leaf, Tensor) else leaf
+
+
+def usual_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

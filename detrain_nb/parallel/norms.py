@@ -1,0 +1,65 @@
+"""The norm of all gradients of a model that lies on many ranks, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .model import ParallelModel
+
+__all__ = ["clip_grad_norm", "grad_norm"]
+
+
+def clip_grad_norm(
+    model: ParallelModel | nn.Module | Iterable[nn.Parameter], max_norm: float, *, norm_type: float = 2.0
+) -> Tensor:
+    """Scale all gradients so that their norm, over all ranks, is ``max_norm`` at most; return what it was.
+
+    As ``torch.nn.utils.clip_grad_norm_`` of the whole model on one rank: shards, tensor parallel parts and the stages
+    of a pipeline count together, and what several of them have counts once. Collective: all ranks of the model.
+    """
+    total = grad_norm(model, norm_type=norm_type)
+    for parameters in _by_mesh(_parameters_of(model)):
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def grad_norm(model: ParallelModel | nn.Module | Iterable[nn.Parameter], *, norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all gradients, over all ranks: a tensor without dimensions. As ``clip_grad_norm``."""
+    own = list(model.own_parameters()) if isinstance(model, ParallelModel) else _parameters_of(model)
+    norms = []
+    for parameters in _by_mesh(own):
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    device = model.device if isinstance(model, ParallelModel) else None
+    total = torch.stack(norms) if norms else torch.zeros(1, device=device)
+    total = torch.as_tensor(torch.linalg.vector_norm(total.float(), norm_type))
+    group = model.pipeline_group if isinstance(model, ParallelModel) else None
+    if group is None:
+        return total
+    if math.isinf(norm_type):
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+        return total
+    total = total**norm_type
+    dist.all_reduce(total, group=group)
+    return torch.as_tensor(total ** (1.0 / norm_type))
+
+
+def _parameters_of(model: ParallelModel | nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list(model.parameters() if isinstance(model, (ParallelModel, nn.Module)) else model)
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those with gradients, by where they lie: torch does not mix meshes, nor DTensors with plain tensors."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())

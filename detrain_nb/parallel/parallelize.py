@@ -1,0 +1,190 @@
+"""A model laid out over a mesh in one call: stages, then tensor parallel parts, then shards, then a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import SpecError
+from .data_parallel import Sharding, resolve_sharding
+from .mesh import AXES
+from .microbatches import Loss
+from .model import Arrangement, ParallelModel, usual_device
+from .partitioner import StageNode
+from .pipeline import PipelineStages
+from .placement import find_schedule, stages_per_rank
+from .planner import tp_plan
+from .profiler import ExampleInputs, ModelProfile
+from .sameness import require_same_model
+from .splitter import Split, split
+from .tensor_parallel import apply_tensor_plan
+from .tensor_plan import TensorPlan
+from .whole import WholeModel
+
+__all__ = ["dtype_of", "lay_out_part", "parallelize", "plan_for", "split_for"]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    example_inputs: ExampleInputs,
+    loss: Loss | None = None,
+    loss_weight: Callable[[Any], Tensor | float] | None = None,
+    pp: Literal["auto"] | Sequence[str] | Split = "auto",
+    nodes: Sequence[StageNode] | None = None,
+    schedule: str = "1F1B",
+    num_microbatches: int | None = None,
+    tp: Literal["auto"] | TensorPlan = "auto",
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    fsdp: bool | None = None,
+    reshard_after_forward: bool | None = None,
+    comm_hook: str = "none",
+    precision: str | None = None,
+    activations: str = "none",
+    compile: bool = False,
+    device: torch.device | str | None = None,
+) -> ParallelModel:
+    """Lay ``model`` out over ``mesh``, as the sizes of its axes say; a model that is not cut is changed in place.
+
+    ``example_inputs``: of one microbatch, as the model is called. ``loss(output, target)``, ``loss_weight``,
+    ``schedule``, ``num_microbatches``: as ``PipelineStages`` has them; without a pipeline one microbatch is usual.
+    ``pp``: where to cut: "auto", names of modules, or a split. ``nodes``: what runs each stage, as ``partition`` has
+    them. ``tp``: "auto", or a plan of ``tp_plan``. ``loss_parallel``: each rank has its part of the classes, which only
+    cross entropy can take. ``fsdp``: True for FSDP2, False for DDP, None for DDP where the mesh has ``dp_replicate``
+    alone and DDP is right there, else FSDP2. ``comm_hook``: what DDP sends ("fp16", "bf16", "powersgd").
+    ``precision``: "bf16" computes in it and keeps parameters, gradients and the optimizer in float32; FSDP2 rounds
+    float inputs too. ``activations``: "full" or "selective" are computed again in the backward pass. ``compile``: each
+    block by torch.compile.
+
+    Collective: every rank calls this with the same model; where only its values differ, those of rank 0 are taken.
+    Raises: SpecError, on all ranks alike.
+    """
+    place = _device_for(mesh, device)
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
+    if mesh.mesh_dim_names is None or (unknown := [axis for axis in sizes if axis not in AXES]):
+        named = f"has {unknown[0]!r}, which" if mesh.mesh_dim_names else "has axes without names, which"
+        raise SpecError(f"the mesh {named} says nothing to us: name them {', '.join(AXES)}, as make_mesh does")
+    for axis in ("cp", "ep"):
+        if sizes.get(axis, 1) > 1:
+            raise SpecError(f"{axis}={sizes[axis]}: {_NOT_YET[axis]}; lay these ranks on dp_shard or tp")
+    is_pipeline = sizes.get("pp", 1) > 1
+    if not is_pipeline and (pp != "auto" or nodes is not None):
+        raise SpecError("cuts or nodes were given, and the mesh has no pp axis of 2 or more ranks")
+    if sizes.get("tp", 1) == 1 and (loss_parallel or sequence_parallel):
+        raise SpecError("loss_parallel and sequence_parallel need a mesh with a tp axis of 2 or more ranks")
+    name = find_schedule(schedule)
+    sharding = resolve_sharding(
+        mesh,
+        fsdp=fsdp,
+        schedule=name if is_pipeline else None,
+        dtype=dtype_of(precision),
+        reshard_after_forward=reshard_after_forward,
+        comm_hook=comm_hook,
+        activations=activations,
+        is_compiled=compile,
+    )
+    require_same_model(model, device=place)
+    plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    is_fsdp = sharding.kind == "fsdp"
+    common: dict[str, Any] = {
+        "loss": loss,
+        "loss_weight": loss_weight,
+        "device": place,
+        "arrangement": Arrangement(
+            replicas=sharding.replicas,
+            tensor_group=mesh.get_group("tp") if plan is not None else None,
+            tensor_plan=plan,
+            prepare=lambda module, is_last: lay_out_part(module, plan, sharding, mesh, is_last=is_last),
+            autocast=None if is_fsdp else sharding.dtype,
+            boundary_dtype=sharding.dtype if is_fsdp else None,
+            is_loss_parallel=loss_parallel and plan is not None,
+        ),
+    }
+    if not is_pipeline:
+        return WholeModel(model, num_microbatches=num_microbatches or 1, **common)
+    found = split_for(model, example_inputs, pp, nodes, num_stages=sizes["pp"] * stages_per_rank(name))
+    return PipelineStages(found, mesh["pp"], schedule=name, num_microbatches=num_microbatches, **common)
+
+
+_NOT_YET = {
+    "cp": "context parallel attention needs CUDA kernels that were never tried here",
+    "ep": "groups of experts are not split yet",
+}
+
+
+def plan_for(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    tp: Literal["auto"] | TensorPlan,
+    sizes: Mapping[str, int],
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> TensorPlan | None:
+    """Return the plan that ``tp`` asks for, if the mesh has such an axis. Raises: SpecError."""
+    size = sizes.get("tp", 1)
+    if isinstance(tp, TensorPlan):
+        if size == 1:
+            raise SpecError("a tensor plan was given, and the mesh has no tp axis of 2 or more ranks")
+        if tp.tp != size:
+            raise SpecError(f"the tensor plan is for {tp.tp} ranks, and the mesh has tp={size}: plan for {size}")
+        return tp
+    if size == 1:
+        return None
+    return tp_plan(model, example_inputs, tp=size, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+
+
+def split_for(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    pp: Literal["auto"] | Sequence[str] | Split,
+    nodes: Sequence[StageNode] | None,
+    *,
+    num_stages: int,
+    known: ModelProfile | None = None,
+) -> Split:
+    """Return the split that ``pp`` asks for. ``known``: a profile of the model. Raises: SpecError."""
+    if isinstance(pp, Split):
+        found = pp
+    elif pp == "auto":
+        found = split(model, example_inputs, num_stages, nodes=nodes, profile_of_model=known)
+    else:
+        found = split(model, example_inputs, at=list(pp), profile_of_model=known)
+    if found.num_stages != num_stages:
+        raise SpecError(f"{found.num_stages - 1} cuts make {found.num_stages} stages, and the mesh wants {num_stages}")
+    return found
+
+
+def lay_out_part(
+    module: nn.Module, plan: TensorPlan | None, sharding: Sharding, mesh: DeviceMesh, *, is_last: bool
+) -> nn.Module:
+    """Cut the layers of a model or of a stage, then shard it; return what is to be called. Collective: the mesh."""
+    if plan is not None:
+        apply_tensor_plan(module, plan, mesh["tp"])
+    return sharding.apply(module, is_last=is_last)
+
+
+def _device_for(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:
+    """Raises: SpecError for one that the mesh's groups cannot send from."""
+    if device is None:
+        return usual_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+    place = torch.device(device)
+    if place.type != mesh.device_type:
+        raise SpecError(f"device={device!s}, and the mesh is of {mesh.device_type}: give both the same")
+    return place
+
+
+def dtype_of(precision: str | None) -> torch.dtype | None:
+    """What to compute in, where that is not float32. Raises: SpecError."""
+    known = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp32": None, "float32": None, None: None}
+    if precision not in known:
+        raise SpecError(
+            f"precision={precision!r}: give 'bf16' or 'fp32'; fp16 needs its loss scaled, which is not done"
+        )
+    return known[precision]

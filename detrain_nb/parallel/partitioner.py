@@ -1,0 +1,297 @@
+"""Which units of a model make which stage: the split whose slowest stage is the quickest, found exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import SpecError
+from .profiler import ModelProfile
+
+__all__ = ["Partition", "StageNode", "partition"]
+
+# Parameter, gradient, and the two moments of Adam, all of one dtype.
+STATE_FACTOR = 4.0
+
+
+@dataclass(frozen=True)
+class StageNode:
+    """What runs one stage. ``speed`` is relative to what the times of the units were taken on.
+
+    ``memory_bytes`` is never exceeded by what is known: parameters with their state, and saved activations.
+    ``bytes_per_s`` and ``latency_s`` are of the link to its neighbours.
+    """
+
+    name: str = ""
+    memory_bytes: float = math.inf
+    speed: float = 1.0
+    bytes_per_s: float = math.inf
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for what in ("memory_bytes", "speed", "bytes_per_s"):
+            if not getattr(self, what) > 0:
+                raise SpecError(f"node {self.name!r}: {what} {getattr(self, what)} is not more than 0")
+        if not 0 <= self.latency_s < math.inf:
+            raise SpecError(f"node {self.name!r}: latency_s {self.latency_s} is not 0 or more seconds")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stage ``i`` has the units from ``bounds[i]`` up to ``bounds[i + 1]`` and runs on ``nodes[i]``.
+
+    ``stage_s`` and ``memory_bytes``, by stage: seconds for one microbatch, forward and backward, or what its tensors
+    take on the link when that is more; and what it needs at most. ``even`` is the split into equal numbers of units on
+    the nodes in their given order, for comparison.
+    """
+
+    profile: ModelProfile = field(repr=False)
+    nodes: tuple[StageNode, ...]
+    bounds: tuple[int, ...]
+    stage_s: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+    num_microbatches: int
+    even: Partition | None = field(default=None, repr=False)
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The modules at whose entry the second and each further stage begins."""
+        return tuple(str(self.profile.units[bound].cut) for bound in self.bounds[1:-1])
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest stage's time by the mean; 1 is even."""
+        return max(self.stage_s) * len(self.stage_s) / sum(self.stage_s) if sum(self.stage_s) else 1.0
+
+    @property
+    def step_s(self) -> float:
+        """Of one batch through a schedule such as 1F1B: one microbatch through all stages, the others behind it."""
+        return sum(self.stage_s) + (self.num_microbatches - 1) * max(self.stage_s)
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which the slowest stage waits."""
+        return 1 - self.num_microbatches * max(self.stage_s) / self.step_s if self.step_s else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """No stage needs more memory than its node has."""
+        return all(needed <= node.memory_bytes for needed, node in zip(self.memory_bytes, self.nodes))
+
+    def __str__(self) -> str:
+        rows = [("stage", "node", "begins at", "units", "time", "memory")]
+        for stage, node in enumerate(self.nodes):
+            begin, end = self.bounds[stage : stage + 2]
+            time_text = f"{1e3 * self.stage_s[stage]:.3f} ms"
+            cut = self.profile.units[begin].cut or "the start"
+            memory_text = f"{self.memory_bytes[stage] / 1e9:.3f} GB"
+            rows.append((str(stage), node.name or "-", cut, str(end - begin), time_text, memory_text))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines.append(self._summary())
+        if self.even is not None:
+            lines.append(f"equal numbers of units: {self.even._summary()}{'' if self.even.fits else ', does not fit'}")
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
+        step = f"a step of {self.num_microbatches} microbatches {1e3 * self.step_s:.3f} ms"
+        return f"slowest by mean {self.imbalance:.3f}, {step}, of which {100 * self.bubble:.0f} % bubble"
+
+
+def partition(
+    profile: ModelProfile,
+    nodes: int | Sequence[StageNode],
+    *,
+    times_s: Sequence[float] | None = None,
+    num_microbatches: int | None = None,
+    is_training: bool = True,
+    is_order_free: bool = False,
+    state_factor: float = STATE_FACTOR,
+) -> Partition:
+    """Split the units over ``nodes``, one stage on each, so that the slowest stage is as quick as can be.
+
+    ``nodes``: how many, all alike; or what each is, in the order of the stages. ``is_order_free``: any order of them
+    may be taken. ``times_s``: seconds of each unit for one microbatch, by default ``profile.times()``. A stage computes
+    while its tensors travel, and takes as long as the longer of the two. ``num_microbatches``: of one step, by default
+    two for each stage. Memory is for 1F1B: stage ``i`` of ``k`` keeps at most ``k - i`` microbatches;
+    ``state_factor`` times the parameters' bytes is what they need with gradients and optimizer state.
+
+    Exact, by dynamic programming over units, stages and kinds of nodes. Raises: SpecError where the model has too few
+    cuts, or no split fits into memory.
+    """
+    given = tuple(StageNode() for _ in range(nodes)) if isinstance(nodes, int) else tuple(nodes)
+    if not given:
+        raise SpecError("0 stages: a model needs at least 1")
+    if len(given) > len(profile.units):
+        count = len(profile.units)
+        cuts = ", ".join(profile.cuts) or "none"
+        raise SpecError(
+            f"{len(given)} stages, and the model can be cut into {count} at most (cuts: {cuts}): use fewer stages"
+        )
+    times = profile.times(is_training=is_training) if times_s is None else list(times_s)
+    if len(times) != len(profile.units):
+        raise SpecError(f"{len(times)} times for {len(profile.units)} units: give one for each")
+    if num_microbatches is not None and num_microbatches < 1:
+        raise SpecError(f"{num_microbatches} microbatches: a step has at least 1")
+    count = num_microbatches or 2 * len(given)
+    costs = _Costs(profile, times, len(given), count, is_training, state_factor)
+    found = _search(costs, given, is_order_free=is_order_free and len(set(given)) > 1)
+    if found is None:
+        raise SpecError(_explain_no_fit(costs, given))
+    chosen, bounds = found
+    units = len(profile.units)
+    even_bounds = tuple(stage * units // len(given) for stage in range(len(given) + 1))
+    return replace(costs.describe(chosen, bounds), even=costs.describe(given, even_bounds))
+
+
+class _Costs:
+    """What a stage would cost, for every pair of a first unit (rows) and a unit behind the last (columns)."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        times: Sequence[float],
+        num_stages: int,
+        num_microbatches: int,
+        is_training: bool,
+        state_factor: float,
+    ) -> None:
+        self.profile = profile
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
+        self._is_training = is_training
+        self._state_factor = state_factor if is_training else 1.0
+        self._time_s = _spans(times)
+        self._saved_bytes = _spans([unit.saved_bytes for unit in profile.units])
+        self._parameter_bytes = self._sum_parameters()
+        crossing = torch.tensor([0.0, *(unit.input_bytes for unit in profile.units[1:]), 0.0], dtype=torch.float64)
+        self._link_bytes = (crossing[:, None] + crossing[None, :]) * (2 if is_training else 1)  # and the gradient back
+        is_crossed = torch.ones(len(crossing), dtype=torch.float64)
+        is_crossed[0] = is_crossed[-1] = 0
+        self._messages = (is_crossed[:, None] + is_crossed[None, :]) * (2 if is_training else 1)
+
+    def _sum_parameters(self) -> Tensor:
+        """Bytes of the parameters of each span; one that several of its units use is there once."""
+        sizes = self.profile.parameter_bytes
+        sums = _spans([sum(sizes[name] for name in unit.parameters) for unit in self.profile.units])
+        last_use: dict[str, int] = {}
+        for index, unit in enumerate(self.profile.units):
+            for name in unit.parameters:
+                if name in last_use:
+                    sums[: last_use[name] + 1, index + 1 :] -= sizes[name]
+                last_use[name] = index
+        return sums
+
+    def stage_s(self, node: StageNode) -> Tensor:
+        travel_s = self._link_bytes / node.bytes_per_s + self._messages * node.latency_s
+        return torch.maximum(self._time_s / node.speed, travel_s)
+
+    def memory_bytes(self, stage: int) -> Tensor:
+        kept = min(self.num_microbatches, self.num_stages - stage) if self._is_training else 0
+        return self._parameter_bytes * self._state_factor + self._saved_bytes * kept
+
+    def describe(self, nodes: Sequence[StageNode], bounds: Sequence[int]) -> Partition:
+        spans = list(zip(nodes, bounds, bounds[1:]))
+        return Partition(
+            self.profile,
+            tuple(nodes),
+            tuple(bounds),
+            tuple(float(self.stage_s(node)[begin, end]) for node, begin, end in spans),
+            tuple(float(self.memory_bytes(stage)[begin, end]) for stage, (_, begin, end) in enumerate(spans)),
+            self.num_microbatches,
+        )
+
+
+def _spans(values: Sequence[float]) -> Tensor:
+    """The sum of ``values[begin:end]`` at [begin, end]; shape (n + 1, n + 1), of no use below the diagonal."""
+    sums = torch.cat([torch.zeros(1, dtype=torch.float64), torch.tensor(values, dtype=torch.float64).cumsum(0)])
+    return sums[None, :] - sums[:, None]
+
+
+def _search(
+    costs: _Costs, nodes: Sequence[StageNode], *, is_order_free: bool
+) -> tuple[tuple[StageNode, ...], tuple[int, ...]] | None:
+    """The best order of the nodes and the bounds; None where nothing fits.
+
+    A state is how many nodes of each kind are used up; its value, by unit, the slowest stage so far at best. With the
+    order given the kinds are the nodes themselves, used up one after the other.
+    """
+    kinds = list(dict.fromkeys(nodes)) if is_order_free else list(nodes)
+    counts = [nodes.count(kind) for kind in kinds] if is_order_free else [1] * len(kinds)
+    size = len(costs.profile.units) + 1
+    is_span = torch.ones(size, size, dtype=torch.bool).triu(1)
+    stage_s = {kind: costs.stage_s(kind).masked_fill_(~is_span, math.inf) for kind in set(kinds)}
+    start = tuple(0 for _ in kinds)
+    best = {start: torch.full((size,), math.inf, dtype=torch.float64)}
+    best[start][0] = 0
+    came_from: list[dict[tuple[int, ...], tuple[Tensor, Tensor]]] = []
+    for stage in range(len(nodes)):
+        too_much = _find_too_much(costs, stage, kinds)
+        reached: dict[tuple[int, ...], Tensor] = {}
+        steps: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        for used, slowest in best.items():
+            for index in [stage] if not is_order_free else range(len(kinds)):
+                if used[index] == counts[index]:
+                    continue
+                kind = kinds[index]
+                total = torch.maximum(slowest[:, None], stage_s[kind])
+                if kind in too_much:
+                    total.masked_fill_(too_much[kind], math.inf)
+                value, begin = total.min(dim=0)
+                now = (*used[:index], used[index] + 1, *used[index + 1 :])
+                if now not in reached:
+                    reached[now], steps[now] = value, (begin, torch.full((size,), index))
+                else:
+                    is_better = value < reached[now]
+                    reached[now] = torch.where(is_better, value, reached[now])
+                    old_begin, old_index = steps[now]
+                    steps[now] = (torch.where(is_better, begin, old_begin), old_index.masked_fill(is_better, index))
+        best = reached
+        came_from.append(steps)
+    state = tuple(counts)
+    if not math.isfinite(float(best[state][-1])):
+        return None
+    return _trace_back(came_from, state, kinds, size - 1)
+
+
+def _find_too_much(costs: _Costs, stage: int, kinds: Sequence[StageNode]) -> dict[StageNode, Tensor]:
+    """The spans that are too much for the memory of a kind of node, where that has an end."""
+    limited = {kind for kind in kinds if math.isfinite(kind.memory_bytes)}
+    needed = costs.memory_bytes(stage) if limited else None
+    return {} if needed is None else {kind: needed > kind.memory_bytes for kind in limited}
+
+
+def _trace_back(
+    came_from: Sequence[dict[tuple[int, ...], tuple[Tensor, Tensor]]],
+    state: tuple[int, ...],
+    kinds: Sequence[StageNode],
+    end: int,
+) -> tuple[tuple[StageNode, ...], tuple[int, ...]]:
+    order: list[StageNode] = []
+    bounds = [end]
+    for steps in reversed(came_from):
+        begins, indices = steps[state]
+        index = int(indices[bounds[-1]])
+        order.append(kinds[index])
+        bounds.append(int(begins[bounds[-1]]))
+        state = (*state[:index], state[index] - 1, *state[index + 1 :])
+    return tuple(reversed(order)), tuple(reversed(bounds))
+
+
+def _explain_no_fit(costs: _Costs, nodes: Sequence[StageNode]) -> str:
+    whole = float(costs.memory_bytes(len(nodes) - 1)[0, -1])
+    have = ", ".join(f"{node.memory_bytes / 1e9:.2f}" for node in nodes)
+    largest = max(_smallest_stages(costs))
+    return (
+        f"no split into {len(nodes)} stages fits: the model needs {whole / 1e9:.2f} GB with gradients and optimizer "
+        f"state, its largest unit {largest / 1e9:.2f}, the nodes have {have}: use more nodes, or smaller microbatches"
+    )
+
+
+def _smallest_stages(costs: _Costs) -> Iterator[float]:
+    needed = costs.memory_bytes(costs.num_stages - 1)
+    return (float(needed[unit, unit + 1]) for unit in range(len(costs.profile.units)))

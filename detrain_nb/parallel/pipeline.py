@@ -1,0 +1,251 @@
+"""Batches through the stages of a split model, by any schedule that torch has.
+
+torch.distributed.pipelining runs the schedules. Every rank has the whole batch, and cuts it into microbatches itself:
+the schedule is given their numbers alone, so that masks, keywords and whole structures reach every stage. Shapes at the
+boundaries are known beforehand, so no pass is run to find them. Each kind of batch (its shapes, with or without a
+backward pass) has a schedule, and stages, of its own around the same modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..errors import SessionError, SpecError
+from .boundaries import Boundaries
+from .microbatches import Loss, Passage
+from .model import Arrangement, ParallelModel
+from .placement import NEED_AS_MANY_MICROBATCHES, accepts, find_schedule, stages_of_rank
+from .splitter import Split
+from .tied import TiedParameters
+
+__all__ = ["PipelineStages"]
+
+_MOST_PLANS = 4  # kept at once: each holds the buffers of its microbatches
+
+
+class PipelineStages(ParallelModel):
+    """The stages of a model that this rank runs, and what it takes to send batches through all of them.
+
+    Parameters that several stages use have the sum of the gradients of these stages.
+    """
+
+    def __init__(
+        self,
+        found: Split,
+        group: DeviceMesh | dist.ProcessGroup | None = None,
+        *,
+        loss: Loss | None = None,
+        schedule: str = "1F1B",
+        num_microbatches: int | None = None,
+        loss_weight: Callable[[Any], Tensor | float] | None = None,
+        device: torch.device | str | None = None,
+        arrangement: Arrangement | None = None,
+    ) -> None:
+        """Make this rank's stages of ``found`` on ``device``; it is one of ``group``, by default all ranks.
+
+        ``loss(output, target)`` is a mean over what counts in its target, or, where it says so itself
+        (``loss.reduction == "sum"``), a sum. ``loss_weight(target)`` is how much that is, by default the number of
+        rows, or of targets that are not ``loss.ignore_index``. ``num_microbatches`` is by default two for each stage.
+
+        ``arrangement``: how the stages lie on the other axes of a mesh; ``parallelize`` makes it.
+
+        Collective: all ranks of ``group``, with the same arguments. Raises: SpecError.
+        """
+        self._group = group.get_group() if isinstance(group, DeviceMesh) else group or _all_ranks()
+        num_ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self.schedule = find_schedule(schedule)
+        self.num_stages = found.num_stages
+        self.indices = stages_of_rank(self.schedule, rank=rank, num_ranks=num_ranks, num_stages=self.num_stages)
+        self.num_microbatches = num_microbatches or 2 * self.num_stages
+        if self.num_microbatches < 1:
+            raise SpecError(f"{num_microbatches} microbatches: a batch is cut into 1 or more")
+        if self.schedule in NEED_AS_MANY_MICROBATCHES and self.num_microbatches < self.num_stages:
+            raise SpecError(
+                f"{self.schedule} needs at least as many microbatches as stages: {self.num_microbatches} are fewer "
+                f"than {self.num_stages}"
+            )
+        super().__init__(loss, loss_weight, device=device, arrangement=arrangement)
+        if any(parameter.is_meta for parameter in found.model.parameters()):
+            raise SpecError("the model is on the meta device: give its parameters values first, as with to_empty()")
+        self._boundaries = Boundaries(found, self.arrangement.boundary_dtype)
+        self.modules = tuple(found.stage(index).to(self.device) for index in self.indices)
+        self._tied = TiedParameters(found, self.modules, self._group, self.schedule)
+        self.tied_names = tuple(tuple(found.aliases(name)) for name in found.shared)
+        self._called = self.modules
+        prepare = self.arrangement.prepare
+        if prepare is not None:
+            lasts = (index == self.num_stages - 1 for index in self.indices)
+            self._called = tuple(prepare(module, is_last) for module, is_last in zip(self.modules, lasts))
+            self._tied.find_again(self.modules)
+        self._plans: OrderedDict[Any, _Plan] = OrderedDict()
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        return self._group
+
+    @property
+    def is_first(self) -> bool:
+        return 0 in self.indices
+
+    @property
+    def is_last(self) -> bool:
+        return self.num_stages - 1 in self.indices
+
+    def own_parameters(self) -> Iterator[nn.Parameter]:
+        yield from (parameter for parameter in self.parameters() if not self._tied.is_of_earlier(parameter))
+
+    # ---- a batch
+
+    def _gradients_added_up(self) -> contextlib.AbstractContextManager[None]:
+        return self._tied.added_up()
+
+    def _send(self, passage: Passage, *, is_training: bool) -> None:
+        key = self._key_of(passage.parts[0], len(passage.parts), is_training=is_training)
+        plan = self._plan_for(key, passage.parts[0], len(passage.parts), is_training=is_training)
+        try:
+            plan.step(passage)
+        except BaseException:  # it stands in the middle of a step
+            self._plans.pop(key, None)
+            raise
+
+    def _count_microbatches(self, rows: int) -> int:
+        """As many as wanted, or the next smaller number that cuts the batch into equal parts."""
+        wanted = min(self.num_microbatches, rows)
+        num_ranks = dist.get_world_size(self._group)
+        fit = (number for number in range(wanted, 0, -1) if rows % number == 0)
+        return next(number for number in fit if accepts(self.schedule, number, num_ranks=num_ranks))
+
+    def _key_of(self, part: tuple[Any, Any], count: int, *, is_training: bool) -> tuple[Any, ...]:
+        """Of batches that take the same way: shapes and dtypes on it are equal."""
+        kind = self._device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        return repr(tree_map(_look_of, part)), count, is_training, autocast
+
+    def _plan_for(self, key: tuple[Any, ...], part: tuple[Any, Any], count: int, *, is_training: bool) -> _Plan:
+        if key in self._plans:
+            self._plans.move_to_end(key)
+        else:
+            boundaries = self._boundaries.find(*part, is_training=is_training)
+            stages = [
+                _Stage(module, index, self.num_stages, self._device, self._group, boundaries)
+                for index, module in zip(self.indices, self._called)
+            ]
+            self._plans[key] = _Plan(stages, self.schedule, count, is_training=is_training)
+            while len(self._plans) > _MOST_PLANS:
+                self._plans.popitem(last=False)
+        return self._plans[key]
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise SessionError("a pipeline needs a process group: start the session with one, or call init_process_group()")
+    return dist.group.WORLD
+
+
+def _look_of(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), str(leaf.dtype)
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__name__
+
+
+# ---- torch's side
+
+
+class _Stage(PipelineStage):
+    """A stage that gets the number of a microbatch, and looks up the rest.
+
+    A pass without a backward one leaves gradients alone, and asks for none.
+    """
+
+    passage: Passage
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        boundaries: Sequence[Tensor],
+    ) -> None:
+        """``boundaries``: what comes into the second and each further stage, on the meta device."""
+        inputs = (boundaries[index - 1],) if index else ()
+        outputs = boundaries[index] if index + 1 < num_stages else torch.empty(1, device="meta", requires_grad=True)
+        super().__init__(module, index, num_stages, device, input_args=inputs, output_args=(outputs,), group=group)
+        self._promised = outputs
+
+    def forward_maybe_with_nosync(self, *received: Tensor, microbatch: Tensor) -> Any:
+        index = int(microbatch)
+        args, kwargs = self.passage.parts[index]
+        output = super().forward_maybe_with_nosync(*received, *args, **kwargs)  # type: ignore[no-untyped-call]
+        if not self.is_last:
+            if (output.shape, output.dtype) != (self._promised.shape, self._promised.dtype):
+                given, promised = _look_of(output), _look_of(self._promised)
+                raise SpecError(
+                    f"stage {self.stage_index} gives {given}, and {promised} was expected: the model gives for this "
+                    "batch what cannot be told from its shapes; use batches like the example"
+                )
+            return output
+        self.passage.take(index, output)
+        leaves = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        return leaves if len(leaves) > 1 else leaves[0]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            super().scale_grads(grad_scale_factor)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+class _Plan:
+    """A schedule over stages of its own, for batches of one kind."""
+
+    def __init__(self, stages: Sequence[_Stage], schedule: str, count: int, *, is_training: bool) -> None:
+        self._stages = stages
+        self._numbers = torch.arange(count)
+        kind = get_schedule_class(schedule)
+        loss = self._loss if is_training else None
+        if schedule in NEED_AS_MANY_MICROBATCHES and count < stages[0].num_stages:
+            kind = NEED_AS_MANY_MICROBATCHES[schedule]
+        one_or_all = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
+        self._schedule = kind(one_or_all, count, loss, scale_grads=False)
+
+    def step(self, passage: Passage) -> None:
+        for stage in self._stages:
+            stage.passage = passage
+        try:
+            self._schedule.step(microbatch=self._numbers, target=self._numbers, return_outputs=False)
+        except RuntimeError as exc:
+            if exc.__cause__ is not None and "failed to run forward" in str(exc):  # the user's own, without our parts
+                raise exc.__cause__ from None
+            raise
+        finally:
+            for stage in self._stages:
+                stage.clear_runtime_states()
+                del stage.passage
+
+    def _loss(self, output: Any, number: Tensor) -> Tensor:
+        return self._stages[-1].passage.weighted_loss(int(number))

@@ -1,0 +1,338 @@
+"""Which layers of a model can be cut over ranks: proposed by its data flow or by the model itself, then proved."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from ..errors import SpecError
+from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
+from .profiler import ExampleInputs, as_call
+from .proof import Call, find_fault, keep_call
+from .recording import first_float_tensor, modules_around
+from .sequence_plan import with_sequence_parts
+from .tensor_plan import LINEAR, Pair, PlannedModule, TensorPlan
+from .tensor_proposals import (
+    candidates_of,
+    flow_pairs,
+    heads_that_do_not_divide,
+    known_modules,
+    own_pairs,
+    size_to_cut,
+    trials_of,
+    why_not_embedding,
+)
+
+__all__ = ["tp_plan"]
+
+_PROVED_WHOLE_NUMEL = 50_000_000  # parameters; beyond, float64 copies for each rank are too much: blocks were proved
+_NOT_CALLED = "it is not called as a module"
+
+
+def tp_plan(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    *,
+    tp: int = 2,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    require: Sequence[str] = (),
+) -> TensorPlan:
+    """Find what of ``model`` can be cut over ``tp`` ranks; what cannot be proved stays on every rank, with the reason.
+
+    ``example_inputs``: a tensor, a sequence of the positional arguments, or a mapping of the keyword arguments.
+    ``sequence_parallel``: between layers each rank has its part of the sequence. ``loss_parallel``: the output of the
+    head stays in parts, for `torch.distributed.tensor.parallel.loss_parallel`. ``require``: names of modules that have
+    to be cut. A plan that the model brings (``_tp_plan``) is proposed first, and proved like any other.
+
+    The model runs once, evaluating, without gradients; then each kind of block runs in float64, on the CPU. The plan
+    is the same on every rank that calls this with the same model.
+    Raises: SpecError for what is asked for by name and cannot be.
+    """
+    if tp < 2:
+        raise SpecError(f"tp={tp}: layers are cut over 2 ranks or more")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise SpecError("the model has parameters over a mesh already: plan before it is laid out")
+    planner = _Planner(model, as_call(example_inputs), tp)
+    planner.add_pairs()
+    planner.add_embeddings()
+    planner.add_experts()
+    planner.add_head(is_loss_parallel=loss_parallel)
+    planner.explain_the_rest()
+    planner.prove_whole()
+    if loss_parallel:
+        planner.require_head()
+    plan = planner.plan
+    for name in require:
+        _require_cut(plan, name)
+    return planner.with_sequence_parts() if sequence_parallel else plan
+
+
+def _require_cut(plan: TensorPlan, name: str) -> None:
+    inside = plan.inside(name)
+    if not inside & {*plan.roles}:
+        why = next((plan.reasons[each] for each in plan.modules if each in inside and each in plan.reasons), "")
+        raise SpecError(f"{name!r} cannot be cut over tp={plan.tp} ranks: {why or 'it has no layers that can be'}")
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, call: Call, tp: int) -> None:
+        self._model, self._tp = model, tp
+        self._call = _where_the_model_is(model, call)
+        self._names = dict(model.named_modules())
+        self.plan = TensorPlan(tp, known_modules(model))
+        layers = [name for name, module in self.plan.modules.items() if module.kind in LINEAR]
+        self._flow = watch_flow(model, *self._call, layers)
+        self._entered = {*self._flow.entered}
+        self._verdicts: dict[Any, Pair | str] = {}
+        self._calls: dict[Any, Call] = {}
+        self._unread: dict[Any, set[int]] = {}
+
+    @property
+    def kept_call(self) -> Call:
+        first = first_float_tensor(*self._call)
+        return keep_call(*self._call, lambda tensor: tensor is first or tensor.requires_grad)
+
+    # ---- pairs
+
+    def add_pairs(self) -> None:
+        proposals = [*own_pairs(self._model, self.plan.modules), *flow_pairs(self._flow)]
+        self._keep_calls({self._parent_of(pair) for pair in proposals})
+        used: set[str] = set()
+        for pair in proposals:
+            if used & {*pair.names}:
+                continue
+            verdict = self._judge(pair)
+            if isinstance(verdict, str):
+                self.plan.reasons.update({name: verdict for name in pair.names if name not in used})
+                continue
+            self.plan.pairs.append(verdict)
+            try:
+                self.plan.require_agreement()
+            except SpecError as exc:
+                self.plan.pairs.remove(verdict)
+                self.plan.reasons.update(dict.fromkeys(pair.names, str(exc)))
+                continue
+            used |= {*pair.names}
+            for name in pair.names:
+                self.plan.reasons.pop(name, None)
+
+    def _judge(self, pair: Pair) -> Pair | str:
+        """The pair as it can be cut, or why it cannot. Blocks of one kind are proved once."""
+        if not {*pair.names} <= self._entered:
+            return _NOT_CALLED
+        parent_name = self._parent_of(pair)
+        parent = self._names[parent_name]
+        relative = _renamed(pair, lambda name: _without(parent_name, name))
+        summed = tuple(
+            _without(parent_name, name)
+            for name in self._flow.between(pair.columns, pair.row)
+            if name in self.plan.modules and _is_in(parent_name, name)
+        )
+        modules = known_modules(parent)
+        shapes = tuple(module.parameters for module in modules.values())
+        counts = tuple(candidates_of(parent, relative, modules))
+        key = (self._kind_of_block(parent_name), relative, summed, counts, shapes)
+        if key not in self._verdicts:
+            self._verdicts[key] = self._prove(parent_name, relative, modules, summed)
+        verdict = self._verdicts[key]
+        if isinstance(verdict, str):
+            return verdict
+        verdict = replace(verdict, origin=pair.origin)
+        return _renamed(verdict, lambda name: ".".join(part for part in (parent_name, name) if part))
+
+    def _prove(
+        self, parent_name: str, pair: Pair, modules: dict[str, PlannedModule], summed: tuple[str, ...]
+    ) -> Pair | str:
+        parent, call = self._names[parent_name], self._calls.get(self._kind_of_block(parent_name))
+        if call is None:
+            return _NOT_CALLED
+        faults = []
+        for name in pair.names:
+            size = size_to_cut(modules[name], is_column=name in pair.columns)
+            if size % self._tp:
+                return f"{size} {'outputs' if name in pair.columns else 'inputs'} do not divide by {self._tp}"
+        for trial in trials_of(parent, pair, modules, self._tp):
+            for added_up in dict.fromkeys((summed, ())):
+                complete = replace(trial, summed=added_up)
+                unread = self._unread.get(self._kind_of_block(parent_name), ())
+                fault = find_fault(parent, TensorPlan(self._tp, modules, [complete]), call, unread=unread)
+                if fault is None:
+                    return complete
+                faults.append(fault)
+        return heads_that_do_not_divide(parent, pair, modules, self._tp) or f"not proved: {faults[0]}"
+
+    def _parent_of(self, pair: Pair) -> str:
+        """The innermost module that has all of them in it and that was called."""
+        common = [name for name in modules_around(pair.row) if all(_is_in(name, each) for each in pair.names)]
+        return next(name for name in reversed(common) if name in self._entered or not name)
+
+    def _kind_of_block(self, name: str) -> tuple[str, type[nn.Module]]:
+        return re.sub(r"\d+", "*", name), type(self._names[name])
+
+    def _keep_calls(self, names: Iterable[str]) -> None:
+        """What modules are called with, of each kind the first; and which of the outputs of these nobody reads."""
+        watch, handles = Watch(self._model, *self._call), []
+        calls: Counter[Any] = Counter()
+        for name in names:
+
+            def keep(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                kind = self._kind_of_block(name)
+                if kind not in self._calls:
+                    self._calls[kind] = keep_call(args, kwargs, lambda tensor: bool(watch.sources_of(tensor)))
+
+            def give(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                calls[self._kind_of_block(name)] += 1
+                watch.wait_for_readers(self._kind_of_block(name), output)
+
+            handles.append(self._names[name].register_forward_pre_hook(keep, with_kwargs=True))
+            handles.append(self._names[name].register_forward_hook(give))
+        try:
+            result = run_quietly(self._model, *self._call, watch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for tensor in float_outputs(result):
+            watch.unread.pop(id(tensor), None)
+        for (kind, index), count in Counter(watch.unread.values()).items():
+            if count == calls[kind]:
+                self._unread.setdefault(kind, set()).add(index)
+
+    # ---- what begins and ends with whole tensors
+
+    def add_embeddings(self) -> None:
+        """Tables of the size of the vocabulary; to put small ones together costs more than they weigh."""
+        tables = [name for name, module in self.plan.modules.items() if module.kind == "embedding"]
+        largest = max((self._rows(name) for name in tables), default=0)
+        self._keep_calls(tables)
+        for name in tables:
+            reason = why_not_embedding(self._names[name])
+            if not reason and 2 * self._rows(name) < largest:
+                reason = f"{self._rows(name)} rows are few beside the {largest} of the vocabulary"
+            self._add_alone(name, "embedding", reason)
+
+    def add_experts(self) -> None:
+        """Of a mixture, of each expert a part, so that it does not matter who gets the tokens."""
+        mixtures = [name for name, module in self.plan.modules.items() if module.kind == "experts"]
+        self._keep_calls(mixtures)
+        for name in mixtures:
+            self._add_alone(name, "experts", "")
+
+    def add_head(self, *, is_loss_parallel: bool) -> None:
+        if is_loss_parallel:
+            for name in self._flow.outputs:
+                self.plan.replicate(name)  # it is to be a head, and no row
+        roles = self.plan.roles
+        heads = [name for name in self._flow.outputs if name not in roles]
+        self._keep_calls(heads)
+        for name in heads:
+            self._add_alone(name, "colwise", "")
+        if is_loss_parallel and len(heads) == 1 and heads[0] in self.plan.alone:
+            self.plan.shard_head = heads[0]
+
+    def require_head(self) -> None:
+        """Raises: SpecError where the output cannot stay in parts."""
+        if self.plan.shard_head is None:
+            heads = self._flow.outputs
+            why = next((self.plan.reasons[name] for name in heads if name in self.plan.reasons), "")
+            raise SpecError(
+                "loss_parallel needs a model that gives the output of one linear layer, its head: "
+                f"{why or f'{len(heads)} were found'}; leave it out"
+            )
+
+    def _add_alone(self, name: str, role: str, reason: str) -> None:
+        if not reason:
+            try:
+                self.plan.set(name, role)
+            except SpecError as exc:
+                reason = str(exc)
+        if not reason:
+            relative = TensorPlan(self._tp, known_modules(self._names[name]), alone={"": role})
+            call = self._calls.get(self._kind_of_block(name))
+            fault = find_fault(self._names[name], relative, call) if call is not None else _NOT_CALLED
+            if fault:
+                self.plan.replicate(name)
+                reason = f"not proved: {fault}"
+        if reason:
+            self.plan.reasons[name] = reason
+
+    # ---- the end
+
+    def explain_the_rest(self) -> None:
+        roles = self.plan.roles
+        for name, module in self.plan.modules.items():
+            if name in roles or name in self.plan.reasons:
+                continue
+            if module.kind == "other":
+                if all(len(shape) < 2 for *_, shape in module.parameters):
+                    continue
+                reason = "its parameters are of no kind that can be cut"
+            elif name not in self._entered:
+                reason = _NOT_CALLED
+            else:
+                reason = "no layers were found that give their parts to it, or take its"
+            self.plan.reasons[name] = reason
+
+    def prove_whole(self) -> None:
+        """What stands outside of a block may look into it: the whole model is proved too, if it is not too large."""
+        numel = sum(parameter.numel() for parameter in self._model.parameters())
+        if numel > _PROVED_WHOLE_NUMEL:
+            self.plan.checked = "each kind of block was proved"
+            return
+        fault = find_fault(self._model, replace(self.plan, shard_head=None), self.kept_call)
+        self.plan.checked = "proved"
+        if fault:
+            reason = f"the model as a whole was not proved: {fault}"
+            self.plan.reasons.update(dict.fromkeys(self.plan.roles, reason))
+            self.plan.pairs, self.plan.alone, self.plan.shard_head = [], {}, None
+            self.plan.checked = reason
+
+    def with_sequence_parts(self) -> TensorPlan:
+        return with_sequence_parts(
+            self.plan, self._model, self.kept_call, entered=self._flow.entered, parent_of=self._parent_of
+        )
+
+    def _rows(self, name: str) -> int:
+        return self.plan.modules[name].parameters[0][2][0]
+
+
+def _renamed(pair: Pair, rename: Callable[[str], str]) -> Pair:
+    return replace(
+        pair,
+        columns=tuple(map(rename, pair.columns)),
+        row=rename(pair.row),
+        attributes=tuple((rename(module), key, value) for module, key, value in pair.attributes),
+        summed=tuple(map(rename, pair.summed)),
+    )
+
+
+def _is_in(outer: str, name: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
+
+
+def _without(outer: str, name: str) -> str:
+    return name[len(outer) + 1 :] if outer else name
+
+
+def _where_the_model_is(model: nn.Module, call: Call) -> Call:
+    """Inputs without values for a model without them; for another, values for inputs that have none."""
+    place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.is_meta == (place.type == "meta"):
+            return leaf
+        if place.type == "meta":
+            return leaf.to("meta")
+        made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=place)
+        return made.normal_(generator=torch.Generator(place).manual_seed(0)) if leaf.is_floating_point() else made
+
+    moved: Call = tree_map(move, call)
+    return moved

@@ -1,0 +1,267 @@
+"""What a model costs between the places where it can be cut, from one forward pass that computes and allocates nothing.
+
+A cut is a module at whose entry one float tensor, that module's argument, is all that is left of what was computed so
+far: whoever has it, and the model's inputs, can go on from there. Between two cuts lies a `Unit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from ..errors import SpecError
+from .cuts import Cut, find_cuts, find_replaceable
+from .measuring import measure_units
+from .recording import (
+    Entries,
+    ModuleOutput,
+    Recording,
+    TensorLook,
+    device_of,
+    modules_around,
+    random_state_kept,
+    record,
+)
+
+__all__ = [
+    "ExampleInputs",
+    "ModelProfile",
+    "Unit",
+    "as_call",
+    "count_rows",
+    "modules_around",
+    "profile",
+    "profile_call",
+]
+
+ExampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
+
+# Of a device that is not known.
+FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What runs from one cut to the next, for the example inputs.
+
+    ``cut`` is the module at whose entry it begins, None for the first. ``flops`` and ``moved_bytes`` are of the forward
+    pass; ``saved_bytes`` is what autograd keeps of it for the backward pass, parameters left out; ``input_bytes`` is
+    the tensor that comes in, of ``input_shape`` and ``input_dtype``. ``parameters`` are those that it uses, by their
+    first name in the model, ``modules`` those that are entered in it, in that order. ``forward_s`` and ``backward_s``
+    are seconds, where they were measured.
+    """
+
+    cut: str | None
+    flops: float
+    moved_bytes: int
+    saved_bytes: int
+    input_bytes: int
+    parameters: tuple[str, ...]
+    modules: tuple[str, ...] = field(default=(), repr=False)
+    input_shape: tuple[int, ...] = ()
+    input_dtype: torch.dtype = torch.float32
+    forward_s: float | None = None
+    backward_s: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """The units of a model, in the order in which they run; ``parameter_bytes`` by first name, tied ones once.
+
+    ``num_rows`` is the first dimension of the first example input that has one. ``computing`` are the modules all of
+    whose outputs depend on parameters, or on random numbers; ``outputs`` what modules gave, where they need values.
+    """
+
+    units: tuple[Unit, ...]
+    parameter_bytes: Mapping[str, int] = field(repr=False)
+    num_rows: int = 0
+    computing: frozenset[str] = field(default=frozenset(), repr=False)
+    outputs: Mapping[str, ModuleOutput] = field(default_factory=dict, repr=False)
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The modules at whose entry the model can be cut."""
+        return tuple(unit.cut for unit in self.units if unit.cut is not None)
+
+    def times(
+        self, *, flops_per_s: float | None = None, bytes_per_s: float | None = None, is_training: bool = True
+    ) -> list[float]:
+        """Seconds for every unit: as measured; else, or for the speeds that are given, an estimate.
+
+        Estimated is computing or moving, whichever takes longer, and a backward pass takes twice that. The default
+        speeds give times that are right relative to each other at best.
+        """
+        if flops_per_s is None and bytes_per_s is None:
+            measured = [
+                unit.forward_s + (unit.backward_s if is_training else 0.0)
+                for unit in self.units
+                if unit.forward_s is not None and unit.backward_s is not None
+            ]
+            if len(measured) == len(self.units):
+                return measured
+        flops_per_s, bytes_per_s = flops_per_s or FLOPS_PER_S, bytes_per_s or BYTES_PER_S
+        passes = 3.0 if is_training else 1.0
+        return [passes * max(unit.flops / flops_per_s, unit.moved_bytes / bytes_per_s) for unit in self.units]
+
+    def __str__(self) -> str:
+        is_measured = all(unit.forward_s is not None for unit in self.units)
+        header = ("begins at", "parameters MB", "GFLOP", "saved MB", "input MB")
+        rows: list[tuple[str, ...]] = [(*header, "ms") if is_measured else header]
+        for unit, seconds in zip(self.units, self.times()):
+            parameter_bytes = sum(self.parameter_bytes[name] for name in unit.parameters)
+            cost = [parameter_bytes / 1e6, unit.flops / 1e9, unit.saved_bytes / 1e6, unit.input_bytes / 1e6]
+            cost += [1e3 * seconds] if is_measured else []
+            rows.append((unit.cut or "the start", *(f"{value:.3f}" for value in cost)))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+        return "\n".join(lines)
+
+
+def profile(model: nn.Module, example_inputs: ExampleInputs, *, measure: bool = False) -> ModelProfile:
+    """Look what every part of ``model`` costs for ``example_inputs``, of the size of one microbatch.
+
+    ``example_inputs``: a tensor, a sequence of the positional arguments, or a mapping of the keyword arguments; they
+    may be on the meta device, and so may the model: only shapes and dtypes are looked at. A model that looks at values
+    (``if x.sum() > 0``), or calls what cannot run without them, runs once for real instead, on copies of its buffers.
+    ``measure``: take the time of each unit too, forward and backward, with the whole model where it is.
+
+    Raises: SpecError for a model that has no hooks, or that looks at values and has none.
+    """
+    args, kwargs = as_call(example_inputs)
+    found = profile_call(model, args, kwargs)
+    if not measure:
+        return found
+    measured = measure_units(model, args, kwargs, found.cuts)
+    units = (
+        dataclasses.replace(unit, forward_s=forward_s, backward_s=backward_s)
+        for unit, (forward_s, backward_s) in zip(found.units, measured)
+    )
+    return dataclasses.replace(found, units=tuple(units))
+
+
+def profile_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
+    """As ``profile``, with the arguments apart."""
+    _require_hooks(model)
+    num_rows = count_rows((args, kwargs))
+    try:
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+            return _make_profile(record(model, args, kwargs, _fake), num_rows)
+    except RuntimeError as exc:  # it looks at values, or what it calls wants them
+        tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
+        if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
+            if not isinstance(exc, (DataDependentOutputException, DynamicOutputShapeException)):
+                raise
+            raise SpecError(
+                f"the model looks at values of tensors ({exc.func}), which none have on the meta device: "
+                "profile it with real parameters and inputs, or name the cuts"
+            ) from exc
+    with random_state_kept(device_of([*model.parameters(), *model.buffers()])):
+        recording = record(model, args, kwargs, _copy)
+    return dataclasses.replace(_make_profile(recording, num_rows), outputs=recording.entries.outputs)
+
+
+def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments that example inputs stand for. Raises: SpecError."""
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, Sequence) and not isinstance(example_inputs, str):
+        return tuple(example_inputs), {}
+    raise SpecError(
+        f"example_inputs is a {type(example_inputs).__name__}: give a tensor, a tuple of arguments, or a dict of them"
+    )
+
+
+def count_rows(tree: Any) -> int:
+    """The first dimension of the first tensor that has one: the size of a batch; 0 where there is none."""
+    return next((len(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+def _require_hooks(model: nn.Module) -> None:
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise SpecError("the model is compiled: split the one that was given to torch.compile, and compile its stages")
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise SpecError("the model has lazy parameters, without a shape: call it once, with inputs of the right shape")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SpecError(
+                f"{name or 'the model'} is TorchScript, which has no hooks to cut it at: "
+                "give the module that it was made from"
+            )
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    """All on one device: the model and its inputs need not be where they will be."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Where torch cannot run an operator without values it logs a traceback; here the error itself is dealt with."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+
+
+def _make_profile(recording: Recording, num_rows: int) -> ModelProfile:
+    for leaf in tree_leaves(recording.outputs):
+        if dataclasses.is_dataclass(leaf):
+            raise SpecError(
+                f"the model returns a {type(leaf).__name__}, and what is in it is not known: return a tuple or a dict, "
+                "or make it known with torch.utils._pytree.register_dataclass"
+            )
+    units = tuple(_make_units(recording, find_cuts(recording)))
+    return ModelProfile(units, recording.recorder.parameter_bytes, num_rows, find_replaceable(recording))
+
+
+def _make_units(recording: Recording, cuts: Sequence[Cut]) -> Iterator[Unit]:
+    recorder = recording.recorder
+    begins: list[tuple[int, str | None, int | None]] = [(0, None, None)]
+    begins += [(cut.index, cut.module, cut.number) for cut in cuts]
+    ends = [cut.index for cut in cuts] + [len(recorder.ops)]
+    modules = _modules_by_cut(recording.entries, [cut.module for cut in cuts])
+    for (begin, cut, number), end in zip(begins, ends):
+        ops = recorder.ops[begin:end]
+        used = dict.fromkeys(read for op in ops for read in op.reads if read in recorder.names)
+        look = recorder.looks[number] if number is not None else TensorLook((), torch.float32)
+        yield Unit(
+            cut,
+            flops=sum(op.flops for op in ops),
+            moved_bytes=sum(op.moved_bytes for op in ops),
+            saved_bytes=sum(op.saved_bytes for op in ops),
+            input_bytes=recorder.size_bytes[number] if number is not None else 0,
+            parameters=tuple(recorder.names[read] for read in used),
+            modules=modules[cut],
+            input_shape=look.shape,
+            input_dtype=look.dtype,
+        )
+
+
+def _modules_by_cut(entries: Entries, cuts: Sequence[str]) -> dict[str | None, tuple[str, ...]]:
+    """Every module that is entered, by the cut that comes last before; a cut's own module is behind it."""
+    found: dict[str | None, dict[str, None]] = {None: {}, **{cut: {} for cut in cuts}}
+    current: str | None = None
+    for _, name, _ in entries.entered:
+        current = name if name in found else current
+        found[current][name] = None
+    return {cut: tuple(names) for cut, names in found.items()}

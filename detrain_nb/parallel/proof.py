@@ -1,0 +1,276 @@
+"""A tensor plan is proved before it is used: one process plays all ranks, in float64, beside the whole module.
+
+Ranks are threads that run the very code that ranks of a mesh run; where these talk over the network, threads meet.
+What is compared is every output, and the gradient of every input and of every parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from .layer_flow import float_outputs
+from .tensor_layout import lay_out
+from .tensor_plan import Layout, TensorPlan
+from .tensor_ranks import cut
+
+__all__ = ["Call", "find_fault", "keep_call"]
+
+# Relative to the largest; models compute in float32 in places, whatever they are in, and are off by 1e-7 then.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+_MEETING_S = 60.0
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def keep_call(args: tuple[Any, ...], kwargs: dict[str, Any], has_gradient: Callable[[Tensor], bool]) -> Call:
+    """The arguments of a call as they are now, on the CPU; what is on the meta device is made up.
+
+    ``has_gradient``: whether what is before the call wants the gradient of a tensor.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def keep(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        kept = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().to("cpu", copy=True)
+        if not kept.is_floating_point():
+            return kept
+        if kept.numel() > 1 and bool(kept.max() == kept.min()) and bool(kept.isfinite().all()):
+            kept += torch.randn(kept.shape, generator=generator).to(kept.dtype)  # all the same would prove little
+        return kept.requires_grad_(has_gradient(leaf))
+
+    kept: Call = tree_map(keep, (args, kwargs))
+    return kept
+
+
+def find_fault(module: nn.Module, plan: TensorPlan, call: Call, *, unread: Collection[int] = ()) -> str | None:
+    """Why ``module`` is not the same over ``plan.tp`` ranks, or None: it is, for this call, with random weights.
+
+    Names in ``plan`` are those in ``module``, which is left as it is. ``unread``: outputs that nobody reads, by number.
+    What cannot run in float64 is run in float32.
+    """
+    try:
+        whole = _copy_with_random_weights(module)
+    except (RuntimeError, TypeError, NotImplementedError) as exc:
+        return f"it cannot be copied: {_short(exc)}"
+    reference, fault = _reference(whole, call, unread)
+    if reference is None:
+        return fault
+    meeting = _Meeting(plan.tp)
+    runs = [_Run(_laid_out(whole, plan, meeting, r), call, reference.dtype, unread, reference) for r in range(plan.tp)]
+    with ThreadPoolExecutor(plan.tp) as pool:
+        faults = list(pool.map(lambda rank: _fault_of_rank(runs[rank], meeting, plan, rank), range(plan.tp)))
+    found = [fault for fault in faults if fault is not None]
+    return next((fault for fault in found if fault != _LEFT_ALONE), found[0]) if found else None
+
+
+def _reference(whole: nn.Module, call: Call, unread: Collection[int]) -> tuple[_Run | None, str]:
+    """The whole module's outputs and gradients, in the first precision in which there are any; or why there are none.
+
+    Masks of the smallest float64 number are infinite to a model that computes softmax in float32.
+    """
+    fault = ""
+    for dtype in TOLERANCES:
+        try:
+            found = _Run(whole.to(dtype), call, dtype, unread).go()
+        except Exception as exc:  # noqa: BLE001 - the user's code, in another precision than it was written for
+            fault = f"it does not run on the CPU in {str(dtype).removeprefix('torch.')}: {_short(exc)}"
+            continue
+        if not found.gradients:
+            return None, "its outputs have no gradients"
+        tensors = [*found.outputs, *(each for each in found.gradients.values() if each is not None)]
+        if not any(bool(each.isnan().any()) for each in tensors):
+            return found, ""
+        fault = "its outputs, or their gradients, are not numbers"
+    return None, fault
+
+
+_LEFT_ALONE = "another rank stopped"
+
+
+def _fault_of_rank(run: _Run, meeting: _Meeting, plan: TensorPlan, rank: int) -> str | None:
+    try:
+        with torch.enable_grad():
+            run.go()
+        meeting.exchange(rank, "end", torch.zeros(()))
+        return run.compare(plan, rank)
+    except threading.BrokenBarrierError:
+        return _LEFT_ALONE
+    except Exception as exc:  # noqa: BLE001 - whatever the user's code raises on parts is why they cannot be
+        meeting.barrier.abort()
+        return _short(exc)
+
+
+def _short(error: Exception) -> str:
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line[:120]}"
+
+
+class _Run:
+    """One forward and backward pass of a module, of which outputs and gradients are kept."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Call,
+        dtype: torch.dtype,
+        unread: Collection[int],
+        reference: _Run | None = None,
+    ) -> None:
+        self.module, self.dtype, self.reference = module, dtype, reference
+        self._unread = unread
+        self.outputs: list[Tensor] = []
+        self.gradients: dict[str, Tensor | None] = {}
+        leaves, spec = tree_flatten(call)
+        self._inputs = {}
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                leaves[index] = copy.deepcopy(leaf)
+                continue
+            copied = leaf.detach().to(dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+            if leaf.requires_grad:
+                self._inputs[f"input {index}"] = copied.requires_grad_(True)
+                copied = copied.view_as(copied)  # may be written into
+            leaves[index] = copied
+        self._call: Call = torch.utils._pytree.tree_unflatten(leaves, spec)
+
+    def go(self) -> _Run:
+        args, kwargs = self._call
+        result = self.module(*args, **kwargs)
+        self.outputs = [each for index, each in enumerate(float_outputs(result)) if index not in self._unread]
+        if self.reference is not None:
+            shapes, expected = ([tuple(each.shape) for each in run.outputs] for run in (self, self.reference))
+            if shapes != expected:
+                raise ValueError(f"it gives {shapes} in the place of {expected}")
+        self._backward()
+        return self
+
+    def _backward(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(each.shape, generator=generator, dtype=each.dtype) for each in self.outputs]
+        parameters = dict(self.module.named_parameters())
+        wanted = {**self._inputs, **parameters}
+        total = sum(((w * each).sum() for w, each in zip(weights, self.outputs) if each.requires_grad), torch.zeros(()))
+        if total.requires_grad:
+            found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+            self.gradients = dict(zip(wanted, found))
+
+    def compare(self, plan: TensorPlan, rank: int) -> str | None:
+        """What is not as in the whole module."""
+        assert self.reference is not None
+        for output, expected in zip(self.outputs, self.reference.outputs):
+            if not _is_close(output, expected, self.dtype):
+                return "its output is another"
+        layouts = _layouts_by_name(plan)
+        for name, gradient in self.reference.gradients.items():
+            layout, mine = layouts.get(name), gradient
+            if gradient is not None and layout is not None:
+                mine = cut(gradient, layout.dim, rank=rank, size=plan.tp, packed=layout.packed)
+            if not _is_close(self.gradients.get(name), mine, self.dtype):
+                return f"the gradient of {name} is another"
+        return None
+
+
+def _layouts_by_name(plan: TensorPlan) -> dict[str, Layout]:
+    layouts = plan.layouts
+    return {
+        f"{name}.{own}" if name else own: layouts[first]
+        for name, module in plan.modules.items()
+        for own, first, _ in module.parameters
+        if first in layouts
+    }
+
+
+def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> bool:
+    if found is None or expected is None:
+        some = found if found is not None else expected
+        return some is None or not bool(some.any())
+    if found.shape != expected.shape:
+        return False
+    if not expected.numel():
+        return True
+    found, expected = found.detach().double(), expected.detach().double()
+    return bool((found - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max() + 1e-12)
+
+
+def _copy_with_random_weights(module: nn.Module) -> nn.Module:
+    """On the CPU, in float64, evaluating; zeros, where training may begin, would prove nothing."""
+    copied = copy.deepcopy(module)
+    copied = copied.to_empty(device="cpu") if _is_on_meta(module) else copied.to("cpu")
+    copied = copied.double().eval()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if not parameter.is_floating_point():
+                continue
+            parameter.requires_grad_(True)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.copy_(1 + 0.3 * noise)
+        if _is_on_meta(module):
+            for buffer in copied.buffers():
+                buffer.zero_() if not buffer.is_floating_point() else buffer.normal_(generator=generator)
+    return copied
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _laid_out(whole: nn.Module, plan: TensorPlan, meeting: _Meeting, rank: int) -> nn.Module:
+    def distribute(parameter: nn.Parameter, layout: Layout | None) -> nn.Parameter:
+        if layout is None:
+            return parameter
+        mine = cut(parameter.detach(), layout.dim, rank=rank, size=plan.tp, packed=layout.packed)
+        return nn.Parameter(mine.clone())
+
+    module = copy.deepcopy(whole)
+    lay_out(module, plan, _ThreadRanks(meeting, rank, plan.tp), distribute)
+    return module
+
+
+class _Meeting:
+    """Where threads bring one tensor each, and take away those of all."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=_MEETING_S)
+        self._brought: list[tuple[str, Tensor]] = [("", torch.zeros(()))] * size
+
+    def exchange(self, rank: int, what: str, tensor: Tensor) -> list[Tensor]:
+        """Raises: ValueError where the others came for something else."""
+        self._brought[rank] = what, tensor.detach()
+        self.barrier.wait()
+        brought = list(self._brought)
+        self.barrier.wait()
+        if len({(each, tuple(tensor.shape)) for each, tensor in brought}) > 1:
+            raise ValueError("its ranks do different things")
+        return [tensor for _, tensor in brought]
+
+
+class _ThreadRanks:
+    """One of the ranks of a proof."""
+
+    def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
+        self._meeting, self.rank, self.size = meeting, rank, size
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._meeting.exchange(self.rank, "sum", tensor)).sum(0)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return self._meeting.exchange(self.rank, "gather", tensor)
+
+    def local(self, parameter: nn.Parameter) -> Tensor | None:
+        return parameter
+
+    def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:
+        raise AssertionError("proofs are of whole outputs")

@@ -1,0 +1,321 @@
+"""One forward pass, written down: each operator with the tensors that it reads and makes, each module with its place.
+
+As a rule it runs on tensors without memory, and computes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+__all__ = [
+    "Entries",
+    "ModuleOutput",
+    "Op",
+    "Recorder",
+    "Recording",
+    "TensorLook",
+    "TensorMemo",
+    "attributes_kept",
+    "device_of",
+    "first_float_tensor",
+    "modules_around",
+    "random_state_kept",
+    "record",
+    "tensors_in",
+]
+
+
+class TensorMemo:
+    """A function of tensors that gives the same one for the same one, and leaves everything else as it is."""
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        self._make = make
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # the original too, so that its id stays its own
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in self._made:
+            self._made[id(value)] = value, self._make(value)
+        return self._made[id(value)][1]
+
+
+@dataclass(frozen=True)
+class Recording:
+    recorder: Recorder
+    entries: Entries
+    outputs: Any
+
+
+def record(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], copy: Callable[[Tensor], Tensor]
+) -> Recording:
+    """Run ``model`` on what ``copy`` makes of its tensors, and of its inputs'; the model stays as it is."""
+    made = TensorMemo(copy)
+    parameters, buffers = tensors_in(model, "_parameters", made), tensors_in(model, "_buffers", made)
+    args, kwargs = tree_map(made, args), tree_map(made, kwargs)
+    recorder = Recorder(parameters)
+    entries = Entries(model, recorder)
+    with (
+        attributes_kept(model),
+        entries.watched(),
+        torch.enable_grad(),
+        saved_tensors_hooks(recorder.save, _unpack),
+        recorder,
+    ):
+        outputs = torch.func.functional_call(model, {**parameters, **buffers}, args, kwargs, tie_weights=False)
+    return Recording(recorder, entries, outputs)
+
+
+def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Draw what is drawn inside again afterwards, on the CPU and on ``device``."""
+    if device.type in ("cpu", "meta"):
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
+
+
+def device_of(tree: Any) -> torch.device:
+    """Of the first tensor; the CPU where there is none."""
+    return next((leaf.device for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Give every module its own attributes back, that a forward writes: a cache would keep tensors without memory."""
+    modules = list(model.modules())
+    before = [dict(module.__dict__) for module in modules]
+    containers = {id(value): value for each in before for value in each.values() if type(value) in (list, dict, set)}
+    contents = [(value, value.copy()) for value in containers.values()]
+    try:
+        yield
+    finally:
+        for module, attributes in zip(modules, before):
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for value, was in contents:
+            value.clear()
+            value.extend(was) if isinstance(value, list) else value.update(was)
+
+
+def tensors_in(model: nn.Module, kind: str, made: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """What ``made`` makes of a kind of tensors; each place in a module once, however many names the module has."""
+    return {
+        f"{name}.{key}" if name else key: made(tensor)
+        for name, module in model.named_modules()
+        for key, tensor in getattr(module, kind).items()
+        if tensor is not None
+    }
+
+
+def first_float_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The argument of a module that is taken for what was computed so far, as masks and positions are not."""
+    values = (*args, *kwargs.values())
+    return next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
+
+
+def modules_around(name: str) -> list[str]:
+    """The names of the modules that a module is part of, from the model itself on."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts))]
+
+
+@dataclass(frozen=True)
+class TensorLook:
+    """What is known of a tensor beside its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ModuleOutput:
+    """What a module gave for its first float argument, of ``argument_shape``: a tree of `TensorLook`."""
+
+    argument_shape: tuple[int, ...]
+    tree: Any
+
+    def scaled_to(self, argument: Tensor) -> Any:
+        """The same, on the meta device, for another argument: sizes that are the argument's follow it, as do rows."""
+        return tree_map(lambda leaf: self._scale(leaf, argument) if isinstance(leaf, TensorLook) else leaf, self.tree)
+
+    def _scale(self, look: TensorLook, argument: Tensor) -> Tensor:
+        shape = list(look.shape)
+        for place, (was, now) in enumerate(zip(self.argument_shape, argument.shape)):
+            if place < len(shape) and shape[place] == was:
+                shape[place] = now
+            elif place == 0 and shape and was and shape[0] * now % was == 0:
+                shape[0] = shape[0] * now // was
+        return torch.empty(shape, dtype=look.dtype, device="meta")
+
+
+@dataclass
+class Op:
+    """One operator call: the tensors, by number, that it read and made, or wrote into."""
+
+    reads: list[int]
+    makes: list[int]
+    flops: float
+    moved_bytes: int
+    inside: tuple[str, ...]  # the modules whose code runs, from the outermost
+    is_look: bool  # the code asks for a value that was computed
+    saved_bytes: int = 0
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operator that runs, and what autograd keeps."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Op] = []
+        self.size_bytes: list[int] = []
+        self.looks: list[TensorLook] = []
+        self.is_computed: list[bool] = []  # it depends on a parameter, or is one
+        self.names: dict[int, str] = {}  # of parameters, by number
+        self.inside: tuple[str, ...] = ()  # the modules whose code runs, from the outermost
+        self.made_in: dict[int, int] = {}  # in which checkpoint a tensor was made, by number
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # so that no other tensor gets the id of one that has gone
+        self._on_storage: dict[int, list[int]] = {}  # the tensors, by number, that are on one storage
+        self._saved: set[int] = set()  # storages
+        for name, tensor in parameters.items():
+            number = self.number(tensor)
+            if number not in self.names:
+                self.names[number] = name
+                self.is_computed[number] = True
+                self._saved.add(_storage_of(tensor))
+        self.parameter_bytes = {name: self.size_bytes[number] for number, name in self.names.items()}
+
+    def number(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self._kept)
+            self._on_storage.setdefault(_storage_of(tensor), []).append(len(self._kept))
+            self._kept.append(tensor)
+            self.size_bytes.append(tensor.numel() * tensor.element_size())
+            self.looks.append(_look_at(tensor))
+            self.is_computed.append(False)
+        return self._numbers[id(tensor)]
+
+    def save(self, tensor: Tensor) -> None:
+        """Called by autograd for what it keeps; several tensors on one storage are kept once."""
+        storage = _storage_of(tensor)
+        if storage not in self._saved and self.ops:
+            self._saved.add(storage)
+            self.ops[-1].saved_bytes += tensor.untyped_storage().nbytes()
+
+    def checkpoint(self) -> int:
+        """Which torch.utils.checkpoint the code is in, that will run again in the backward pass; 0 for none."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return id(hooks[0]) if hooks is not None and hooks[0] != self.save else 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        result = func(*args, **kwargs)
+        reads = [self.number(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        makes = [self.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        moves = makes and not func.is_view  # else it asks for a device, or gives another view
+        moved_bytes = sum(self.size_bytes[number] for number in {*reads, *makes}) if moves else 0
+        makes += self._written(func, args, kwargs)
+        is_from_computed = any(self.is_computed[number] for number in reads)
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags  # another stage would draw something else
+        for number in makes:
+            self.made_in.setdefault(number, self.checkpoint())
+            self.is_computed[number] |= is_drawn or is_from_computed
+        is_look = torch.Tag.data_dependent_output in func.tags and is_from_computed
+        flops = _count_flops(func, args, kwargs, result)
+        self.ops.append(Op(reads, makes, flops, moved_bytes, self.inside, is_look))
+        return result
+
+    def _written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
+        """What an operator in place writes into: its tensor, and all others that are on its memory."""
+        if not func._schema.is_mutable:
+            return []
+        given = [*zip(func._schema.arguments, args)]
+        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+        written = tree_leaves([value for argument, value in given if argument.is_write])
+        storages = dict.fromkeys(_storage_of(leaf) for leaf in written if isinstance(leaf, Tensor))
+        return [number for storage in storages for number in self._on_storage[storage]]
+
+
+def _unpack(packed: None) -> Tensor:
+    raise AssertionError("there is no backward pass")
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    packet = func._overloadpacket
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch counts only those of GPUs
+        (batch, heads, queries, width), keys, values = args[0].shape, args[1].shape[2], args[2].shape[3]
+        return float(2 * batch * heads * queries * keys * (width + values))
+    count = flop_registry.get(packet)
+    return float(count(*args, **kwargs, out_val=result)) if count else 0.0
+
+
+class Entries:
+    """When each module is entered and left, counted in operators."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self._model = model
+        self._recorder = recorder
+        self.entered: list[tuple[int, str, int | None]] = []  # the operator that comes next, the module, its argument
+        self.checkpointed_with: set[str] = set()  # with what they are given: no place to go on from
+        self.left: dict[str, int] = {}
+        self.given: dict[str, list[int]] = {}  # tensors that it returned, by number
+        self.outputs: dict[str, ModuleOutput] = {}  # of modules that give tensors alone
+        self.calls: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        handles = []
+        try:
+            for name, module in self._model.named_modules():
+                handles.append(module.register_forward_pre_hook(self._on_entry(name), with_kwargs=True))
+                handles.append(module.register_forward_hook(self._on_exit(name), with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _on_entry(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.calls[name] = self.calls.get(name, 0) + 1
+            self._recorder.inside = (*self._recorder.inside, name)
+            argument = first_float_tensor(args, kwargs)
+            number = None if argument is None else self._recorder.number(argument)
+            self.entered.append((len(self._recorder.ops), name, number))
+            around = self._recorder.checkpoint()
+            if around and number is not None and self._recorder.made_in.get(number) == around:
+                self.checkpointed_with.add(name)
+
+        return note
+
+    def _on_exit(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self._recorder.inside = self._recorder.inside[:-1]
+            self.left[name] = len(self._recorder.ops)
+            leaves = tree_leaves(output)
+            given = (self._recorder.number(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+            self.given.setdefault(name, []).extend(given)
+            argument = first_float_tensor(args, kwargs)
+            if argument is not None and all(isinstance(leaf, (Tensor, type(None))) for leaf in leaves):
+                self.outputs[name] = ModuleOutput(tuple(argument.shape), tree_map(_look_at, output))
+
+        return note
+
+
+def _look_at(leaf: Any) -> Any:
+    return TensorLook(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,58 @@
+"""Sequence parallel: between the layers of a tensor plan each rank has its part of the sequence, norms included."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from ..errors import SpecError
+from .proof import Call, find_fault
+from .tensor_plan import Pair, SequenceParts, TensorPlan, is_inside
+
+__all__ = ["with_sequence_parts"]
+
+_SEQUENCE_DIM = 1  # behind that of the batch
+
+
+def with_sequence_parts(
+    plan: TensorPlan, model: nn.Module, call: Call, *, entered: Sequence[str], parent_of: Callable[[Pair], str]
+) -> TensorPlan:
+    """``plan``, with the sequence, dimension 1, cut from the first of the repeated blocks to the end of the last.
+
+    ``entered``: the modules as they run; ``parent_of``: the module in which a pair is. The whole model is proved.
+    Raises: SpecError where it cannot be.
+    """
+    blocks = _repeated_blocks(plan, entered)
+    if not blocks:
+        raise SpecError(
+            "sequence_parallel needs layers that are cut, in blocks that repeat: none were found; leave it out"
+        )
+    for name in [name for name in plan.alone if is_inside(name, blocks)]:
+        plan.replicate(name).reasons[name] = "its input is a part of the sequence"
+    owners = Counter(
+        parent_of(replace(pair, row=pair.columns[0])) for pair in plan.pairs if is_inside(pair.row, blocks)
+    )
+    gathering = tuple(name for name, count in owners.items() if count == 1 and name not in blocks)
+    cut = {name for pair in plan.pairs for name in pair.names}
+    summed = tuple(
+        name for name in plan.modules if name not in cut and is_inside(name, blocks) and not is_inside(name, gathering)
+    )
+    found = replace(plan, sequence=SequenceParts(tuple(blocks), _SEQUENCE_DIM, gathering, summed))
+    fault = find_fault(model, replace(found, shard_head=None), call)
+    if fault is not None:
+        raise SpecError(f"the sequence cannot be cut between layers: not proved: {fault}; leave out sequence_parallel")
+    return found
+
+
+def _repeated_blocks(plan: TensorPlan, entered: Sequence[str]) -> list[str]:
+    """The members, in the order in which they run, of the list that has most of the pairs in it."""
+    lists = Counter(found.group(1) for pair in plan.pairs if (found := re.match(r"(.*?)(?:^|\.)\d+\.", pair.row)))
+    if not lists:
+        return []
+    ((prefix, _),) = lists.most_common(1)
+    pattern = re.compile(re.escape(f"{prefix}." if prefix else "") + r"\d+")
+    return [name for name in dict.fromkeys(entered) if pattern.fullmatch(name)]

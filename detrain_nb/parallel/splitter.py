@@ -1,0 +1,165 @@
+"""Where a model is cut, and what each stage has of it; stage.py makes the stages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..errors import SpecError
+from .partitioner import Partition, StageNode, partition
+from .profiler import ExampleInputs, ModelProfile, profile
+from .recording import modules_around
+from .stage import build_stage
+
+__all__ = ["Split", "split"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model, cut into stages; ``stage(i)`` makes one of them, on the rank that needs it.
+
+    ``cuts`` are the modules at whose entry the second and each further stage begins. ``shared`` has the parameters that
+    more than one stage uses (tied ones), by first name: their gradients have to be added up over those stages.
+    """
+
+    model: nn.Module = field(repr=False)
+    profile: ModelProfile = field(repr=False)
+    bounds: tuple[int, ...]
+    partition: Partition | None = field(default=None, repr=False)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        return tuple(str(self.profile.units[bound].cut) for bound in self.bounds[1:-1])
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        users: dict[str, list[int]] = {}
+        for stage in range(self.num_stages):
+            for name in self._used(stage):
+                users.setdefault(name, []).append(stage)
+        return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
+
+    def aliases(self, name: str) -> list[str]:
+        """All names that a parameter has in the model, of which ``name`` is the first."""
+        every = dict(self.model.named_parameters(remove_duplicate=False))
+        return [other for other, parameter in every.items() if parameter is every[name]]
+
+    def stage(self, index: int) -> nn.Module:
+        """Make a stage: a module of the model's own class that holds the tensors of its part alone.
+
+        The first is called as the model is. Every other gets the tensor from the stage before it first, and then what
+        the model is called with: masks and positions are needed everywhere. What it returns is the tensor for the next
+        stage, or, of the last one, what the model returns. Raises: SpecError.
+        """
+        if not 0 <= index < self.num_stages:
+            raise SpecError(f"stage {index}: there are {self.num_stages}, from 0 on")
+        units = self.profile.units
+        cuts = [None, *self.cuts, None]
+        runs = {name for unit in units[self.bounds[index] : self.bounds[index + 1]] for name in unit.modules}
+        ends = filter(None, cuts[index : index + 2])
+        on_the_way = {outer for name in (*runs, *ends) for outer in (*modules_around(name), name)}
+        return build_stage(
+            self.model,
+            cut_in=cuts[index],
+            cut_out=cuts[index + 1],
+            replaceable=self.profile.computing,
+            runs=runs | on_the_way,
+            holds=self._names_in(index, runs | on_the_way),
+            outputs=self.profile.outputs,
+        )
+
+    def _used(self, stage: int) -> dict[str, None]:
+        units = self.profile.units[self.bounds[stage] : self.bounds[stage + 1]]
+        return dict.fromkeys(name for unit in units for name in unit.parameters)
+
+    def _names_in(self, stage: int, runs: set[str]) -> set[str]:
+        """The names of a stage's parameters.
+
+        Of a tied one those count that a module which runs has; else somebody reads it from outside, by any of them.
+        """
+        used = set(self._used(stage)) | self._unused_of(stage)
+        names_of: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names_of.setdefault(id(parameter), []).append(name)
+        held: set[str] = set()
+        for names in names_of.values():
+            if names[0] in used:
+                held.update([name for name in names if name.rpartition(".")[0] in runs] or names)
+        return held
+
+    def _unused_of(self, stage: int) -> set[str]:
+        """Parameters that the example did not need, of modules that this stage enters; the first has what is left."""
+        units = self.profile.units
+        stage_of = {
+            module: index
+            for index in reversed(range(self.num_stages))
+            for unit in units[self.bounds[index] : self.bounds[index + 1]]
+            for module in unit.modules
+        }
+        unused = self.profile.parameter_bytes.keys() - {name for unit in units for name in unit.parameters}
+
+        def stage_with(name: str) -> int:
+            return next((stage_of[module] for module in reversed(modules_around(name)) if module in stage_of), 0)
+
+        return {name for name in unused if stage_with(name) == stage}
+
+    def __str__(self) -> str:
+        if self.partition is not None:
+            return str(self.partition)
+        begins = ["the start", *self.cuts]
+        return "\n".join(f"stage {index} begins at {begin}" for index, begin in enumerate(begins))
+
+
+def split(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    stages: int | None = None,
+    *,
+    at: Sequence[str] | None = None,
+    nodes: Sequence[StageNode] | None = None,
+    profile_of_model: ModelProfile | None = None,
+) -> Split:
+    """Cut ``model`` into ``stages``, where that is best for their times; or ``at`` the entry of the modules named.
+
+    ``example_inputs``: of one microbatch, as ``profile`` has them. ``nodes``: what runs each stage, as ``partition``
+    has them. The model may be on the meta device. Raises: SpecError, which says where the model can be cut.
+    """
+    found = profile_of_model or profile(model, example_inputs)
+    if at is not None:
+        if stages is not None and stages != len(at) + 1:
+            raise SpecError(f"{stages} stages and {len(at)} cuts: {len(at)} cuts make {len(at) + 1} stages")
+        return Split(model, found, _bounds_at(model, found, at))
+    if stages is None and nodes is None:
+        raise SpecError("neither stages, nor cuts (at), nor nodes: give one of them")
+    if stages is not None and nodes is not None and stages != len(nodes):
+        raise SpecError(f"{stages} stages and {len(nodes)} nodes: give one node for each stage")
+    best = partition(found, nodes if nodes is not None else stages or 0)
+    return Split(model, found, best.bounds, best)
+
+
+def _bounds_at(model: nn.Module, found: ModelProfile, at: Sequence[str]) -> tuple[int, ...]:
+    index_of = {unit.cut: index for index, unit in enumerate(found.units)}
+    modules = [name for name, _ in model.named_modules() if name]
+    for name in at:
+        if name not in modules:
+            near = difflib.get_close_matches(name, found.cuts or modules, n=1, cutoff=0.3)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise SpecError(f"{name!r} is no module of the model{hint}")
+        if name not in index_of:
+            cuts = ", ".join(found.cuts) or "nowhere"
+            raise SpecError(
+                f"the model cannot be cut at {name!r}: more than its argument is alive there, it runs more than once, "
+                f"or a module around it is entered at the same place. It can be cut at: {cuts}"
+            )
+    bounds = [index_of[name] for name in at]
+    if bounds != sorted(set(bounds)):
+        ordered = sorted(set(at), key=lambda name: index_of[name])
+        raise SpecError(f"the cuts are not in the order in which they run, each once: {', '.join(ordered)}")
+    return (0, *bounds, len(found.units))

@@ -1,0 +1,159 @@
+"""A stage of a model: the user's own forward, without what belongs to the other stages.
+
+A module of another stage is replaced by a `Stub`: it has no parameters, and gives zeros of the right shape. A stage
+that does not begin the model runs the forward on those until it comes to its first module, whose argument is replaced
+by what it received; one that does not end the model stops at the first module of the next. Names of parameters stay
+those of the whole model. The user's model is left as it is; a stage shares its tensors with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import SpecError
+from .recording import ModuleOutput, first_float_tensor, modules_around
+from .stubs import End, Reached, StageState, Stub, ghost_of, shallow_copy
+
+__all__ = ["build_stage"]
+
+
+class _StageForward(nn.Module):
+    """What a stage's class has before the user's own."""
+
+    _state: StageState
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state, received = self._state, None
+        if state.cut_in is not None:
+            received, *rest = args
+            args = tuple(rest)
+        try:
+            result = self._run(received, args, kwargs)
+        except RuntimeError as exc:
+            if state.is_careful or not any(words in str(exc) for words in _OF_WRITING):
+                raise
+            state.is_careful = True
+            result = self._run(received, args, kwargs)
+        return _own(result) if isinstance(result, Tensor) else result
+
+    def _run(self, received: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = self._state
+        if received is not None:
+            received = _MadeContiguous.apply(received)  # type: ignore[no-untyped-call]
+            state.received = received.clone() if state.is_careful else received
+        place = next((leaf for leaf in tree_leaves((received, args, kwargs)) if isinstance(leaf, Tensor)), None)
+        state.move(state.device if place is None else place.device)
+        state.is_taken = received is None
+        try:
+            result = super().forward(*args, **kwargs)
+            state.require_taken()
+            if state.cut_out is not None:
+                raise SpecError(f"the model returned, and never came to {state.cut_out!r}, where its next stage begins")
+            return result
+        except Reached as reached:
+            state.require_taken()
+            return reached.tensor
+        finally:
+            state.received = None
+
+
+# What torch says of zeros without memory, and of an input, that are written into.
+_OF_WRITING = ("single memory location", "modified inplace", "in-place operation")
+
+
+class _MadeContiguous(torch.autograd.Function):
+    """A boundary's tensor, and its gradient, are sent as they lie in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.contiguous() if not tensor.is_contiguous() else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Contiguous, and no view: zero-bubble schedules detach it in place."""
+    is_plain = tensor.is_contiguous() and not tensor._is_view()
+    return tensor if is_plain else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def build_stage(
+    model: nn.Module,
+    *,
+    cut_in: str | None,
+    cut_out: str | None,
+    replaceable: frozenset[str],
+    runs: set[str],
+    holds: set[str],
+    outputs: Mapping[str, ModuleOutput],
+) -> nn.Module:
+    """``replaceable``: modules that zeros can stand for; ``runs``: those that are in this stage, and what is around.
+
+    ``holds`` are the parameters that it has, ``outputs`` what modules gave in the example, where that is needed.
+    """
+    needed = runs | {outer for name in holds for outer in modules_around(name)}
+    copies: dict[int, nn.Module] = {}
+    state = StageState(cut_in=cut_in, cut_out=cut_out, replaceable=replaceable, outputs=outputs)
+
+    def build(name: str, module: nn.Module) -> nn.Module:
+        if id(module) in copies:
+            return copies[id(module)]
+        if name and name == cut_out:
+            made: nn.Module = End(name, ghost_of(module), state)
+        elif name in replaceable and name not in needed:
+            made = Stub(name, ghost_of(module), state)
+        else:
+            made = shallow_copy(module)
+            for key, child in module._modules.items():
+                if child is not None:
+                    made._modules[key] = build(f"{name}.{key}" if name else key, child)
+            for key, parameter in module._parameters.items():
+                if parameter is not None and (f"{name}.{key}" if name else key) not in holds:
+                    state.leave_out(made, "_parameters", key)
+        copies[id(module)] = made
+        return made
+
+    stage = build("", model)
+    stage.__class__ = _stage_class(type(model))
+    stage.__dict__["_state"] = state
+    if cut_in is not None:
+        stage.get_submodule(cut_in).register_forward_pre_hook(_Inject(state), with_kwargs=True, prepend=True)
+    return stage
+
+
+class _Inject:
+    """Gives a stage's first module what was received, in the place of what was computed on zeros."""
+
+    def __init__(self, state: StageState) -> None:
+        self._state = state
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        replaced = first_float_tensor(args, kwargs)
+        assert replaced is not None
+        received = self._state.received
+        if received is None:  # a checkpoint runs it again, in the backward pass, with the same argument
+            received = replaced._detrain_nb_received  # type: ignore[attr-defined]
+        replaced._detrain_nb_received = received  # type: ignore[attr-defined]
+        self._state.is_taken = True
+        return (
+            tuple(received if value is replaced else value for value in args),
+            {name: received if value is replaced else value for name, value in kwargs.items()},
+        )
+
+
+_STAGE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _stage_class(base: type[nn.Module]) -> type[nn.Module]:
+    if base not in _STAGE_CLASSES:
+        _STAGE_CLASSES[base] = type(f"{base.__name__}Stage", (_StageForward, base), {})
+    return _STAGE_CLASSES[base]

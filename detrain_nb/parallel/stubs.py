@@ -1,0 +1,223 @@
+"""What stands, in a stage, for the modules of other stages: zeros of the right shapes, that cost nothing.
+
+What a stub gives is never looked at by what counts; it has to have the right shape for the user's code in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from ..errors import SpecError
+from .recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
+
+__all__ = ["End", "Reached", "StageState", "Stub", "ghost_of", "shallow_copy", "zeros_without_memory"]
+
+
+class Reached(BaseException):
+    """The forward has come to the next stage's first module; no ``except Exception`` on the way keeps it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+
+class StageState:
+    """What the parts of a stage share while it runs.
+
+    ``is_careful``: the forward writes into what it is given, so that zeros have memory of their own, and what is
+    received is copied. ``replaceable``: the modules that zeros can stand for. ``outputs``: what modules gave in the
+    example, where they could not be asked without values.
+    """
+
+    def __init__(
+        self,
+        *,
+        cut_in: str | None,
+        cut_out: str | None,
+        replaceable: frozenset[str],
+        outputs: Mapping[str, ModuleOutput],
+    ) -> None:
+        self.cut_in, self.cut_out = cut_in, cut_out
+        self.replaceable, self.outputs = replaceable, dict(outputs)
+        self.is_careful = False
+        self.device = torch.device("cpu")
+        self.received: Tensor | None = None
+        self.is_taken = False
+        self._left_out: list[tuple[nn.Module, str]] = []  # tensors of other stages, as zeros
+
+    def leave_out(self, module: nn.Module, kind: str, key: str) -> None:
+        """Put zeros without memory in the place of a tensor: code that runs before the cut may read it."""
+        tensor = getattr(module, kind).pop(key)
+        module.__dict__[key] = zeros_without_memory(tensor, self.device)
+        self._left_out.append((module, key))
+
+    def move(self, device: torch.device) -> None:
+        """Have what stands for others where the inputs are."""
+        if device != self.device:
+            self.device = device
+            for module, key in self._left_out:
+                module.__dict__[key] = zeros_without_memory(module.__dict__[key], device)
+
+    def require_taken(self) -> None:
+        """Raises: SpecError."""
+        if not self.is_taken:
+            raise SpecError(
+                f"what was received has gone nowhere: {self.cut_in!r} was not called by the name that it has in the "
+                "model; modules kept in lists, or methods kept as attributes, lead around it"
+            )
+
+
+class Stub(nn.Module):
+    """Stands for the module ``name`` of another stage.
+
+    ``ghost`` is that module with its tensors on the meta device: it knows the shapes, and answers for attributes.
+    """
+
+    def __init__(self, name: str, ghost: nn.Module, state: StageState) -> None:
+        super().__init__()
+        self.__dict__.update(_name=name, _ghost=ghost, _state=state, _known={}, _unfolded=None)
+        self.training = ghost.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        key = (self.training, *_look_of((args, kwargs)))
+        if key not in self._known:
+            self._known[key] = self._ask(args, kwargs)
+        known, device = self._known[key]
+        if isinstance(known, Tensor):  # as a rule; tree_map takes its time
+            return self._zeros(known, device)
+        return tree_map(lambda leaf: self._zeros(leaf, device) if isinstance(leaf, Tensor) else leaf, known)
+
+    def _zeros(self, like: Tensor, device: torch.device) -> Tensor:
+        if self._state.is_careful:
+            return torch.zeros(like.shape, dtype=like.dtype, device=device)
+        return zeros_without_memory(like, device)
+
+    def _ask(self, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
+        """What the module would give, on the meta device, and the device that it would be on."""
+        has_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+        device = device_of((args, kwargs)) if has_tensor else self._state.device
+        on_meta, kwargs_on_meta = tree_map(TensorMemo(_on_meta), (args, kwargs))
+        self._ghost.train(self.training)
+        try:
+            with torch.no_grad():
+                known = self._ghost(*on_meta, **kwargs_on_meta)
+        except RuntimeError as exc:  # it looks at values, as a mixture of experts does, or wants them
+            known = self._answer_without_meta(args, kwargs, exc)
+        return known, device
+
+    def _answer_without_meta(self, args: Any, kwargs: Any, why: RuntimeError) -> Any:
+        """As it was in the example; or of its own code, that runs on zeros; or else what it gets."""
+        argument = first_float_tensor(args, kwargs)
+        example = self._state.outputs.get(self._name)
+        if argument is not None and example is not None:
+            return example.scaled_to(argument)
+        try:
+            if self._unfolded is None:
+                self.__dict__["_unfolded"] = unfold(self._name, self._ghost, self._state)
+            with torch.no_grad():
+                return tree_map(TensorMemo(_on_meta), self._unfolded.train(self.training)(*args, **kwargs))
+        except (RuntimeError, ValueError, LookupError, ArithmeticError) as exc:
+            if argument is None:
+                raise SpecError(
+                    f"zeros cannot stand for {self._name!r}, that is on another stage: its code looks at values, and "
+                    f"fails on zeros ({exc}): cut behind it, or have it look inside of a module of its own"
+                ) from why
+            return _on_meta(argument)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = getattr(self.__dict__["_ghost"], name)
+        if isinstance(found, Tensor):
+            return zeros_without_memory(found, self._state.device)
+        if isinstance(found, nn.Module):
+            return Stub(f"{self.__dict__['_name']}.{name}", found, self._state)
+        return found
+
+
+class End(Stub):
+    """Stands where the next stage begins."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensor = first_float_tensor(args, kwargs)
+        assert tensor is not None  # the profile says that there is one
+        raise Reached(tensor)
+
+
+def unfold(name: str, ghost: nn.Module, state: StageState) -> nn.Module:
+    """A module whose own code runs, on zeros for all tensors that it has; stubs stand for the modules in it."""
+    made = shallow_copy(ghost)
+    for kind in ("_parameters", "_buffers"):
+        for key, tensor in list(getattr(made, kind).items()):
+            if tensor is not None:
+                state.leave_out(made, kind, key)
+    for key, child in ghost._modules.items():
+        path = f"{name}.{key}" if name else key
+        if child is not None:
+            inner = Stub(path, child, state) if path in state.replaceable else unfold(path, child, state)
+            made._modules[key] = inner
+    return made
+
+
+def _look_of(tree: Any) -> tuple[Any, ...]:
+    """What of arguments decides about shapes, to be looked up by."""
+    leaves, spec = tree_flatten(tree)
+    return repr(spec), *(_look_of_leaf(leaf) for leaf in leaves)
+
+
+def _look_of_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    is_plain = isinstance(leaf, (int, float, str, type(None), torch.dtype, torch.device))
+    return (type(leaf), leaf) if is_plain else type(leaf)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def zeros_without_memory(like: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Another module with the same tensors and children, whose dictionaries are its own."""
+    copied: nn.Module = module.__class__.__new__(module.__class__)
+    copied.__dict__.update(
+        {
+            key: value.copy() if key.startswith("_") and isinstance(value, (dict, set)) else value
+            for key, value in module.__dict__.items()
+        }
+    )
+    return copied
+
+
+_OPEN = (list, dict, set)  # a ghost's code may write into those of a module, and they are the user's
+
+
+def ghost_of(module: nn.Module) -> nn.Module:
+    """A copy of a module, and of all in it, whose tensors are on the meta device; what is shared stays shared."""
+    copies: dict[int, nn.Module] = {}
+    to_meta = TensorMemo(_as_ghost)
+
+    def copy(inner: nn.Module) -> nn.Module:
+        if id(inner) not in copies:
+            ghost = copies[id(inner)] = shallow_copy(inner)
+            ghost.__dict__.update({key: value.copy() for key, value in ghost.__dict__.items() if type(value) in _OPEN})
+            ghost._modules.update({key: child and copy(child) for key, child in inner._modules.items()})
+            for tensors in (ghost._parameters, ghost._buffers):
+                tensors.update({key: to_meta(tensor) for key, tensor in tensors.items()})
+        return copies[id(inner)]
+
+    return copy(module)
+
+
+def _as_ghost(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made

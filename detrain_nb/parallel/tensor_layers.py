@@ -1,0 +1,200 @@
+"""What the modules of a model do when each of several ranks has a part of them.
+
+A module gets a class that derives from its own: its forward is the user's, on this rank's part of the parameters, with
+what has to be said between ranks before and behind it. While the model runs, ``module.weight`` is what this rank
+computes with: its part inside of the layer that was cut, the whole for everybody else. At other times it is the
+parameter itself, as are ``parameters()`` and ``state_dict()`` always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .tensor_plan import Layout
+from .tensor_ranks import TensorRanks, add_up, add_up_gradients, bounds, put_together
+
+__all__ = ["Region", "Share", "change_class"]
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Region:
+    """Whether any module of the model is running; and the random numbers of a training step, equal on all ranks."""
+
+    def __init__(self, seed: int | None) -> None:
+        self.depth = 0
+        self._seed, self._count = seed, 0
+
+    @contextlib.contextmanager
+    def entered(self, module: nn.Module) -> Iterator[None]:
+        is_outermost = self.depth == 0 and module.training and torch._C._current_graph_task_id() == -1
+        with self._seeded(module) if is_outermost else contextlib.nullcontext():
+            self.depth += 1
+            try:
+                yield
+            finally:
+                self.depth -= 1
+
+    @contextlib.contextmanager
+    def _seeded(self, module: nn.Module) -> Iterator[None]:
+        """Numbers of its own for each call; those of the user go on behind it as if nothing had been drawn.
+
+        What a checkpoint runs again in the backward pass gets the numbers that it had from the checkpoint itself.
+        """
+        if self._seed is None:
+            yield
+            return
+        self._count += 1
+        device = next((p.device for p in module.parameters() if p.device.type == "cuda"), None)
+        with torch.random.fork_rng([] if device is None else [device]):
+            seed = (self._seed + self._count * 0x9E3779B97F4A7C15) % 2**63
+            torch.default_generator.manual_seed(seed)
+            if device is not None:
+                torch.cuda.manual_seed(seed)
+            yield
+
+
+@dataclass
+class Share:
+    """What a module knows of its part. ``before`` and ``after``: what is done to its input and to its output.
+
+    ``layouts`` are of the parameters that it uses in part, ``cuts`` of all that are cut, with their whole size.
+    """
+
+    ranks: TensorRanks
+    region: Region
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    cuts: dict[str, tuple[Layout, int]] = field(default_factory=dict)
+    before: list[Change] = field(default_factory=list)
+    after: list[Change] = field(default_factory=list)
+    is_every_input: bool = False  # whether ``before`` is of all float inputs, not of the first alone
+    is_summed: bool = False
+    is_row: bool = False
+    num_rows: int = 0
+    running: int = 0
+
+    def see(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """What the code of the model gets for a parameter while it runs."""
+        local = self.ranks.local(parameter)
+        if local is None:
+            return parameter
+        if name in self.cuts:
+            layout, total = self.cuts[name]
+            if not (self.running and name in self.layouts):
+                return put_together(local, self.ranks, dim=layout.dim, total=total, packed=layout.packed)
+            return local
+        if self.is_row and self.running and name == "bias":
+            return torch.zeros_like(local)  # it is added once, behind the sum
+        return add_up_gradients(local, self.ranks) if self.is_summed else local
+
+
+class _Part(nn.Module):
+    """What the class of every module of the model has before the user's own."""
+
+    _share: Share
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._share.region.entered(self):
+            return super().__call__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, nn.Parameter):
+            share: Share = self.__dict__["_share"]
+            if share.region.depth:
+                return share.see(name, value)
+        return value
+
+
+class _ChangedPart(_Part):
+    """With something said between ranks, before its forward or behind it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        share = self._share
+        if share.before:
+            args, kwargs = _change_floats((args, kwargs), share.before, is_first_only=not share.is_every_input)
+        share.running += 1
+        try:
+            result = super().forward(*args, **kwargs)
+        finally:
+            share.running -= 1
+        return _change_floats(result, share.after, is_first_only=True) if share.after else result
+
+
+class _RowPart(_ChangedPart):
+    """Its outputs are added up over the ranks; then comes its bias."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().forward(*args, **kwargs)
+        bias = self.bias
+        return result if bias is None else result + bias.to(result.dtype)
+
+
+class _VocabularyPart(_Part):
+    """Has the rows of some tokens; the others' come from the other ranks."""
+
+    padding_idx: int | None
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        share = self._share
+        begin, end = bounds(share.num_rows, rank=share.ranks.rank, size=share.ranks.size)
+        is_here = (tokens >= begin) & (tokens < end)
+        padding, share.running = self.padding_idx, share.running + 1
+        if padding is not None:
+            self.padding_idx = padding - begin if begin <= padding < end else None
+        try:
+            rows = super().forward(torch.where(is_here, tokens - begin, 0), *args, **kwargs)
+        finally:
+            self.padding_idx, share.running = padding, share.running - 1
+        return add_up(rows.masked_fill(~is_here.unsqueeze(-1), 0), share.ranks)
+
+
+class _RecurrentPart(_Part):
+    """torch's recurrent layers keep their parameters in a list too."""
+
+    @property
+    def _flat_weights(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.__dict__["_flat_weights_names"]]
+
+    @_flat_weights.setter
+    def _flat_weights(self, _: list[Tensor]) -> None: ...
+
+
+def _change_floats(tree: Any, changes: list[Change], *, is_first_only: bool) -> Any:
+    """With float tensors changed; the first is what was computed so far, as masks and positions are not."""
+    leaves, spec = tree_flatten(tree)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            for change in changes:
+                leaf = change(leaf)
+            leaves[index] = leaf
+            if is_first_only:
+                break
+    return tree_unflatten(leaves, spec)
+
+
+_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+
+
+def change_class(module: nn.Module, share: Share) -> None:
+    base = type(module)
+    kind: type[nn.Module] = _Part
+    if isinstance(module, nn.RNNBase):
+        kind = _RecurrentPart
+        module.__dict__.pop("_flat_weights", None)
+    elif share.num_rows:
+        kind = _VocabularyPart
+    elif share.is_row:
+        kind = _RowPart
+    elif share.layouts or share.before or share.after:
+        kind = _ChangedPart
+    if (kind, base) not in _CLASSES:
+        _CLASSES[kind, base] = type(base.__name__, (kind, base), {"__module__": base.__module__})
+    module.__class__ = _CLASSES[kind, base]

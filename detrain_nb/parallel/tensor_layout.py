@@ -1,0 +1,179 @@
+"""A plan laid over the modules of a model, or of a stage of one: who knows what, and says what to whom."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from .stubs import Stub
+from .tensor_layers import Region, Share, change_class
+from .tensor_plan import OUTPUT_DIM, Layout, Pair, SequenceParts, TensorPlan, is_inside
+from .tensor_ranks import TensorRanks, add_up, add_up_gradients, bounds, cut_own, put_together
+
+__all__ = ["Distribute", "lay_out"]
+
+Distribute = Callable[[nn.Parameter, "Layout | None"], nn.Parameter]
+
+
+def lay_out(
+    model: nn.Module, plan: TensorPlan, ranks: TensorRanks, distribute: Distribute, *, seed: int | None = None
+) -> None:
+    """Give every module of ``model`` that is here its part, in place; ``distribute`` makes the parameters.
+
+    ``model`` may be a stage: names are the whole model's, modules of other stages are not there.
+    """
+    present = {
+        name: module
+        for name, module in model.named_modules()
+        if not isinstance(module, Stub) and (name not in plan.modules or _has_parameters(module, plan, name))
+    }
+    region = Region(None if seed is None else seed + zlib.crc32(repr(sorted(present)).encode()))
+    shares = {name: Share(ranks, region) for name in present}
+    for name, role in _roles_here(plan, present).items():
+        _prepare(present[name], shares[name], name, role, plan, present)
+    for name in _summed(plan, present):
+        if name in shares:
+            shares[name].is_summed = True
+    for module, key, value in (each for pair in _pairs_here(plan, present) for each in pair.attributes):
+        setattr(present[module], key, value)
+    if plan.sequence is not None:
+        _prepare_sequence(plan, shares)
+    _distribute(present, shares, plan, distribute)
+    for name, module in present.items():
+        module.__dict__["_share"] = shares[name]
+        change_class(module, shares[name])
+
+
+def _has_parameters(module: nn.Module, plan: TensorPlan, name: str) -> bool:
+    return any(module._parameters.get(own) is not None for own, *_ in plan.modules[name].parameters)
+
+
+def _pairs_here(plan: TensorPlan, present: dict[str, nn.Module]) -> list[Pair]:
+    return [pair for pair in plan.pairs if all(name in present for name in pair.names)]
+
+
+def _roles_here(plan: TensorPlan, present: dict[str, nn.Module]) -> dict[str, str]:
+    return {name: role for name, role in plan.roles.items() if name in present}
+
+
+def _summed(plan: TensorPlan, present: dict[str, nn.Module]) -> set[str]:
+    found = {name for pair in _pairs_here(plan, present) for name in pair.summed}
+    return found | set(plan.sequence.summed) if plan.sequence is not None else found
+
+
+def _prepare(
+    module: nn.Module, share: Share, name: str, role: str, plan: TensorPlan, present: dict[str, nn.Module]
+) -> None:
+    """A pair that was cut in two, by stages, is two modules that begin and end with whole tensors."""
+    ranks, planned = share.ranks, plan.modules[name]
+    pair = next((pair for pair in _pairs_here(plan, present) if name in pair.names), None)
+    owner = next((pair for pair in plan.pairs if name in pair.columns), None)
+    packed = owner.packed if owner is not None else 1
+    share.layouts = planned.layouts(role, packed=packed)
+    if role == "experts":
+        share.is_every_input = True
+        share.before.append(lambda tensor: add_up_gradients(tensor, ranks))
+        share.after.append(lambda tensor: add_up(tensor, ranks))
+        return
+    shape = next(shape for own, _, shape in planned.parameters if own == "weight")
+    if role == "embedding":
+        share.num_rows = shape[0]
+        return
+    output_dim = OUTPUT_DIM[planned.kind]
+    outputs, inputs = shape[output_dim], shape[1 - output_dim]
+    if role == "rowwise":
+        share.is_row = True
+        if pair is None:
+            share.before.append(lambda tensor: cut_own(tensor, ranks, dim=-1))
+        share.after.append(lambda tensor: add_up(tensor, ranks))
+        own_inputs = _own_size(inputs, ranks)
+        _resize(module, ("in_features", "nx"), own_inputs)
+        return
+    share.before.append(lambda tensor: add_up_gradients(tensor, ranks))
+    _resize(module, ("out_features", "nf"), _own_size(outputs, ranks))
+    if name == plan.shard_head:
+        share.after.append(lambda tensor: ranks.as_shard(tensor, total=outputs))
+    elif pair is None:
+        share.after.append(lambda tensor: put_together(tensor, ranks, dim=-1, total=outputs, packed=packed))
+
+
+def _own_size(total: int, ranks: TensorRanks) -> int:
+    begin, end = bounds(total, rank=ranks.rank, size=ranks.size)
+    return end - begin
+
+
+def _resize(module: nn.Module, names: tuple[str, ...], value: int) -> None:
+    for name in names:
+        if name in module.__dict__:
+            module.__dict__[name] = value
+
+
+def _prepare_sequence(plan: TensorPlan, shares: dict[str, Share]) -> None:
+    sequence = plan.sequence
+    assert sequence is not None
+    dim = sequence.dim
+    ranks = next(iter(shares.values())).ranks
+
+    def take_part(tensor: Tensor) -> Tensor:
+        if tensor.shape[dim] % ranks.size:
+            raise SpecError(
+                f"a sequence of {tensor.shape[dim]} does not divide by tp={ranks.size}: pad it, or leave out "
+                "sequence_parallel"
+            )
+        return cut_own(tensor, ranks, dim=dim)
+
+    def give_whole(tensor: Tensor) -> Tensor:
+        return put_together(tensor, ranks, dim=dim, total=tensor.shape[dim] * ranks.size)
+
+    for name in sequence.gathering:
+        if name in shares:
+            shares[name].before = [give_whole, lambda tensor: add_up_gradients(tensor, ranks)]
+    for pair in plan.pairs:
+        if not is_inside(pair.row, sequence.blocks) or not all(name in shares for name in pair.names):
+            continue
+        for name in pair.columns:
+            share = shares[name]
+            share.before = [] if is_inside(name, sequence.gathering) else [give_whole, *share.before]
+        shares[pair.row].after.append(lambda tensor: cut_own(tensor, ranks, dim=dim))
+        shares[pair.row].is_summed = True  # its bias is added to a part
+    here = _blocks_here(plan, sequence, shares)
+    if here:
+        shares[here[0]].before.insert(0, take_part)
+        shares[here[-1]].after.append(give_whole)
+
+
+def _blocks_here(plan: TensorPlan, sequence: SequenceParts, shares: dict[str, Share]) -> list[str]:
+    """Those of a stage, between whose ends the sequence is cut."""
+    here = []
+    for block in sequence.blocks:
+        inner = [name for name in plan.modules if is_inside(name, [block])]
+        missing = [name for name in inner if name not in shares]
+        if missing and len(missing) < len(inner):
+            raise SpecError(
+                f"the stage has a part of {block!r}, in which the sequence is cut: cut the model between blocks"
+            )
+        if not missing:
+            here.append(block)
+    return here
+
+
+def _distribute(
+    present: dict[str, nn.Module], shares: dict[str, Share], plan: TensorPlan, distribute: Distribute
+) -> None:
+    """Every parameter once: what is tied stays so."""
+    made: dict[int, nn.Parameter] = {}
+    layouts = plan.layouts
+    for name, module in present.items():
+        first_names = {own: first for own, first, _ in plan.modules[name].parameters} if name in plan.modules else {}
+        for own, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            layout = layouts.get(first_names.get(own, ""))
+            if layout is not None:
+                shares[name].cuts[own] = layout, parameter.shape[layout.dim]
+            if id(parameter) not in made:
+                made[id(parameter)] = distribute(parameter, layout)
+            module._parameters[own] = made[id(parameter)]

@@ -1,0 +1,119 @@
+"""A tensor plan put into effect: every parameter becomes a DTensor over the mesh, modules talk where they have to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ..errors import SpecError
+from .tensor_layout import lay_out
+from .tensor_plan import Layout, TensorPlan
+from .tensor_ranks import MeshRanks, cut, join
+
+__all__ = ["apply_tensor_plan", "from_saved_order", "loss_on_parts", "to_saved_order"]
+
+
+def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> nn.Module:
+    """Cut ``module``, a model or a stage of one, over the ranks of ``mesh`` as ``plan`` says, in place.
+
+    Every parameter becomes a DTensor with the values of the first rank: in parts, or whole on every rank. Outputs are
+    ordinary tensors, the same on all ranks, unless the plan keeps those of the head in parts. While it trains, the
+    model draws its random numbers from a seed that the ranks share; those of the user go on as if it had drawn none.
+
+    Collective: all ranks of ``mesh``, with the same module and plan; so is every forward and backward pass.
+    Raises: SpecError.
+    """
+    if mesh.ndim != 1 or mesh.size() != plan.tp:
+        shape = " x ".join(map(str, mesh.shape))
+        raise SpecError(
+            f"the plan is for {plan.tp} ranks in one row, the mesh is {shape}: give its tp axis, mesh['tp']"
+        )
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise SpecError("the module has parameters over a mesh already: tensor parallel comes first, then the shards")
+    plan.require_agreement()
+
+    def distribute(parameter: nn.Parameter, layout: Layout | None) -> nn.Parameter:
+        made = _distributed(parameter.detach(), layout, mesh)
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+    lay_out(module, plan, MeshRanks(mesh), distribute, seed=_agree_on_seed(module, mesh))
+    return module
+
+
+def _distributed(whole: Tensor, layout: Layout | None, mesh: DeviceMesh) -> DTensor:
+    if layout is None:
+        return distribute_tensor(whole, mesh, [Replicate()])
+    return distribute_tensor(_in_rank_order(whole, layout, mesh.size()), mesh, [Shard(layout.dim)])
+
+
+def _in_rank_order(whole: Tensor, layout: Layout, size: int) -> Tensor:
+    """Rank by rank, so that `Shard` cuts between ranks where tensors are packed into one."""
+    if layout.packed == 1:
+        return whole
+    parts = [cut(whole, layout.dim, rank=rank, size=size, packed=layout.packed) for rank in range(size)]
+    return torch.cat(parts, layout.dim)
+
+
+def _agree_on_seed(module: nn.Module, mesh: DeviceMesh) -> int:
+    """The first rank's seed. Collective: all ranks of ``mesh``."""
+    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device(mesh.device_type))
+    seed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=device)
+    dist.broadcast(seed, group_src=0, group=mesh.get_group())
+    return int(seed)
+
+
+def loss_on_parts(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``loss``, which says what it lacks where the output of the model stays in parts (``loss_parallel``).
+
+    It, and the backward pass, run under `torch.distributed.tensor.parallel.loss_parallel`. Raises: SpecError.
+    """
+
+    def run(output: Any, *target: Any) -> Tensor:
+        if not isinstance(output, DTensor):
+            return loss(output, *target)
+        try:
+            return loss(output, *target)
+        except (RuntimeError, NotImplementedError) as exc:
+            parts = f"{output.shape[-1]} classes over {output.device_mesh.size()} ranks"
+            said = str(exc).strip().splitlines()[0]
+            raise SpecError(
+                f"the loss needs the whole output, of which each rank has its part ({parts}): use cross entropy, under "
+                f"torch's loss_parallel(), or plan without loss_parallel; torch says: {said}"
+            ) from exc
+
+    return run
+
+
+def to_saved_order(name: str, tensor: Tensor, plan: TensorPlan) -> Tensor:
+    """What a parameter, or its optimizer's state, is in the order of the whole model; others are returned as they are.
+
+    ``name`` is the parameter's. A DTensor stays one, laid out as it was: so `torch.distributed.checkpoint` can save
+    it. Collective for what `TensorPlan.packed` has: all ranks of its mesh; each of them holds it whole for a moment.
+    """
+    layout = plan.packed.get(name)
+    if layout is None or not tensor.dim():
+        return tensor
+    return _reordered(
+        tensor, lambda whole: join(list(whole.chunk(plan.tp, layout.dim)), layout.dim, packed=layout.packed)
+    )
+
+
+def from_saved_order(name: str, tensor: Tensor, plan: TensorPlan) -> Tensor:
+    """The other way round, of what was loaded. Collective: as `to_saved_order`."""
+    layout = plan.packed.get(name)
+    if layout is None or not tensor.dim():
+        return tensor
+    return _reordered(tensor, lambda whole: _in_rank_order(whole, layout, plan.tp))
+
+
+def _reordered(tensor: Tensor, reorder: Callable[[Tensor], Tensor]) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return reorder(tensor)
+    whole = reorder(DTensor.full_tensor(tensor.detach()))  # type: ignore[arg-type]
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)

@@ -1,0 +1,179 @@
+"""What ranks that share the layers of a model say to each other: tensors added up, cut and put together.
+
+Each function has the gradient that goes with it. Between ranks there are only sums and gathers, which `TensorRanks`
+has: those of a mesh here, those of a proof, which plays all ranks in one process, in `proof`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+__all__ = ["MeshRanks", "TensorRanks", "add_up", "add_up_gradients", "cut", "cut_own", "join", "put_together"]
+
+
+class TensorRanks(Protocol):
+    """The ranks that hold the parts of a layer, seen by the one at index ``rank``."""
+
+    rank: int
+    size: int
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, a new tensor. Collective."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, of one shape, by rank. Collective."""
+
+    def local(self, parameter: nn.Parameter) -> Tensor | None:
+        """What of a parameter this rank computes with; None where these ranks did not lay it out, or do not hold it."""
+
+    def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:
+        """What the model gives where each rank keeps its part, of ``total`` in the last dimension."""
+
+
+# The name that it has since 2.13, or the one before.
+_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+
+
+class MeshRanks:
+    """The ranks of a mesh with one dimension."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self._group = mesh.get_group()
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        return _arrived(collectives.all_reduce(tensor.contiguous(), "sum", self._group))
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = _arrived(_all_gather(tensor.contiguous(), 0, self._group))
+        return list(gathered.chunk(self.size))
+
+    def local(self, parameter: nn.Parameter) -> Tensor | None:
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+            return None  # as it lies in the shards of FSDP2, say
+        return parameter.to_local(grad_placements=parameter.placements)
+
+    def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:
+        shape = torch.Size((*tensor.shape[:-1], total))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(tensor, self.mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshRanks:
+        return self
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    waited: Tensor = collectives.wait_tensor(tensor)
+    return waited
+
+
+def bounds(total: int, *, rank: int, size: int) -> tuple[int, int]:
+    """Which of ``total`` rows a rank has, as torch's `Shard` cuts them."""
+    each = -(-total // size)
+    return min(total, each * rank), min(total, each * (rank + 1))
+
+
+def cut(tensor: Tensor, dim: int, *, rank: int, size: int, packed: int = 1) -> Tensor:
+    """One rank's part of a tensor that has ``packed`` tensors one behind the other in ``dim``: a part of each."""
+    parts = []
+    for whole in tensor.chunk(packed, dim):
+        begin, end = bounds(whole.shape[dim], rank=rank, size=size)
+        parts.append(whole.narrow(dim, begin, end - begin))
+    return parts[0] if packed == 1 else torch.cat(parts, dim)
+
+
+def join(parts: list[Tensor], dim: int, *, packed: int = 1) -> Tensor:
+    """Put together again what `cut` gave to each rank."""
+    if packed == 1:
+        return torch.cat(parts, dim)
+    pieces = [part.chunk(packed, dim) for part in parts]
+    return torch.cat([piece[index] for index in range(packed) for piece in pieces], dim)
+
+
+def add_up(tensor: Tensor, ranks: TensorRanks) -> Tensor:
+    """The sum over the ranks, of which each gets the same gradient. Collective."""
+    result: Tensor = _AddUp.apply(tensor, ranks)  # type: ignore[no-untyped-call]
+    return result
+
+
+def add_up_gradients(tensor: Tensor, ranks: TensorRanks) -> Tensor:
+    """The tensor itself, the same on all ranks, each of which uses it in its own way. Collective in the backward."""
+    result: Tensor = _AddUpGradients.apply(tensor, ranks)  # type: ignore[no-untyped-call]
+    return result
+
+
+def put_together(part: Tensor, ranks: TensorRanks, *, dim: int, total: int, packed: int = 1) -> Tensor:
+    """The whole, used by all ranks in the same way, of ``total`` in ``dim``. Collective."""
+    result: Tensor = _PutTogether.apply(part, ranks, dim, total, packed)  # type: ignore[no-untyped-call]
+    return result
+
+
+def cut_own(tensor: Tensor, ranks: TensorRanks, *, dim: int) -> Tensor:
+    """This rank's part of what all have. Collective in the backward."""
+    result: Tensor = _CutOwn.apply(tensor, ranks, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
+        return ranks.add_up(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _AddUpGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.add_up(gradient), None
+
+
+class _PutTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, dim: int, total: int, packed: int) -> Tensor:
+        ctx.ranks, ctx.dim, ctx.packed = ranks, dim, packed
+        return _gather(part, ranks, dim, total, packed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        mine = cut(gradient, ctx.dim, rank=ctx.ranks.rank, size=ctx.ranks.size, packed=ctx.packed)
+        return mine.contiguous(), None, None, None, None
+
+
+class _CutOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim, ctx.total = ranks, dim, tensor.shape[dim]
+        return cut(tensor, dim, rank=ranks.rank, size=ranks.size).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(gradient, ctx.ranks, ctx.dim, ctx.total, 1), None, None
+
+
+def _gather(part: Tensor, ranks: TensorRanks, dim: int, total: int, packed: int) -> Tensor:
+    """Parts may differ in size, what is sent may not: the last ranks' are filled up, and cut again."""
+    dim %= part.dim()
+    sizes = [end - begin for begin, end in (bounds(total, rank=rank, size=ranks.size) for rank in range(ranks.size))]
+    missing = sizes[0] - part.shape[dim]
+    if packed == 1 and missing:
+        part = F.pad(part, [0, 0] * (part.dim() - 1 - dim) + [0, missing])
+    parts = ranks.gather(part)
+    if packed == 1:
+        parts = [each.narrow(dim, 0, size) for each, size in zip(parts, sizes)]
+    return join(parts, dim, packed=packed)

@@ -1,0 +1,175 @@
+"""When each rank of a pipeline computes, and when it waits: a schedule played through with the times of its stages."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from ..errors import SpecError
+from .placement import find_schedule, stages_per_rank
+
+__all__ = ["Timeline", "Work", "timeline"]
+
+_WIDTH = 100  # characters, as text
+_SHARES = {"F": 1 / 3, "I": 1 / 3, "W": 1 / 3, "B": 2 / 3}  # of a stage's time for one microbatch
+_KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+_COLOURS = {"F": "#4e79a7", "B": "#59a14f", "I": "#59a14f", "W": "#edc948"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A rank computes from ``begin_s`` to ``end_s``: ``kind`` "F" forward, "B" backward, "I" and "W" its two halves."""
+
+    kind: str
+    stage: int
+    microbatch: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the ranks of a pipeline do in one step; it is shown as text, and drawn by ``draw``."""
+
+    schedule: str
+    ranks: tuple[tuple[Work, ...], ...]
+
+    @property
+    def step_s(self) -> float:
+        return max(work.end_s for works in self.ranks for work in works)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait."""
+        busy = sum(work.end_s - work.begin_s for works in self.ranks for work in works)
+        return 1 - busy / (self.step_s * len(self.ranks))
+
+    def __str__(self) -> str:
+        scale = _WIDTH / self.step_s
+        lines = []
+        for rank, works in enumerate(self.ranks):
+            cells = [" "] * _WIDTH
+            for work in works:
+                first, last = (
+                    round(work.begin_s * scale),
+                    max(round(work.end_s * scale), round(work.begin_s * scale) + 1),
+                )
+                mark = str(work.microbatch % 10) if work.kind == "F" else {"B": "=", "I": "=", "W": "-"}[work.kind]
+                cells[first:last] = mark * (min(last, _WIDTH) - first)
+            lines.append(f"rank {rank:2}  {''.join(cells).rstrip()}")
+        legend = "digits: forward of that microbatch, =: backward"
+        if any(work.kind == "W" for works in self.ranks for work in works):
+            legend += ", -: gradients of weights"
+        lines.append(f"{self.schedule}: {1e3 * self.step_s:.3f} ms, {100 * self.bubble:.0f} % bubble ({legend})")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def draw(self, axes: Any = None) -> Any:
+        """Draw it with matplotlib, which has to be installed, on ``axes`` or on new ones; return them."""
+        if axes is None:
+            from matplotlib import pyplot
+
+            _, axes = pyplot.subplots(figsize=(10, 0.5 + 0.4 * len(self.ranks)), layout="constrained")
+        for rank, works in enumerate(self.ranks):
+            for work in works:
+                width = work.end_s - work.begin_s
+                colour = _COLOURS[work.kind]
+                axes.barh(rank, 1e3 * width, left=1e3 * work.begin_s, color=colour, edgecolor="white", linewidth=0.5)
+                if width > self.step_s / 50:
+                    middle = 1e3 * (work.begin_s + width / 2)
+                    axes.text(middle, rank, str(work.microbatch), ha="center", va="center", color="white", fontsize=7)
+        axes.set_yticks(range(len(self.ranks)), [f"rank {rank}" for rank in range(len(self.ranks))])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+        axes.set_title(f"{self.schedule}: {100 * self.bubble:.0f} % bubble")
+        return axes
+
+
+def timeline(
+    schedule: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    stage_s: Sequence[float] | None = None,
+) -> Timeline:
+    """Play a schedule of torch through, without the time that tensors travel.
+
+    ``stage_s``: seconds of each stage for one microbatch, forward and backward, as ``Partition.stage_s``; by default
+    all stages of a rank take 3 ms together. A forward pass is a third of it. Raises: SpecError.
+    """
+    name = find_schedule(schedule)
+    per_rank = stages_per_rank(name)
+    if num_ranks < 1 or num_microbatches < 1:
+        raise SpecError(f"{num_ranks} ranks, {num_microbatches} microbatches: a pipeline has 1 or more of each")
+    times = [3e-3 / per_rank] * (num_ranks * per_rank) if stage_s is None else list(stage_s)
+    if len(times) != num_ranks * per_rank:
+        raise SpecError(f"{len(times)} times, and {name} has {num_ranks * per_rank} stages on {num_ranks} ranks")
+    if per_rank == 1:  # torch's own list of 1F1B is off by one on the last rank, in 2.13
+        ahead = [num_microbatches if name == "GPipe" else num_ranks - rank for rank in range(num_ranks)]
+        return Timeline(name, _play([_one_stage(r, num_microbatches, ahead[r]) for r in range(num_ranks)], times))
+    try:
+        orders = get_schedule_ops(name, num_ranks, num_microbatches, per_rank)
+    except (ValueError, AssertionError) as exc:
+        raise SpecError(f"{name} with {num_microbatches} microbatches on {num_ranks} ranks: {exc}") from exc
+    waiting = [[part for action in order if action is not None for part in _parts(action)] for order in orders]
+    return Timeline(name, _play(waiting, times))
+
+
+Step = tuple[str, int, int]  # kind, stage, microbatch
+
+
+def _one_stage(rank: int, count: int, ahead: int) -> list[Step]:
+    """Forward passes, ``ahead`` of the backward ones."""
+    order: list[Step] = [("F", rank, number) for number in range(min(ahead, count))]
+    for number in range(count):
+        order.append(("B", rank, number))
+        if number + ahead < count:
+            order.append(("F", rank, number + ahead))
+    return order
+
+
+def _parts(action: Any) -> list[Step]:
+    """A forward and a backward pass that overlap count one after the other."""
+    if action.sub_actions:
+        return [part for inner in action.sub_actions for part in _parts(inner)]
+    kind = _KINDS.get(action.computation_type.name)
+    return [(kind, action.stage_index, action.microbatch_index)] if kind else []
+
+
+def _play(waiting: list[list[Step]], times: Sequence[float]) -> tuple[tuple[Work, ...], ...]:
+    """Let every rank do its steps in their order, each as soon as what it needs is there."""
+    ended: dict[Step, float] = {}
+    free = [0.0] * len(waiting)
+    done: list[list[Work]] = [[] for _ in waiting]
+    while any(waiting):
+        is_stuck = True
+        for rank, steps in enumerate(waiting):
+            while steps and (ready := _ready_s(steps[0], ended, len(times))) is not None:
+                kind, stage, microbatch = step = steps.pop(0)
+                begin = max(free[rank], ready)
+                ended[step] = free[rank] = begin + _SHARES[kind] * times[stage]
+                done[rank].append(Work(kind, stage, microbatch, begin, free[rank]))
+                is_stuck = False
+        if is_stuck:
+            raise AssertionError(f"the schedule waits for itself at {[steps[0] for steps in waiting if steps]}")
+    return tuple(map(tuple, done))
+
+
+def _ready_s(step: Step, ended: dict[Step, float], num_stages: int) -> float | None:
+    """When a step could begin; None where what it needs has not been done."""
+    kind, stage, microbatch = step
+    if kind == "F":
+        return ended.get(("F", stage - 1, microbatch)) if stage else 0.0
+    if kind == "W":
+        return ended.get(("I", stage, microbatch))
+    own = ended.get(("F", stage, microbatch))
+    if stage + 1 == num_stages or own is None:
+        return own
+    after = ended.get(("B", stage + 1, microbatch), ended.get(("I", stage + 1, microbatch)))
+    return None if after is None else max(own, after)

@@ -1,0 +1,72 @@
+"""A model that is on every rank as a whole, or in shards of all its layers: no pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import SpecError
+from .microbatches import Loss, Passage
+from .model import Arrangement, ParallelModel
+
+__all__ = ["WholeModel"]
+
+
+class WholeModel(ParallelModel):
+    """A model without stages: plain, or sharded and replicated by ``prepare``. Microbatches accumulate gradients."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss: Loss | None = None,
+        num_microbatches: int = 1,
+        loss_weight: Callable[[Any], Tensor | float] | None = None,
+        device: torch.device | str | None = None,
+        arrangement: Arrangement | None = None,
+    ) -> None:
+        """Take ``model``, which is moved to ``device`` and laid out in place as ``arrangement`` says.
+
+        ``loss``, ``loss_weight``: as ``PipelineStages`` has them. Raises: SpecError.
+        """
+        if num_microbatches < 1:
+            raise SpecError(f"{num_microbatches} microbatches: a batch is cut into 1 or more")
+        super().__init__(loss, loss_weight, device=device, arrangement=arrangement)
+        self.num_microbatches = num_microbatches
+        self.modules = (model if any(tensor.is_meta for tensor in model.parameters()) else model.to(self.device),)
+        prepare = self.arrangement.prepare
+        self._called = prepare(self.modules[0], True) if prepare is not None else self.modules[0]
+
+    @property
+    def is_first(self) -> bool:
+        return True
+
+    @property
+    def is_last(self) -> bool:
+        return True
+
+    def _count_microbatches(self, rows: int) -> int:
+        return next(number for number in range(min(self.num_microbatches, rows), 0, -1) if rows % number == 0)
+
+    def _send(self, passage: Passage, *, is_training: bool) -> None:
+        for index, (args, kwargs) in enumerate(passage.parts):
+            with self._in_sync(is_last=index + 1 == len(passage.parts)):
+                passage.take(index, self._called(*args, **kwargs))
+                if is_training:
+                    passage.weighted_loss(index).backward()
+
+    def _in_sync(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Replicas exchange gradients once, when those of all microbatches are there."""
+        if isinstance(self._called, FSDPModule):
+            self._called.set_requires_gradient_sync(is_last)
+            self._called.set_is_last_backward(is_last)
+        elif isinstance(self._called, DistributedDataParallel) and not is_last:
+            no_sync: contextlib.AbstractContextManager[None] = self._called.no_sync()
+            return no_sync
+        return contextlib.nullcontext()

@@ -1,0 +1,265 @@
+"""What the ranks of a test do: a model laid out over a mesh beside the whole one, through AdamW and clipping."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import GPT
+from on_ranks import IGNORED, TokenLoss, draw, made, tokens
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from detrain_nb import parallel as par
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(axes: dict[str, int], *, layers: int = 4, is_tied: bool = True, differs: bool = False, **options: Any) -> Any:
+    """Three steps; the largest differences of the losses, of any gradient (relative), of their norm, of a parameter.
+
+    ``differs``: the ranks begin with other values than rank 0.
+    """
+    mesh = par.make_mesh(**axes, device_type="cpu")
+    model, loss = made(GPT(layers=layers, is_tied=is_tied)), TokenLoss()
+    whole = copy.deepcopy(model)
+    if differs and dist.get_rank():
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+    num_replicas, me = place_of(mesh)
+    laid_out = par.parallelize(
+        model, mesh, example_inputs=tokens(2, 1), loss=loss, num_microbatches=4, device="cpu", **options
+    )
+    optimizers = [torch.optim.AdamW(list(each.parameters()), lr=1e-2, foreach=True) for each in (laid_out, whole)]
+    found = {"loss": 0.0, "gradient": 0.0, "later gradient": 0.0, "norm": 0.0}
+    references = dict(whole.named_parameters(remove_duplicate=False))
+    for step in range(3):
+        x, y = tokens(8 * num_replicas, step), tokens(8 * num_replicas, step + 10)
+        y[0, :9] = y[5, 3:] = IGNORED  # not as many on each replica
+        mine = x.chunk(num_replicas)[me], y.chunk(num_replicas)[me]
+        losses = laid_out.evaluate(*mine), laid_out.train_step(*mine)
+        expected = loss(whole(x), y)
+        expected.backward()
+        if laid_out.is_last:
+            found["loss"] = max(found["loss"], *(float((full(each) - expected.detach()).abs()) for each in losses))
+        for name, parameter in laid_out.named_parameters():
+            reference = references[name].grad
+            apart = (full(parameter.grad) - reference).abs().max() / reference.abs().max()
+            when = "later gradient" if step else "gradient"
+            found[when] = max(found[when], float(apart))
+        norm = par.clip_grad_norm(laid_out, 0.1)
+        expected_norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        found["norm"] = max(found["norm"], abs(float(norm / expected_norm) - 1))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    apart_by = [float((full(p.detach()) - references[name]).abs().max()) for name, p in laid_out.named_parameters()]
+    return {**found, "parameter": max(apart_by)}
+
+
+def place_of(mesh: Any) -> tuple[int, int]:
+    """How many replicas there are, and which of them this rank belongs to."""
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape))
+    mine = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate()))
+    shards = sizes.get("dp_shard", 1)
+    return sizes.get("dp_replicate", 1) * shards, mine.get("dp_replicate", 0) * shards + mine.get("dp_shard", 0)
+
+
+def bytes_here(axes: dict[str, int], **options: Any) -> tuple[int, int]:
+    """Of the parameters and of the optimizer's state, on this rank."""
+    mesh = par.make_mesh(**axes, device_type="cpu")
+    model = made(GPT(layers=4))
+    laid_out = par.parallelize(model, mesh, example_inputs=tokens(2, 1), loss=TokenLoss(), device="cpu", **options)
+    optimizer = torch.optim.AdamW(list(laid_out.parameters()))
+    laid_out.train_step(tokens(8, 1), tokens(8, 2))
+    optimizer.step()
+    states = [leaf for state in optimizer.state.values() for leaf in state.values() if leaf.dim()]
+    parts = [[here(tensor).nbytes for tensor in each] for each in (laid_out.parameters(), states)]
+    return sum(parts[0]), sum(parts[1])
+
+
+def here(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Other(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def lay_out(model: nn.Module, axes: dict[str, int], **options: Any) -> par.ParallelModel:
+    mesh = par.make_mesh(**axes, device_type="cpu")
+    return par.parallelize(model, mesh, example_inputs=draw(2, 8), loss=F.mse_loss, device="cpu", **options)
+
+
+def compute_in(precision: str | None, axes: dict[str, int]) -> tuple[list[str], float]:
+    """The dtypes that the last stage's layers see and give, and how far the loss is from float32's."""
+    model = made(Small())
+    whole = copy.deepcopy(model)
+    laid_out = lay_out(model, axes, precision=precision, num_microbatches=2)
+    seen: list[str] = []
+    for module in laid_out.modules:
+        blocks = [
+            part
+            for name, part in module.named_modules()
+            if name.startswith("layers.") and next(part.parameters(), None) is not None
+        ]
+        blocks[-1].register_forward_hook(lambda module, args, output: seen.append(str(output.dtype)))
+    loss = laid_out.train_step(draw(8, 8), draw(8, 8, seed=2))
+    expected = F.mse_loss(whole(draw(8, 8)), draw(8, 8, seed=2))
+    dtypes = sorted({*seen, *(str(parameter.dtype) for parameter in laid_out.parameters())})
+    return dtypes, 0.0 if loss is None else float((loss - expected).abs())
+
+
+def evaluate_first(axes: dict[str, int]) -> tuple[float, float]:
+    """An optimizer that is made after an evaluation, and evaluations between: how far gradient norm and values are."""
+    model = made(Small())
+    whole = copy.deepcopy(model)
+    laid_out = lay_out(model, axes, reshard_after_forward=False)
+    num_replicas, me = place_of(par.make_mesh(**axes, device_type="cpu"))
+    x, y = draw(8 * num_replicas, 8), draw(8 * num_replicas, 8, seed=2)
+    mine = x.chunk(num_replicas)[me], y.chunk(num_replicas)[me]
+    laid_out.evaluate(*mine)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (laid_out, whole)]
+    norm = expected = torch.zeros(())
+    for _ in range(2):
+        laid_out.train_step(*mine)
+        laid_out.evaluate(*mine)
+        norm = par.clip_grad_norm(laid_out, 0.5)
+        F.mse_loss(whole(x), y).backward()
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    references = dict(whole.named_parameters())
+    values = [float((full(p.detach()) - references[name]).abs().max()) for name, p in laid_out.named_parameters()]
+    return abs(float(norm / expected) - 1), max(values)
+
+
+class Choice(nn.Module):
+    """Which of its experts is used depends on the batch; one never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.experts[int(x[0, 0] > 0)](x)
+        return result
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Choice(), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers[1](self.layers[0](x))
+        return result
+
+
+class Repeated(nn.Module):
+    """A layer that runs three times, two that share a weight, and lists in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(8, 8)
+        self.again = nn.ModuleList([layer, layer, layer])
+        self.tied = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.tied[1].weight = self.tied[0].weight
+        self.nested = nn.ModuleList(
+            [nn.ModuleList([nn.Linear(8, 8)]), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.again, *self.tied, *self.nested[0], *self.nested[1]):
+            x = x + layer(x).tanh()
+        return x
+
+
+def apart_from_whole(model: nn.Module, axes: dict[str, int], **options: Any) -> float:
+    """The largest relative difference of a gradient after two steps; each replica has its own kind of batch."""
+    made(model)
+    whole = copy.deepcopy(model)
+    laid_out = lay_out(model, axes, num_microbatches=2, **options)
+    num_replicas, me = place_of(par.make_mesh(**axes, device_type="cpu"))
+    parts = [draw(4, 8, seed=seed) for seed in range(num_replicas)]
+    for replica, part in enumerate(parts):
+        part[0, 0] = part[2, 0] = 1.0 if replica else -1.0
+    y = draw(4, 8, seed=9)
+    for _ in range(2):
+        laid_out.train_step(parts[me], y)
+        for part in parts:
+            for rows in (slice(0, 2), slice(2, 4)):
+                (F.mse_loss(whole(part[rows]), y[rows]) / 2 / num_replicas).backward()
+    most = 0.0
+    for name, parameter in laid_out.named_parameters():
+        expected = dict(whole.named_parameters(remove_duplicate=False))[name].grad
+        found = None if parameter.grad is None else full(parameter.grad)
+        if expected is None:
+            assert found is None or not found.any(), name
+        else:
+            assert found is not None, name
+            most = max(most, float((found - expected).abs().max() / expected.abs().max()))
+    return most
+
+
+def weigh_over_replicas(kind: str) -> tuple[float, float]:
+    """Losses made with functools.partial, and one of the user's own, where one replica counts nothing."""
+
+    def masked_mean(output: Tensor, target: Tensor) -> Tensor:
+        kept = (target != 0).float()
+        return (F.cross_entropy(output, target, reduction="none") * kept).sum() / kept.sum()
+
+    masked_mean.ignore_index = 0  # type: ignore[attr-defined]
+    loss: Any = {
+        "sum": functools.partial(F.cross_entropy, reduction="sum"),
+        "ignored": functools.partial(F.cross_entropy, ignore_index=0),
+        "own": masked_mean,
+    }[kind]
+    model = made(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5)))
+    whole = copy.deepcopy(model)
+    mesh = par.make_mesh(dp_replicate=2, device_type="cpu")
+    laid_out = par.parallelize(model, mesh, example_inputs=draw(2, 8), loss=loss, num_microbatches=2, device="cpu")
+    x, y = draw(8, 8), torch.tensor([1, 2, 3, 4, 0, 0, 0, 0])
+    trained = laid_out.train_step(x.chunk(2)[dist.get_rank()], y.chunk(2)[dist.get_rank()])
+    expected = loss(whole(x), y)
+    expected.backward()
+    assert trained is not None
+    apart = [
+        float((p.grad - dict(whole.named_parameters())[name].grad).abs().max())
+        for name, p in laid_out.named_parameters()
+    ]
+    return float((trained - expected.detach()).abs()), max(apart)
+
+
+def normalize(precision: str | None) -> tuple[float, float]:
+    """Statistics of a BatchNorm after training on other batches: what this replica evaluates with, and its loss."""
+    model = made(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
+    laid_out = lay_out(model, {"dp_shard": 2}, precision=precision)
+    laid_out.train_step(draw(8, 8, seed=dist.get_rank()), draw(8, 8, seed=5))
+    loss = laid_out.evaluate(draw(8, 8), draw(8, 8, seed=2))
+    assert loss is not None
+    return float(model[1].running_mean.sum()), float(loss)
+
+
+def lay_over_strange_axes() -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    par.parallelize(Small(), mesh, example_inputs=draw(2, 8), loss=F.mse_loss, device="cpu")

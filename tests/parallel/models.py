@@ -1,0 +1,309 @@
+"""Small models, each of a kind that is split in its own way."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Block(nn.Module):
+    """One of GPT's: attention and an MLP, with a skip around each."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.proj(attended.reshape(batch, length, width))
+        return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    """A language model; ``is_tied``: its head is its embedding."""
+
+    def __init__(self, *, vocabulary: int = 97, width: int = 32, layers: int = 4, is_tied: bool = False) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
+        self.h = nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.ln_f, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if is_tied:
+            self.head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.h:
+            x = block(x)
+        logits: Tensor = self.head(self.ln_f(x))
+        return logits
+
+
+class UNet(nn.Module):
+    """A skip from the first layer to the last but one: between them two tensors are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.mid1, self.mid2 = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.up, self.out = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = F.relu(self.down(x))
+        x = self.mid2(F.relu(self.mid1(skip)))
+        result: Tensor = self.out(F.relu(self.up(torch.cat([skip, x], dim=-1))))
+        return result
+
+
+class Masked(nn.Module):
+    """Every layer gets a mask beside what was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * mask
+        return x
+
+
+class LooksAtValues(nn.Module):
+    """Which way it goes depends on the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        if x.sum() > 0:
+            x = F.dropout(-x)
+        result: Tensor = self.last(x)
+        return result
+
+
+class WithToken(nn.Module):
+    """Parameters of the model itself, used before its first layer and behind its last; one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.scale = nn.Parameter(torch.zeros(1, 1, 8)), nn.Parameter(torch.ones(8))
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), 1, 8), x], dim=1)
+        result: Tensor = self.layers(x) * self.scale
+        return result
+
+
+class Expert(nn.Module):
+    """Each token goes to one of two layers, by its value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)
+        chosen, result = weights.argmax(-1), torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            mine = chosen == index
+            result[mine] = self.experts[index](x[mine]) * weights[mine][:, index : index + 1]
+        return x + result
+
+
+class Experts(nn.Module):
+    """Blocks that look at values inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Expert() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Writes(nn.Module):
+    """Writes into what a layer gave, and into what a block is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.position = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.second, self.block = nn.Linear(8, 8), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x += self.position
+        result: Tensor = self.block(self.second(x) * 2)
+        return result
+
+
+class TwoNames(nn.Module):
+    """A layer that is registered twice, and one with statistics and no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.m, self.n = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.b, self.norm = self.a, nn.BatchNorm1d(8, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.n(self.m(self.norm(self.b(self.a(x)))))
+        return result
+
+
+class Checkpointed(nn.Module):
+    """Blocks that run again in the backward pass; positions are made where a weight is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        positions = torch.arange(8, device=self.first.weight.device, dtype=self.first.weight.dtype)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x + positions
+
+
+class Noisy(nn.Module):
+    """Draws once, and uses it in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape)
+        x = self.b(self.a(x) * noise) * noise
+        result: Tensor = self.c(x)
+        return result
+
+
+class AroundNames(nn.Module):
+    """Calls its layers by a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.__dict__["order"] = [self.a, self.b]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.__dict__["order"]:
+            x = layer(x)
+        return x
+
+
+class GivesMask(nn.Module):
+    """Its first layer gives the inputs back beside what it computed; its second keeps aside what it makes of them."""
+
+    class Embedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(11, 8)
+
+        def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            return self.table(tokens), tokens
+
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.kept = nn.Linear(8, 8), list[Tensor]()
+
+        def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+            self.kept[:] = [(tokens > 3)[..., None] * 2.0]
+            result: Tensor = self.linear(x)
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body = GivesMask.Embedding(), GivesMask.Body()
+        self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, given = self.embedding(tokens)
+        x = self.middle(self.body(x, tokens))
+        result: Tensor = self.last(x * (given != 0)[..., None]) + self.body.kept[0]
+        return result
+
+
+class WritesPart(nn.Module):
+    """Writes what its first layer gives into a part of a tensor, that is read behind its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.zeros(len(x), 16)
+        kept[:, :8] = self.a(x)
+        x = self.c(self.b(x))
+        result: Tensor = self.d(x + kept[:, 4:12])
+        return result
+
+
+class LooksAtMask(nn.Module):
+    """Its embedding and its blocks look at what comes in beside: ids that are too large, a mask that hides nothing."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, int]:
+            x = x if mask.all() else x * mask[..., None]
+            if x.isnan().any():
+                raise ValueError("not a number")
+            return x + self.down(F.gelu(self.up(x))), int(mask.sum())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.body = nn.ModuleList(LooksAtMask.Block() for _ in range(3))
+        self.pool, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        if tokens.max() > 10:
+            raise ValueError("no such token")
+        x = self.table(tokens)
+        for block in self.body:
+            x, count = block(x, mask)
+            x = x / count
+        result: Tensor = self.head(torch.tanh(self.pool(x.mean(1))))
+        return result
+
+
+class LooksInLeaf(nn.Module):
+    """Layers without layers in them, that look at values, and change the width; one gives two tensors."""
+
+    class Layer(nn.Module):
+        def __init__(self, width: int, wider: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(width, wider))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            if x.isnan().any():
+                raise ValueError("not a number")
+            return x @ self.weight, x.mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(LooksInLeaf.Layer(8 + 2 * index, 10 + 2 * index) for index in range(3))
+        self.last = nn.Linear(14, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x, _ = layer(x)
+            x = x.view(len(x), -1, 10 + 2 * index)
+        result: Tensor = self.last(x)
+        return result

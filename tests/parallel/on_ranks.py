@@ -1,0 +1,283 @@
+"""What the ranks of a test do: a model split over them beside the whole model on each, and how far they are apart."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from models import GPT, Experts, Masked
+from torch import Tensor, nn
+
+from detrain_nb import parallel as par
+
+IGNORED = -100
+
+
+def made(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def draw(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(rows: int, seed: int) -> Tensor:
+    return torch.randint(0, 97, (rows, 16), generator=torch.Generator().manual_seed(seed))
+
+
+class TokenLoss(nn.Module):
+    """Cross entropy of all tokens but the ignored ones."""
+
+    ignore_index = IGNORED
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=self.reduction, ignore_index=IGNORED)
+
+
+def apart(stages: par.PipelineStages, whole: nn.Module) -> float:
+    """The largest difference of a gradient, relative to the largest of that gradient."""
+    references = dict(whole.named_parameters(remove_duplicate=False))
+    most = 0.0
+    for name, parameter in stages.named_parameters():
+        expected = references[name].grad
+        assert parameter.grad is not None and expected is not None, name
+        most = max(most, float((parameter.grad - expected).abs().max() / expected.abs().max()))
+    return most
+
+
+def gradients(stages: par.PipelineStages) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in stages.parameters() if parameter.grad is not None]
+
+
+def train_gpt(schedule: str, num_stages: int, *, is_tied: bool, reduction: str = "mean") -> dict[str, Any]:
+    """Steps, evaluations and predictions through one split, in turns; ignored targets, batches of several sizes."""
+    model, loss = made(GPT(layers=6, is_tied=is_tied)), TokenLoss(reduction)
+    whole = copy.deepcopy(model)
+    x, y = tokens(8, 1), tokens(8, 2)
+    y[0, :9] = y[5, 3:] = IGNORED
+    stages = par.PipelineStages(
+        par.split(model, x[:2], num_stages), schedule=schedule, num_microbatches=4, loss=loss, device="cpu"
+    )
+    before = stages.evaluate(x, y)
+    trained = stages.train_step(x, y)
+    expected = loss(whole(x), y)
+    expected.backward()
+    found: dict[str, Any] = {"stages": stages.indices, "gradients": apart(stages, whole)}
+    kept = gradients(stages)
+    after, output = stages.evaluate(x, y), stages.predict(x[:7])
+    found["evaluation left gradients"] = all(map(torch.equal, kept, gradients(stages)))
+    with torch.no_grad():
+        if stages.is_last:
+            found["losses"] = [float((each - expected).abs()) for each in (before, trained, after)]
+            found["prediction"] = float((output - whole(x[:7])).abs().max())
+        else:
+            found["nothing elsewhere"] = [before, trained, after, output] == [None] * 4
+    for rows in (6, 7):
+        stages.train_step(x[:rows], y[:rows])
+        loss(whole(x[:rows]), y[:rows]).backward()
+    found["added up"] = apart(stages, whole)
+    return found
+
+
+def optimize_gpt() -> float:
+    """Three steps of AdamW on tied parameters; the largest difference of a parameter."""
+    model, loss = made(GPT(is_tied=True)), TokenLoss()
+    whole = copy.deepcopy(model)
+    stages = par.PipelineStages(par.split(model, tokens(2, 1), 2), loss=loss, device="cpu")
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (stages, whole)]
+    for step in range(3):
+        x, y = tokens(8, step), tokens(8, step + 10)
+        stages.train_step(x, y)
+        loss(whole(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    references = dict(whole.named_parameters(remove_duplicate=False))
+    return max(float((parameter - references[name]).abs().max()) for name, parameter in stages.named_parameters())
+
+
+def start_apart(rank: int) -> bool:
+    """Ranks with other random numbers: tied parameters have one value all the same."""
+    torch.manual_seed(rank)
+    stages = par.PipelineStages(par.split(GPT(is_tied=True), tokens(2, 1), 2), device="cpu")
+    name = "wte.weight" if stages.is_first else "head.weight"
+    torch.manual_seed(0)
+    return torch.equal(dict(stages.named_parameters())[name], GPT(is_tied=True).wte.weight)
+
+
+def use_masks() -> float:
+    """Keywords, and a tensor that has not the batch's size."""
+    model = made(Masked())
+    whole = copy.deepcopy(model)
+    batch = {"x": draw(6, 8), "mask": torch.arange(8.0)}
+    stages = par.PipelineStages(par.split(model, batch, 2), loss=F.mse_loss, num_microbatches=3, device="cpu")
+    stages.train_step(batch, draw(6, 8, seed=2))
+    F.mse_loss(whole(**batch), draw(6, 8, seed=2)).backward()
+    return apart(stages, whole)
+
+
+def count_batches() -> tuple[Any, ...]:
+    """Of a BatchNorm on the second stage: what it counted, and how far its mean is from the same microbatches'."""
+    model = made(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    whole = copy.deepcopy(model)
+    stages = par.PipelineStages(
+        par.split(model, draw(2, 4), at=["2"]), loss=F.mse_loss, num_microbatches=4, device="cpu"
+    )
+    for _ in range(2):
+        stages.train_step(draw(8, 4), draw(8, 2, seed=2))
+        stages.evaluate(draw(8, 4), draw(8, 2, seed=2))
+        for part in draw(8, 4).chunk(4):
+            whole(part)
+    if not stages.is_last:
+        return ()
+    norm, reference = stages.modules[0][2], whole[2]
+    return int(norm.num_batches_tracked), float((norm.running_mean - reference.running_mean).abs().max())
+
+
+def use_experts() -> float:
+    """A model that looks at values inside of its blocks, with more rows than the example."""
+    model = made(Experts())
+    whole = copy.deepcopy(model)
+    stages = par.PipelineStages(
+        par.split(model, draw(2, 6, 8), at=["blocks.1"]), loss=F.mse_loss, num_microbatches=2, device="cpu"
+    )
+    stages.train_step(draw(8, 6, 8), draw(8, 6, 8, seed=2))
+    F.mse_loss(whole(draw(8, 6, 8)), draw(8, 6, 8, seed=2)).backward()
+    return apart(stages, whole)
+
+
+class CutToKeep(nn.Module):
+    """What lies between the stages depends on a number that is given, or, without one, on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, keep: int | None = None) -> Tensor:
+        if keep is None and bool((x > 1e6).any()):
+            raise ValueError("too large")
+        result: Tensor = self.b(self.a(x[:, :keep]))
+        return result
+
+
+def keep_some() -> list[tuple[int, ...] | None]:
+    """Shapes of predictions, of batches that differ in a number alone."""
+    model = CutToKeep()
+    stages = par.PipelineStages(par.split(model, {"x": draw(2, 6, 8), "keep": 6}, 2), device="cpu")
+    given = [stages.predict({"x": draw(4, 6, 8), "keep": keep}) for keep in (6, 3, 6)]
+    return [None if each is None else tuple(each.shape) for each in given]
+
+
+def alone() -> torch.distributed.ProcessGroup:
+    """A group of this rank: an error of one leaves no other waiting."""
+    return torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
+
+
+class KeepByValue(nn.Module):
+    """What it gives cannot be told without its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return x[:, :3] if bool((x > 1e6).any()) else x
+
+
+def look_at_large_values() -> None:
+    model = nn.Sequential(KeepByValue(), nn.Linear(8, 8))
+    stages = par.PipelineStages(par.split(model, draw(2, 6, 8), at=["1"]), alone(), schedule="LoopedBFS", device="cpu")
+    stages.predict(draw(4, 6, 8))
+    stages.predict(1e9 * draw(4, 6, 8))
+
+
+def change_autocast() -> list[float]:
+    """How far predictions are from the whole model's, with autocast and without, in turns."""
+    model = made(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    whole = copy.deepcopy(model)
+    stages = par.PipelineStages(par.split(model, draw(2, 8), 2), device="cpu")
+    found = []
+    for is_on in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on), torch.no_grad():
+            output, expected = stages.predict(draw(4, 8)), whole(draw(4, 8))
+        found.append(0.0 if output is None else float((output - expected).abs().max()))
+    return found
+
+
+def weigh(kind: str) -> tuple[float, float]:
+    """Losses that count in their own ways: how far gradients and the loss are from the whole model's."""
+    weight = torch.arange(1.0, 98.0)
+    losses = {
+        "function": lambda: F.cross_entropy,
+        "classes": lambda: nn.CrossEntropyLoss(weight=weight),
+        "nothing counts in one": nn.CrossEntropyLoss,
+        "no rows": lambda: lambda output, target: (output * target).mean(),
+    }
+    loss = losses[kind]()
+    model = made(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 97)))
+    whole = copy.deepcopy(model)
+    x, y = draw(8, 8), torch.tensor([-100, -100, 5, -100, 96, 3, 50, 2])
+    target: Any = torch.tensor(2.0) if kind == "no rows" else y
+    stages = par.PipelineStages(par.split(model, x[:2], 2), loss=loss, num_microbatches=4, device="cpu")
+    trained = stages.train_step(x, target)
+    expected = loss(whole(x), target)
+    expected.backward()
+    return apart(stages, whole), 0.0 if trained is None else float((trained - expected).abs())
+
+
+def freeze_tied() -> float:
+    """AdamW leaves a frozen tied parameter alone: how much it was changed."""
+    model = made(GPT(is_tied=True))
+    model.wte.weight.requires_grad_(False)
+    before = model.wte.weight.clone()
+    stages = par.PipelineStages(par.split(model, tokens(2, 1), 2), loss=TokenLoss(), device="cpu")
+    optimizer = torch.optim.AdamW(stages.parameters(), lr=0.1, weight_decay=0.1)
+    stages.train_step(tokens(8, 1), tokens(8, 2))
+    optimizer.step()
+    return float((model.wte.weight - before).abs().max())
+
+
+def keep_modes() -> bool:
+    """A layer that the user has put into evaluation is in it after an evaluation too, and no other is."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+    stages = par.PipelineStages(par.split(model, draw(2, 8), at=["2"]), loss=F.mse_loss, device="cpu")
+    frozen = stages.modules[0][1 if stages.is_first else 3].eval()
+    stages.train_step(draw(8, 8), draw(8, 8))
+    stages.evaluate(draw(8, 8), draw(8, 8))
+    was_evaluating = not any(part.training for part in stages.modules[0].modules())
+    stages.train_step(draw(8, 8), draw(8, 8))
+    others = [part for part in stages.modules[0].modules() if part is not frozen]
+    return was_evaluating and not frozen.training and stages.modules[0].training and any(o.training for o in others)
+
+
+def fail_once() -> float:
+    """A loss that fails leaves gradients as they were, and the next step is a step as any other."""
+    calls = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("no loss today")
+        return F.mse_loss(output, target)
+
+    model = made(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    whole = copy.deepcopy(model)
+    stages = par.PipelineStages(par.split(model, draw(2, 8), 2), alone(), schedule="LoopedBFS", loss=loss, device="cpu")
+    try:
+        stages.train_step(draw(8, 8), draw(8, 8))
+    except ValueError:
+        for parameter in stages.parameters():
+            parameter.grad = None
+    stages.train_step(draw(8, 8), draw(8, 8))
+    F.mse_loss(whole(draw(8, 8)), draw(8, 8)).backward()
+    return apart(stages, whole)

@@ -1,0 +1,228 @@
+"""Models whose layers can be cut over ranks, each in its own way, with the inputs that they are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def made(model: nn.Module, std: float = 0.2) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=std)
+    return model
+
+
+def tokens(rows: int = 4, length: int = 16, vocabulary: int = 96) -> Tensor:
+    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+class Attention(nn.Module):
+    """With fewer heads for keys and values, as numbers in the module; ``has_norms``: of queries and keys, by head."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, *, has_norms: bool) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = heads, kv_heads, width // heads
+        self.wq, self.wo = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.wk, self.wv = (nn.Linear(width, kv_heads * self.head_dim, bias=False) for _ in range(2))
+        self.q_norm, self.k_norm = (nn.LayerNorm(self.head_dim) if has_norms else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q_norm(self.wq(x).view(batch, length, self.n_heads, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.wk(x).view(batch, length, self.n_kv_heads, self.head_dim)).transpose(1, 2)
+        v = self.wv(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        result: Tensor = self.wo(attended.transpose(1, 2).reshape(batch, length, -1))
+        return result
+
+
+class FusedAttention(nn.Module):
+    """One layer makes queries, keys and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.n_head, self.width = heads, width
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (
+            each.view(batch, length, self.n_head, -1).transpose(1, 2)
+            for each in self.c_attn(x).split(self.width, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        result: Tensor = self.c_proj(attended.reshape(batch, length, self.width))
+        return result
+
+
+class Gated(nn.Module):
+    """``is_fused``: gate and up are one layer."""
+
+    def __init__(self, width: int, *, is_fused: bool = False) -> None:
+        super().__init__()
+        self.is_fused = is_fused
+        if is_fused:
+            self.gate_up = nn.Linear(width, 4 * width)
+        else:
+            self.gate, self.up = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down, self.dropout = nn.Linear(2 * width, width), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1) if self.is_fused else (self.gate(x), self.up(x))
+        result: Tensor = self.dropout(self.down(F.silu(gate) * up))
+        return result
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, attention: nn.Module, mlp: nn.Module, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class Llama(nn.Module):
+    """A language model of parts that can all be cut."""
+
+    def __init__(
+        self,
+        *,
+        heads: int = 4,
+        kv_heads: int = 2,
+        width: int = 32,
+        layers: int = 2,
+        vocabulary: int = 97,
+        has_norms: bool = True,
+        is_fused: bool = False,
+        is_tied: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width, padding_idx=3)
+        self.layers = nn.ModuleList(
+            LlamaBlock(
+                FusedAttention(width, heads) if is_fused else Attention(width, heads, kv_heads, has_norms=has_norms),
+                Gated(width, is_fused=is_fused),
+                width,
+            )
+            for _ in range(layers)
+        )
+        for layer in self.layers:
+            layer.mlp.dropout.p = dropout
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, that stays whole, and two that do not; a parameter of the model itself, and of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.scale = nn.LSTM(8, 8, batch_first=True), nn.Parameter(torch.ones(8))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lstm(x)[0] * self.scale
+        result: Tensor = self.down(F.gelu(self.up(x))) + F.linear(x, self.up.weight).mean()
+        return result
+
+
+class Mixture(nn.Module):
+    """Gated experts, stacked in two parameters, of which each token has two."""
+
+    def __init__(self, experts: int = 4, width: int = 8, hidden: int = 12) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * hidden, width))
+        self.down_proj = nn.Parameter(torch.empty(experts, width, hidden))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for expert in range(len(self.down_proj)):
+            rows, place = torch.where(chosen == expert)
+            gate, up = (x[rows] @ self.gate_up_proj[expert].T).chunk(2, dim=-1)
+            mine = (F.silu(gate) * up) @ self.down_proj[expert].T
+            result = result.index_add(0, rows, mine * weights[rows, place, None])
+        return result
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts, self.head = nn.Linear(8, 4), Mixture(), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        result: Tensor = self.head(x + self.experts(x, chosen, weights))
+        return result
+
+
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def _family(name: str, **more: Any) -> tuple[nn.Module, Any]:
+    """One of transformers', tiny."""
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    gpt2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    opt = {**sizes, "ffn_dim": 64, "word_embed_proj_dim": 32}
+    for key in ("intermediate_size", "num_key_value_heads"):
+        opt.pop(key)
+    bert = {key: value for key, value in sizes.items() if key != "num_key_value_heads"}
+    given = {
+        "Qwen3": {**sizes, "head_dim": 8},
+        "Mixtral": {**sizes, "num_local_experts": 4},
+        "GPT2": gpt2 | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        "OPT": opt | {"dropout": 0.0},
+        "Bert": bert | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    }.get(name, sizes)
+    kind = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}.get(name, f"{name}ForCausalLM")
+    torch.manual_seed(0)
+    model: nn.Module = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**given, **more))
+    return model, {"input_ids": tokens()}
+
+
+FAMILIES = ("Llama", "Qwen3", "Mixtral", "GPT2", "Bert", "OPT")
+
+# By name: makes the model, and what it is called with.
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "mlp": lambda: (made(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))), draw(4, 8)),
+    "encoder": lambda: (made(_encoder()), draw(4, 16, 32)),
+    "llama": lambda: (made(Llama()), tokens()),
+    "llama tied": lambda: (made(Llama(is_tied=True)), tokens()),
+    "fused": lambda: (made(Llama(is_fused=True)), tokens()),
+    "recurrent": lambda: (made(Recurrent()), draw(4, 5, 8)),
+    "mixture": lambda: (made(Routed(), std=0.5), draw(16, 8)),
+    **{name: (lambda name=name: _family(name)) for name in FAMILIES},
+}

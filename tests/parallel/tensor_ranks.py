@@ -1,0 +1,277 @@
+"""What the ranks of a test do with layers that are cut over them, beside the whole model on each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from models import GPT
+from tensor_models import MODELS, Llama, made, tokens
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint
+
+from detrain_nb import parallel as par
+from detrain_nb.parallel.model import Arrangement
+from detrain_nb.parallel.planner import tp_plan
+from detrain_nb.parallel.tensor_parallel import apply_tensor_plan, from_saved_order, loss_on_parts, to_saved_order
+
+MODELS["gpt"] = lambda: (made(GPT(layers=2)), tokens())
+MODELS["gpt tied"] = lambda: (made(GPT(layers=2, is_tied=True)), tokens())
+
+
+def made_as(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
+    """One of `MODELS`; in float64 what is right is so to the last digits."""
+    model, call = MODELS[kind]()
+    return model.to(dtype), call.to(dtype) if isinstance(call, Tensor) and call.is_floating_point() else call
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def mesh_of(size: int = 2) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+
+
+def tensor_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else output.logits
+
+
+def loss_of(output: Any) -> Tensor:
+    """Of every element in its own way, as a mean would leave many gradients next to nothing."""
+    tensor = tensor_of(output)
+    return (tensor * torch.linspace(-1, 1, tensor.numel()).view(tensor.shape).sin()).sum() / tensor.shape[0]
+
+
+def apart(model: nn.Module, reference: nn.Module, plan: Any, of: Callable[[Tensor], Tensor | None]) -> float:
+    """The largest difference, relative to the largest of its tensor, of what ``of`` says of each parameter."""
+    references = dict(reference.named_parameters(remove_duplicate=False))
+    largest = max(float(each.abs().max()) for p in references.values() if (each := of(p)) is not None)
+    most = 0.0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found, expected = of(parameter), of(references[name])
+        assert isinstance(parameter, DTensor), name
+        if expected is None:
+            assert found is None or not whole(found).any(), name
+            continue
+        assert found is not None, name
+        found = whole(to_saved_order(name, found, plan))
+        scale = max(float(expected.abs().max()), 1e-2 * largest)  # some are zero but for rounding
+        most = max(most, float((found - expected).abs().max()) / scale)
+    return most
+
+
+def train(kind: str, *, dtype: torch.dtype = torch.float64, tp: int = 2, **options: Any) -> dict[str, Any]:
+    """Steps of AdamW with clipping, beside the whole model: how far losses, gradients, parameters are apart."""
+    model, call = made_as(kind, dtype)
+    reference = copy.deepcopy(model)
+    plan = tp_plan(model, call, tp=tp, **options)
+    apply_tensor_plan(model, plan, mesh_of(tp))
+    found: dict[str, Any] = {"plan": str(plan), "roles": plan.roles, "losses": [], "gradients": [], "norms": []}
+    found["modes"] = sum(isinstance(p, DTensor) for p in model.parameters()), len(list(model.parameters()))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-3, foreach=True) for each in (model, reference)]
+    run = (lambda each: each(**call)) if isinstance(call, dict) else (lambda each: each(call))
+    for _ in range(3):
+        losses, norms = [], []
+        for each, optimizer in zip((model, reference), optimizers):
+            optimizer.zero_grad()
+            loss = loss_of(run(each))
+            loss.backward()
+            losses.append(float(loss))
+        found["gradients"].append(apart(model, reference, plan, lambda parameter: parameter.grad))
+        for each, optimizer in zip((model, reference), optimizers):
+            norms.append(float(whole(nn.utils.clip_grad_norm_(each.parameters(), 1.0))))
+            optimizer.step()
+        found["losses"].append(abs(losses[0] - losses[1]) / (1 + abs(losses[1])))
+        found["norms"].append(abs(norms[0] - norms[1]) / norms[1])
+    found["parameters"] = apart(model, reference, plan, lambda parameter: parameter.data)
+    with torch.no_grad():
+        outputs = [tensor_of(run(each.eval())) for each in (model, reference)]
+    found["outputs"] = float((outputs[0] - outputs[1]).abs().max() / outputs[1].abs().max())
+    found["plain"] = type(outputs[0]) is Tensor
+    return found
+
+
+def share_head(loss: str = "cross entropy") -> dict[str, Any]:
+    """The head's output stays in parts, 97 classes over 2 ranks; the whole model's loss and gradients are the same."""
+    model, call = made_as("llama tied")
+    reference, targets = copy.deepcopy(model), tokens(vocabulary=97).flip(0)
+    plan = tp_plan(model, call, loss_parallel=True)
+    apply_tensor_plan(model, plan, mesh_of())
+    losses = {
+        "cross entropy": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()),
+        "whole": lambda logits, y: F.mse_loss(logits, torch.ones(logits.shape, dtype=logits.dtype)),
+    }
+    with loss_parallel():
+        output = model(call)
+        found = loss_on_parts(losses[loss])(output, targets)
+        found.backward()
+    expected = losses[loss](reference(call), targets)
+    expected.backward()
+    return {
+        "output": (type(output).__name__, tuple(output.shape), tuple(output.to_local().shape)),
+        "loss": float((whole(found) - expected).abs()),
+        "gradients": apart(model, reference, plan, lambda parameter: parameter.grad),
+    }
+
+
+def drop(rank: int) -> dict[str, Any]:
+    """Ranks with other random numbers, and dropout: replicas agree, and the user's numbers go on."""
+    model = Llama(dropout=0.3)
+    plan = tp_plan(model, tokens())
+    torch.manual_seed(rank)
+    apply_tensor_plan(model, plan, mesh_of())
+    before = torch.get_rng_state()
+    outputs = [model(tokens()) for _ in range(2)]
+    is_left = torch.equal(before, torch.get_rng_state())
+    outputs[0].sum().backward()
+    norms = [float(layer.norm1.weight.grad.to_local().double().sum()) for layer in model.layers]
+    return {"sums": [float(each.detach().double().sum()) for each in outputs], "norms": norms, "left": is_left}
+
+
+def drop_again() -> float:
+    """What a checkpoint runs again in the backward pass drops what it dropped before."""
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = made(Llama(dropout=0.3))
+        plan = tp_plan(model, tokens())
+        torch.manual_seed(5)
+        apply_tensor_plan(model, plan, mesh_of())
+        layer = model.layers[0]
+        if is_checkpointed:
+            forward = layer.forward
+            layer.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+        loss_of(model(tokens())).backward()
+        gradients.append(whole(model.layers[0].mlp.up.weight.grad))
+    return float((gradients[0] - gradients[1]).abs().max() / gradients[0].abs().max())
+
+
+def through_stages(kind: str, at: str, **options: Any) -> float:
+    """Two stages, both on each rank, whose layers are cut over the ranks."""
+    model, call = made_as(kind)
+    reference = copy.deepcopy(model)
+    plan = tp_plan(model, call, **options)
+    found = par.split(model, call, at=[at])
+    first, second = (apply_tensor_plan(found.stage(index), plan, mesh_of()) for index in range(2))
+    assert any(isinstance(each, DTensor) for each in first.parameters())
+    loss_of(second(first(call), call)).backward()
+    loss_of(reference(call)).backward()
+    parts = nn.ModuleList([first, second])
+    references = dict(reference.named_parameters(remove_duplicate=False))
+    most = 0.0
+    for name, parameter in parts.named_parameters(remove_duplicate=False):
+        name = name.partition(".")[2]
+        expected = references[name].grad
+        difference = whole(to_saved_order(name, parameter.grad, plan)) - expected
+        most = max(most, float(difference.abs().max() / expected.abs().max().clamp_min(1e-2)))
+    return most
+
+
+def shard_too(kind: str = "fused") -> dict[str, Any]:
+    """FSDP2 over two ranks of a model that is cut over two: gradients, a step, a checkpoint of it."""
+    model, call = made_as(kind)
+    reference = copy.deepcopy(model)
+    plan = tp_plan(model, call)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    apply_tensor_plan(model, plan, mesh["tp"])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    mine = call.chunk(2)[mesh["dp"].get_local_rank()]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-3) for each in (model, reference)]
+    found: dict[str, Any] = {}
+    for _ in range(2):
+        model(mine).square().mean().backward()
+        reference(call).square().mean().backward()
+        found["gradients"] = apart(model, reference, plan, lambda parameter: parameter.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found["parameters"] = apart(model, reference, plan, lambda parameter: parameter.data)
+    return found
+
+
+def through_pipeline() -> dict[str, Any]:
+    """1F1B over two stages, the layers of each cut over two ranks; a step of AdamW."""
+    model, call = made_as("llama")
+    reference = copy.deepcopy(model)
+    plan, mesh = tp_plan(model, call[:1]), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stages = par.PipelineStages(
+        par.split(model, call[:1], 2),
+        mesh["pp"],
+        loss=F.mse_loss,
+        num_microbatches=4,
+        device="cpu",
+        arrangement=Arrangement(prepare=lambda module, is_last: apply_tensor_plan(module, plan, mesh["tp"])),
+    )
+    target = torch.ones(4, 16, 97, dtype=torch.float64)
+    found: dict[str, Any] = {}
+    references = dict(reference.named_parameters())
+    for _ in range(2):
+        stages.train_step(call, target)
+        F.mse_loss(reference(call), target).backward()
+        most = 0.0
+        for name, parameter in stages.named_parameters():
+            expected = references[name].grad
+            difference = whole(parameter.grad) - expected
+            most = max(most, float(difference.abs().max() / expected.abs().max().clamp_min(1e-3)))
+        found.setdefault("gradients", []).append(most)
+        for each in (stages, reference):
+            optimizer = torch.optim.SGD(each.parameters(), lr=1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def save(folder: str, kind: str = "fused") -> dict[str, Any]:
+    """A checkpoint of cut layers is that of the whole model, and is read again by cut layers."""
+    model, call = MODELS[kind]()
+    reference = copy.deepcopy(model)
+    plan = tp_plan(model, call)
+    apply_tensor_plan(model, plan, mesh_of())
+    state = model.state_dict()
+    dcp.save({name: to_saved_order(name, tensor, plan) for name, tensor in state.items()}, checkpoint_id=folder)
+    plain = {name: torch.zeros_like(tensor) for name, tensor in reference.state_dict().items()}
+    dcp.load(plain, checkpoint_id=folder)
+    is_whole = all(torch.equal(plain[name], tensor) for name, tensor in reference.state_dict().items())
+    empty = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(empty, checkpoint_id=folder)
+    again = {name: from_saved_order(name, tensor, plan) for name, tensor in empty.items()}
+    same = all(torch.equal(again[name].to_local(), tensor.to_local()) for name, tensor in state.items())
+    return {"whole": is_whole, "again": same, "packed": sorted(plan.packed)}
+
+
+def in_bfloat16() -> list[float]:
+    """Outputs of parts and of the whole, in bfloat16; and how far the whole is from itself in float32."""
+    model, call = MODELS["llama"]()
+    reference = copy.deepcopy(model)
+    apply_tensor_plan(model.bfloat16(), tp_plan(model, call), mesh_of())
+    in_full = reference(call)
+    output = model(call)
+    loss_of(output).backward()
+    assert all(parameter.grad is not None and parameter.dtype is torch.bfloat16 for parameter in model.parameters())
+    apart_from_full = [(each.float() - in_full).abs().max() for each in (output, reference.bfloat16()(call))]
+    return [float(each / in_full.abs().max()) for each in apart_from_full]
+
+
+def look_from_outside() -> dict[str, bool]:
+    """Parameters outside of a run are DTensors, initializers reach them, and no module keeps a tensor of a run."""
+    model, call = MODELS["llama tied"]()
+    apply_tensor_plan(model, tp_plan(model, call), mesh_of())
+    nn.init.constant_(model.head.weight, 0.5)
+    loss_of(model(call)).backward()
+    return {
+        "is a parameter": isinstance(model.head.weight, DTensor) and isinstance(model.head.weight, nn.Parameter),
+        "is written": bool((model.head.weight.to_local() == 0.5).all()),
+        "is tied": model.head.weight is model.embed.weight,
+        "has a gradient": model.head.weight.grad is not None,
+        "is copied": isinstance(copy.deepcopy(model).head.weight, DTensor),
+    }

@@ -1,0 +1,211 @@
+"""One call lays a model out over a mesh: losses, every gradient, their norm and AdamW's steps are the whole model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.errors import RankError
+
+# Relative for gradients and their norm (3e-6 and 5e-7 were measured), absolute for losses. AdamW makes whole steps, of
+# 1e-2, of gradients that are next to nothing: after it parameters were 1.1e-4 apart, and gradients 5e-5.
+CLOSE = {"loss": 3e-6, "gradient": 1e-5, "later gradient": 3e-4, "norm": 3e-6, "parameter": 5e-4}
+
+
+def start(ranks: int) -> Iterator[Session]:
+    with Session.start(ranks, device="cpu") as started:
+        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import mixed_ranks")
+        yield started
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Session]:
+    yield from start(2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Session]:
+    yield from start(4)
+
+
+def require_close(session: Session, axes: dict[str, int], **options: Any) -> None:
+    given = "".join(f", {name}={value!r}" for name, value in options.items())
+    found = session.run_cell(f"mixed_ranks.train({axes}{given})", timeout_s=90).values
+    for rank, apart in found.items():
+        assert all(apart[name] < limit for name, limit in CLOSE.items()), (rank, apart)
+
+
+@pytest.mark.parametrize(
+    "axes, options",
+    [
+        ({"dp_replicate": 2}, {}),
+        ({"dp_shard": 2}, {"differs": True}),
+        pytest.param({"dp_replicate": 2}, {"differs": True}, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 2}, {"activations": "full"}, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 2}, {"activations": "selective"}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, {"differs": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks(two_ranks: Session, axes: dict[str, int], options: dict[str, Any]) -> None:
+    require_close(two_ranks, axes, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes, schedule",
+    [
+        ({"dp_replicate": 2, "dp_shard": 2}, "1F1B"),
+        ({"dp_shard": 2, "tp": 2}, "1F1B"),
+        ({"tp": 4}, "1F1B"),
+        ({"pp": 4}, "1F1B"),
+        *[({"pp": 2, "dp_replicate": 2}, schedule) for schedule in ("1F1B", "Interleaved1F1B")],
+        *[
+            ({"pp": 2, axis: 2}, schedule)
+            for axis in ("dp_shard", "tp")
+            for schedule in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        ],
+        ({"pp": 2, "dp_replicate": 2, "dp_shard": 1}, "ZBVZeroBubble"),
+    ],
+)
+def test_four_ranks(four_ranks: Session, axes: dict[str, int], schedule: str) -> None:
+    """A head that is the embedding: the first and the last stage have it, on one rank or on two."""
+    require_close(four_ranks, axes, schedule=schedule, layers=4 if schedule == "1F1B" else 6, is_tied=True)
+    if schedule == "1F1B":
+        require_close(four_ranks, axes, is_tied=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"activations": "full"}, {"activations": "selective"}])
+def test_stages_that_compute_again(four_ranks: Session, options: dict[str, Any]) -> None:
+    require_close(four_ranks, {"pp": 2, "dp_shard": 2}, **options)
+
+
+@pytest.mark.slow
+def test_three_axes_on_eight_ranks() -> None:
+    for session in start(8):
+        axes = {"pp": 2, "dp_shard": 2, "tp": 2}
+        require_close(session, axes, schedule="Interleaved1F1B", layers=6, is_tied=True)
+        require_close(session, axes, is_tied=False)
+
+
+@pytest.mark.slow
+def test_memory_of_a_rank_is_its_part(four_ranks: Session) -> None:
+    """Bytes of parameters, and of AdamW's two moments: shards have a quarter, stages what they hold."""
+    whole, state = four_ranks.run_cell("mixed_ranks.bytes_here({'dp_replicate': 4}, fsdp=False)").values[0]
+    assert state == 2 * whole
+    for axes in ({"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}):
+        found = four_ranks.run_cell(f"mixed_ranks.bytes_here({axes})").values
+        parts = [found[rank][0] for rank in range(4)]
+        copies = axes.get("dp_replicate", 1)
+        assert whole * copies <= sum(parts) <= whole * copies * 1.02, "padding alone is more"
+        assert all(found[rank][1] == 2 * parts[rank] for rank in range(4))
+        if "pp" not in axes:
+            assert max(parts) <= whole * copies / 4 * 1.02
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"dp_replicate": 2}, {"pp": 2}])
+def test_bf16_computes_and_keeps_float32(two_ranks: Session, axes: dict[str, int]) -> None:
+    for dtypes, apart in two_ranks.run_cell(f"mixed_ranks.compute_in('bf16', {axes})").values.values():
+        assert dtypes == ["torch.bfloat16", "torch.float32"]
+        assert apart < 0.02
+    for dtypes, apart in two_ranks.run_cell(f"mixed_ranks.compute_in(None, {axes})").values.values():
+        assert dtypes == ["torch.float32"] and apart < 1e-6
+
+
+@pytest.mark.slow
+def test_boundaries_are_bf16_beside_shards(four_ranks: Session) -> None:
+    for dtypes, apart in four_ranks.run_cell(
+        "mixed_ranks.compute_in('bf16', {'pp': 2, 'dp_shard': 2})"
+    ).values.values():
+        assert dtypes == ["torch.bfloat16", "torch.float32"] and apart < 0.02
+
+
+def test_hook_sends_less_and_trains(two_ranks: Session) -> None:
+    found = two_ranks.run_cell("mixed_ranks.train({'dp_replicate': 2}, fsdp=False, comm_hook='fp16')").values
+    assert 1e-6 < found[0]["gradient"] < 1e-2, "half precision on the way"
+    found = two_ranks.run_cell("mixed_ranks.train({'dp_replicate': 2}, fsdp=False, comm_hook='powersgd')").values
+    assert found[0]["gradient"] < 1e-5, "whole gradients in the first steps"
+
+
+@pytest.mark.parametrize(
+    "axes, options, message",
+    [
+        ({"dp_shard": 2}, {"fsdp": False}, "DDP was asked for, and dp_shard=2 shards the model"),
+        ({"dp_replicate": 2}, {"fsdp": True}, "give the mesh dp_shard too, 1 if nothing is to be sharded"),
+        ({"dp_replicate": 2}, {"comm_hook": "bf16"}, "comm_hook='bf16' is NCCL's"),
+        ({"dp_replicate": 2}, {"comm_hook": "zip"}, "choose one of none, fp16, bf16, powersgd"),
+        ({"dp_shard": 2}, {"comm_hook": "fp16"}, "is DDP's, which is not used here"),
+        ({"dp_shard": 2}, {"precision": "fp16"}, "give 'bf16' or 'fp32'"),
+        ({"dp_shard": 2}, {"activations": "some"}, "choose one of none, selective, full"),
+        ({"cp": 2}, {}, "cp=2: context parallel"),
+        ({"dp_shard": 2}, {"pp": ["layers.1"]}, "the mesh has no pp axis"),
+        ({"dp_shard": 2}, {"loss_parallel": True}, "need a mesh with a tp axis"),
+        ({"pp": 2}, {"pp": ["layers.1", "layers.2"]}, "2 cuts make 3 stages, and the mesh wants 2"),
+        ({"pp": 2}, {"pp": ["layers.7"]}, "'layers.7' is no module of the model: did you mean 'layers."),
+        ({"pp": 2}, {"schedule": "2F2B"}, "there is no schedule '2F2B'"),
+    ],
+)
+def test_what_cannot_be_is_told(two_ranks: Session, axes: dict[str, int], options: Any, message: str) -> None:
+    with pytest.raises(RankError) as caught:
+        two_ranks.run_cell(f"mixed_ranks.lay_out(mixed_ranks.Small(), {axes}, **{options})", timeout_s=30)
+    assert message in str(caught.value)
+
+
+def test_ddp_beside_a_zero_bubble_schedule_is_refused(two_ranks: Session) -> None:
+    """Four ranks are not needed to hear it."""
+    from detrain_nb.parallel.data_parallel import _why_not_ddp
+
+    assert "replicas would drift apart" in _why_not_ddp({"pp": 2, "dp_replicate": 2}, "ZBVZeroBubble")
+    assert "it cannot broadcast a DTensor" in _why_not_ddp({"dp_replicate": 2, "tp": 2}, None)
+    assert not _why_not_ddp({"pp": 2, "dp_replicate": 2}, "1F1B")
+
+
+def test_rank_with_another_model_is_named(two_ranks: Session) -> None:
+    code = "mixed_ranks.lay_out(mixed_ranks.Other() if rank == 1 else mixed_ranks.Small(), {'dp_shard': 2})"
+    with pytest.raises(RankError, match="the model on rank 1 is another one: there it has the model: Other") as caught:
+        two_ranks.run_cell(code, timeout_s=30)
+    assert set(caught.value.ranks if hasattr(caught.value, "ranks") else (0, 1)) == {0, 1}, "nobody is left waiting"
+
+
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"pp": 2}])
+def test_optimizer_may_be_made_after_an_evaluation(two_ranks: Session, axes: dict[str, int]) -> None:
+    for norm, apart in two_ranks.run_cell(f"mixed_ranks.evaluate_first({axes})", timeout_s=60).values.values():
+        assert norm < 2e-6 and apart < 1e-6
+
+
+@pytest.mark.slow
+def test_optimizer_may_be_made_after_an_evaluation_of_stages_of_shards(four_ranks: Session) -> None:
+    for norm, apart in four_ranks.run_cell("mixed_ranks.evaluate_first({'pp': 2, 'dp_shard': 2})").values.values():
+        assert norm < 2e-6 and apart < 1e-6
+
+
+@pytest.mark.parametrize("axes", [{"dp_replicate": 2}, {"dp_shard": 2}])
+@pytest.mark.parametrize("model", ["Branches", "Repeated"])
+def test_branches_and_layers_that_repeat(two_ranks: Session, axes: dict[str, int], model: str) -> None:
+    """A layer that one replica does not use has a gradient there all the same, and its own."""
+    found = two_ranks.run_cell(f"mixed_ranks.apart_from_whole(mixed_ranks.{model}(), {axes})", timeout_s=60).values
+    assert max(found.values()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["sum", "ignored", "own"])
+def test_losses_with_arguments_are_weighed(two_ranks: Session, kind: str) -> None:
+    for loss, gradient in two_ranks.run_cell(
+        f"mixed_ranks.weigh_over_replicas({kind!r})", timeout_s=60
+    ).values.values():
+        assert loss < 2e-6 and gradient < 2e-6
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_replicas_evaluate_with_the_same_statistics(two_ranks: Session, precision: str | None) -> None:
+    found = two_ranks.run_cell(f"mixed_ranks.normalize({precision!r})", timeout_s=60).values
+    assert found[0] == found[1] and found[0][0] != 0
+
+
+def test_axes_that_are_not_known_are_told(two_ranks: Session) -> None:
+    with pytest.raises(RankError, match="the mesh has 'dp', which says nothing to us: name them pp, dp_replicate"):
+        two_ranks.run_cell("mixed_ranks.lay_over_strange_axes()", timeout_s=30)

@@ -1,0 +1,93 @@
+"""Timelines against the bubbles that are known of schedules, and pictures that are drawn."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from detrain_nb.errors import SpecError
+from detrain_nb.parallel import SCHEDULES, StageNode, partition, profile
+from detrain_nb.parallel.pictures import draw_partition, show_mesh
+from detrain_nb.parallel.timeline import timeline
+
+from .models import GPT
+
+
+@pytest.mark.parametrize("ranks, count", [(2, 4), (4, 8), (4, 16)])
+def test_bubbles_are_those_of_the_papers(ranks: int, count: int) -> None:
+    """(p - 1) / (m + p - 1) of GPipe and 1F1B; with v stages on a rank (p - 1) / (v m + p - 1)."""
+    for name in ("GPipe", "1F1B"):
+        assert timeline(name, ranks, count).bubble == pytest.approx((ranks - 1) / (count + ranks - 1))
+    interleaved = timeline("Interleaved1F1B", ranks, count).bubble
+    assert interleaved == pytest.approx((ranks - 1) / (2 * count + ranks - 1))
+    assert timeline("ZBVZeroBubble", ranks, count).bubble < interleaved
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_microbatch_goes_through_every_stage_in_order(name: str) -> None:
+    ranks, count = 4, 8
+    found = timeline(name, ranks, count)
+    stages = 4 if name in ("GPipe", "1F1B") else 8
+    works = [work for rank in found.ranks for work in rank]
+    forward = {(work.stage, work.microbatch): work for work in works if work.kind == "F"}
+    backward = {(work.stage, work.microbatch): work for work in works if work.kind in "BI"}
+    everything = set(itertools.product(range(stages), range(count)))
+    assert forward.keys() == backward.keys() == everything
+    for stage, number in everything:
+        assert forward[stage, number].end_s <= backward[stage, number].begin_s
+        if stage:
+            assert forward[stage - 1, number].end_s <= forward[stage, number].begin_s
+            assert backward[stage, number].end_s <= backward[stage - 1, number].begin_s
+    for rank in found.ranks:
+        assert all(first.end_s <= second.begin_s + 1e-12 for first, second in itertools.pairwise(rank))
+    busy = sum(work.end_s - work.begin_s for work in works)
+    assert busy == pytest.approx(ranks * count * 3e-3)
+
+
+def test_slow_stage_is_what_a_step_waits_for() -> None:
+    even, uneven = timeline("1F1B", 2, 8, stage_s=[1.0, 1.0]), timeline("1F1B", 2, 8, stage_s=[0.5, 1.5])
+    assert even.step_s == pytest.approx(9.0)
+    assert uneven.step_s == pytest.approx(0.5 / 3 + 8 * 1.5 + 0.5 * 2 / 3)
+    assert uneven.bubble > even.bubble
+
+
+def test_timeline_is_shown_and_drawn() -> None:
+    found = timeline("ZBVZeroBubble", 2, 4)
+    text = str(found)
+    assert text.count("\n") == 2 and "rank  1" in text and "% bubble" in text and "gradients of weights" in text
+    assert "<pre>" in found._repr_html_()
+    axes = found.draw(Figure().add_subplot())
+    assert len(axes.patches) == sum(map(len, found.ranks))
+
+
+def test_partition_is_drawn() -> None:
+    nodes = [StageNode("a", memory_bytes=1e9), StageNode("b", speed=2.0)]
+    found = partition(profile(GPT(), torch.zeros(2, 16, dtype=torch.long)), nodes)
+    left, right = draw_partition(found, Figure().subplots(1, 2))
+    assert len(left.patches) == len(found.profile.units) and len(right.patches) == 2
+    assert len(right.lines) == 1, "the limit of the node that has one"
+    assert [text.get_text() for text in left.get_yticklabels()] == ["stage 0 (a)", "stage 1 (b)"]
+
+
+def test_mesh_is_a_table() -> None:
+    lines = show_mesh({"tp": 2, "pp": 2, "dp_shard": 2}, 8).splitlines()
+    assert lines[0].split() == ["pp", "dp_shard", "ranks", "along", "tp=2"]
+    assert [line.split() for line in lines[1:]] == [
+        ["0", "0", "0-1"],
+        ["0", "1", "2-3"],
+        ["1", "0", "4-5"],
+        ["1", "1", "6-7"],
+    ]
+    assert show_mesh({"pp": 64, "tp": 8}, 512).endswith("... 32 more")
+
+
+def test_what_cannot_be_is_told() -> None:
+    with pytest.raises(SpecError, match="3 times, and 1F1B has 2 stages on 2 ranks"):
+        timeline("1F1B", 2, 4, stage_s=[1, 1, 1])
+    with pytest.raises(SpecError, match="0 ranks"):
+        timeline("GPipe", 0, 4)
+    with pytest.raises(SpecError, match="5 microbatches"):
+        timeline("Interleaved1F1B", 2, 5) and timeline("Interleaved1F1B", 4, 5)

@@ -1,0 +1,222 @@
+"""Batches through stages on real ranks, against the whole model: losses, every gradient, outputs, in any order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from detrain_nb import Session
+from detrain_nb import parallel as par
+from detrain_nb.errors import RankError, SessionError, SpecError
+from detrain_nb.parallel import SCHEDULES, PipelineStages, split, stages_of_rank
+
+from .models import GPT
+from .test_splitter import TOKENS
+
+CLOSE = 2e-6  # relative; 5e-7 was measured
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session.start(2, device="cpu") as started:
+        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import on_ranks")
+        yield started
+
+
+@pytest.mark.parametrize(
+    "schedule, is_tied",
+    [
+        pytest.param(schedule, is_tied, marks=[] if schedule == "1F1B" and is_tied else pytest.mark.slow)
+        for schedule in SCHEDULES
+        for is_tied in (False, True)
+    ],
+)
+def test_every_schedule_gives_the_whole_models_losses_gradients_and_outputs(
+    session: Session, schedule: str, is_tied: bool
+) -> None:
+    num_stages = 2 if schedule in ("GPipe", "1F1B") else 4
+    result = session.run_cell(f"on_ranks.train_gpt({schedule!r}, {num_stages}, is_tied={is_tied})")
+    assert sorted(stage for found in result.values.values() for stage in found["stages"]) == list(range(num_stages))
+    for found in result.values.values():
+        assert found["gradients"] < CLOSE and found["added up"] < CLOSE
+        assert found["evaluation left gradients"] is True
+        if num_stages - 1 in found["stages"]:
+            assert max(found["losses"]) < 1e-6 and found["prediction"] < 1e-6
+        else:
+            assert found["nothing elsewhere"] is True
+
+
+def test_page_of_the_docs_does_what_it_says(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its examples run, and show what it says."""
+    page = (Path(__file__).parents[2] / "docs/parallel.md").read_text(encoding="utf-8")
+    first, second, third, fourth = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    result = session.run_cell(first.replace("%%distributed\n", "") + "loss is None, float(loss or 0)")
+    assert result.values[0] == (True, 0.0)
+    assert result.values[1][0] is False and 0.5 < result.values[1][1] < 3
+    shown = session.run_cell(second, ranks=[0])
+    assert "laptop" in session.log.text(shown.cell, 0) and "equal numbers of units:" in session.log.text(shown.cell, 0)
+    planned = session.run_cell(third, ranks=[0])
+    assert "colwise" in session.log.text(planned.cell, 0)
+    namespace: dict[str, Any] = {"torch": torch, "nn": torch.nn, "par": par}
+    exec(fourth, namespace)
+    assert "512 ranks" in capsys.readouterr().out
+
+
+def test_loss_that_is_a_sum(session: Session) -> None:
+    result = session.run_cell("on_ranks.train_gpt('1F1B', 2, is_tied=False, reduction='sum')")
+    assert all(found["gradients"] < CLOSE and found["added up"] < CLOSE for found in result.values.values())
+
+
+def test_optimizer_keeps_tied_parameters_equal(session: Session) -> None:
+    """AdamW makes whole steps, of 1e-3, of gradients that are next to nothing: hence the tolerance."""
+    assert max(session.run_cell("on_ranks.optimize_gpt()").values.values()) < 5e-5
+
+
+def test_tied_parameters_begin_equal(session: Session) -> None:
+    assert session.run_cell("on_ranks.start_apart(rank)").values == {0: True, 1: True}
+
+
+def test_keywords_and_what_is_not_of_the_batch_reach_every_stage(session: Session) -> None:
+    assert max(session.run_cell("on_ranks.use_masks()").values.values()) < CLOSE
+
+
+def test_batch_norm_counts_each_microbatch_once(session: Session) -> None:
+    counted, difference = session.run_cell("on_ranks.count_batches()").values[1]
+    assert counted == 8 and difference < 1e-6
+
+
+def test_model_that_looks_at_values_takes_other_batches(session: Session) -> None:
+    assert max(session.run_cell("on_ranks.use_experts()").values.values()) < CLOSE
+
+
+def test_batches_that_differ_in_a_number_have_their_own_shapes(session: Session) -> None:
+    assert session.run_cell("on_ranks.keep_some()").values == {0: [None] * 3, 1: [(4, 6, 8), (4, 3, 8), (4, 6, 8)]}
+
+
+def test_shape_that_cannot_be_foreseen_is_told_before_it_is_sent(session: Session) -> None:
+    with pytest.raises(RankError, match=r"stage 0 gives .*\(1, 3, 8\).* was expected: .* use batches like the example"):
+        session.run_cell("on_ranks.look_at_large_values()")
+
+
+def test_autocast_may_change_from_batch_to_batch(session: Session) -> None:
+    assert all(max(found) < 1e-6 for found in session.run_cell("on_ranks.change_autocast()").values.values())
+
+
+@pytest.mark.parametrize("kind", ["function", "classes", "nothing counts in one", "no rows"])
+def test_losses_count_as_over_the_whole_batch(session: Session, kind: str) -> None:
+    for gradients, loss in session.run_cell(f"on_ranks.weigh({kind!r})").values.values():
+        assert gradients < CLOSE and loss < 1e-5
+
+
+def test_frozen_tied_parameter_stays(session: Session) -> None:
+    assert session.run_cell("on_ranks.freeze_tied()").values == {0: 0.0, 1: 0.0}
+
+
+def test_mode_of_a_layer_is_the_users(session: Session) -> None:
+    assert session.run_cell("on_ranks.keep_modes()").values == {0: True, 1: True}
+
+
+def test_step_after_one_that_failed_is_whole(session: Session) -> None:
+    assert max(session.run_cell("on_ranks.fail_once()").values.values()) < CLOSE
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+def test_last_batch_may_be_any(session: Session, schedule: str) -> None:
+    code = f"""
+from on_ranks import *
+stages = par.PipelineStages(
+    par.split(GPT(), tokens(2, 1), 4), schedule={schedule!r}, loss=TokenLoss(), num_microbatches=8, device="cpu"
+)
+[float(stages.train_step(tokens(rows, 1), tokens(rows, 2)) or 0) > 0 for rows in (8, 5, 3, 1)] == [stages.is_last] * 4
+"""
+    assert session.run_cell(code).values == {0: True, 1: True}
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("schedule='2F2B'", r"there is no schedule '2F2B': choose one of GPipe, 1F1B"),
+        ("num_microbatches=1", "1F1B needs at least as many microbatches as stages: 1 are fewer than 2"),
+        ("num_microbatches=-1", "-1 microbatches: a batch is cut into 1 or more"),
+        ("schedule='zbvzerobubble'", "ZBVZeroBubble has two stages on each rank: 2 ranks need 4, not 2"),
+    ],
+)
+def test_pipeline_that_cannot_be_is_told(session: Session, code: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        session.run_cell(
+            "from on_ranks import *\n"
+            f"par.PipelineStages(par.split(GPT(), tokens(2, 1), 2), loss=TokenLoss(), device='cpu', {code})"
+        )
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("stages.train_step(tokens(4, 1), tokens(4, 2))", "there is no loss to train with: give PipelineStages one"),
+        (
+            "stages.evaluate(tokens(4, 1), tokens(4, 2))",
+            "there is no loss to evaluate: give PipelineStages one, or call",
+        ),
+        ("stages.predict(torch.tensor(1))", "a batch without rows, or without a tensor"),
+    ],
+)
+def test_step_that_cannot_be_is_told(session: Session, code: str, message: str) -> None:
+    made = "stages = par.PipelineStages(par.split(GPT(), tokens(2, 1), 2), device='cpu')"
+    with pytest.raises(RankError, match=message):
+        session.run_cell(f"from on_ranks import *\n{made}\n{code}")
+
+
+def test_training_without_gradients_is_told(session: Session) -> None:
+    made = "stages = par.PipelineStages(par.split(GPT(), tokens(2, 1), 2), loss=TokenLoss(), device='cpu')"
+    with pytest.raises(RankError, match=r"train_step was called under torch.no_grad\(\): evaluate is the one without"):
+        session.run_cell(
+            f"from on_ranks import *\n{made}\nwith torch.no_grad(): stages.train_step(tokens(4, 1), tokens(4, 2))"
+        )
+
+
+def test_pipeline_without_ranks_is_told() -> None:
+    with pytest.raises(SessionError, match="a pipeline needs a process group: start the session with one"):
+        PipelineStages(split(GPT(), TOKENS, 2))
+
+
+@pytest.mark.parametrize(
+    "schedule, num_ranks, num_stages, expected",
+    [
+        ("1F1B", 3, 3, [(0,), (1,), (2,)]),
+        ("Interleaved1F1B", 2, 6, [(0, 2, 4), (1, 3, 5)]),
+        ("ZBVZeroBubble", 3, 6, [(0, 5), (1, 4), (2, 3)]),
+        ("dualpipev", 2, 4, [(0, 3), (1, 2)]),
+    ],
+)
+def test_stages_are_laid_on_ranks(
+    schedule: str, num_ranks: int, num_stages: int, expected: list[tuple[int, ...]]
+) -> None:
+    found = [
+        stages_of_rank(schedule, rank=rank, num_ranks=num_ranks, num_stages=num_stages) for rank in range(num_ranks)
+    ]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "schedule, num_ranks, num_stages, message",
+    [
+        (
+            "GPipe",
+            2,
+            4,
+            "GPipe has one stage on each rank: 4 stages do not go onto 2 ranks; Interleaved1F1B has several",
+        ),
+        ("LoopedBFS", 2, 5, "5 stages do not divide by 2 ranks: LoopedBFS needs as many on each"),
+        ("DualPipeV", 2, 6, "DualPipeV has two stages on each rank: 2 ranks need 4, not 6"),
+    ],
+)
+def test_stages_that_do_not_fit_the_ranks_are_told(
+    schedule: str, num_ranks: int, num_stages: int, message: str
+) -> None:
+    with pytest.raises(SpecError, match=message):
+        stages_of_rank(schedule, rank=0, num_ranks=num_ranks, num_stages=num_stages)

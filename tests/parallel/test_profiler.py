@@ -1,0 +1,256 @@
+"""What a model costs and where it can be cut, against what can be counted by hand, or measured on a real pass."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from detrain_nb.errors import SpecError
+from detrain_nb.parallel import ModelProfile, partition, profile
+
+from .models import GPT, Checkpointed, LooksAtValues, Masked, Noisy, TwoNames, UNet, WritesPart
+
+TOKENS = torch.zeros(2, 16, dtype=torch.long)
+
+
+def measure_saved_bytes(model: nn.Module, *args: Tensor) -> int:
+    """What autograd really keeps, parameters left out."""
+    parameters = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(*args)
+    del output
+    return sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in parameters)
+
+
+def test_layers_one_after_another() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4, bias=False))
+    found = profile(model, torch.zeros(3, 8))
+    assert found.cuts == ("1", "2")
+    assert [unit.cut for unit in found.units] == [None, "1", "2"]
+    assert [unit.flops for unit in found.units] == [2 * 3 * 8 * 16, 0, 2 * 3 * 16 * 4]
+    assert [unit.input_bytes for unit in found.units] == [0, 4 * 3 * 16, 4 * 3 * 16]
+    assert [unit.parameters for unit in found.units] == [("0.weight", "0.bias"), (), ("2.weight",)]
+    assert found.parameter_bytes == {"0.weight": 4 * 8 * 16, "0.bias": 4 * 16, "2.weight": 4 * 16 * 4}
+    assert [unit.saved_bytes for unit in found.units] == [4 * 3 * 8, 4 * 3 * 16, 0], "the input, and what ReLU gave"
+
+
+def test_gpt_can_be_cut_at_each_block() -> None:
+    found = profile(GPT(), TOKENS)
+    assert found.cuts == ("h.0", "h.1", "h.2", "h.3", "ln_f", "head")
+    block = found.units[2]
+    linear_flops = 2 * 2 * 16 * 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32)
+    attention_flops = 2 * 2 * 4 * 16 * 16 * (8 + 8)
+    assert block.flops == linear_flops + attention_flops
+    assert block.input_bytes == 4 * 2 * 16 * 32
+    assert {name.split(".")[1] for name in block.parameters} == {"1"} and len(block.parameters) == 12
+
+
+@pytest.mark.parametrize("model, inputs", [(GPT(), TOKENS), (UNet(), torch.zeros(3, 8))], ids=["GPT", "UNet"])
+def test_what_autograd_keeps_is_what_it_really_keeps(model: nn.Module, inputs: Tensor) -> None:
+    found = profile(model, inputs)
+    assert sum(unit.saved_bytes for unit in found.units) == measure_saved_bytes(model, inputs)
+
+
+def test_no_cut_in_the_middle_of_a_checkpoint() -> None:
+    assert profile(Checkpointed(), torch.zeros(2, 8)).cuts == ("blocks.0", "blocks.1", "blocks.2")
+
+
+def test_no_cut_where_two_tensors_are_alive() -> None:
+    assert profile(UNet(), torch.zeros(3, 8)).cuts == ("up", "out")
+
+
+def test_mask_does_not_hinder_a_cut() -> None:
+    found = profile(Masked(), {"x": torch.zeros(2, 8), "mask": torch.ones(2, 8)})
+    assert found.cuts == ("layers.1", "layers.2")
+
+
+def test_module_that_runs_twice_is_no_cut() -> None:
+    shared = nn.Linear(4, 4)
+    found = profile(nn.Sequential(nn.Linear(4, 4), shared, nn.ReLU(), shared, nn.Linear(4, 4)), torch.zeros(2, 4))
+    assert found.cuts == ("2", "4")
+
+
+def test_tied_parameters_have_one_name_in_every_unit_that_uses_them() -> None:
+    found = profile(GPT(is_tied=True), TOKENS)
+    assert found.units[0].parameters[0] == "wte.weight" == found.units[-1].parameters[0]
+    assert "head.weight" not in found.parameter_bytes
+
+
+def test_nothing_is_allocated_and_nothing_changes() -> None:
+    with torch.device("meta"):
+        huge = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(8)))  # 320 GB
+    found = profile(huge, torch.zeros(1, 100_000, device="meta"))
+    assert sum(found.parameter_bytes.values()) == 8 * 4 * (100_000**2 + 100_000)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    torch.manual_seed(0)
+    before, state = torch.get_rng_state(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    profile(model, torch.randn(2, 4, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_module_with_two_names_keeps_its_tensors() -> None:
+    model = TwoNames()
+    tensors = dict(model.state_dict(keep_vars=True))
+    profile(model, torch.zeros(2, 8))
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is tensor for name, tensor in tensors.items()) and after.keys() == tensors.keys()
+
+
+def test_random_numbers_are_not_drawn_twice() -> None:
+    assert profile(Noisy(), torch.zeros(2, 8)).cuts == ("c",), "before, what was drawn is alive too"
+
+
+def test_model_that_looks_at_values_runs_once_and_stays_as_it_was() -> None:
+    model = LooksAtValues()
+    before, state = torch.get_rng_state(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    inputs = torch.ones(2, 4)
+    found = profile(model, inputs)
+    assert found.cuts == ("norm",), "behind it the model itself looks at values"
+    assert torch.equal(torch.get_rng_state(), before) and torch.equal(inputs, torch.ones(2, 4))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(SpecError, match=r"looks at values of tensors .* none have on the meta device: profile it with"):
+        profile(model.to("meta"), inputs)
+
+
+def test_times_are_of_computing_or_of_moving() -> None:
+    found: ModelProfile = profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.zeros(3, 8))
+    linear, relu = found.units
+    slow_memory = found.times(flops_per_s=1e30, bytes_per_s=1.0, is_training=False)
+    assert slow_memory == [linear.moved_bytes, relu.moved_bytes] == [4 * (8 + 64 + 24 + 24), 4 * (24 + 24)]
+    assert found.times(flops_per_s=1.0, bytes_per_s=1e30) == pytest.approx([3 * linear.flops, 3 * 2 * 96 / 1e30])
+
+
+def test_measured_times_follow_the_work() -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2048), nn.ReLU())
+    begin_s = time.perf_counter()
+    found = profile(model, torch.ones(512, 256), measure=True)
+    elapsed_s = time.perf_counter() - begin_s
+    small, large, _ = found.units
+    assert large.flops == 8 * small.flops
+    assert small.forward_s and large.forward_s and large.forward_s > small.forward_s
+    assert small.backward_s and large.backward_s and large.backward_s > small.backward_s
+    assert 0 < sum(found.times()) < elapsed_s
+    assert found.times() == [small.forward_s + small.backward_s, large.forward_s + large.backward_s, found.times()[2]]
+    assert found.times(is_training=False)[:2] == [small.forward_s, large.forward_s]
+    assert found.times(flops_per_s=1e12, bytes_per_s=1e11) == profile(model, torch.ones(512, 256)).times()
+    assert partition(found, 3).stage_s == pytest.approx(found.times())
+
+
+def test_measuring_leaves_everything_as_it_was() -> None:
+    model = nn.Sequential(nn.ELU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+    inputs = torch.randn(6, 4)
+    model(inputs).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    values = [gradient.clone() for gradient in gradients if gradient is not None]
+    before, state = torch.get_rng_state(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors, given = dict(model.state_dict(keep_vars=True)), inputs.clone()
+    found = profile(model, inputs, measure=True)
+    assert all(unit.forward_s is not None and unit.forward_s > 0 for unit in found.units)
+    assert torch.equal(torch.get_rng_state(), before) and torch.equal(inputs, given)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(model.state_dict(keep_vars=True)[name] is tensor for name, tensor in tensors.items())
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), gradients))
+    assert all(torch.equal(gradient, value) for gradient, value in zip(gradients, values) if gradient is not None)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_no_backward_is_measured_where_none_is() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    backward_s = [unit.backward_s for unit in profile(model, torch.ones(32, 64), measure=True).units]
+    assert backward_s[0] == 0 and backward_s[1] and backward_s[2]
+    model.requires_grad_(False)
+    assert [unit.backward_s for unit in profile(model, torch.ones(32, 64), measure=True).units] == [0, 0, 0]
+
+
+def test_checkpoints_are_measured_with_what_runs_again() -> None:
+    found = profile(Checkpointed(), torch.zeros(2, 8), measure=True)
+    assert found.cuts == ("blocks.0", "blocks.1", "blocks.2") and all(seconds > 0 for seconds in found.times())
+
+
+def test_what_has_no_memory_is_not_measured() -> None:
+    with pytest.raises(SpecError, match="nothing can be measured on the meta device: give a model with real param"):
+        profile(GPT().to("meta"), TOKENS, measure=True)
+
+
+def test_what_is_written_in_place_into_a_part_is_alive() -> None:
+    assert profile(WritesPart(), torch.zeros(3, 8)).cuts == ("d",), "before, what was written is read behind the last"
+
+
+def test_operator_that_cannot_run_without_values_runs_for_real(caplog: pytest.LogCaptureFixture) -> None:
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(2, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.tensor([2, len(x)], dtype=torch.int32)
+            return x + F.grouped_mm(x, self.weight, offs=ends)
+
+    found = profile(nn.Sequential(nn.Linear(8, 8), Grouped(), nn.Linear(8, 8)), torch.zeros(5, 8))
+    assert found.cuts == ("1", "2") and not caplog.records
+
+
+def test_table_has_a_line_for_each_unit() -> None:
+    lines = str(profile(GPT(), TOKENS)).splitlines()
+    assert [line.split()[0] for line in lines] == ["begins", "the", "h.0", "h.1", "h.2", "h.3", "ln_f", "head"]
+    assert "ms" not in lines[0].split()
+    measured = profile(GPT(), TOKENS, measure=True)
+    header, *lines = str(measured).splitlines()
+    assert header.split()[-1] == "ms" and [float(line.split()[-1]) for line in lines] == pytest.approx(
+        [1e3 * seconds for seconds in measured.times()], abs=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "model, inputs, message",
+    [
+        (nn.Sequential(nn.Linear(2, 2)), 3, "example_inputs is a int: give a tensor"),
+        (nn.Sequential(nn.Linear(2, 2)), "x", "example_inputs is a str: give a tensor"),
+    ],
+)
+def test_what_cannot_be_profiled_is_told(model: nn.Module, inputs: object, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        profile(model, inputs)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_models_whose_parts_are_not_known_are_told() -> None:
+    @dataclass
+    class Output:
+        logits: Tensor
+
+    class Wrapped(nn.Linear):
+        def forward(self, x: Tensor) -> Output:  # type: ignore[override]
+            return Output(super().forward(x))
+
+    with pytest.raises(SpecError, match="the model returns a Output, and what is in it is not known: return"):
+        profile(Wrapped(2, 2), torch.zeros(1, 2))
+    with pytest.raises(SpecError, match="lazy parameters, without a shape: call it once"):
+        profile(nn.LazyLinear(2), torch.zeros(1, 2))
+    with pytest.raises(SpecError, match="the model is compiled: split the one that was given"):
+        profile(torch.compile(nn.Linear(2, 2)), torch.zeros(1, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_torchscript_is_told() -> None:
+    scripted = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(
+        SpecError, match="1 is TorchScript, which has no hooks to cut it at: give the module that it was"
+    ):
+        profile(scripted, torch.zeros(1, 2))

@@ -1,0 +1,238 @@
+"""Stages against the whole model: outputs, every gradient, names, and what each of them holds."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from detrain_nb.errors import SpecError
+from detrain_nb.parallel import Split, StageNode, split
+
+from .models import (
+    GPT,
+    AroundNames,
+    Checkpointed,
+    Experts,
+    LooksAtValues,
+    Masked,
+    TwoNames,
+    UNet,
+    WithToken,
+    Writes,
+)
+
+TOKENS = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def made(model: nn.Module) -> nn.Module:
+    """With parameters that are the same each time, and no dropout."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def batch(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+def chain(found: Split, *args: Any, **kwargs: Any) -> Any:
+    """What the stages give one after the other."""
+    result = found.stage(0)(*args, **kwargs)
+    for index in range(1, found.num_stages):
+        result = found.stage(index)(result, *args, **kwargs)
+    return result
+
+
+# Model, example arguments, those of another batch size, stages.
+FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
+    "layers": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), (batch(4, 8),), (batch(3, 8),), 3),
+    "GPT": (GPT, (TOKENS,), (TOKENS[:1, :9],), 3),
+    "tied": (lambda: GPT(is_tied=True), (TOKENS,), (TOKENS[:1],), 2),
+    "UNet": (UNet, (batch(3, 8),), (batch(5, 8),), 3),
+    "encoder": (encoder, (batch(2, 5, 16),), (batch(3, 4, 16),), 4),
+    "encoder-decoder": (
+        lambda: nn.Transformer(16, 2, 2, 2, 32, 0.0, batch_first=True),
+        (batch(2, 5, 16), batch(2, 4, 16)),
+        (batch(1, 3, 16), batch(1, 6, 16)),
+        2,
+    ),
+    "token": (WithToken, (batch(2, 3, 8),), (batch(4, 5, 8),), 3),
+    "norm": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)),
+        (batch(6, 4),),
+        (batch(5, 4),),
+        3,
+    ),
+    "writes": (Writes, (batch(3, 8),), (batch(2, 8),), 3),
+    "two names": (TwoNames, (batch(4, 8),), (batch(3, 8),), 3),
+    "checkpointed": (Checkpointed, (batch(2, 8),), (batch(3, 8),), 3),
+    "experts": (Experts, (batch(2, 6, 8),), (batch(1, 4, 8),), 3),
+}
+
+
+@pytest.mark.parametrize("is_other_batch", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_compute_what_the_whole_model_does(family: str, is_other_batch: bool) -> None:
+    make, example, other, num_stages = FAMILIES[family]
+    model, args = made(make()), other if is_other_batch else example
+    whole = copy.deepcopy(model)
+    found = split(model, example, num_stages)
+    result, expected = chain(found, *args), whole(*args)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    result.square().mean().backward()
+    expected.square().mean().backward()
+    for (name, parameter), (_, reference) in zip(model.named_parameters(), whole.named_parameters()):
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=0, atol=0, msg=name)
+    for (name, buffer), (_, reference) in zip(model.named_buffers(), whole.named_buffers()):
+        torch.testing.assert_close(buffer, reference, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_keeps_its_name_and_is_on_one_stage(family: str) -> None:
+    make, example, _, num_stages = FAMILIES[family]
+    model = made(make())
+    found = split(model, example, num_stages)
+    names = [[name for name, _ in found.stage(index).named_parameters()] for index in range(num_stages)]
+    own = dict(model.named_parameters(remove_duplicate=False))
+    assert all(
+        parameter is own[name]
+        for index in range(num_stages)
+        for name, parameter in found.stage(index).named_parameters()
+    )
+    counts = {id(parameter): 0 for parameter in own.values()}
+    for name in (name for of_stage in names for name in of_stage):
+        counts[id(own[name])] += 1
+    assert counts == {id(own[name]): len(found.shared.get(name, (0,))) for name, _ in model.named_parameters()}
+    keys = {key for index in range(num_stages) for key in found.stage(index).state_dict()}
+    assert keys == set(model.state_dict())
+
+
+def test_tied_parameters_are_named() -> None:
+    found = split(GPT(is_tied=True), TOKENS, 3)
+    assert found.shared == {"wte.weight": (0, 2)}
+    assert "wte.weight" in dict(found.stage(0).named_parameters()) and "head.weight" not in found.stage(0).state_dict()
+    assert "head.weight" in dict(found.stage(2).named_parameters()) and "wte.weight" not in found.stage(2).state_dict()
+    assert not {"wte.weight", "head.weight"} & set(found.stage(1).state_dict())
+
+
+def test_masks_reach_every_stage() -> None:
+    model, inputs = made(Masked()), {"x": batch(2, 8), "mask": torch.tensor([1.0, 0, 2, 3, 1, 1, 0, 1])}
+    found = split(model, inputs, 3)
+    torch.testing.assert_close(chain(found, **inputs), model(**inputs), rtol=0, atol=0)
+    torch.testing.assert_close(chain(found, inputs["x"], mask=inputs["mask"]), model(**inputs), rtol=0, atol=0)
+
+
+def test_model_that_looks_at_values_is_cut_before_it_does() -> None:
+    model, args = made(LooksAtValues()).eval(), batch(3, 4)
+    found = split(model, args, 2)
+    assert found.cuts == ("norm",)
+    for sign in (1, -1):
+        torch.testing.assert_close(chain(found, sign * args), model(sign * args), rtol=0, atol=0)
+
+
+def test_stage_holds_nothing_of_the_others() -> None:
+    model = GPT()
+    found = split(model, TOKENS, 2)
+    stage = found.stage(1)
+    kept = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    own = {name for name, _ in stage.named_parameters()}
+    del model, found
+    gc.collect()
+    assert {name for name, ref in kept.items() if ref() is not None} == own < set(kept)
+
+
+def test_users_model_stays_as_it_was() -> None:
+    model = made(GPT())
+    before, modules = model(TOKENS), dict(model.named_modules())
+    found = split(model, TOKENS, 3)
+    stages = [found.stage(index).eval() for index in range(3)]
+    assert dict(model.named_modules()) == modules and model.training and type(model) is GPT
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    torch.testing.assert_close(model(TOKENS), before, rtol=0, atol=0)
+    assert all(isinstance(stage, GPT) and not stage.training for stage in stages)
+
+
+def test_stages_of_a_model_without_memory_are_without_it_too() -> None:
+    with torch.device("meta"):
+        model = GPT(width=4096, layers=8)
+    stage = split(model, TOKENS, 4).stage(2)
+    assert all(parameter.is_meta for parameter in stage.parameters())
+    copied = copy.deepcopy(split(made(GPT()), TOKENS, 4).stage(2))
+    hidden = copied(batch(2, 16, 32), TOKENS)
+    assert hidden.shape == (2, 16, 32) and hidden.requires_grad
+
+
+def test_boundary_is_contiguous_and_no_view() -> None:
+    class Turned(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self[1](self[0](x).transpose(0, 1))
+            return result
+
+    model = made(Turned(nn.Linear(4, 4), nn.Linear(4, 4)))
+    found = split(model, batch(3, 2, 4), at=["1"])
+    hidden = found.stage(0)(batch(3, 2, 4))
+    assert hidden.is_contiguous() and not hidden._is_view() and hidden.shape == (2, 3, 4)
+    torch.testing.assert_close(found.stage(1)(hidden, batch(3, 2, 4)), model(batch(3, 2, 4)), rtol=0, atol=0)
+
+
+def test_cuts_are_chosen_by_name_by_number_or_by_nodes() -> None:
+    model = GPT()
+    assert split(model, TOKENS, at=["h.1", "head"]).cuts == ("h.1", "head")
+    assert split(model, TOKENS, 2).cuts == ("h.2",)
+    by_nodes = split(model, TOKENS, nodes=[StageNode("slow"), StageNode("quick", speed=5)])
+    assert by_nodes.cuts == ("h.0",) and "quick" in str(by_nodes)
+    assert str(split(model, TOKENS, at=["h.1"])) == "stage 0 begins at the start\nstage 1 begins at h.1"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"at": ["h.9"]}, r"'h.9' is no module of the model: did you mean 'h\.\d'\?"),
+        (
+            {"at": ["h.1.ln2"]},
+            r"the model cannot be cut at 'h.1.ln2': .* It can be cut at: h.0, h.1, h.2, h.3, ln_f, head",
+        ),
+        ({"at": ["h.2", "h.1"]}, r"not in the order in which they run, each once: h.1, h.2"),
+        ({"at": ["h.1", "h.1"]}, r"not in the order in which they run, each once: h.1"),
+        ({"at": ["h.1"], "stages": 3}, "3 stages and 1 cuts: 1 cuts make 2 stages"),
+        ({"stages": 8}, r"8 stages, and the model can be cut into 7 at most \(cuts: h.0, "),
+        ({}, r"neither stages, nor cuts \(at\), nor nodes"),
+        ({"stages": 2, "nodes": [StageNode()]}, "2 stages and 1 nodes: give one node for each stage"),
+    ],
+)
+def test_what_cannot_be_is_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        split(GPT(), TOKENS, **arguments)
+
+
+def test_parameters_that_the_example_did_not_need_are_with_their_module() -> None:
+    model = Experts()
+    found = split(model, batch(1, 1, 8), at=["blocks.1", "blocks.2"])
+    for index in range(3):
+        names = {name for name, _ in found.stage(index).named_parameters()}
+        assert names == {name for name, _ in model.named_parameters() if name.startswith(f"blocks.{index}.")}
+
+
+def test_layers_that_are_called_by_another_name_are_told() -> None:
+    found = split(AroundNames(), batch(2, 8), 2)
+    with pytest.raises(SpecError, match="the model returned, and never came to 'b', where its next stage begins"):
+        found.stage(0)(batch(2, 8))
+    with pytest.raises(SpecError, match="what was received has gone nowhere: 'b' was not called by the name"):
+        found.stage(1)(batch(2, 8), batch(2, 8))
+
+
+def test_stage_that_is_not_there_is_told() -> None:
+    with pytest.raises(SpecError, match="stage 2: there are 2, from 0 on"):
+        split(GPT(), TOKENS, 2).stage(2)

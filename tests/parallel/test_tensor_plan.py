@@ -1,0 +1,354 @@
+"""Plans, made in one process: what is cut, what is not and why, how plans are read and edited."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from detrain_nb.errors import SpecError
+from detrain_nb.parallel.planner import tp_plan
+from detrain_nb.parallel.proof import find_fault, keep_call
+from detrain_nb.parallel.tensor_plan import Pair, TensorPlan
+from detrain_nb.parallel.tensor_proposals import known_modules
+
+from .models import GPT
+from .tensor_models import MODELS, Attention, Llama, draw, made, tokens
+
+
+@functools.cache
+def _planned(**sizes: Any) -> TensorPlan:
+    return tp_plan(Llama(**sizes), tokens())
+
+
+def planned(**sizes: Any) -> TensorPlan:
+    """The plan of a small language model, to be edited."""
+    return copy.deepcopy(_planned(**sizes))
+
+
+def call_of(*args: Tensor) -> Any:
+    return keep_call(args, {}, lambda tensor: tensor.is_floating_point())
+
+
+def test_layers_of_a_language_model_are_cut() -> None:
+    plan = planned()
+    attention, gated = plan.pairs[:2]
+    assert attention.columns == tuple(f"layers.0.attention.w{key}" for key in "qkv")
+    assert attention.row == "layers.0.attention.wo"
+    assert {(key, value) for _, key, value in attention.attributes} == {("n_heads", 2), ("n_kv_heads", 1)}
+    assert attention.summed == ("layers.0.attention.q_norm", "layers.0.attention.k_norm")
+    assert gated == Pair(("layers.0.mlp.gate", "layers.0.mlp.up"), "layers.0.mlp.down")
+    assert plan.alone == {"embed": "embedding", "head": "colwise"}
+    assert len(plan.pairs) == 4 and plan.checked == "proved"
+
+
+def test_fused_layers_are_cut_in_what_is_packed_into_them() -> None:
+    plan = planned(is_fused=True)
+    assert [pair.packed for pair in plan.pairs] == [3, 2, 3, 2]
+    assert {(key, value) for _, key, value in plan.pairs[0].attributes} == {("n_head", 2), ("width", 16)}
+
+
+def test_planning_leaves_the_model_and_the_users_random_numbers_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 8)).train()
+    model[1].eval()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    tp_plan(model, draw(4, 8))
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert torch.equal(state, torch.get_rng_state())
+    assert [module.training for module in model] == [True, False, True, True]
+    assert type(model[0]) is nn.Linear and not model[0]._forward_hooks and not model[0]._forward_pre_hooks
+
+
+def test_model_without_memory_is_planned() -> None:
+    with torch.device("meta"):
+        model = Llama()
+    assert tp_plan(model, tokens()).roles == planned().roles
+
+
+def test_heads_that_do_not_divide_are_told() -> None:
+    model = Llama(heads=9, kv_heads=9, width=36, layers=1)
+    plan = tp_plan(model, tokens())
+    assert plan.reasons["layers.0.attention.wq"] == "9 heads (n_heads) do not divide by 2"
+    assert "layers.0.mlp.down" in plan.roles
+    with pytest.raises(
+        SpecError, match=r"'layers.0.attention' cannot be cut over tp=2 ranks: 9 heads \(n_heads\) do not"
+    ):
+        tp_plan(model, tokens(), require=["layers.0.attention"])
+    assert tp_plan(model, tokens(), tp=3, require=["layers.0.attention"]).roles["layers.0.attention.wo"] == "rowwise"
+
+
+def test_width_that_is_taken_from_the_input_is_refused() -> None:
+    """GPT's attention reshapes what its heads give to the width of its input."""
+    plan = tp_plan(GPT(layers=1), tokens())
+    assert plan.reasons["h.0.qkv"].startswith("not proved: RuntimeError: shape '[4, 16, 32]' is invalid")
+    assert [pair.names for pair in plan.pairs] == [("h.0.fc1", "h.0.fc2")]
+
+
+class GivesWeights(nn.Module):
+    """Attention that gives its weights too, which its model reads (``is_read``) or not."""
+
+    def __init__(self, *, is_read: bool) -> None:
+        super().__init__()
+        self.attention, self.is_read = WithWeights(), is_read
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor
+        result, weights = self.attention(x)
+        return result + weights.mean() if self.is_read else result
+
+
+class WithWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in self.qkv)
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_weights_of_attention_matter_where_somebody_reads_them(is_read: bool) -> None:
+    plan = tp_plan(GivesWeights(is_read=is_read), draw(2, 3, 8))
+    assert bool(plan.pairs) != is_read
+    if is_read:
+        assert "it gives [(2, 3, 8), (2, 2, 3, 3)] in the place of" in plan.reasons["attention.out"]
+
+
+def test_experts_are_cut_each() -> None:
+    model, call = MODELS["mixture"]()
+    plan = tp_plan(model, call)
+    assert plan.alone == {"experts": "experts", "head": "colwise"}
+    assert {name: layout.packed for name, layout in plan.layouts.items() if "experts" in name} == {
+        "experts.gate_up_proj": 2,
+        "experts.down_proj": 1,
+    }
+    uneven = tp_plan(model, call, tp=5)
+    assert (
+        uneven.reasons["experts"] == "'experts' cannot be 'experts': 2 of 12 rows, packed into one, do not divide by 5"
+    )
+
+
+def test_layers_that_are_not_called_stay_whole() -> None:
+    """nn.MultiheadAttention uses the weights of its last layer by itself."""
+    model, call = MODELS["encoder"]()
+    plan = tp_plan(model, call)
+    assert plan.reasons["layers.0.self_attn.out_proj"] == "it is not called as a module"
+    assert [pair.names for pair in plan.pairs] == [(f"layers.{i}.linear1", f"layers.{i}.linear2") for i in range(2)]
+
+
+def test_gradient_of_what_is_used_on_parts_is_missed_by_no_proof() -> None:
+    """Norms of queries and keys, that plans of transformers had forgotten."""
+    attention = Attention(32, 4, 2, has_norms=True)
+    pair = Pair(("wq", "wk", "wv"), "wo", attributes=(("", "n_heads", 2), ("", "n_kv_heads", 1)))
+    modules = known_modules(attention)
+    fault = find_fault(attention, TensorPlan(2, modules, [pair]), call_of(draw(2, 4, 32)))
+    assert fault is not None and fault.startswith("the gradient of q_norm.")
+    right = Pair(pair.columns, pair.row, attributes=pair.attributes, summed=("q_norm", "k_norm"))
+    assert find_fault(attention, TensorPlan(2, modules, [right]), call_of(draw(2, 4, 32))) is None
+
+
+def test_weights_of_zero_prove_nothing_and_are_not_used() -> None:
+    """A mean over what is cut is wrong, which zeros, as training may begin with, would hide."""
+    model = nn.Sequential(nn.Linear(8, 16), Of(lambda x: x - x.mean(-1, keepdim=True)), nn.Linear(16, 8))
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    assert not tp_plan(model, draw(4, 8)).pairs
+
+
+class Own(nn.Module):
+    """Brings a plan, as models of transformers do: ``wrong`` is a pair that cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.wrong = nn.ModuleDict({"a": nn.Linear(8, 16), "norm": nn.Softmax(-1), "b": nn.Linear(16, 8)})
+        self._tp_plan = {"up": "colwise", "down": "rowwise", "wrong.a": "colwise", "wrong.b": "rowwise"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(self.up(x).relu())
+        result: Tensor = x + self.wrong["b"](self.wrong["norm"](self.wrong["a"](x)))
+        return result
+
+
+def test_plan_that_the_model_brings_is_taken_where_it_is_right() -> None:
+    plan = tp_plan(Own(), draw(4, 8))
+    assert plan.pairs == [Pair(("up",), "down", origin="the model's own plan")]
+    assert plan.reasons["wrong.b"] == "not proved: its output is another"
+
+
+POINTWISE: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh, "drop": nn.Dropout}
+MIXING: dict[str, Callable[[], nn.Module]] = {
+    "softmax": lambda: nn.Softmax(-1),
+    "norm": lambda: nn.LayerNorm(8, elementwise_affine=False),
+    "roll": lambda: Of(lambda x: x.roll(1, -1)),
+    "sum": lambda: Of(lambda x: x.cumsum(-1)),
+    "mean": lambda: Of(lambda x: x + x.mean(-1, keepdim=True)),
+    "place": lambda: Of(lambda x: x * torch.arange(x.shape[-1])),
+}
+
+
+class Of(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ops=st.lists(st.sampled_from([*POINTWISE, *MIXING]), min_size=1, max_size=3),
+    has_skip=st.booleans(),
+    width=st.sampled_from([8, 9]),
+)
+def test_pair_is_cut_exactly_where_all_between_goes_element_by_element(
+    ops: list[str], has_skip: bool, width: int
+) -> None:
+    made_of = {**POINTWISE, **MIXING}
+    between = [made_of[op]() if op != "norm" else nn.LayerNorm(width, elementwise_affine=False) for op in ops]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.between, self.b = nn.Linear(6, width), nn.Sequential(*between), nn.Linear(width, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.b(self.between(self.a(x)))
+            return x + result if has_skip else result
+
+    plan = tp_plan(Model(), draw(3, 6))
+    is_right = width == 8 and all(op in POINTWISE for op in ops)
+    assert bool(plan.pairs) == is_right, plan.reasons
+    if width == 9:
+        assert plan.reasons["a"] == "9 outputs do not divide by 2"
+
+
+@settings(max_examples=10, deadline=None)
+@given(widths=st.lists(st.sampled_from([4, 6, 8, 5]), min_size=2, max_size=6), tp=st.sampled_from([2, 3, 4]))
+def test_chains_of_layers_are_cut_two_by_two(widths: list[int], tp: int) -> None:
+    """Whatever is planned divides, no layer is in two pairs, and the proof of the whole says yes."""
+    layers = [module for pair in pairwise(widths) for module in (nn.Linear(*pair), nn.Tanh())]
+    plan = tp_plan(nn.Sequential(*layers), draw(3, widths[0]), tp=tp)
+    assert plan.checked == "proved"
+    names = [name for pair in plan.pairs for name in pair.names]
+    assert len(names) == len({*names})
+    assert all(layers[int(pair.row)].in_features % tp == 0 for pair in plan.pairs)
+
+
+# ---- reading and editing
+
+
+def test_plan_is_a_table() -> None:
+    plan = planned(is_fused=True)
+    text = str(plan)
+    assert text.splitlines()[0] == "tensor parallel over 2 ranks: 99% of the parameters in parts; proved"
+    assert "layers.*.attention.c_attn (2x)  colwise, 3 in one  proved with layers.*.attention.c_proj" in text
+    assert "<td style='text-align:left'>layers.*.mlp.down (2x)</td>" in plan._repr_html_()
+
+
+def test_replicated_block_takes_its_whole_pair_with_it() -> None:
+    plan = planned()
+    assert plan.replicate("layers.1.mlp.up") is plan
+    assert {name for name in plan.roles if name.startswith("layers.1.mlp")} == set()
+    assert plan.reasons["layers.1.mlp.down"] == "'layers.1.mlp.up' was asked to be on every rank"
+    plan.replicate("layers")
+    assert plan.roles == {"embed": "embedding", "head": "colwise"}
+
+
+def test_module_can_be_cut_by_itself() -> None:
+    plan = tp_plan(GPT(layers=1), tokens())
+    plan.set("h.0.qkv", "colwise").set("h.0.proj", "rowwise").set("head", "replicate")
+    assert plan.roles["h.0.qkv"] == "colwise" and plan.roles["h.0.proj"] == "rowwise" and "head" not in plan.roles
+    assert find_fault(GPT(layers=1), plan, call_of(tokens())) is None
+
+
+def test_recurrent_layers_and_weights_used_elsewhere_are_right() -> None:
+    model, call = MODELS["recurrent"]()
+    plan = tp_plan(model, call)
+    assert plan.pairs and find_fault(model, plan, call_of(call)) is None
+
+
+@pytest.mark.parametrize(
+    "edit, message",
+    [
+        (
+            lambda plan: plan.replicate("layer.1.mlp"),
+            "the plan has no module 'layer.1.mlp': did you mean 'layers.1.mlp'?",
+        ),
+        (lambda plan: plan.set("layers.0.mlp.upp", "colwise"), "did you mean 'layers.0.mlp.up'?"),
+        (
+            lambda plan: plan.set("layers.0.mlp.up", "columns"),
+            "'layers.0.mlp.up' cannot be 'columns': did you mean 'colwise'?",
+        ),
+        (
+            lambda plan: plan.set("norm", "rowwise"),
+            "'norm' cannot be 'rowwise': that is for linear and conv1d layers, not",
+        ),
+        (
+            lambda plan: plan.set("layers.0.mlp", "colwise"),
+            "'layers.0.mlp' has no parameters of its own: name one of the",
+        ),
+        (lambda plan: plan.set("head", "rowwise"), "'head' and 'embed' share 'embed.weight', which would be cut in"),
+    ],
+)
+def test_edit_that_is_wrong_is_told_and_changes_nothing(edit: Callable[[TensorPlan], Any], message: str) -> None:
+    plan = planned(is_tied=True)
+    before = str(plan)
+    with pytest.raises(SpecError) as caught:
+        edit(plan)
+    assert message in str(caught.value)
+    assert str(plan) == before
+
+
+def test_rows_that_do_not_go_round_are_told() -> None:
+    plan = tp_plan(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), draw(2, 8), tp=4)
+    with pytest.raises(SpecError, match="'2' cannot be 'colwise': 3 rows do not give each of 4 ranks some"):
+        plan.set("2", "colwise")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tp": 1}, "tp=1: layers are cut over 2 ranks or more"),
+        ({"require": ["layers.0.atention"]}, "did you mean 'layers.0.attention'"),
+        ({"require": ["norm"]}, "'norm' cannot be cut over tp=2 ranks: it has no layers that can be"),
+    ],
+)
+def test_plan_that_cannot_be_is_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        tp_plan(Llama(layers=1), tokens(), **options)
+
+
+def test_loss_parallel_needs_a_head() -> None:
+    with pytest.raises(SpecError, match="gives the output of one linear layer, its head: 0 were found"):
+        tp_plan(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), draw(2, 8), loss_parallel=True)
+
+
+def test_head_in_parts_is_no_row() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    assert tp_plan(model, draw(2, 8)).roles == {"0": "colwise", "2": "rowwise"}
+    plan = tp_plan(model, draw(2, 8), loss_parallel=True)
+    assert plan.roles == {"2": "colwise"} and plan.shard_head == "2"
+
+
+def test_sequence_that_cannot_be_cut_is_told() -> None:
+    """GPT's attention sees its part of the sequence, as it is not cut itself."""
+    with pytest.raises(SpecError, match="the sequence cannot be cut between layers: not proved: its output is another"):
+        tp_plan(GPT(layers=1), tokens(), sequence_parallel=True)
+    with pytest.raises(SpecError, match="a sequence of 15 does not divide by tp=2"):
+        tp_plan(Llama(layers=1), tokens(length=15), sequence_parallel=True)
+    with pytest.raises(SpecError, match="in blocks that repeat: none were found"):
+        tp_plan(made(nn.Linear(8, 8)), draw(2, 8), sequence_parallel=True)
