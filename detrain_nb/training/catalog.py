@@ -1,0 +1,186 @@
+"""What checkpoints are at a URL: a folder for each, which is one as soon as its last file is in it.
+
+`step-00000200/` has a file of tensors from each rank, the index of all tensors, and at last `checkpoint.json`, a small
+file that names the others with their sizes. Files are never written over: a second save of a step writes others beside
+them, then that last file anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import DetrainError
+from ..storage import Location
+from .tensor_files import foreign_errors
+
+__all__ = [
+    "MOST_NOTE_BYTES",
+    "NOTE",
+    "Checkpoint",
+    "Checkpoints",
+    "clear_leftovers",
+    "list_checkpoints",
+    "prune",
+    "read_files",
+    "step_folder",
+]
+
+NOTE = "checkpoint.json"
+_FOLDER = re.compile(r"step-(\d{8,19})")
+_OURS = re.compile(
+    r"(rank-\d+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.json|\.[0-9a-f]+\.detrain-part|checkpoint\.json)"
+)
+MOST_NOTE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is there. ``serial`` counts the saves at its URL: the last one has the highest, whatever its step.
+
+    ``saved_at`` is in seconds of Unix time. ``wrong`` says why it cannot be loaded, and is empty where it can.
+    """
+
+    step: int
+    serial: int
+    saved_at: float
+    size_bytes: int
+    wrong: str
+    name: str
+    note: dict[str, Any] = field(repr=False)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.wrong
+
+
+class Checkpoints(tuple[Checkpoint, ...]):
+    """In the order in which they were saved; shown as a table."""
+
+    __slots__ = ()
+
+    @property
+    def last(self) -> Checkpoint | None:
+        """The complete one that was saved last: what `load` takes; None where there is none."""
+        return next((each for each in reversed(self) if each.is_complete), None)
+
+    def __repr__(self) -> str:
+        rows = [("step", "saved", "size", "complete")]
+        for each in self:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.saved_at)) if each.saved_at else "-"
+            state = f"no: {each.wrong}" if each.wrong else "yes"
+            rows.append((str(each.step), when, _size_text(each.size_bytes), state))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[3]]).rstrip() for row in rows]
+        return "\n".join(lines) if self else "no checkpoints"
+
+    __str__ = __repr__
+
+
+def _size_text(size_bytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.1f} {unit}"
+    return f"{size_bytes} B"
+
+
+def step_folder(place: Location, step: int) -> Location:
+    return place / f"step-{step:08d}"
+
+
+def list_checkpoints(place: Location) -> Checkpoints:
+    """Read what is there; a folder that is not has none. Raises: DetrainError where the store does not answer."""
+    if not place.exists():
+        return Checkpoints()
+    steps = {int(match[1]) for name in place.names() if (match := _FOLDER.fullmatch(name))}
+    found = [each for step in steps if (each := _read(step, step_folder(place, step))) is not None]
+    return Checkpoints(sorted(found, key=lambda each: (each.serial, each.step)))
+
+
+def read_files(folder: Location) -> dict[str, int]:
+    """The sizes of the files in a folder, in bytes, of those too that are not whole yet."""
+    with foreign_errors(folder.name, "listed"):
+        folder.files.invalidate_cache()
+        entries = folder.files.ls(folder.path, detail=True)
+        return {
+            each["name"].rstrip("/").rpartition("/")[2]: int(each["size"] or 0)
+            for each in entries
+            if each["type"] == "file"
+        }
+
+
+def _read(step: int, folder: Location) -> Checkpoint | None:
+    """None for a folder that only has the name of one."""
+    files = read_files(folder)
+    if not any(_OURS.fullmatch(name) for name in files):
+        return None
+    note: dict[str, Any] = {}
+    wrong = ""
+    try:
+        if NOTE not in files:
+            raise ValueError("its save has not ended")
+        note = _read_note(folder)
+        for name, size_bytes in note["files"].items():
+            if files.get(name) != size_bytes:
+                there = f"has {files[name]} bytes" if name in files else "is missing"
+                raise ValueError(f"{name} {there}, of {size_bytes}")
+        if note["step"] != step:
+            raise ValueError(f"it says that it is of step {note['step']}")
+    except (ValueError, DetrainError) as exc:
+        wrong = str(exc)
+    size = sum(files.values())
+    return Checkpoint(step, note.get("serial", -1), note.get("saved_at", 0.0), size, wrong, folder.name, note)
+
+
+def _read_note(folder: Location) -> dict[str, Any]:
+    try:
+        note = json.loads((folder / NOTE).read(limit_bytes=MOST_NOTE_BYTES))
+        is_right = note["format"] == 1 and all(
+            type(size) is int and isinstance(name, str) for name, size in note["files"].items()
+        )
+        is_right = is_right and all(type(note[key]) is int for key in ("step", "serial", "world_size"))
+        if not is_right or note["index"] not in note["files"] or not isinstance(note["saved_at"], float):
+            raise ValueError("what is in it is not of this format")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise ValueError(f"{NOTE} cannot be read: {exc}") from exc
+    return dict(note)
+
+
+# ---- what goes
+
+
+def clear_leftovers(place: Location) -> None:
+    """Remove what saves have left that did not end. Nobody else may be saving there."""
+    for each in list_checkpoints(place):
+        folder = step_folder(place, each.step)
+        files = read_files(folder)
+        if NOTE not in files:
+            _remove_files(folder, list(files))
+        elif each.note:
+            _remove_files(folder, [name for name in files if name != NOTE and name not in each.note["files"]])
+
+
+def prune(place: Location, keep: int | None) -> None:
+    """Leave the last ``keep`` that are complete; older ones go, and what is broken among them."""
+    if keep is None:
+        return
+    found = list_checkpoints(place)
+    kept = [each for each in found if each.is_complete][-keep:]
+    for each in found:
+        folder = step_folder(place, each.step)
+        if each.serial < kept[0].serial and NOTE in (files := read_files(folder)):
+            _remove_files(folder, [NOTE, *(name for name in files if name != NOTE)])
+
+
+def _remove_files(folder: Location, names: list[str]) -> None:
+    """Of ours only, in this order; then the folder, if nothing else is in it."""
+    with foreign_errors(folder.name, "cleared"):
+        for name in names:
+            if _OURS.fullmatch(name):
+                folder.files.rm_file((folder / name).path)
+        folder.files.invalidate_cache()
+        if folder.files.isdir(folder.path) and not folder.files.ls(folder.path, detail=False):
+            folder.files.rmdir(folder.path)

@@ -1,0 +1,102 @@
+"""The training data, one epoch after the other, from any place in them: what a checkpoint has to know of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..errors import SpecError
+from ..parallel import ParallelModel
+from .batches import ReplicaSampler, for_replica
+
+__all__ = ["Epochs"]
+
+
+class Epochs:
+    """``loader``, dealt out to the replicas of ``model``, or as it is where it has a sampler of the user's.
+
+    ``done_with`` counts a batch when its step is made: ``position`` is behind the last of those.
+    """
+
+    def __init__(self, loader: Iterable[Any], model: ParallelModel, *, seed: int) -> None:
+        self.loader = for_replica(loader, replica=model.replica, num_replicas=model.num_replicas, seed=seed)
+        sampler = getattr(self.loader, "batch_sampler", None)
+        self._sampler = sampler if isinstance(sampler, ReplicaSampler) else None
+        self.epoch = self.batch = 0  # of the present epoch, or of what is left of it where we began in its middle
+        self._first_sample = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Without end. Raises: SpecError where the loader has nothing, or nothing more."""
+        while True:
+            is_empty = True
+            for given in self._rest_of_epoch():
+                is_empty = False
+                yield given
+            if is_empty and self.batch == 0 and self._first_sample == 0:
+                if self.epoch:
+                    raise SpecError(
+                        f"the training data were at their end after epoch {self.epoch}: give what can be iterated again"
+                    )
+                raise SpecError("the training data have not one batch")
+            self.epoch, self.batch, self._first_sample = self.epoch + 1, 0, 0
+
+    def done_with(self) -> None:
+        """A step was made with the batch that came last."""
+        self.batch += 1
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        if self._sampler is not None:
+            self._first_sample, self.batch = self._sampler.samples_before(self.batch, self._first_sample), 0
+            self._sampler.go_to(self.epoch, self._first_sample)
+            if isinstance(self.loader, DataLoader) and self.loader.generator is not None:
+                self.loader.generator.manual_seed(self._sampler.seed_of_workers(self.epoch))
+            yield from self.loader
+            return
+        for of_order in ("batch_sampler", "sampler", "dataset"):
+            set_epoch = getattr(getattr(self.loader, of_order, None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self.epoch)
+        skipped = self.batch
+        for number, given in enumerate(self.loader):
+            if number >= skipped:
+                yield given
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Plain numbers, the same on every rank."""
+        if self._sampler is None:
+            return {"epoch": self.epoch, "batch": self.batch}
+        samples = self._sampler.samples_before(self.batch, self._first_sample)
+        return {
+            "epoch": self.epoch,
+            "samples": samples,
+            "seed": self._sampler.seed,
+            "length": self._sampler.num_samples,
+        }
+
+    def go_to(self, position: Mapping[str, Any] | None) -> None:
+        """Go on behind ``position``, with other batches too, on any number of replicas; warns where it cannot."""
+        if position is None:
+            warnings.warn("the checkpoint does not say where in the data it was: they begin anew", stacklevel=4)
+            return
+        self.epoch, self.batch = int(position["epoch"]), int(position.get("batch", 0))
+        self._first_sample = int(position.get("samples", 0))
+        if self._sampler is None:
+            if self._first_sample:
+                warnings.warn(
+                    "the checkpoint counts samples, and these data have batches: the epoch begins anew", stacklevel=4
+                )
+            return
+        if self.batch:
+            warnings.warn("the checkpoint counts batches of other data: the epoch begins anew", stacklevel=4)
+            self.batch = 0
+        for name, here in (("seed", self._sampler.seed), ("length", self._sampler.num_samples)):
+            if position.get(name, here) != here:
+                warnings.warn(
+                    f"the {name} of the data was {position[name]} and is {here}: some samples of this epoch come "
+                    "twice, and some never",
+                    stacklevel=4,
+                )

@@ -1,0 +1,103 @@
+"""Python values <-> JSON, exactly: what a checkpoint keeps beside tensors. Reading runs nothing that was written."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SpecError
+
+__all__ = ["from_json", "to_json"]
+
+_MARK = "$"  # begins the only key of an object that stands for what JSON has not
+_MOST_BYTES = 1 << 20  # of a tensor among other values: it becomes text
+
+
+def to_json(value: Any, where: str) -> Any:
+    """Turn numbers, text, lists, tuples, dicts, sets, bytes, dtypes and small tensors into what JSON has.
+
+    ``where`` is for the message. Raises: SpecError for anything else.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if isinstance(value, dict):
+        return _dict_to_json(value, where)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [to_json(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": items}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": bytes(value).hex()}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if type(value) is Tensor or type(value) is torch.nn.Parameter:
+        return _tensor_to_json(value.detach(), where)
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return to_json(value.item(), where)
+    raise SpecError(
+        f"{where}: a {type(value).__name__} cannot be kept in a checkpoint: use numbers, text, lists, dicts or tensors"
+    )
+
+
+def _dict_to_json(value: dict[Any, Any], where: str) -> Any:
+    if isinstance(value, Counter):
+        return {"$counter": [[to_json(key, where), count] for key, count in value.items()]}
+    if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
+        return {key: to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+    return {"$dict": [[to_json(key, where), to_json(item, f"{where}[{key!r}]")] for key, item in value.items()]}
+
+
+def _tensor_to_json(value: Tensor, where: str) -> Any:
+    if value.nbytes > _MOST_BYTES:
+        raise SpecError(f"{where}: a tensor of {value.nbytes} bytes is too large here, where {_MOST_BYTES} are kept")
+    raw = bytes(value.cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+    return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), raw.hex()]}
+
+
+def from_json(value: Any) -> Any:
+    """Turn back what `to_json` gave. Raises: ValueError for what it cannot have given."""
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    mark = next(iter(value), "")
+    if len(value) != 1 or not mark.startswith(_MARK):
+        return {key: from_json(item) for key, item in value.items()}
+    try:
+        return _READ[mark](value[mark])
+    except (KeyError, TypeError, AttributeError, RuntimeError) as exc:
+        raise ValueError(f"{mark!r} does not hold what it should: {exc}") from exc
+
+
+def _read_pairs(pairs: list[Any]) -> dict[Any, Any]:
+    return {from_json(key): from_json(item) for key, item in pairs}
+
+
+def _read_dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return found
+
+
+def _read_tensor(parts: list[Any]) -> Tensor:
+    name, shape, text = parts
+    raw = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+    return raw.view(_read_dtype(name)).reshape(shape)
+
+
+_READ: dict[str, Any] = {
+    "$float": float,
+    "$tuple": lambda items: tuple(from_json(item) for item in items),
+    "$set": lambda items: {from_json(item) for item in items},
+    "$bytes": bytes.fromhex,
+    "$dtype": _read_dtype,
+    "$tensor": _read_tensor,
+    "$dict": _read_pairs,
+    "$counter": lambda pairs: Counter(_read_pairs(pairs)),
+}

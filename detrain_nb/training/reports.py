@@ -1,0 +1,122 @@
+"""What is told of a training: its result, a line of metrics for each step, a bar."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..metrics import log_metrics
+from ..parallel import ParallelModel
+from ..parallel.microbatches import rows_of
+
+__all__ = ["Record", "Reports", "Result"]
+
+Record = dict[str, float]
+_RSS_UNIT = 1024  # bytes, on Linux
+
+
+@dataclass
+class Result:
+    """What came of a training: a record for each step that was made, and one for each evaluation; seconds it took."""
+
+    steps: int
+    seconds: float = 0.0
+    history: list[Record] = field(default_factory=list, repr=False)
+    evaluations: list[Record] = field(default_factory=list)
+    resumed_from: str = ""
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.history]
+
+    def __str__(self) -> str:
+        begun = f" (from {self.resumed_from})" if self.resumed_from else ""
+        if not self.history:
+            return f"{self.steps} steps{begun}: nothing was left to do"
+        first, last = self.history[0], self.history[-1]
+        text = (
+            f"{len(self.history)} steps{begun} in {self.seconds:.1f} s, loss {first['loss']:.4g} -> {last['loss']:.4g}"
+        )
+        if self.evaluations:
+            shown = (f"{name} {value:.4g}" for name, value in self.evaluations[-1].items() if name != "step")
+            text += f"; evaluated at step {self.evaluations[-1]['step']:.0f}: {', '.join(shown)}"
+        return text
+
+
+class Reports:
+    """Those of one Trainer: every rank keeps the result, the main one writes metrics and has the bar."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        *,
+        metrics_folder: str | None,
+        flops_per_sample: float | None,
+        peak_flops: float | None,
+        show_progress: bool,
+    ) -> None:
+        self._model = model
+        self._folder = metrics_folder
+        self._flops_per_sample, self._peak_flops = flops_per_sample, peak_flops
+        self._show_progress = show_progress
+        self.result = Result(0)
+
+    def step(self, step: int, record: Record, batch: Any, *, seconds: float) -> None:
+        """Add to ``record`` how fast the step was, in samples of all replicas, and the memory of this rank."""
+        samples = rows_of(batch) * self._model.num_replicas
+        record["samples_per_s"] = samples / seconds
+        first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+        if first is not None and first.dim() > 1 and not first.is_floating_point():
+            record["tokens_per_s"] = first.numel() * self._model.num_replicas / seconds
+        if self._flops_per_sample and self._peak_flops:  # a backward pass takes twice what a forward one does
+            world_size = dist.get_world_size() if dist.is_initialized() else 1
+            record["mfu"] = 3 * self._flops_per_sample * samples / seconds / (self._peak_flops * world_size)
+        record["memory_bytes"] = _memory_bytes(self._model.device)
+        self.result.history.append({"step": step, **record})
+        self._log(step, record)
+
+    def evaluation(self, step: int, scores: Record) -> None:
+        self.result.evaluations.append({"step": step, **scores})
+        self._log(step, {f"evaluation_{name}": value for name, value in scores.items()})
+
+    @contextlib.contextmanager
+    def bar(self, steps: int, *, initial: int) -> Iterator[Callable[[Record], None]]:
+        """A bar, where tqdm is installed; it is called after every step."""
+        tqdm = _find_tqdm() if self._show_progress and self._model.is_main else None
+        if tqdm is None:
+            yield lambda record: None
+            return
+        with tqdm(total=steps, initial=initial, desc="training", unit="step") as bar:
+
+            def show(record: Record) -> None:
+                bar.set_postfix(loss=f"{record['loss']:.4g}", refresh=False)
+                bar.update()
+
+            yield show
+
+    def _log(self, step: int, record: Record) -> None:
+        if self._model.is_main:
+            log_metrics(step, record, folder=self._folder)
+
+
+def _find_tqdm() -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The most that this rank has had: of its GPU's memory, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT

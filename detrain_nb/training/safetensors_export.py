@@ -1,0 +1,194 @@
+"""A model out to the files that transformers and others read: safetensors, with a config.json beside.
+
+Whatever the layout, they have the whole model under its plain names. Tensors are put together one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..errors import SpecError
+from ..storage import Location
+from . import saving
+from .ranks import Ranks
+from .state import ModelState
+from .tensor_files import bytes_of, foreign_errors, locate_safetensors, make_header, open_whole
+
+__all__ = ["INDEX", "ONE_FILE", "export_safetensors"]
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+# ---- out
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of the whole model, and the first rank that can give it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owner: int
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000_000, files: Any = None) -> list[str]:
+    """Write the whole model, in the folder ``url``, or as the one file that it names; return the names of the files.
+
+    In a folder there are `model.safetensors`, or, where that would have more than ``most_file_bytes``, several with an
+    index; and what ``model.config.save_pretrained`` writes, where there is one: transformers' ``from_pretrained`` takes
+    it. Of tied parameters the first name is in it. Each file is there whole, or not at all; the index comes last.
+
+    Collective: all ranks. Raises: SpecError, DetrainError.
+    """
+    ranks = saving.begin()
+    states: list[ModelState] = []
+
+    def describe() -> tuple[list[_Entry], list[tuple[str, ...]]]:
+        states[:] = [ModelState(model)]
+        tensors = states[0].tensors
+        entries = [_Entry(name, each.dtype, tuple(each.shape), ranks.rank) for name, each in tensors.items()]
+        return entries, states[0].tied()
+
+    entries = _whole(ranks.gather(describe))
+    place, name = locate_safetensors(url, files=files)
+    parts = _cut(entries, most_file_bytes if name is None else None)
+    names = _file_names(len(parts)) if name is None else [name]
+    with torch.no_grad():
+        tensors = states[0].in_saved_order()
+        for file_name, part in zip(names, parts):
+            _write_part(place / file_name, part, tensors, ranks)
+
+    def finish() -> list[str]:
+        if name is not None:
+            return [name]
+        more = _write_config(place, model)
+        if len(parts) > 1:
+            weight_map = {entry.name: file_name for file_name, part in zip(names, parts) for entry in part}
+            total = {"total_size": sum(entry.size_bytes for entry in entries)}
+            text = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
+            (place / INDEX).write(text.encode())
+            more.append(INDEX)
+        _remove_others(place, {*names, *more})
+        return [*names, *more]
+
+    return ranks.first(finish)
+
+
+def _whole(told: list[tuple[list[_Entry], list[tuple[str, ...]]]]) -> list[_Entry]:
+    """Every tensor of the model once, in the order of the ranks. Raises: SpecError."""
+    found: dict[str, _Entry] = {}
+    for entries, _ in told:
+        for entry in entries:
+            first = found.setdefault(entry.name, entry)
+            if first.shape != entry.shape:
+                raise SpecError(
+                    f"{entry.name} is {first.shape} on rank {first.owner} and {entry.shape} on rank {entry.owner}"
+                )
+    for tied in dict.fromkeys(names for _, groups in told for names in groups):
+        for name in [name for name in tied if name in found][1:]:
+            del found[name]
+    return list(found.values())
+
+
+def _cut(entries: list[_Entry], most_bytes: int | None) -> list[list[_Entry]]:
+    parts: list[list[_Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if most_bytes is not None and parts[-1] and size + entry.size_bytes > most_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += entry.size_bytes
+    return parts
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [ONE_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_part(place: Location, part: list[_Entry], tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """One file, by the rank that owns its first tensor. Collective: all ranks, to the end, whoever fails."""
+    writer = part[0].owner if part else 0
+    brought = (_bring(entry, tensors.get(entry.name), writer, ranks) for entry in part)
+
+    def write() -> None:
+        try:
+            if ranks.rank == writer:
+                header, _ = make_header({entry.name: (entry.dtype, entry.shape) for entry in part}, {"format": "pt"})
+                with open_whole(place) as file:
+                    file.write(header)
+                    for whole in brought:
+                        assert whole is not None
+                        file.write(bytes_of(whole))
+        finally:  # where this rank cannot write, the others still send
+            for _ in brought:
+                pass
+
+    ranks.gather(write)
+
+
+def _bring(entry: _Entry, tensor: Tensor | None, writer: int, ranks: Ranks) -> Tensor | None:
+    """The whole tensor, on the CPU of the rank that writes it; None elsewhere."""
+    whole = None
+    if tensor is not None:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # all ranks of its mesh have it
+        whole = whole.detach().cpu().contiguous()
+    if entry.owner == writer or ranks.rank not in (entry.owner, writer) or not entry.size_bytes:
+        return (
+            (torch.empty(entry.shape, dtype=entry.dtype) if whole is None else whole) if ranks.rank == writer else None
+        )
+    if ranks.rank == entry.owner:
+        assert whole is not None
+        dist.send(whole.reshape(-1).view(torch.uint8), dst=writer, group=ranks.group)
+        return None
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    dist.recv(whole.reshape(-1).view(torch.uint8), src=entry.owner, group=ranks.group)
+    return whole
+
+
+def _write_config(place: Location, model: Any) -> list[str]:
+    config = _find_config(model)
+    if config is None:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        names = sorted(os.listdir(folder))
+        for name in names:
+            (place / name).put(os.path.join(folder, name))
+    return names
+
+
+def _find_config(model: Any) -> Any:
+    """Of the model itself, however it is wrapped."""
+    for outer in ModelState(model).modules:
+        for module in outer.modules():
+            if hasattr(getattr(module, "config", None), "save_pretrained"):
+                return module.config
+    return None
+
+
+def _remove_others(place: Location, names: set[str]) -> None:
+    """What an earlier export left under other names would be taken for a part of this one."""
+    with foreign_errors(place.name, "cleared"):
+        for name in place.names():
+            is_of_export = name == INDEX or (name.startswith("model") and name.endswith(".safetensors"))
+            if is_of_export and name not in names:
+                place.files.rm_file((place / name).path)

@@ -1,0 +1,130 @@
+"""A model's values from the files that transformers and others write: safetensors, one file or several with an index.
+
+Each rank reads the part that it has, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DetrainError, SpecError
+from ..storage import Location
+from . import saving
+from .safetensors_export import INDEX, ONE_FILE
+from .state import ModelState
+from .tensor_files import Piece, foreign_errors, locate_safetensors, read_header
+from .tensor_index import TensorIndex
+from .tensor_store import read_tensors
+
+__all__ = ["import_safetensors"]
+
+_MOST_INDEX_BYTES = 1 << 28
+_SHOWN = 4  # names in a message
+
+_Pieces = dict[str, tuple[str, Piece]]  # by name: the file, and where in it
+
+
+def import_safetensors(url: str, model: Any, *, files: Any = None) -> list[str]:
+    """Read values from a file, or from a folder as transformers writes it, into a model in any layout.
+
+    Values become the dtype that the model has. Return the names that are there and not in the model, with a warning.
+    All that the model has must be there, in its shape; of tied parameters one name.
+
+    Collective: all ranks. Raises: SpecError, before anything is changed, for another model's; DetrainError.
+    """
+    ranks = saving.begin()
+    pieces = ranks.first(lambda: _find_pieces(url, files))
+    place, _ = locate_safetensors(url, files=files)
+    states: list[ModelState] = []
+
+    def describe() -> list[tuple[str, ...]]:
+        states[:] = [ModelState(model)]
+        return states[0].tied()
+
+    tied = [names for groups in ranks.gather(describe) for names in groups]
+    state = states[0]
+    sources = _match(state.tensors, pieces, tied, _base_prefix(state))
+    index = _index_of({name: pieces[source] for name, source in sources.items()})
+    wrong = dict.fromkeys(text for texts in ranks.gather(lambda: state.check(index, "")) for text in texts)
+    if wrong:
+        raise SpecError(f"{place.name} is of another model: {_shorten(list(wrong), '; ')}")
+
+    def read() -> set[str]:
+        tensors = state.tensors
+        with torch.no_grad():
+            read_tensors(place, index, tensors)
+            state.put_in_order()
+            state.take({**state.values, **tensors})
+        return set(sources.values())
+
+    used: set[str] = set().union(*ranks.gather(read))
+    others = {other for names in tied if used.intersection(names) for other in names}
+    unused = sorted(pieces.keys() - used - others)
+    if unused and ranks.rank == 0:
+        warnings.warn(f"{place.name} has what the model has not: {_shorten(unused, ', ')}", stacklevel=2)
+    return unused
+
+
+def _shorten(texts: list[str], separator: str) -> str:
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return separator.join(texts[:_SHOWN]) + more
+
+
+def _find_pieces(url: str, files: Any) -> _Pieces:
+    """Read the headers of all files. Raises: SpecError where there are none, DetrainError for a broken one."""
+    place, name = locate_safetensors(url, files=files)
+    there = (place / name if name else place).exists()
+    if not there:
+        raise SpecError(f"{(place / name if name else place).name} is not there")
+    found: _Pieces = {}
+    for file_name in [name] if name else _list_files(place):
+        found |= {tensor: (file_name, piece) for tensor, piece in read_header(place / file_name).items()}
+    return found
+
+
+def _list_files(place: Location) -> list[str]:
+    names = place.names()
+    if INDEX in names:
+        with foreign_errors((place / INDEX).name, "read"):
+            weight_map = json.loads((place / INDEX).read(limit_bytes=_MOST_INDEX_BYTES))["weight_map"]
+            wanted = sorted(set(weight_map.values()))
+        if missing := [name for name in wanted if name not in names]:
+            raise DetrainError(f"{place.name}: {missing[0]} is missing, of {len(wanted)} files that {INDEX} names")
+        return wanted
+    found = [ONE_FILE] if ONE_FILE in names else [name for name in names if name.endswith(".safetensors")]
+    if len(found) != 1:
+        raise SpecError(
+            f"{place.name} has {len(found)} files of safetensors and no {INDEX}: name the file that is meant"
+        )
+    return found
+
+
+def _match(names: Iterable[str], pieces: _Pieces, tied: Sequence[Sequence[str]], prefix: str) -> dict[str, str]:
+    """By name in the model, the name in the files: its own, a tied one's, or either without the model's prefix."""
+    found = {}
+    for name in names:
+        others = [other for group in tied if name in group for other in group]
+        for other in (name, *others):
+            candidates = (other, other.removeprefix(prefix), prefix + other)
+            if source := next((candidate for candidate in candidates if candidate in pieces), None):
+                found[name] = source
+                break
+    return found
+
+
+def _base_prefix(state: ModelState) -> str:
+    """Some files have the names that parameters have in the model without its head, as transformers has them."""
+    module = state.modules[0] if state.modules else None
+    prefix = getattr(module, "base_model_prefix", "")
+    return f"{prefix}." if isinstance(prefix, str) and prefix else ""
+
+
+def _index_of(pieces: Mapping[str, tuple[str, Piece]]) -> TensorIndex:
+    shapes = {name: piece.shape for name, (_, piece) in pieces.items()}
+    chunks = {name: [((0,) * len(piece.shape), file_name, piece)] for name, (file_name, piece) in pieces.items()}
+    return TensorIndex.of(shapes, chunks, {})

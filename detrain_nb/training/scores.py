@@ -1,0 +1,72 @@
+"""What an evaluation counts: sums, and numbers of samples, added up over batches and ranks before they are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..errors import SpecError
+from ..parallel import ParallelModel
+
+__all__ = ["Scores", "count_right"]
+
+Score = Callable[[Any, Any], dict[str, tuple[Tensor, Tensor]]]
+
+
+class Scores:
+    """Those of one evaluation, on the ranks of the last stage; ``over_all`` tells every rank."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._model = model
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, output: Any, target: Any, score: Score) -> None:
+        """Count one batch, without gradients."""
+        with torch.no_grad(), self._model.surroundings():
+            found = score(output, target)
+            if self._model.objective.loss is not None:
+                found = {"loss": self._model.objective.sums(output, target), **found}
+            for name, (total, count) in found.items():
+                each = (torch.as_tensor(value, device=self._model.device).double() for value in (total, count))
+                pair = torch.stack(list(each))
+                self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+
+    def over_all(self) -> dict[str, float]:
+        """Return the quotients over all samples. Collective: all ranks of the model. Raises: SpecError without any."""
+        group = self._model.pipeline_group
+        names = sorted(set().union(*self._model.gather(list(self._sums))))
+        if not names:
+            raise SpecError("the evaluation had no batch, or no loss and nothing to score")
+        table = torch.stack(
+            [self._sums.get(name, torch.zeros(2, dtype=torch.float64, device=self._model.device)) for name in names]
+        )
+        if self._model.is_last:
+            self._model.objective.add_up(table)
+        if group is not None:
+            dist.all_reduce(table, group=group)
+        return {name: float(total / count) for name, (total, count) in zip(names, table)}
+
+
+def count_right(output: Any, target: Any, *, ignored: int = -100) -> dict[str, tuple[Tensor, Tensor]]:
+    """The accuracy, where ``output`` has a number for each class in its last dimension and ``target`` the right class.
+
+    Classes may also be in dimension 1, as torch's cross entropy has them. Nothing, where they do not fit.
+    """
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor) or target.is_floating_point():
+        return {}
+    if output.dim() < 2 or 1 in (output.shape[-1], output.shape[1]):
+        return {}  # no classes to choose from
+    scores = output.full_tensor() if isinstance(output, DTensor) else output
+    if scores.shape[:-1] == target.shape:
+        guessed = scores.argmax(-1)
+    elif scores.dim() == target.dim() + 1 and (scores.shape[:1] + scores.shape[2:]) == target.shape:
+        guessed = scores.argmax(1)
+    else:
+        return {}
+    counted = target != ignored
+    return {"accuracy": (((guessed == target) & counted).sum(), counted.sum())}

@@ -1,0 +1,233 @@
+"""Tensors in files of the safetensors format, written and read in parts, wherever fsspec reaches.
+
+A file is the length of its header in 8 bytes, the header (JSON: by name the dtype, the shape and from where to where
+the bytes are), and the bytes. The library of that name reads and writes whole files of this machine; this needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DetrainError, SpecError
+from ..storage import Location, locate
+
+__all__ = [
+    "Piece",
+    "bytes_of",
+    "foreign_errors",
+    "make_header",
+    "name_of_dtype",
+    "open_whole",
+    "read_header",
+    "write_file",
+]
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_PART = ".detrain-part"  # as in storage.py: a folder's list leaves these out
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where the bytes of one tensor are in its file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError for numbers that do not go together."""
+        is_whole = all(type(size) is int and size >= 0 for size in (*self.shape, self.begin, self.end))
+        if not is_whole or self.end - self.begin != math.prod(self.shape) * self.dtype.itemsize:
+            raise ValueError(f"{self.end} - {self.begin} bytes are no {self.dtype} of {list(self.shape)}")
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """Raises: SpecError for one that the format has no name for."""
+    if dtype not in _NAMES:
+        raise SpecError(f"tensors of {dtype} cannot be kept: the safetensors format has {', '.join(_DTYPES)}")
+    return _NAMES[dtype]
+
+
+def dtype_of_name(name: Any) -> torch.dtype:
+    """Raises: ValueError."""
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise ValueError(f"{str(name)[:40]!r} is no dtype that is known")
+    return _DTYPES[name]
+
+
+# ---- writing
+
+
+def make_header(
+    tensors: Mapping[str, tuple[torch.dtype, Iterable[int]]], notes: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, Piece]]:
+    """The first bytes of a file with these tensors in this order, and where each of them will be."""
+    entries: dict[str, Any] = {"__metadata__": dict(notes)} if notes else {}
+    places, begin = {}, 0
+    for name, (dtype, sizes) in tensors.items():
+        shape = tuple(sizes)
+        end = begin + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": name_of_dtype(dtype), "shape": list(shape), "data_offsets": [begin, end]}
+        places[name] = (dtype, shape, begin, end)
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    start = _LENGTH_BYTES + len(text)
+    pieces = {name: Piece(dtype, shape, start + b, start + e) for name, (dtype, shape, b, e) in places.items()}
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, pieces
+
+
+def write_file(place: Location, header: bytes, tensors: Iterable[Tensor]) -> None:
+    """Write a new file of what `make_header` gave and the tensors, in its order; a machine that goes down keeps it."""
+    with foreign_errors(place.name, "written"), place.files.open(place.path, "wb") as file:
+        file.write(header)
+        for tensor in tensors:
+            write_tensor(file, tensor)
+        file.flush()
+        if is_local(place):
+            os.fsync(file.fileno())
+
+
+def write_tensor(file: Any, tensor: Tensor) -> None:
+    own = tensor.detach().cpu().contiguous()
+    file.write(bytes_of(own))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, to be read or written while the tensor is kept."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+@contextlib.contextmanager
+def open_whole(place: Location) -> Iterator[Any]:
+    """Give a file to write to, which is at ``place`` at the end of the block, whole, or not at all."""
+    if is_local(place):
+        folder = os.path.dirname(place.path)
+        os.makedirs(folder, exist_ok=True)
+        part = os.path.join(folder, f".{secrets.token_hex(8)}{_PART}")
+        try:
+            with foreign_errors(place.name, "written"), open(part, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, place.path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(part)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        part = os.path.join(folder, "part")
+        with open(part, "wb") as file:
+            yield file
+        place.put(part)
+
+
+# ---- reading
+
+
+def read_header(place: Location) -> dict[str, Piece]:
+    """Where each tensor of a file is. Raises: DetrainError for what is no safetensors file, or not a whole one."""
+    with foreign_errors(place.name, "read"):
+        size_bytes = int(place.files.info(place.path)["size"])
+        with place.files.open(place.path, "rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if not 0 < length <= min(size_bytes - _LENGTH_BYTES, _MOST_HEADER_BYTES):
+                raise ValueError(f"it is no safetensors file, or not a whole one ({size_bytes} bytes)")
+            entries = json.loads(file.read(length))
+        start = _LENGTH_BYTES + length
+        pieces = {name: _read_entry(entry, start) for name, entry in entries.items() if name != "__metadata__"}
+        last = max((piece.end for piece in pieces.values()), default=start)
+        if last > size_bytes:
+            raise ValueError(f"it has {size_bytes} bytes, and its tensors need {last}")
+    return pieces
+
+
+def _read_entry(entry: Any, start: int) -> Piece:
+    try:
+        begin, end = entry["data_offsets"]
+        return Piece(dtype_of_name(entry["dtype"]), tuple(entry["shape"]), start + begin, start + end)
+    except (KeyError, TypeError) as exc:
+        raise ValueError(f"its header cannot be read: {exc}") from exc
+
+
+def read_rows(file: Any, piece: Piece, first: int, count: int) -> Tensor:
+    """Rows of the first dimension of a tensor in an open file; no more of it is read. Raises: ValueError."""
+    shape = (count, *piece.shape[1:]) if piece.shape else ()
+    row_bytes = math.prod(piece.shape[1:]) * piece.dtype.itemsize
+    made = torch.empty(shape, dtype=piece.dtype)
+    file.seek(piece.begin + first * row_bytes)
+    memory, done = bytes_of(made), 0
+    while done < len(memory):
+        taken = file.readinto(memory[done:])
+        if not taken:
+            raise ValueError(f"it ends at {file.tell()} bytes, and more were to come")
+        done += taken
+    return made
+
+
+# ---- both
+
+
+def locate_safetensors(url: str | os.PathLike[str], *, files: Any = None) -> tuple[Location, str | None]:
+    """The folder, and the name of the file, where ``url`` names one, and not a folder of them. Raises: SpecError."""
+    text = os.fspath(url)
+    if not text.endswith(".safetensors"):
+        return locate(url, files=files), None
+    folder, slash, name = text.rpartition("/")
+    return locate(folder or slash or ".", files=files), name
+
+
+def is_local(place: Location) -> bool:
+    protocol = place.files.protocol
+    return "file" in ([protocol] if isinstance(protocol, str) else protocol)
+
+
+@contextlib.contextmanager
+def foreign_errors(name: str, done: str) -> Iterator[None]:
+    """What a file system or a broken file raises is a DetrainError with the name; no secret of a URL is in it."""
+    try:
+        yield
+    except DetrainError:
+        raise
+    except Exception as exc:  # the libraries of file systems have no common one
+        if "***" in name:
+            raise DetrainError(f"{name} cannot be {done}: {type(exc).__name__}") from None
+        absent = "it is not there" if isinstance(exc, FileNotFoundError) else ""
+        reason = absent or getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
+        raise DetrainError(f"{name} cannot be {done}: {reason[:200]}") from exc

@@ -1,0 +1,122 @@
+"""The index of a checkpoint: which tensors it has, in which parts, in which files they are, and where."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..storage import Location
+from .plain import from_json
+from .tensor_files import Piece, dtype_of_name, foreign_errors, name_of_dtype
+
+__all__ = ["TensorIndex", "make_index"]
+
+_MOST_INDEX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class TensorIndex:
+    """Which tensors there are, in torch's words, where their bytes are, and the values that are no tensors."""
+
+    metadata: Metadata
+    pieces: Mapping[MetadataIndex, tuple[str, Piece]]
+    values: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, folder: Location, name: str, files: Container[str]) -> TensorIndex:
+        """Raises: DetrainError for an index that is broken, does not cover its tensors, or names other ``files``."""
+        with foreign_errors((folder / name).name, "read"):
+            try:
+                index = json.loads((folder / name).read(limit_bytes=_MOST_INDEX_BYTES))
+                values = {fqn: from_json(value) for fqn, value in index["values"].items()}
+                if any(file_name not in files for file_name in index["files"]):
+                    raise ValueError("it names a file that is not of the checkpoint")
+                chunks = {fqn: _read_chunks(entry, index["files"]) for fqn, entry in index["tensors"].items()}
+            except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as exc:
+                raise ValueError(f"it is not of this format: {exc}") from exc
+            shapes = {fqn: tuple(entry[1]) for fqn, entry in index["tensors"].items()}
+            return cls.of(shapes, chunks, values)
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Mapping[str, Sequence[int]],
+        chunks: Mapping[str, Sequence[tuple[Sequence[int], str, Piece]]],
+        values: Mapping[str, Any],
+    ) -> TensorIndex:
+        """``chunks``: of each tensor where each part of it begins, its file, and where in it. Raises: ValueError."""
+        pieces: dict[MetadataIndex, tuple[str, Piece]] = {}
+        kept: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in values}
+        for fqn, shape in shapes.items():
+            if sum(math.prod(piece.shape) for _, _, piece in chunks[fqn]) != math.prod(shape):
+                raise ValueError(f"of {fqn!r} parts are missing")
+            parts = []
+            for offsets, file_name, piece in chunks[fqn]:
+                if any(begin + size > whole for begin, size, whole in zip(offsets, piece.shape, shape)):
+                    raise ValueError(f"a part of {fqn!r} is outside of it")
+                parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.shape)))
+                pieces[MetadataIndex(fqn, offsets)] = file_name, piece
+            properties = TensorProperties(chunks[fqn][0][2].dtype)
+            kept[fqn] = TensorStorageMetadata(properties, torch.Size(shape), parts)
+        return cls(Metadata(kept), pieces, values)
+
+    def shape(self, fqn: str) -> tuple[int, ...] | None:
+        """None where there is no tensor of that name."""
+        kept = self.metadata.state_dict_metadata.get(fqn)
+        return tuple(kept.size) if isinstance(kept, TensorStorageMetadata) else None
+
+    def dtype(self, fqn: str) -> torch.dtype:
+        kept = self.metadata.state_dict_metadata[fqn]
+        assert isinstance(kept, TensorStorageMetadata)
+        return kept.properties.dtype
+
+
+def _read_chunks(entry: Any, files: Sequence[str]) -> list[tuple[tuple[int, ...], str, Piece]]:
+    name, shape, chunks = entry
+    dtype = dtype_of_name(name)
+    found = []
+    for offsets, sizes, number, begin, end in chunks:
+        if not len(offsets) == len(sizes) == len(shape) or any(type(x) is not int or x < 0 for x in (*offsets, number)):
+            raise ValueError("a part has other dimensions than its tensor")
+        found.append((tuple(offsets), files[number], Piece(dtype, tuple(sizes), begin, end)))
+    return found
+
+
+def make_index(metadata: Metadata, results: Sequence[WriteResult]) -> dict[str, Any]:
+    """As JSON: what `TensorIndex.read` reads, and ``sizes``, in bytes, of all files."""
+    values = {result.index.fqn: json.loads(result.storage_data) for result in results if _is_value(result)}
+    sizes: dict[str, int] = {}
+    where = {}
+    for result in results:
+        if not _is_value(result):
+            where[result.index] = file_name, _, end = result.storage_data
+            sizes[file_name] = max(end, sizes.get(file_name, 0))
+    names = list(sizes)
+    numbers = {name: number for number, name in enumerate(names)}
+    tensors: dict[str, Any] = {}
+    for fqn, kept in metadata.state_dict_metadata.items():
+        if isinstance(kept, TensorStorageMetadata):
+            chunks = []
+            for chunk in kept.chunks:
+                file_name, begin, end = where[MetadataIndex(fqn, chunk.offsets)]
+                chunks.append([list(chunk.offsets), list(chunk.sizes), numbers[file_name], begin, end])
+            tensors[fqn] = [name_of_dtype(kept.properties.dtype), list(kept.size), chunks]
+    return {"files": names, "tensors": tensors, "values": values, "sizes": sizes}
+
+
+def _is_value(result: WriteResult) -> bool:
+    return isinstance(result.storage_data, str)

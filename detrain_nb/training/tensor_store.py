@@ -1,0 +1,219 @@
+"""torch.distributed.checkpoint's storage: its plans say which rank writes and reads what, here the bytes move.
+
+Tensors are in safetensors files, one from each rank; the index of all of them, and every other value, is JSON. torch's
+own storage keeps its index as a pickle, which runs what it says when it is read: none of that is used, or opened.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ..errors import DetrainError, SpecError
+from ..storage import Location
+from . import catalog
+from .plain import to_json
+from .tensor_files import Piece, foreign_errors, make_header, read_rows, write_file
+from .tensor_index import TensorIndex, make_index
+
+__all__ = ["JsonSavePlanner", "StepWriter", "read_tensors"]
+
+
+class JsonSavePlanner(DefaultSavePlanner):
+    """Values that are no tensors become JSON, where torch would pickle them."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type != WriteItemType.BYTE_IO:
+            return object
+        return io.BytesIO(json.dumps(to_json(object, write_item.index.fqn)).encode())
+
+
+class StepWriter(StorageWriter):
+    """Writes one checkpoint: each rank its tensors, rank 0 what makes it one, and removes what is not kept."""
+
+    def __init__(self, place: Location, step: int, keep: int | None, note: Mapping[str, Any]) -> None:
+        self._place = place
+        self._folder = catalog.step_folder(place, step)
+        self._keep = keep
+        self._note = note
+        self._token = secrets.token_hex(8)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0, before any rank writes."""
+        catalog.clear_leftovers(self._place)
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        tensors: list[tuple[str, Tensor]] = []
+        items_of: dict[Any, tuple[str, list[WriteItem]]] = {}
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if isinstance(data, io.BytesIO):
+                text = data.getvalue()
+                results.append(WriteResult(item.index, len(text), text.decode()))
+                continue
+            tensor = data.detach()
+            same = _memory_of(tensor) if tensor.numel() else item.index  # tied ones are written once
+            if same not in items_of:
+                tensors.append((_chunk_name(item), tensor))
+            items_of.setdefault(same, (tensors[-1][0], []))[1].append(item)
+        if tensors:
+            file_name = f"rank-{plan.storage_data:05d}-{self._token}.safetensors"
+            header, pieces = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors})
+            with foreign_errors(self._folder.name, "made"):
+                self._folder.files.makedirs(self._folder.path, exist_ok=True)
+            write_file(self._folder / file_name, header, (tensor for _, tensor in tensors))
+            for name, items in items_of.values():
+                piece = pieces[name]
+                where = (file_name, piece.begin, piece.end)
+                results += [WriteResult(item.index, piece.end - piece.begin, where) for item in items]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, when all have written."""
+        index = make_index(metadata, [result for of_rank in results for result in of_rank])
+        sizes = index.pop("sizes")
+        there = catalog.read_files(self._folder)
+        for name, size_bytes in sizes.items():
+            if there.get(name) != size_bytes:
+                raise DetrainError(
+                    f"{self._folder.name}: of {name}, {size_bytes} bytes, rank 0 sees {there.get(name, 0)}: give a "
+                    "place that all hosts share"
+                )
+        index_name, text = f"index-{self._token}.json", json.dumps(index, separators=(",", ":")).encode()
+        (self._folder / index_name).write(text)
+        serial = 1 + max(0, *(each.serial for each in catalog.list_checkpoints(self._place)))
+        note = {
+            "format": 1,
+            **self._note,
+            "serial": serial,
+            "saved_at": time.time(),
+            "world_size": len(results),
+            "index": index_name,
+            "files": {**sizes, index_name: len(text)},
+        }
+        text = json.dumps(note, indent=1).encode()
+        if len(text) > catalog.MOST_NOTE_BYTES:
+            raise SpecError(
+                f"data_position, extra and scheduler are {len(text)} bytes, and {catalog.MOST_NOTE_BYTES} can be kept"
+            )
+        (self._folder / catalog.NOTE).write(text)
+        catalog.clear_leftovers(self._place)
+        catalog.prune(self._place, self._keep)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _chunk_name(item: WriteItem) -> str:
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    is_whole = chunk.sizes == item.tensor_data.size
+    return item.index.fqn if is_whole else f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
+
+
+# ---- reading
+
+
+def read_tensors(folder: Location, index: TensorIndex, tensors: dict[str, Tensor]) -> None:
+    """Read into ``tensors``, which may be parts of what was saved in other parts; each rank reads what it needs.
+
+    Raises: DetrainError.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, index.metadata, is_coordinator=True)
+    reader = _Reader(folder, index)
+    # What dcp.load does, without its messages between ranks: the plan of one does not depend on the others'.
+    plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+    reader.read_data(plan, planner).wait()
+
+
+class _Reader(StorageReader):
+    def __init__(self, folder: Location, index: TensorIndex) -> None:
+        self._folder = folder
+        self._index = index
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._index.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[Piece, ReadItem]]] = {}
+        for item in plan.items:
+            file_name, piece = self._index.pieces[item.storage_index]
+            by_file.setdefault(file_name, []).append((piece, item))
+        for file_name, wanted in by_file.items():
+            place = self._folder / file_name
+            with foreign_errors(place.name, "read"), place.files.open(place.path, "rb") as file:
+                for piece, item in sorted(wanted, key=lambda each: each[0].begin):
+                    _read_item(file, piece, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def _read_item(file: Any, piece: Piece, item: ReadItem, planner: LoadPlanner) -> None:
+    """Read the rows that have what is wanted, and take that of them."""
+    first, count = (item.storage_offsets[0], item.lengths[0]) if piece.shape else (0, 1)
+    part = read_rows(file, piece, first, count)
+    for dim in range(1, part.dim()):
+        part = part.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(part)
+    planner.commit_tensor(item, target)

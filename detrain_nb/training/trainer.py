@@ -1,0 +1,365 @@
+"""The loop: batches in, steps of the optimizer, numbers out. ``fit`` reads from top to bottom: copy it for your own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_map
+
+from ..errors import DetrainError, NotFinite, SpecError
+from ..parallel import ParallelModel, WholeModel, clip_grad_norm, grad_norm
+from ..parallel.microbatches import Loss
+from . import saving
+from .batches import for_replica, require_same_batch
+from .checkpoint import checkpoints, load, save
+from .epochs import Epochs
+from .randomness import seed_all
+from .recipe import make_optimizer, make_scheduler
+from .reports import Record, Reports, Result
+from .scores import Scores, count_right
+
+__all__ = ["Callback", "Result", "Trainer", "set_seed"]
+
+
+class Callback:
+    """What is called while a Trainer works, on every rank; override what you need."""
+
+    def on_begin(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def on_step(self, trainer: Trainer, record: Record) -> None:
+        """After a step of the optimizer. ``trainer.stop()`` ends after it."""
+
+    def on_evaluation(self, trainer: Trainer, record: Record) -> None:
+        """After an evaluation."""
+
+    def on_end(self, trainer: Trainer, result: Result) -> None:
+        """After the last step, when all is saved."""
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python, numpy where it is imported, and torch, on the CPU and on every GPU."""
+    seed_all(seed)
+
+
+class Trainer:
+    """Trains a model that ``parallel.parallelize`` has laid out, or a plain one; every rank makes its own.
+
+    Each part of the loop is a method that a subclass may replace: ``unpack`` (what the loader gives), ``train_one``
+    (one step), ``evaluate``, ``score`` (what is counted in an evaluation).
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel | nn.Module,
+        *,
+        train: Iterable[Any],
+        steps: int,
+        loss: Loss | None = None,
+        optimizer: str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] = "adamw",
+        optimizer_options: Mapping[str, Any] | None = None,
+        scheduler: Any = None,
+        scheduler_options: Mapping[str, Any] | None = None,
+        clip: float | None = None,
+        evaluate: Iterable[Any] | None = None,
+        evaluate_every: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        checkpoint: str | None = None,
+        save_every: int | None = None,
+        keep: int | None = 3,
+        resume: bool = True,
+        seed: int = 0,
+        metrics_folder: str | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+        show_progress: bool = True,
+    ) -> None:
+        """``train`` gives pairs of what the model is called with and of the loss's target; ``steps`` are made of them.
+
+        A DataLoader that shuffles, or not, in torch's usual way gives each rank its own part of an epoch; one with a
+        sampler of the user's is taken as it is. ``loss``: of a plain model; one that is laid out has its own.
+        ``optimizer``, ``scheduler``: names, objects or functions (recipe.py), with their options. ``clip``: the
+        largest norm of all gradients together. ``evaluate``: a loader as ``train``, run at the end and every
+        ``evaluate_every`` steps. ``checkpoint``: a URL, saved to at the end and every ``save_every`` steps, and gone on
+        from where something is there, unless ``resume`` is False. ``flops_per_sample`` (forward) and ``peak_flops`` (of
+        one rank) give the MFU. Raises: SpecError.
+        """
+        _require_counts(steps=steps, evaluate_every=evaluate_every, save_every=save_every, keep=keep, clip=clip)
+        if save_every is not None and checkpoint is None:
+            raise SpecError(f"save_every={save_every} says when, and checkpoint= does not say where: give it a URL")
+        if evaluate_every is not None and evaluate is None:
+            raise SpecError(f"evaluate_every={evaluate_every} says when, and evaluate= does not say with what")
+        if isinstance(model, nn.Module):
+            model = _one_copy(model, loss)
+        elif loss is not None:
+            raise SpecError("the model was laid out with a loss: give it to parallelize, not to the Trainer")
+        self.model = model
+        self.steps, self.step = steps, 0
+        self.optimizer = make_optimizer(optimizer, list(model.parameters()), **(optimizer_options or {}))
+        self.scheduler = make_scheduler(scheduler, self.optimizer, steps=steps, **(scheduler_options or {}))
+        self.train = Epochs(train, model, seed=seed)
+        self.evaluation = evaluate
+        self.clip, self.evaluate_every = clip, evaluate_every
+        self.callbacks = tuple(callbacks)
+        self.checkpoint, self.save_every, self.keep, self.resume = checkpoint, save_every, keep, resume
+        self._reports = Reports(
+            model,
+            metrics_folder=metrics_folder,
+            flops_per_sample=flops_per_sample,
+            peak_flops=peak_flops,
+            show_progress=show_progress,
+        )
+        self._is_stopped = False
+
+    @property
+    def result(self) -> Result:
+        """Of the present ``fit``, or of the last one."""
+        return self._reports.result
+
+    # ---- the loop
+
+    def fit(self) -> Result:
+        """Train to the last step, from the beginning or from the last checkpoint. Collective: all ranks.
+
+        Raises: NotFinite where the loss or a gradient is not a number, before the optimizer takes a step with it.
+        """
+        self._reports.result, self._is_stopped = Result(self.step), False
+        if self.checkpoint is not None and self.resume:
+            _warn_of_restarts()
+            self._go_on()
+        for module in self.model.modules:
+            if not module.training:  # as from_pretrained gives it
+                module.train()
+        self._call("on_begin")
+        began, first_step = time.perf_counter(), self.step
+        try:
+            self._train_to_the_end()
+        finally:
+            self.result.steps, self.result.seconds = self.step, time.perf_counter() - began
+        if self.step == first_step and self.evaluation is not None:
+            self._evaluate_now()
+        if self.checkpoint is not None and self.step > first_step:
+            self._save(is_last=True)
+        self._call("on_end", self.result)
+        return self.result
+
+    def _train_to_the_end(self) -> None:
+        bar = self._reports.bar(self.steps, initial=self.step)
+        with bar as show, contextlib.closing(self._batches()) as batches:
+            while self.step < self.steps and not self._is_stopped:
+                began = time.perf_counter()
+                batch, target = next(batches)
+                record = self.train_one(batch, target)
+                self.step += 1
+                self.train.done_with()
+                self._reports.step(self.step, record, batch, seconds=time.perf_counter() - began)
+                show(record)
+                self._call("on_step", record)
+                self._is_stopped = self.model.any(self._is_stopped)
+                is_end = self.step == self.steps or self._is_stopped
+                if self.evaluation is not None and (is_end or _is_due(self.step, self.evaluate_every)):
+                    self._evaluate_now()
+                    self._is_stopped = self.model.any(self._is_stopped)
+                if self.checkpoint is not None and not is_end and _is_due(self.step, self.save_every):
+                    self._save(is_last=False)
+
+    def unpack(self, given: Any) -> tuple[Any, Any]:
+        """Return what the model is called with, and the loss's target, from what the loader gave."""
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise SpecError(
+                f"the loader gave {type(given).__name__}, and not a pair of inputs and target: override Trainer.unpack"
+            )
+        return given[0], given[1]
+
+    def train_one(self, batch: Any, target: Any) -> Record:
+        """Make one step: gradients, their norm, the optimizer, the scheduler. Returns the loss over all ranks."""
+        for parameter in self.model.parameters():  # also those that the optimizer does not have, or an error has left
+            parameter.grad = None
+        loss = self._shared(self.model.train_step(batch, target))
+        norm = grad_norm(self.model) if self.clip is None else clip_grad_norm(self.model, self.clip)
+        record = {"loss": float(loss), "grad_norm": float(norm), "lr": float(self.optimizer.param_groups[0]["lr"])}
+        self._require_finite(record)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return record
+
+    def evaluate(self, loader: Iterable[Any] | None = None) -> Record:
+        """Return the loss over all samples of all ranks, and what ``score`` counts, in evaluation mode.
+
+        Collective: all ranks. Raises: SpecError where there is nothing to evaluate.
+        """
+        loader = self.evaluation if loader is None else loader
+        if loader is None:
+            raise SpecError("there is nothing to evaluate: give the Trainer evaluate=, or this a loader")
+        loader = for_replica(loader, replica=self.model.replica, num_replicas=self.model.num_replicas, seed=0)
+        scores = Scores(self.model)
+        try:
+            for given in loader:
+                batch, target = self.unpack(given)
+                output = self.model.predict(batch)
+                if self.model.is_last:
+                    scores.add(output, tree_map(self._place, target), self.score)
+        finally:
+            self.model.back_to_training()
+        return scores.over_all()
+
+    def score(self, output: Any, target: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return sums and counts by name; their quotients over all samples are told. By default the accuracy."""
+        return count_right(output, target, ignored=getattr(self.model.objective.loss, "ignore_index", -100))
+
+    def predict(self, loader: Iterable[Any]) -> list[Any]:
+        """What the model gives for each batch of a loader of inputs, on the rank of the last stage; else nothing."""
+        try:
+            outputs = [self.model.predict(batch) for batch in loader]
+        finally:
+            self.model.back_to_training()
+        return outputs if self.model.is_last else []
+
+    def stop(self) -> None:
+        """End after this step, on all ranks; it is enough that one of them calls it."""
+        self._is_stopped = True
+
+    # ---- batches
+
+    def _batches(self) -> Generator[tuple[Any, Any], None, None]:
+        is_first = True
+        for given in self.train:
+            batch, target = self.unpack(given)
+            if is_first or self.train.batch == 0:
+                require_same_batch((batch, target), self.model, step=self.step + 1)
+            is_first = False
+            yield batch, target
+
+    def _place(self, leaf: Any) -> Any:
+        return leaf.to(self.model.device) if isinstance(leaf, Tensor) else leaf
+
+    # ---- what is told
+
+    def _shared(self, loss: Tensor | None) -> Tensor:
+        """The loss, on every rank of the pipeline."""
+        told = torch.zeros((), device=self.model.device) if loss is None else loss.detach().float().reshape(())
+        group = self.model.pipeline_group
+        if group is not None:
+            told = told if self.model.is_last else torch.zeros_like(told)
+            dist.all_reduce(told, group=group)
+        return told
+
+    def _require_finite(self, record: Record) -> None:
+        """Raises: NotFinite, on all ranks alike, with the first gradient at fault and its rank."""
+        wrong = [name for name in ("loss", "grad_norm") if record[name] - record[name] != 0]
+        if not wrong:
+            return
+        own = next((name for name, p in self.model.named_parameters() if _is_not_finite(p.grad)), "")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        where = [f"rank {rank} in {name!r}" for rank, name in sorted(self.model.gather((rank, own))) if name]
+        values = ", ".join(f"{name} {record[name]}" for name in wrong)
+        first = f"; gradients are not finite on {', '.join(where[:4])}" if where else ""
+        raise NotFinite(
+            f"step {self.step + 1}: {values}{first}: parameters are as they were after step {self.step}; lower the "
+            "learning rate, clip, or look at this batch"
+        )
+
+    def _evaluate_now(self) -> None:
+        scores = self.evaluate()
+        self._reports.evaluation(self.step, scores)
+        self._call("on_evaluation", scores)
+
+    def _call(self, event: str, *given: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self, *given)
+
+    # ---- checkpoints
+
+    def _save(self, *, is_last: bool) -> None:
+        assert self.checkpoint is not None
+        try:
+            saving.begin()
+        except (DetrainError, OSError) as exc:  # of the save before, which is over: this one may go better
+            warnings.warn(f"a checkpoint was not saved: {exc}", stacklevel=2)
+        saved = save(
+            self.checkpoint,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            step=self.step,
+            data_position=self.train.position,
+            keep=self.keep,
+            is_async=not is_last,
+        )
+        if is_last:
+            saved.result()
+
+    def _go_on(self) -> None:
+        url = self.checkpoint
+        assert url is not None
+        if not saving.begin().first(lambda: checkpoints(url).last is not None):
+            return
+        found = load(url, self.model, self.optimizer, self.scheduler)
+        if isinstance(self.scheduler, LambdaLR):  # with other steps than it was saved with, this one counts
+            for group, rate, ratio in zip(
+                self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas
+            ):
+                group["lr"] = rate * ratio(self.scheduler.last_epoch)
+        self.step = found.step
+        self.train.go_to(found.data_position)
+        self._reports.result = Result(self.step, resumed_from=found.name)
+
+
+def _one_copy(model: nn.Module, loss: Loss | None) -> WholeModel:
+    """A plain model, on this rank alone. Raises: SpecError for one that is wrapped."""
+    if isinstance(model, (DistributedDataParallel, FSDPModule)):
+        raise SpecError("the model is wrapped already: give parallelize the bare one, and the Trainer what it returns")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            "a plain model on several ranks: each trains a copy of its own; parallelize makes one model of them",
+            stacklevel=3,
+        )
+    return WholeModel(model, loss=loss, device=next((p.device for p in model.parameters()), None))
+
+
+def _require_counts(**given: float | None) -> None:
+    """Raises: SpecError for what has to be 1 or more, and for a norm of 0 or less."""
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name == "clip":
+            if value <= 0:
+                raise SpecError(f"clip={value}: a norm is above 0, or None for none")
+        elif value < 1 or value != int(value):
+            raise SpecError(f"{name}={value}: give a whole number, 1 or more")
+
+
+def _warn_of_restarts() -> None:
+    """torchrun shares its store with the ranks, and restarted ones find there where those before them listened."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        warnings.warn(
+            f"torchrun may start these ranks again ({restarts} times), and on gloo they would then look for each other "
+            "in the wrong places: start it as  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ...",
+            stacklevel=3,
+        )
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _is_not_finite(grad: Tensor | None) -> bool:
+    if grad is None:
+        return False
+    local = grad.to_local() if hasattr(grad, "to_local") else grad
+    return not bool(torch.isfinite(local).all())

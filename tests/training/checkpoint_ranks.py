@@ -1,0 +1,372 @@
+"""What the ranks of a test do: a small language model in any layout, trained, saved, loaded."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from detrain_nb import parallel as par
+from detrain_nb import training
+from detrain_nb.errors import DetrainError
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 30), nn.Linear(30, 16)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout, self.training)
+
+
+class LanguageModel(nn.Module):
+    """Its head may be its embedding; it counts its batches in a buffer, and has a layer that is never trained."""
+
+    def __init__(self, *, is_tied: bool = True, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(51, 16)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.head = nn.Linear(16, 51, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+        self.blocks[1].norm.requires_grad_(False)
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(0, 51, (8, 6), generator=torch.Generator().manual_seed(seed))
+
+
+class Run:
+    """A model in a layout, with AdamW in two groups and a schedule of the learning rate."""
+
+    def __init__(self, layout: str, *, seed: int = 0, is_tied: bool = True, dropout: float = 0.0) -> None:
+        torch.manual_seed(seed)
+        self.layout = layout
+        whole = LanguageModel(is_tied=is_tied, dropout=dropout)
+        nn.init.normal_(whole.embed.weight, std=0.2)
+        nn.init.constant_(whole.scale, 1 + seed)
+        self.model: Any = self._laid_out(whole)
+        parameters = [each for each in self.model.parameters() if each.requires_grad]
+        groups = [
+            {"params": [each for each in parameters if each.dim() > 1], "weight_decay": 0.1},
+            {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0, "betas": (0.8, 0.99)},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=5e-3, total_steps=50)
+        self.step = 0
+
+    def _laid_out(self, whole: nn.Module) -> Any:
+        if self.layout == "one":
+            return whole
+        if self.layout in ("pp", "zbv", "pp x fsdp"):
+            return self._stages(whole)
+        if self.layout == "ddp":
+            return nn.parallel.DistributedDataParallel(whole)
+        plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        if self.layout == "tp":
+            return parallelize_module(whole, par.make_mesh(tp=-1, device_type="cpu"), plan)
+        if self.layout == "tp x fsdp":
+            both = par.make_mesh(dp_shard=2, tp=2, device_type="cpu")
+            parallelize_module(whole, both["tp"], plan)
+            self.data, mesh = both["dp_shard"], both["dp_shard"]
+        else:
+            assert self.layout == "fsdp"
+            mesh = par.make_mesh(dp_shard=-1, device_type="cpu")
+        for block in whole.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(whole, mesh=mesh)
+
+    def _stages(self, whole: nn.Module) -> par.PipelineStages:
+        mesh, group = None, None
+        if self.layout == "pp x fsdp":
+            mesh = par.make_mesh(pp=2, dp_shard=-1, device_type="cpu")
+            group = mesh["pp"].get_group()
+            self.data = mesh["dp_shard"]
+        found = par.split(
+            whole, tokens(0)[:2], at=["blocks.1", "blocks.2", "head"] if self.layout == "zbv" else ["blocks.2"]
+        )
+        schedule = "ZBVZeroBubble" if self.layout == "zbv" else "1F1B"
+        stages = par.PipelineStages(found, group, loss=loss_of, schedule=schedule, num_microbatches=4, device="cpu")
+        with_ties(stages, found)
+        for module in stages.modules if mesh is not None else ():
+            fully_shard(module, mesh=mesh["dp_shard"])
+        return stages
+
+    def train(self, steps: int) -> list[float]:
+        """The losses of whole batches, on every rank."""
+        losses = []
+        for _ in range(steps):
+            x, y = tokens(2 * self.step), tokens(2 * self.step + 1)
+            if self.layout in ("fsdp", "ddp"):
+                x, y = (each.chunk(dist.get_world_size())[dist.get_rank()] for each in (x, y))
+            if " x " in self.layout:
+                x, y = (each.chunk(self.data.size())[self.data.get_local_rank()] for each in (x, y))
+            losses.append(self._train_on(x, y))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            self.step += 1
+        return losses
+
+    def _train_on(self, x: Tensor, y: Tensor) -> float:
+        if isinstance(self.model, par.PipelineStages):
+            loss = self.model.train_step(x, y)
+        else:
+            loss = loss_of(self.model(x), y)
+            loss.backward()
+        if not dist.is_initialized():
+            assert loss is not None
+            return loss.item()
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, None if loss is None else loss.item())
+        known = [each for each in told if each is not None]
+        return sum(known) / len(known)
+
+    def save(self, url: str, **more: Any) -> training.Saving:
+        return training.save(
+            url, self.model, self.optimizer, self.scheduler, step=self.step, data_position={"batch": self.step}, **more
+        )
+
+    def load(self, url: str, **more: Any) -> training.Loaded:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "saved by . ranks")
+            found = training.load(url, self.model, self.optimizer, self.scheduler, **more)
+        self.step = found.data_position["batch"]
+        return found
+
+
+def train_and_save(layout: str, url: str, *, is_async: bool = False, **how: Any) -> list[float]:
+    """Three steps, a save, and the losses of three more, which go on beside it."""
+    run = Run(layout, **how)
+    run.train(3)
+    saved = run.save(url, is_async=is_async)
+    losses = run.train(3)
+    saved.result(60)
+    return losses
+
+
+def load_and_train(layout: str, url: str, *, again: str = "", **how: Any) -> tuple[list[float], Any]:
+    """What was there is loaded into another model; saved ``again`` as it came; the losses of three steps."""
+    run = Run(layout, seed=7, **how)
+    run.train(1)
+    found = run.load(url)
+    if again:
+        run.save(again)
+    return run.train(3), found.notes
+
+
+def export(layout: str, url: str, folder: str, **more: Any) -> list[str]:
+    run = Run(layout, seed=7)
+    run.load(url)
+    return training.export_safetensors(folder, run.model, **more)
+
+
+def import_and_export(layout: str, source: str, target: str) -> list[str]:
+    run = Run(layout, seed=7)
+    unused = training.import_safetensors(source, run.model)
+    training.export_safetensors(target, run.model)
+    return unused
+
+
+def llama(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=51, tie_word_embeddings=True, **sizes))
+
+
+def llama_through_stages(source: str, target: str) -> tuple[float, list[str]]:
+    """transformers' folder into two stages, and from them to another; the prediction that they make in between."""
+    model = llama(7)
+    batch = {"input_ids": tokens(1), "use_cache": False}
+    found = par.split(model, batch, at=["model.layers.1"])
+    stages = with_ties(par.PipelineStages(found, num_microbatches=2, device="cpu"), found)
+    training.import_safetensors(source, stages)
+    output = stages.predict(batch)
+    names = training.export_safetensors(target, stages)
+    return 0.0 if output is None else float(output["logits"].double().sum()), names
+
+
+def with_ties(stages: par.PipelineStages, found: par.Split) -> par.PipelineStages:
+    """Stages that know which names are of one parameter, over all of them."""
+    if not hasattr(stages, "tied_names"):
+        stages.tied_names = [tuple(found.aliases(name)) for name in found.shared]
+    return stages
+
+
+def disagree(rank: int, url: str) -> str:
+    return _error(lambda: training.save(url, nn.Linear(2, 2), step=rank))
+
+
+def fail_on_one(rank: int, url: str) -> list[str]:
+    """An error of rank 1 is an error of all, and the ranks go on together."""
+    model = nn.Linear(2, 2)
+    first = _error(lambda: training.save(url, model, step=1, extra=object() if rank else None))
+    wide = nn.Linear(2, 3) if rank else model
+    training.save(url, model, step=1)
+    second = _error(lambda: training.load(url, wide))
+    return [first, second, training.load(url, model).name.rpartition("/")[2]]
+
+
+def _error(do: Callable[[], Any]) -> str:
+    try:
+        do()
+    except DetrainError as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return "none"
+
+
+class _Counted:
+    """A file that counts what is read of it."""
+
+    def __init__(self, file: Any, read: list[int]) -> None:
+        self._file, self._read = file, read
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def readinto(self, memory: Any) -> int:
+        self._read.append(self._file.readinto(memory))
+        return self._read[-1]
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._file.close()
+
+
+class _CountingFiles(LocalFileSystem):
+    cachable = False
+
+    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        file = super().open(path, mode, **kwargs)
+        return _Counted(file, self.counts) if path.endswith(".safetensors") and "r" in mode else file
+
+
+def count_read(url: str) -> tuple[int, int]:
+    """How many bytes of tensors a shard's rank reads, and how many it has."""
+    files = _CountingFiles()
+    files.counts = []
+    model = fully_shard(nn.Linear(64, 64, bias=False), mesh=par.make_mesh(dp_shard=-1, device_type="cpu"))
+    training.load(url, model, files=files, is_random_state_wanted=False)
+    return sum(files.counts), sum(each.to_local().nbytes for each in model.state_dict().values())
+
+
+# ---- killed
+
+
+class _Deadly(LocalFileSystem):
+    """Ends the process in the middle of a file of tensors."""
+
+    cachable = False
+
+    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if "w" in mode and path.endswith(".safetensors"):
+            with super().open(path, mode) as file:
+                file.write(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().open(path, mode, **kwargs)
+
+
+def die_in_save(rank: int, url: str, *, is_async: bool) -> None:
+    run = Run("fsdp")
+    run.train(5)
+    run.save(url, is_async=is_async, **({"files": _Deadly()} if rank else {})).result(30)
+
+
+def go_on_after_a_death(url: str) -> tuple[int, list[int]]:
+    run = Run("fsdp", seed=4)
+    try:
+        found = run.load(url)
+    except DetrainError:  # a save in the background failed, and this is the next call
+        found = run.load(url)
+    run.train(1)
+    run.save(url)
+    return found.step, [each.step for each in training.checkpoints(url)]
+
+
+def kill_at_random(url: str, times: int, seed: int) -> dict[str, int]:
+    """Kill a process that saves, at random moments; what is there is whole, and never less than was told."""
+    chosen = random.Random(seed)
+    halves = last = 0
+    begun = time.monotonic()
+    for step in range(3):
+        training.save(f"{url}/measured", _filled(step), step=step)
+    save_s = (time.monotonic() - begun) / 3
+    kills = 0
+    while kills < times or (kills < 5 * times and (halves < 3 or last < 3)):  # until some were in the middle
+        kills += 1
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            _save_on_and_on(url, last, writing)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as told:
+            told.read(1)  # it has begun
+            time.sleep(chosen.uniform(0, 5 * save_s))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            done = [int(line) for line in told.read().split()]
+        there = training.checkpoints(url)
+        halves += any(not each.is_complete for each in there)
+        last = _check_whole(url, at_least=max([last, *done]))
+    return {"halves": halves, "last": last}
+
+
+def _save_on_and_on(url: str, last: int, writing: int) -> None:
+    try:
+        os.write(writing, b"\n")
+        for step in range(last + 1, last + 1000):
+            training.save(url, _filled(step), step=step, keep=2, is_async=step % 2 == 0).result()
+            os.write(writing, b"%d\n" % step)
+    finally:
+        os._exit(1)
+
+
+def _filled(step: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, step)
+    return model
+
+
+def _check_whole(url: str, *, at_least: int) -> int:
+    model = _filled(-1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is passed over
+        try:
+            found = training.load(url, model)
+        except ValueError:
+            assert at_least == 0
+            return 0
+    assert found.step >= at_least, (found.step, at_least)
+    assert all(bool((parameter == found.step).all()) for parameter in model.parameters()), found.step
+    return found.step

@@ -1,0 +1,653 @@
+"""Checkpoints on real ranks and in one process: what is loaded is what was saved, in any layout, never half of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim import lr_scheduler as schedules
+
+from detrain_nb import Session, training
+from detrain_nb.errors import DetrainError, SpecError
+from detrain_nb.training.plain import from_json, to_json
+
+from . import checkpoint_ranks as on_ranks
+
+HERE = Path(__file__).parent
+CLOSE = 1e-6  # relative; of a loss
+LAYOUTS = ["pp", "fsdp", "ddp", "tp", "zbv"]
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    yield from _start(2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Session]:
+    yield from _start(4)
+
+
+def _start(ranks: int) -> Iterator[Session]:
+    with Session.start(ranks, device="cpu") as session:
+        session.run_cell(f"import sys; sys.path.insert(0, {str(HERE)!r}); import checkpoint_ranks as on_ranks")
+        yield session
+
+
+@pytest.fixture(scope="module")
+def of_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[float]]:
+    """A checkpoint of the whole model in one process, and the losses that came after it."""
+    url = str(tmp_path_factory.mktemp("one"))
+    return url, on_ranks.train_and_save("one", url)
+
+
+def read_all(url: str, *, is_tied: bool = True) -> dict[str, Tensor]:
+    """What a checkpoint has of the model and of the optimizer, as one process reads it."""
+    run = on_ranks.Run("one", seed=5, is_tied=is_tied)
+    run.load(url)
+    found = dict(run.model.state_dict())
+    for number, state in run.optimizer.state_dict()["state"].items():
+        found |= {f"{number}.{key}": value for key, value in state.items()}
+    return found
+
+
+def is_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def slow_but(fast: str) -> list[Any]:
+    return [pytest.param(layout, marks=[] if layout == fast else pytest.mark.slow) for layout in LAYOUTS]
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("layout", slow_but("pp"))
+def test_saved_by_one_process_loaded_in_a_layout_and_back(
+    session: Session, layout: str, of_one: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    go_there_and_back(session, layout, of_one, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_saved_by_one_process_loaded_by_stages_of_shards_on_four_ranks_and_back(
+    four_ranks: Session, tmp_path: Path
+) -> None:
+    """Not tied: the gradients of tied parameters are added up before they are sharded."""
+    url = str(tmp_path / "one")
+    expected = on_ranks.train_and_save("one", url, is_tied=False)
+    go_there_and_back(four_ranks, "pp x fsdp", (url, expected), str(tmp_path / "back"), is_tied=False)
+
+
+def go_there_and_back(
+    session: Session, layout: str, of_one: tuple[str, list[float]], back: str, *, is_tied: bool = True
+) -> None:
+    """The losses are the whole model's; what the ranks save is, bit by bit, what they have loaded."""
+    url, expected = of_one
+    result = session.run_cell(f"on_ranks.load_and_train({layout!r}, {url!r}, again={back!r}, is_tied={is_tied})")
+    for losses, notes in result.values.values():
+        assert losses == pytest.approx(expected, rel=CLOSE, abs=0)
+        assert notes[0].startswith(f"saved by 1 ranks, loaded by {len(result.values)}: random numbers were seeded anew")
+    assert is_equal(read_all(url, is_tied=is_tied), read_all(back, is_tied=is_tied))
+    assert on_ranks.load_and_train("one", back, is_tied=is_tied)[0] == expected
+
+
+@pytest.mark.parametrize(
+    "layout, is_async",
+    [
+        ("fsdp", True),
+        *(pytest.param(layout, layout == "zbv", marks=pytest.mark.slow) for layout in ("pp", "ddp", "tp", "zbv")),
+    ],
+)
+def test_resumed_losses_are_those_of_the_uninterrupted_run_bit_by_bit(
+    session: Session, layout: str, is_async: bool, tmp_path: Path
+) -> None:
+    """With dropout, a schedule of the learning rate, and training that goes on while it is saved."""
+    url = str(tmp_path)
+    saved = session.run_cell(f"on_ranks.train_and_save({layout!r}, {url!r}, dropout=0.2, is_async={is_async})").values
+    loaded = session.run_cell(f"on_ranks.load_and_train({layout!r}, {url!r}, dropout=0.2)").values
+    assert loaded == {rank: (losses, ()) for rank, losses in saved.items()}
+    other = session.run_cell(f"on_ranks.load_and_train({layout!r}, {url!r}, dropout=0.3)").values
+    assert other[0][0] != saved[0]
+
+
+@pytest.mark.slow
+def test_saved_by_stages_loaded_as_shards_and_back(session: Session, tmp_path: Path) -> None:
+    stages, shards, again = (str(tmp_path / name) for name in ("stages", "shards", "again"))
+    expected = session.run_cell(f"on_ranks.train_and_save('pp', {stages!r})").values[0]
+    losses, _ = session.run_cell(f"on_ranks.load_and_train('fsdp', {stages!r}, again={shards!r})").values[0]
+    assert losses == pytest.approx(expected, rel=CLOSE, abs=0)
+    losses, _ = session.run_cell(f"on_ranks.load_and_train('pp', {shards!r}, again={again!r})").values[0]
+    assert losses == expected
+    assert is_equal(read_all(stages), read_all(again))
+
+
+@pytest.mark.slow
+def test_saved_by_one_process_loaded_by_shards_of_parts_of_layers_on_four_ranks_and_back(
+    four_ranks: Session, of_one: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    go_there_and_back(four_ranks, "tp x fsdp", of_one, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_saved_by_stages_of_shards_on_four_ranks_loaded_by_two(
+    four_ranks: Session, session: Session, tmp_path: Path
+) -> None:
+    url = str(tmp_path)
+    saving = f"on_ranks.train_and_save('pp x fsdp', {url!r}, is_async=True, is_tied=False)"
+    expected = four_ranks.run_cell(saving).values[0]
+    for layout in ("tp", "pp"):
+        loading = f"on_ranks.load_and_train({layout!r}, {url!r}, is_tied=False)"
+        losses, _ = session.run_cell(loading).values[0]
+        assert losses == pytest.approx(expected, rel=CLOSE, abs=0)
+
+
+def test_each_rank_reads_only_its_part(session: Session, tmp_path: Path) -> None:
+    training.save(str(tmp_path), nn.Linear(64, 64, bias=False), step=1)
+    assert set(session.run_cell(f"on_ranks.count_read({str(tmp_path)!r})").values.values()) == {(8192, 8192)}
+
+
+def test_error_of_one_rank_is_everybodys_and_they_go_on_together(session: Session, tmp_path: Path) -> None:
+    told = session.run_cell(f"on_ranks.fail_on_one(rank, {str(tmp_path)!r})").values
+    for rank, errors in told.items():
+        assert "a object cannot be kept" in errors[0] and errors[0].startswith("SpecError")
+        assert ("rank 1: " in errors[0]) == (rank == 0)
+        assert "weight is [2, 2] there and [3, 2] here" in errors[1]
+        assert errors[2] == "step-00000001"
+    disagreed = session.run_cell(f"on_ranks.disagree(rank, {str(tmp_path)!r})").values
+    assert set(disagreed.values()) == {"SpecError: step is 0 on rank 0 and 1 on rank 1: give the same on all ranks"}
+
+
+# ---- one process
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
+def test_any_place_keeps_all_that_training_needs(scheme: str, is_async: bool, tmp_path: Path) -> None:
+    url = f"{scheme}{tmp_path}"
+    saved = on_ranks.train_and_save("one", url, dropout=0.2, is_async=is_async)
+    assert on_ranks.load_and_train("one", url, dropout=0.2) == (saved, ())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, when it first compiles
+@pytest.mark.parametrize("wrap", [pytest.param(torch.compile, marks=pytest.mark.slow), checkpoint_wrapper])
+def test_wrapped_model_has_the_names_of_the_plain_one(wrap: Any, tmp_path: Path) -> None:
+    inner = filled(3)
+    inner[1] = wrap(inner[1])
+    for model in (inner, wrap(filled(3))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        training.save(str(tmp_path), model, optimizer, step=1)
+        plain = filled(0)
+        fresh = torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9)
+        training.load(str(tmp_path), plain, fresh)
+        assert is_equal(plain.state_dict(), dict(zip(plain.state_dict(), model.state_dict().values())))
+        assert len(fresh.state_dict()["state"]) == 4
+
+
+def test_numbers_drawn_after_a_load_are_those_drawn_after_the_save(tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), float(np.random.standard_normal()), torch.rand(1).item()]
+
+    draw()
+    training.save(str(tmp_path), nn.Linear(2, 2), step=1)
+    expected = draw()
+    draw()
+    training.load(str(tmp_path), nn.Linear(2, 2))
+    assert draw() == expected
+    training.load(str(tmp_path), nn.Linear(2, 2), is_random_state_wanted=False)
+    assert draw() != expected
+
+
+def test_optimizer_that_has_made_no_step_is_left_as_it_is(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    model(torch.ones(2)).sum().backward()
+    optimizer, fresh = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other))
+    training.save(str(tmp_path), model, optimizer, step=0)
+    assert not optimizer.state and model.weight.grad is not None
+    training.load(str(tmp_path), other, fresh)
+    assert not fresh.state
+    for each, by in ((model, optimizer), (other, fresh)):
+        by.zero_grad()
+        each(torch.ones(2)).sum().backward()
+        by.step()
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_parameter_that_had_no_gradient_has_no_state_after_a_load(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer = torch.optim.Adam(model.parameters())
+    model[0](torch.ones(2)).sum().backward()
+    optimizer.step()
+    training.save(str(tmp_path), model, optimizer, step=1)
+    other = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    fresh = torch.optim.Adam(other.parameters())
+    training.load(str(tmp_path), other, fresh)
+    assert sorted(fresh.state_dict()["state"]) == [0, 1]
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam, of a tensor's rate": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.01), amsgrad=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adafactor": torch.optim.Adafactor,
+    "Rprop": torch.optim.Rprop,
+}
+SCHEDULERS = {
+    "of a function": lambda by: schedules.LambdaLR(by, lambda step: 1 / (1 + step)),
+    "of milestones": lambda by: schedules.MultiStepLR(by, [2, 2, 4]),
+    "one after the other": lambda by: schedules.SequentialLR(
+        by, [schedules.LinearLR(by, total_iters=3), schedules.CosineAnnealingWarmRestarts(by, 4)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_optimizers_and_schedules_go_on_as_if_nothing_had_been(optimizer: str, scheduler: str, tmp_path: Path) -> None:
+    def make() -> Any:
+        model = nn.Linear(3, 2)
+        by = OPTIMIZERS[optimizer](model.parameters())
+        return model, by, SCHEDULERS[scheduler](by)
+
+    def train(model: nn.Module, by: torch.optim.Optimizer, schedule: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss = (model(torch.arange(3.0)) - 1).pow(2).sum()
+            loss.backward()
+            by.step()
+            by.zero_grad()
+            schedule.step()
+            losses.append(loss.item())
+        return losses
+
+    first = make()
+    train(*first)
+    training.save(str(tmp_path), *first, step=3)
+    second = make()
+    training.load(str(tmp_path), *second)
+    assert train(*first) == train(*second)
+    assert second[1].state_dict()["param_groups"] == first[1].state_dict()["param_groups"]
+
+
+def test_plain_values_come_back_as_they_were(tmp_path: Path) -> None:
+    value = {
+        "numbers": [1, -2.5, 1e-320, True, None, 10**30],
+        "tuple": (1, ("a",)),
+        3: {(1, 2): "by tuple"},
+        "$float": float("-inf"),
+        "counter": Counter({30: 2}),
+        "set": {1, 2},
+        "bytes": b"\x00\xff",
+        "dtype": torch.bfloat16,
+        "tensor": torch.arange(6.0).reshape(2, 3),
+    }
+    training.save(str(tmp_path), nn.Linear(2, 2), step=1, data_position=value, extra="é")
+    found = training.load(str(tmp_path), nn.Linear(2, 2))
+    tensor = found.data_position.pop("tensor")
+    assert torch.equal(tensor, value.pop("tensor"))
+    assert found.data_position == value and isinstance(found.data_position["counter"], Counter)
+    assert (found.extra, found.step) == ("é", 1)
+    with pytest.raises(SpecError, match=r"extra\['a'\]\[0\]: a object cannot be kept"):
+        training.save(str(tmp_path), nn.Linear(2, 2), step=2, extra={"a": [object()]})
+
+
+@pytest.mark.parametrize("text", ['{"$dtype": "load"}', '{"$tensor": [1]}', '{"$bytes": "x"}', '{"$run": 1}'])
+def test_value_that_nobody_has_written_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        from_json(json.loads(text))
+    assert from_json(to_json({"$run": 1}, "")) == {"$run": 1}
+
+
+def test_last_ones_stay_and_the_list_is_a_table(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for step in (100, 200, 300, 400):
+        training.save(str(tmp_path), model, step=step, keep=2)
+    assert [each.step for each in training.checkpoints(str(tmp_path))] == [300, 400]
+    training.load(str(tmp_path), model, step=300)
+    training.save(str(tmp_path), model, step=350, keep=2)  # from 300 on, another way than to 400
+    there = training.checkpoints(str(tmp_path))
+    assert [each.step for each in there] == [400, 350]
+    assert training.load(str(tmp_path), model).step == 350
+    lines = str(there).splitlines()
+    assert lines[0].split() == ["step", "saved", "size", "complete"] and lines[2].split()[0] == "350"
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "step-00000350").iterdir()}
+    assert there[1].size_bytes == sum(sizes.values()) and there[1].is_complete
+    assert str(training.checkpoints(str(tmp_path / "nothing"))) == "no checkpoints"
+
+
+def test_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    training.save(str(tmp_path), first, step=1)
+    training.save(str(tmp_path), second, step=1)
+    training.load(str(tmp_path), first)
+    assert torch.equal(first.weight, second.weight)
+    assert len(list((tmp_path / "step-00000001").iterdir())) == 3
+
+
+def test_leftovers_of_a_killed_save_go_with_the_next_and_nothing_else_does(tmp_path: Path) -> None:
+    training.save(str(tmp_path), nn.Linear(2, 2), step=1)
+    half = tmp_path / "step-00000002"
+    half.mkdir()
+    (half / "rank-00000-0123456789abcdef.safetensors").write_bytes(b"half")
+    other = tmp_path / "step-00000003"
+    other.mkdir()
+    (other / "notes.txt").write_text("of the user's own")
+    there = training.checkpoints(str(tmp_path))
+    assert [each.is_complete for each in there] == [False, True] and there.last is there[1]
+    with pytest.warns(UserWarning, match="step-00000002 is passed over: its save has not ended"):
+        assert training.load(str(tmp_path), nn.Linear(2, 2)).step == 1
+    training.save(str(tmp_path), nn.Linear(2, 2), step=4)
+    assert not half.exists() and (other / "notes.txt").exists()
+    (other / "index-0123456789abcdef.json").write_bytes(b"half")
+    training.save(str(tmp_path), nn.Linear(2, 2), step=5)
+    assert [file.name for file in other.iterdir()] == ["notes.txt"]
+
+
+class FullDisk(LocalFileSystem):
+    """No file of tensors can be written to its end."""
+
+    cachable = False
+
+    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        file = super().open(path, mode, **kwargs)
+        if "w" in mode and path.endswith(".safetensors"):
+            file.write(b"half")
+            file.close()
+            raise OSError(28, "No space left on device")
+        return file
+
+
+def test_save_that_fails_leaves_the_one_of_its_step(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    training.save(str(tmp_path), model, step=1)
+    with pytest.raises(DetrainError, match="No space left"):
+        training.save(str(tmp_path), nn.Linear(2, 2), step=1, files=FullDisk())
+    other = nn.Linear(2, 2)
+    assert training.load(str(tmp_path), other).step == 1
+    assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rank_that_dies_in_a_save_leaves_the_last_good_one(tmp_path: Path, is_async: bool) -> None:
+    """Its successor and the others save again, in a group that they make anew."""
+    url = str(tmp_path)
+    prepare = f"import sys; sys.path.insert(0, {str(HERE)!r}); import checkpoint_ranks as on_ranks"
+    with Session.start(2, device="cpu") as session:
+        session.run_cell(prepare)
+        session.run_cell(f"on_ranks.train_and_save('fsdp', {url!r})")
+        with pytest.raises(DetrainError):
+            session.run_cell(f"on_ranks.die_in_save(rank, {url!r}, is_async={is_async})")
+        there = training.checkpoints(url)
+        assert there.last is not None and there.last.step == 3
+        session.run_cell(prepare)
+        found = session.run_cell(f"on_ranks.go_on_after_a_death({url!r})").values
+        assert found[0] == found[1] and found[0][:2] == (3, [3, 4])
+        assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_tied_parameter_is_written_once(tmp_path: Path) -> None:
+    """Under both names, as another layout may have it under another."""
+    sizes = []
+    for is_tied in (True, False):
+        url = str(tmp_path / str(is_tied))
+        for is_async in (False, True):
+            training.save(url, on_ranks.LanguageModel(is_tied=is_tied), step=int(is_async), is_async=is_async).result()
+        files = sorted(Path(url).rglob("rank-*"))
+        assert abs(files[0].stat().st_size - files[1].stat().st_size) < 64
+        sizes.append(files[0].stat().st_size)
+    assert sizes[1] - sizes[0] >= 51 * 16 * 4
+
+
+@pytest.mark.slow
+def test_killed_save_leaves_the_last_good_one(tmp_path: Path) -> None:
+    """20 processes that save are killed, some in the middle: else this shows nothing."""
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import checkpoint_ranks as on_ranks\n"
+    code += f"print(on_ranks.kill_at_random({str(tmp_path)!r}, 20, seed=1))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    found = eval(done.stdout)
+    assert found["halves"] >= 3 and found["last"] >= 3
+
+
+# ---- what cannot be
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Steps 1, 2 and 3, whose parameters are 1, 2 and 3."""
+    for step in (1, 2, 3):
+        training.save(str(tmp_path), filled(step), step=step)
+    return tmp_path
+
+
+def filled(value: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def the_file(saved: Path, step: int, pattern: str) -> Path:
+    return next((saved / f"step-{step:08d}").glob(pattern))
+
+
+@pytest.mark.parametrize(
+    "pattern, harm",
+    [(pattern, harm) for pattern in ("rank-*", "index-*", "checkpoint.json") for harm in ("truncated", "missing")]
+    + [("index-*", "other content"), ("checkpoint.json", "other content")],
+)
+def test_broken_checkpoint_is_passed_over_with_a_warning(saved: Path, pattern: str, harm: str) -> None:
+    file = the_file(saved, 3, pattern)
+    if harm == "truncated":
+        os.truncate(file, file.stat().st_size // 2)
+    elif harm == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(b"[" * file.stat().st_size)
+    model = filled(0)
+    with pytest.warns(UserWarning, match=r"step-00000003 is passed over: .+"):
+        found = training.load(str(saved), model)
+    assert found.step == 2 and len(found.notes) == 1 and bool((model[0].weight == 2).all())
+    with pytest.raises(DetrainError, match="step-00000003 is broken"):
+        training.load(str(saved), model, step=3)
+
+
+@pytest.mark.parametrize("harm", ["part is missing", "part is too large", "part is outside", "file is elsewhere"])
+def test_index_that_does_not_hold_together_is_broken(saved: Path, harm: str) -> None:
+    """Of the same size as the true one, so that only what is in it can tell."""
+    file = the_file(saved, 3, "index-*")
+    size, index = file.stat().st_size, json.loads(file.read_text())
+    chunk = index["tensors"]["model/0.weight"][2][0]
+    if harm == "part is missing":
+        chunk[1], chunk[4] = [2, 4], chunk[3] + 2 * 4 * 4
+    elif harm == "part is too large":
+        chunk[4] += 4
+    elif harm == "part is outside":
+        chunk[0] = [1, 0]
+    else:
+        index["files"][0] = "../x" + index["files"][0][4:]
+    file.write_text(json.dumps(index, separators=(",", ":")).ljust(size))
+    assert file.stat().st_size == size
+    model = filled(0)
+    why = {"part is missing": "parts are missing", "part is too large": "bytes are no", "part is outside": "is outside"}
+    with pytest.warns(
+        UserWarning, match=f"step-00000003 is passed over: .*{why.get(harm, 'is not of the checkpoint')}"
+    ):
+        assert training.load(str(saved), model).step == 2
+
+
+def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
+    """A pickle in the place of every file, of the same size where sizes are looked at, is never run."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    evil = pickle.dumps(Evil())
+    (saved / "step-00000003" / ".metadata").write_bytes(evil)
+    data = the_file(saved, 3, "rank-*")
+    data.write_bytes(evil.ljust(data.stat().st_size, b"\0"))
+    training.load(str(saved), filled(0), is_random_state_wanted=False)
+    for step, pattern in ((3, "index-*"), (2, "checkpoint.json")):
+        file = the_file(saved, step, pattern)
+        file.write_bytes(evil.ljust(file.stat().st_size, b"\0")[: file.stat().st_size])
+    with pytest.warns(UserWarning, match="is passed over"):
+        assert training.load(str(saved), filled(0)).step == 1
+    (tmp_path / "evil.safetensors").write_bytes(evil)
+    with pytest.raises(DetrainError, match="no safetensors file"):
+        training.import_safetensors(str(tmp_path / "evil.safetensors"), filled(0))
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(evil)
+    assert (tmp_path / "ran").exists()
+
+
+def test_checkpoint_of_another_model_changes_nothing(saved: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4, bias=False), nn.Linear(4, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(SpecError) as error:
+        training.load(str(saved), model)
+    assert "0.weight is [4, 4] there and [5, 4] here; 0.bias is [4] there and [5] here" in str(error.value)
+    assert "and 2 more" in str(error.value)
+    assert is_equal(before, model.state_dict())
+    with pytest.raises(SpecError, match=r"1\.bias is not in the model"):
+        training.load(str(saved), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)))
+
+
+def test_optimizer_or_scheduler_that_was_not_saved(saved: Path) -> None:
+    model = filled(0)
+    adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SpecError, match="has no optimizer, and a Adam was given"):
+        training.load(str(saved), model, adam)
+    with pytest.raises(SpecError, match="without a scheduler"):
+        training.load(str(saved), model, None, torch.optim.lr_scheduler.StepLR(sgd, 1))
+    training.save(str(saved), model, sgd, step=4)
+    with pytest.raises(SpecError, match="has SGD, and a Adam was given"):
+        training.load(str(saved), model, adam)
+    with pytest.raises(SpecError, match="4 parameters that are not of the model"):
+        training.save(str(saved), filled(0), sgd, step=5)
+    assert bool((model[0].weight == 0).all())
+
+
+def test_url_or_step_that_is_not_there(saved: Path) -> None:
+    with pytest.raises(SpecError, match="absent is not there"):
+        training.load(str(saved / "absent"), filled(0))
+    with pytest.raises(SpecError, match="has no checkpoint of step 7: there are 1, 2, 3"):
+        training.load(str(saved), filled(0), step=7)
+    (saved / "empty").mkdir()
+    with pytest.raises(SpecError, match="empty has no checkpoint that can be loaded"):
+        training.load(str(saved / "empty"), filled(0))
+    for wrong in ({"step": -1}, {"step": 1.5}, {"step": 1, "keep": 0}):
+        with pytest.raises(SpecError):
+            training.save(str(saved), filled(0), **wrong)
+    with pytest.raises(SpecError, match="cannot be kept: the safetensors format has"):
+        training.save(str(saved), nn.ParameterList([torch.zeros(1, dtype=torch.complex128)]), step=4)
+    assert [each.step for each in training.checkpoints(str(saved))] == [1, 2, 3]
+
+
+def test_error_in_the_background_is_raised_by_the_next_call(saved: Path) -> None:
+    (saved / "step-00000004").write_text("a file, where a folder is to be")
+    failing = training.save(str(saved), filled(4), step=4, is_async=True)
+    with pytest.raises(DetrainError, match="step-00000004"):
+        failing.result(20)
+    assert failing.is_done and "failed" in repr(failing)
+    training.save(str(saved), filled(5), step=5, is_async=True)  # the error was told once
+    assert training.load(str(saved), filled(0)).step == 5  # the save was waited for
+    training.save(str(saved), filled(4), step=4, is_async=True)
+    with pytest.raises(DetrainError, match="step-00000004"):
+        training.save(str(saved), filled(6), step=6)
+
+
+def test_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
+    first = training.save(str(tmp_path), on_ranks._filled(1), step=1, is_async=True)
+    second = training.save(str(tmp_path), on_ranks._filled(2), step=2, is_async=True)
+    assert first.is_done
+    second.result(20)
+    assert [(each.step, each.is_complete) for each in training.checkpoints(str(tmp_path))] == [(1, True), (2, True)]
+
+
+# ---- safetensors
+
+
+@pytest.mark.parametrize("layout", slow_but("pp"))
+def test_exported_file_has_the_whole_model_and_goes_into_any_layout(
+    session: Session, layout: str, of_one: tuple[str, list[float]], tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    url, _ = of_one
+    out, back = tmp_path / "out", tmp_path / "back.safetensors"
+    run = on_ranks.Run("one")
+    run.load(url)
+    expected = {name: value for name, value in run.model.state_dict().items() if name != "head.weight"}
+    told = session.run_cell(f"on_ranks.export({layout!r}, {url!r}, {str(out)!r})").values
+    assert set(map(tuple, told.values())) == {("model.safetensors",)} and os.listdir(out) == ["model.safetensors"]
+    assert is_equal(load_file(out / "model.safetensors"), expected)
+    told = session.run_cell(f"on_ranks.import_and_export({layout!r}, {str(out)!r}, {str(back)!r})").values
+    assert set(map(tuple, told.values())) == {()}
+    assert is_equal(load_file(back), expected)
+
+
+def test_files_of_safetensors_are_read_and_cut(tmp_path: Path) -> None:
+    """Written by the library itself; cut into several, in whose place one comes again."""
+    from safetensors.torch import load_file, save_file
+
+    model, other = filled(1).to(torch.bfloat16), filled(2)
+    nn.init.normal_(model[0].weight)
+    save_file({**model.state_dict(), "more": torch.zeros(2)}, tmp_path / "their.safetensors")
+    with pytest.warns(UserWarning, match="has what the model has not: more"):
+        assert training.import_safetensors(str(tmp_path / "their.safetensors"), other) == ["more"]
+    assert is_equal(other.state_dict(), model.float().state_dict())
+    for size, count in ((80, 2), (10**9, 1)):
+        names = training.export_safetensors(str(tmp_path / "out"), other, most_file_bytes=size)
+        parts = [name for name in names if name.endswith(".safetensors")]
+        assert len(parts) == count and sorted(os.listdir(tmp_path / "out")) == sorted(names)
+        loaded = {name: value for part in parts for name, value in load_file(tmp_path / "out" / part).items()}
+        assert is_equal(loaded, other.state_dict())
+        again = filled(0)
+        training.import_safetensors(str(tmp_path / "out"), again)
+        assert is_equal(again.state_dict(), other.state_dict())
+    with pytest.raises(SpecError, match=r"2.weight is not in it; 2.bias is not in it"):
+        training.import_safetensors(str(tmp_path / "out"), nn.Sequential(*filled(0), nn.Linear(2, 2)))
+    with pytest.raises(SpecError, match=r"absent\.safetensors is not there"):
+        training.import_safetensors(str(tmp_path / "absent.safetensors"), other)
+    os.truncate(tmp_path / "their.safetensors", 400)
+    with pytest.raises(DetrainError, match="its tensors need"):
+        training.import_safetensors(str(tmp_path / "their.safetensors"), other)
+
+
+@pytest.mark.slow
+def test_folder_of_transformers_goes_in_and_out_through_stages(session: Session, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = on_ranks.llama(1)
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    model.save_pretrained(source)
+    told = session.run_cell(f"on_ranks.llama_through_stages({source!r}, {target!r})").values
+    with torch.no_grad():
+        expected = float(model(input_ids=on_ranks.tokens(1), use_cache=False).logits.double().sum())
+    assert told[1][0] == pytest.approx(expected, rel=1e-4)
+    assert {"model.safetensors", "config.json"} <= set(told[0][1])
+    loaded = LlamaForCausalLM.from_pretrained(target)
+    assert is_equal(dict(loaded.state_dict()), dict(model.state_dict()))
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

@@ -1,0 +1,323 @@
+"""The loop on one process and on ranks: numbers that are global, batches seen once, a stop on what is no number."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from detrain_nb import Session
+from detrain_nb.errors import NotFinite, SpecError
+from detrain_nb.metrics import read_metrics
+from detrain_nb.training import Callback, Trainer, make_scheduler
+from detrain_nb.training.recipe import make_optimizer
+
+from .trainer_ranks import classes, net
+
+
+@pytest.fixture(autouse=True)
+def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DETRAIN_NB_METRICS", str(tmp_path / "metrics"))
+    return tmp_path / "metrics"
+
+
+def trainer(**options: Any) -> Trainer:
+    data = classes(103)
+    given: dict[str, Any] = {
+        "train": DataLoader(data, 10, shuffle=True),
+        "steps": 12,
+        "loss": F.cross_entropy,
+        "optimizer_options": {"lr": 0.02},
+        "show_progress": False,
+    }
+    return Trainer(given.pop("model", None) or options.pop("model", None) or net(), **{**given, **options})
+
+
+def test_loop_is_that_of_a_book(metrics: Path) -> None:
+    """Bit for bit what one writes by hand, clipping and schedule included."""
+    ours = trainer(clip=0.5, scheduler="cosine", scheduler_options={"warmup_steps": 3})
+    result = ours.fit()
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = make_scheduler("cosine", optimizer, steps=12, warmup_steps=3)
+    losses = []
+    loader: Any = trainer().train.loader
+    batches = [batch for _ in range(2) for batch in loader][:12]
+    for x, y in batches:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    assert result.losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(ours.model.parameters(), model.parameters()))
+    lines = read_metrics(str(metrics))
+    assert [line["loss"] for line in lines] == losses and [line["step"] for line in lines] == list(range(1, 13))
+    assert {"grad_norm", "lr", "samples_per_s", "memory_bytes"} <= lines[0].keys()
+
+
+def test_evaluation_is_over_every_sample() -> None:
+    model = net()
+    data = classes(37)
+    ours = trainer(model=model, evaluate=DataLoader(data, 8), evaluate_every=5)
+    result = ours.fit()
+    assert [record["step"] for record in result.evaluations] == [5, 10, 12]
+    model.eval()
+    x, y = data.tensors
+    with torch.no_grad():
+        output = model(x)
+    assert result.evaluations[-1]["loss"] == pytest.approx(float(F.cross_entropy(output, y)), rel=1e-6)
+    assert result.evaluations[-1]["accuracy"] == int((output.argmax(1) == y).sum()) / 37
+    assert "12 steps in" in str(result) and "accuracy" in str(result)
+
+
+def test_nan_stops_before_the_step_it_would_spoil() -> None:
+    x, y = torch.randn(40, 8), torch.randint(0, 3, (40,))
+    x[25] = math.nan
+    model = net()
+    ours = trainer(model=model, train=DataLoader(TensorDataset(x, y), 10))
+    with pytest.raises(NotFinite, match=r"step 3: loss nan, grad_norm nan; .*rank 0 in '0.weight'.*after step 2"):
+        ours.fit()
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert len(ours.result.history) == 2
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, left: Tensor, right: Tensor, *, scale: float = 1.0) -> Tensor:
+        result: Tensor = scale * (self.left(left) + self.right(right))
+        return result
+
+
+def test_subclass_takes_dicts_and_scores_its_own_way() -> None:
+    class Ours(Trainer):
+        def unpack(self, given: Any) -> tuple[Any, Any]:
+            x, y = given
+            return {"left": x, "right": x, "scale": 0.5}, y
+
+        def score(self, output: Any, target: Any) -> dict[str, tuple[Tensor, Tensor]]:
+            return {"mean_output": (output.sum(), torch.tensor(output.numel()))}
+
+    loader = DataLoader(classes(20), 5)
+    ours = Ours(Pairs(), train=loader, evaluate=loader, steps=3, loss=F.cross_entropy, show_progress=False)
+    assert ours.fit().evaluations[0].keys() == {"step", "loss", "mean_output"}
+
+
+def test_callbacks_see_every_step_and_may_stop() -> None:
+    seen: list[Any] = []
+
+    class Watch(Callback):
+        def on_begin(self, trainer: Trainer) -> None:
+            seen.append("begin")
+
+        def on_step(self, trainer: Trainer, record: dict[str, float]) -> None:
+            seen.append(trainer.step)
+            if trainer.step == 3:
+                trainer.stop()
+
+        def on_evaluation(self, trainer: Trainer, record: dict[str, float]) -> None:
+            seen.append("evaluation")
+
+        def on_end(self, trainer: Trainer, result: Any) -> None:
+            seen.append(result.steps)
+
+    trainer(callbacks=[Watch()], evaluate=DataLoader(classes(9), 3)).fit()
+    assert seen == ["begin", 1, 2, 3, "evaluation", 3]
+
+
+def test_what_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """Dropout, shuffling and the schedule too: losses are equal to the bit."""
+
+    def make(steps: int, **options: Any) -> Trainer:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+        return trainer(model=model, steps=20, scheduler="linear", callbacks=[_StopAt(steps)], **options)
+
+    whole = make(20).fit()
+    first = make(7, checkpoint=str(tmp_path / "saved"), save_every=3).fit()
+    torch.rand(7)  # what happens in between
+    rest = make(20, checkpoint=str(tmp_path / "saved"))
+    result = rest.fit()
+    assert first.losses + result.losses == whole.losses
+    assert result.history[0]["step"] == 8 and "7" in result.resumed_from
+    assert make(20, checkpoint=str(tmp_path / "saved")).fit().history == []
+
+
+class _StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step(self, trainer: Trainer, record: dict[str, float]) -> None:
+        if trainer.step == self._step:
+            trainer.stop()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"optimizer": "adamv"}, "did you mean 'adam"),
+        ({"scheduler": "cosinus"}, "choose one of constant, linear, cosine, wsd"),
+        ({"scheduler": "wsd", "scheduler_options": {"warmup_steps": 10, "decay_steps": 5}}, "do not fit into 12"),
+        ({"optimizer_options": {"rate": 1}}, "unexpected keyword argument 'rate'"),
+        ({"save_every": 3}, "give it a URL"),
+    ],
+)
+def test_wrong_arguments_are_told(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        trainer(**options)
+
+
+def test_data_that_is_no_pair_or_nothing_is_told() -> None:
+    with pytest.raises(SpecError, match=r"not a pair of inputs and target: override Trainer\.unpack"):
+        trainer(train=[torch.zeros(2, 8)]).fit()
+    with pytest.raises(SpecError, match="not one batch"):
+        trainer(train=[]).fit()
+
+
+def test_schedules_rise_stay_and_fall() -> None:
+    def rates(name: str, **options: Any) -> list[float]:
+        optimizer = make_optimizer("sgd", [nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = make_scheduler(name, optimizer, steps=10, **options)
+        found = []
+        for _ in range(11):
+            found.append(round(optimizer.param_groups[0]["lr"], 3))
+            optimizer.step()
+            scheduler.step()
+        return found
+
+    assert rates("wsd", warmup_steps=2, decay_steps=4) == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]
+    assert rates("linear", min_ratio=0.5) == [1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5]
+    cosine = rates("cosine", warmup_steps=2)
+    assert cosine[:3] == [0.5, 1, 1] and cosine[6] == 0.5 and cosine[-1] == 0
+    assert rates("constant", warmup_steps=4) == [0.25, 0.5, 0.75] + [1.0] * 8
+
+
+# ---- on ranks
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    with Session.start(2, device="cpu") as started:
+        folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "parallel")]
+        started.run_cell(f"import sys; sys.path[:0] = {folders!r}; import os, trainer_ranks")
+        started.run_cell(f"os.environ['DETRAIN_NB_METRICS'] = {str(tmp_path_factory.mktemp('ranks'))!r}")
+        yield started
+
+
+@pytest.mark.parametrize("axes", ["dp_replicate", "dp_shard", "pp", "tp"])
+def test_ranks_train_as_one_process_does(session: Session, axes: str, tmp_path: Path) -> None:
+    """103 samples and batches of 10: the last one is uneven. Losses, accuracy, norms are those of all samples."""
+    found = session.run_cell(f"trainer_ranks.train({{{axes!r}: 2}}, {str(tmp_path)!r})", timeout_s=40).values
+    alone = session.run_cell(f"trainer_ranks.train_alone({2 if 'dp' in axes else 1})", ranks=[0]).values[0]
+    for rank in range(2):
+        assert found[rank]["losses"] == pytest.approx(alone["losses"], rel=2e-5)
+        assert found[rank]["norms"] == pytest.approx(alone["norms"], rel=2e-4)
+        assert found[rank]["evaluation"]["loss"] == pytest.approx(alone["evaluation"]["loss"], rel=2e-4)
+        assert found[rank]["evaluation"]["accuracy"] == alone["evaluation"]["accuracy"]
+    assert [line["rank"] for line in read_metrics(str(tmp_path))] == [0] * 13
+
+
+def test_stages_that_see_other_samples_are_told(session: Session) -> None:
+    with pytest.raises(Exception, match="ranks 0 and 1 work on one copy of the model, and see other samples"):
+        session.run_cell("trainer_ranks.train_on_other_orders()", timeout_s=30)
+    session.run_cell("1")
+
+
+def test_rank_whose_gradient_is_no_number_is_named(session: Session) -> None:
+    with pytest.raises(Exception, match=r"gradients are not finite on rank 1 in '2.weight'"):
+        session.run_cell("trainer_ranks.meet_nan()", timeout_s=30)
+
+
+@pytest.mark.parametrize("first, then", [(2, 1), (1, 2)])
+def test_fused_layers_are_saved_as_the_whole_model_has_them(
+    session: Session, first: int, then: int, tmp_path: Path
+) -> None:
+    for losses, expected, apart in session.run_cell(
+        f"trainer_ranks.change_layout({first}, {then}, {str(tmp_path)!r})", timeout_s=60
+    ).values.values():
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert apart < 1e-6
+
+
+def test_page_of_the_docs_does_what_it_says(session: Session, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n%%distributed\n(.*?)```", page, re.DOTALL)
+    code = code.replace('"checkpoints"', repr(str(tmp_path / "checkpoints"))) + "result.evaluations[-1]['accuracy']"
+    found = session.run_cell(code, timeout_s=60).values
+    assert found[0] == found[1] > 0.9
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+
+
+# ---- torchrun starts it again
+
+SCRIPT = """
+import os, signal, sys
+import torch.distributed as dist
+from detrain_nb import parallel as par, training
+sys.path.insert(0, {folder!r})
+import trainer_ranks
+
+class Die(training.Callback):
+    def on_step(self, trainer, record):
+        if {dies} and trainer.step == 7 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+dist.init_process_group("gloo")
+example = trainer_ranks.classes(2)[0][0][None]
+model = par.parallelize(trainer_ranks.net(), par.make_mesh(dp_shard=2), example_inputs=example,
+                        loss=trainer_ranks.F.cross_entropy, device="cpu")
+loader = trainer_ranks.DataLoader(trainer_ranks.classes(103), 5, shuffle=True)
+result = training.Trainer(model, train=loader, steps=12, checkpoint={url!r}, save_every=3, callbacks=[Die()],
+                          show_progress=False).fit()
+if dist.get_rank() == 0:
+    print("losses", result.history[0]["step"], *result.losses)
+dist.destroy_process_group()
+"""
+
+
+def _torchrun(tmp_path: Path, name: str, *, dies: bool, **env: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / f"{name}.py"
+    script.write_text(SCRIPT.format(folder=str(Path(__file__).parent), dies=dies, url=str(tmp_path / name)))
+    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    return subprocess.run(
+        [*argv, str(script)],
+        env={**os.environ, **env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+    )
+
+
+@pytest.mark.slow
+def test_killed_rank_leads_to_a_resume_from_the_last_checkpoint(tmp_path: Path) -> None:
+    cure = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    whole = _torchrun(tmp_path, "whole", dies=False, **cure).stdout.split()
+    again = _torchrun(tmp_path, "again", dies=True, **cure)
+    assert again.returncode == 0, again.stderr[-2000:]
+    shown = again.stdout.split()
+    assert int(shown[1]) >= 4, "it went on from a checkpoint"
+    assert shown[2:] == whole[2 + int(shown[1]) - 1 :], "as if nobody had died"
+    assert "TORCH_DISABLE" not in again.stderr
+
+
+@pytest.mark.slow
+def test_torchrun_that_may_start_again_without_the_cure_is_warned(tmp_path: Path) -> None:
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in _torchrun(tmp_path, "warned", dies=False).stderr

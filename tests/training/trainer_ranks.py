@@ -1,0 +1,125 @@
+"""What the ranks of a test do: a Trainer on a mesh, and the same on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from detrain_nb import parallel as par
+from detrain_nb import training
+
+
+def classes(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(samples, 8, generator=generator)
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def train(axes: dict[str, int], folder: str) -> dict[str, Any]:
+    mesh = par.make_mesh(**axes, device_type="cpu")
+    model = par.parallelize(
+        net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, num_microbatches=2, device="cpu"
+    )
+    size = 5 if model.num_replicas == 2 else 10
+    return fit(model, DataLoader(classes(103), size), metrics_folder=folder)
+
+
+def train_alone(num_replicas: int) -> dict[str, Any]:
+    return fit(par.WholeModel(net(), loss=F.cross_entropy, device="cpu"), DataLoader(classes(103), 10))
+
+
+def fit(model: par.ParallelModel, loader: Any, **options: Any) -> dict[str, Any]:
+    trainer = training.Trainer(
+        model,
+        train=loader,
+        evaluate=DataLoader(classes(37), 4),
+        steps=12,
+        optimizer="sgd",
+        optimizer_options={"lr": 0.1},
+        clip=0.5,
+        show_progress=False,
+        **options,
+    )
+    result = trainer.fit()
+    norms = [record["grad_norm"] for record in result.history]
+    return {"losses": result.losses, "norms": norms, "evaluation": result.evaluations[-1]}
+
+
+def stages() -> par.ParallelModel:
+    mesh = par.make_mesh(pp=2, device_type="cpu")
+    return par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
+
+
+def train_on_other_orders() -> None:
+    """Each rank has a sampler of its own making."""
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(dist.get_rank())).tolist()
+    loader = [next(iter(DataLoader(Subset(classes(40), order), 8)))]
+    training.Trainer(stages(), train=loader, steps=1, show_progress=False).fit()
+
+
+def meet_nan() -> None:
+    model = stages()
+    model.train_step(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
+
+    class Spoiled(training.Trainer):
+        def _shared(self, loss: Any) -> Any:
+            for name, parameter in self.model.named_parameters():
+                if name == "2.weight":
+                    parameter.grad.fill_(float("nan"))
+            return super()._shared(loss)
+
+    batch = torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+    Spoiled(model, train=[batch], steps=1, show_progress=False).fit()
+
+
+class Fused(nn.Module):
+    """An MLP whose gate and up projections are one layer: on two ranks its rows lie in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down, self.head = nn.Linear(8, 24), nn.Linear(12, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        result: Tensor = self.head(x + self.down(F.silu(gate) * up))
+        return result
+
+
+def fused_trainer(tp: int, url: str, *, steps: int) -> training.Trainer:
+    torch.manual_seed(0)
+    model: Any = Fused()
+    if tp > 1:
+        mesh = par.make_mesh(tp=tp, device_type="cpu")
+        model = par.parallelize(model, mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
+        assert "gate_up.weight" in model.arrangement.tensor_plan.packed
+    else:
+        model = par.WholeModel(model, loss=F.cross_entropy, device="cpu")
+    return training.Trainer(
+        model, train=DataLoader(classes(40), 8), steps=steps, checkpoint=url, optimizer_options={"lr": 0.01},
+        show_progress=False,
+    )  # fmt: skip
+
+
+def change_layout(first: int, then: int, url: str) -> tuple[list[float], list[float], float]:
+    """Losses of six steps, three in each layout, those of one layout alone, and how far an exported model is away."""
+    begun = fused_trainer(first, url, steps=3)
+    losses = begun.fit().losses
+    training.export_safetensors(url + "-file", begun.model)
+    plain = Fused()
+    training.import_safetensors(url + "-file", plain)
+    x = classes(5).tensors[0]
+    with torch.no_grad():
+        apart = float((plain(x) - begun.model.predict(x)).abs().max())
+    rest = fused_trainer(then, url, steps=6).fit()
+    assert rest.resumed_from
+    return losses + rest.losses, fused_trainer(1, url + "-alone", steps=6).fit().losses, apart
