@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -314,36 +315,62 @@ def go_on_after_a_death(url: str) -> tuple[int, list[int]]:
 
 
 def kill_at_random(url: str, times: int, seed: int) -> dict[str, int]:
-    """Kill a process that saves, at random moments; what is there is whole, and never less than was told."""
+    """Kill a process that saves, at random moments; what is there is whole, and never less than was told.
+
+    A moment is one of the operations on files that a few saves make, and up to 2 ms more: clocks say nothing of where
+    in a save it is.
+    """
+    torch.set_num_threads(1)  # OpenMP's threads are not there in a fork: it would wait for them forever
     chosen = random.Random(seed)
-    halves = last = 0
-    begun = time.monotonic()
+    operations = _Operations(url)
     for step in range(3):
         training.save(f"{url}/measured", _filled(step), step=step)
-    save_s = (time.monotonic() - begun) / 3
-    kills = 0
-    while kills < times or (kills < 5 * times and (halves < 3 or last < 3)):  # until some were in the middle
-        kills += 1
+    last_operation = operations.count
+    halves = last = 0
+    for _ in range(times):
+        moment, more_s = chosen.randint(1, last_operation), chosen.uniform(0, 0.002)
         reading, writing = os.pipe()
         child = os.fork()
         if not child:
+            operations.kill_at(moment, after_s=more_s)
             _save_on_and_on(url, last, writing)
         os.close(writing)
         with os.fdopen(reading, "rb") as told:
-            told.read(1)  # it has begun
-            time.sleep(chosen.uniform(0, 5 * save_s))
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
             done = [int(line) for line in told.read().split()]
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
         there = training.checkpoints(url)
         halves += any(not each.is_complete for each in there)
         last = _check_whole(url, at_least=max([last, *done]))
     return {"halves": halves, "last": last}
 
 
+class _Operations:
+    """Counts what this process does to files under ``url``: opens, makes, renames, removes."""
+
+    def __init__(self, url: str) -> None:
+        self.count = 0
+        self._url = url
+        self._deadly = 0
+        self._after_s = 0.0
+        sys.addaudithook(self._note)
+
+    def kill_at(self, count: int, *, after_s: float) -> None:
+        """Die ``after_s`` after operation ``count`` from now has begun."""
+        self._deadly, self._after_s = self.count + count, after_s
+
+    def _note(self, event: str, args: tuple[object, ...]) -> None:
+        if event in _OPERATIONS and str(args[0]).startswith(self._url):
+            self.count += 1
+            if self.count == self._deadly:
+                threading.Timer(self._after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
+
+
 def _save_on_and_on(url: str, last: int, writing: int) -> None:
     try:
-        os.write(writing, b"\n")
         for step in range(last + 1, last + 1000):
             training.save(url, _filled(step), step=step, keep=2, is_async=step % 2 == 0).result()
             os.write(writing, b"%d\n" % step)
