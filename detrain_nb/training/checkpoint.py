@@ -7,9 +7,9 @@ all else is JSON. Who can write at the URL decides the numbers that are loaded, 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -84,8 +84,9 @@ def save(
     the same on every rank. The random number generators of each rank are saved too. ``keep``: this many, those saved
     last, stay; None: all. A tensor that is no DTensor is taken to be the same on all ranks that have its name.
 
-    ``is_async``: return when all is copied to the CPU's memory; the rest is done beside training, and its error is
-    raised by ``result()`` of what is returned, or by the next call. Only one job may save at a URL at a time: what its
+    ``is_async``: return when all is copied to the CPU's memory, which is kept for the next save as long as the model
+    lives; the rest is done beside training, and its error is raised by ``result()`` of what is returned, or by the next
+    call. Only one job may save at a URL at a time: what its
     saves have left half done goes with the next.
 
     Collective: all ranks. Raises: SpecError, DetrainError.
@@ -114,7 +115,7 @@ def save(
     _require_same(ranks.gather(prepare))
     place, note, state = prepared
     writer = StepWriter(place, step, keep, note)
-    return saving.start(step, place.name, partial(_write, writer, state, ranks, step), is_async=is_async)
+    return saving.start(step, place.name, functools.partial(_write, writer, state, ranks, step), is_async=is_async)
 
 
 def _require_same(told: list[dict[str, Any]]) -> None:
@@ -140,12 +141,22 @@ def _whole_state(model: Any, optimizer: torch.optim.Optimizer | None, ranks: Ran
 
 
 def _staged(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy in the CPU's memory; what shares memory still does."""
-    options = StagingOptions(
-        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+    """A copy in the CPU's memory, until the next save; what shares memory still does."""
+    try:
+        return _stager().stage(state)  # type: ignore[return-value]  # no future without async
+    except AssertionError:  # a storage has another size than at the last save
+        _stager.cache_clear()
+        return _stager().stage(state)  # type: ignore[return-value]
+
+
+@functools.cache
+def _stager() -> DefaultStager:
+    """It keeps its copies as long as the tensors live: new memory costs several times what copying into it does."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+        )
     )
-    staged: dict[str, Any] = DefaultStager(options).stage(state)  # type: ignore[assignment]  # no future without async
-    return staged
 
 
 def _write(writer: StepWriter, state: dict[str, Any], ranks: Ranks, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -584,6 +585,33 @@ def test_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
     assert first.is_done
     second.result(20)
     assert [(each.step, each.is_complete) for each in training.checkpoints(str(tmp_path))] == [(1, True), (2, True)]
+
+
+def test_save_in_the_background_has_what_was_there_when_it_was_called(tmp_path: Path) -> None:
+    """Its copies serve the next one too: also for a tensor that has grown since, and no longer than it lives."""
+    model, back = nn.Linear(3, 3), nn.Linear(3, 3)
+    model.register_buffer("seen", torch.zeros(2))
+    for step in range(1, 4):
+        for value in model.state_dict().values():
+            value.fill_(step)
+        saving = training.save(str(tmp_path), model, step=step, is_async=True)
+        for value in model.state_dict().values():
+            value.fill_(-1)
+        saving.result(20)
+        back.register_buffer("seen", torch.zeros(model.seen.shape))
+        assert training.load(str(tmp_path), back).step == step
+        assert all(bool((value == step).all()) for value in back.state_dict().values()), step
+        model.seen.resize_(2 + step)
+    kept = len(_copies())
+    del model, value
+    gc.collect()
+    assert len(_copies()) == kept - 3
+
+
+def _copies() -> Any:
+    from detrain_nb.training.checkpoint import _stager
+
+    return _stager()._state_dict_stager._cached_storage_mapping
 
 
 # ---- safetensors
