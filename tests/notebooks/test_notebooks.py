@@ -30,7 +30,7 @@ TOUR = {
 }
 FASHION = ["dataset-fashion-mnist"]
 # What Debian must bring for the outputs that are stored.
-PACKAGES = {"01_quickstart.ipynb": FASHION, "04_pipeline_parallel.ipynb": FASHION}
+PACKAGES = dict.fromkeys(["01_quickstart.ipynb", "04_pipeline_parallel.ipynb", "05_tensor_and_fsdp.ipynb"], FASHION)
 WITH_HOSTS = {"03_remote_nodes.ipynb"}
 MAX_PATTERNS = 7
 MAX_LINES = 14
@@ -53,7 +53,7 @@ def notebook(request: pytest.FixtureRequest) -> Path:
 
 
 def test_tour_has_its_notebooks() -> None:
-    names = ["01_quickstart", "02_never_lost", "03_remote_nodes", "04_pipeline_parallel"]
+    names = ["01_quickstart", "02_never_lost", "03_remote_nodes", "04_pipeline_parallel", "05_tensor_and_fsdp"]
     assert list(TOUR) == [f"{name}.ipynb" for name in names]
 
 
