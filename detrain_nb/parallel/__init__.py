@@ -10,9 +10,9 @@ from .parallelize import parallelize
 from .partitioner import Partition, StageNode, partition
 from .pictures import draw_partition, show_mesh
 from .pipeline import PipelineStages
-from .placement import SCHEDULES, stages_of_rank
 from .planner import tp_plan
 from .profiler import ModelProfile, Unit, profile
+from .schedules import SCHEDULES, Schedule, WrittenSchedule, stages_of_rank
 from .splitter import Split, split
 from .tensor_parallel import apply_tensor_plan, from_saved_order, loss_on_parts, to_saved_order
 from .tensor_plan import TensorPlan
@@ -26,12 +26,14 @@ __all__ = [
     "ParallelModel",
     "Partition",
     "PipelineStages",
+    "Schedule",
     "Split",
     "StageNode",
     "TensorPlan",
     "Timeline",
     "Unit",
     "WholeModel",
+    "WrittenSchedule",
     "apply_tensor_plan",
     "clip_grad_norm",
     "draw_partition",

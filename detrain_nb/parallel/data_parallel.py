@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import SpecError
+from .schedules import Schedule
 from .stubs import Stub
 
 __all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "blocks_of", "resolve_sharding"]
@@ -27,7 +28,6 @@ __all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "blocks_of", "resolve
 DATA_AXES = ("dp_replicate", "dp_shard")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 REMATERIALIZATIONS = ("none", "selective", "full")
-_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # their backward passes in two parts miss DDP
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def resolve_sharding(
     mesh: DeviceMesh,
     *,
     fsdp: bool | None,
-    schedule: str | None = None,
+    schedule: Schedule | None = None,
     dtype: torch.dtype | None = None,
     reshard_after_forward: bool | None = None,
     comm_hook: str = "none",
@@ -154,12 +154,12 @@ def resolve_sharding(
     return Sharding("fsdp", part, dtype=dtype, reshard_after_forward=reshard, **common)  # type: ignore[arg-type]
 
 
-def _why_not_ddp(sizes: Mapping[str, int], schedule: str | None) -> str:
+def _why_not_ddp(sizes: Mapping[str, int], schedule: Schedule | None) -> str:
     if sizes.get("dp_shard", 1) > 1:
         return f"dp_shard={sizes['dp_shard']} shards the model, which DDP does not"
     if sizes.get("tp", 1) > 1:
         return f"DDP fails on tensor parallel parameters (tp={sizes['tp']}): it cannot broadcast a DTensor"
-    if schedule in _ZERO_BUBBLE:
+    if schedule is not None and schedule.is_zero_bubble:
         return f"{schedule} goes around its gradient exchange: replicas would drift apart without a word"
     return ""
 

@@ -20,8 +20,8 @@ from ..errors import SpecError
 from .data_parallel import resolve_sharding
 from .mesh import make_mesh, resolve_axes
 from .parallelize import dtype_of, lay_out_part, plan_for, split_for
-from .placement import find_schedule, stages_of_rank, stages_per_rank
 from .profiler import ExampleInputs, ModelProfile, profile
+from .schedules import Schedule, find_schedule
 from .splitter import Split
 from .stubs import ghost_of
 from .tensor_plan import TensorPlan
@@ -93,7 +93,7 @@ def dry_run(
     *,
     example_inputs: ExampleInputs,
     pp: Literal["auto"] | Sequence[str] | Split = "auto",
-    schedule: str = "1F1B",
+    schedule: str | Schedule = "1F1B",
     num_microbatches: int | None = None,
     tp: Literal["auto"] | TensorPlan = "auto",
     fsdp: bool | None = None,
@@ -118,14 +118,16 @@ def dry_run(
             raise SpecError(f"{axis}={size}: a dry run needs every size")
         world_size *= size
     sizes = resolve_axes(mesh_sizes, world_size)
-    name, num_ranks = find_schedule(schedule), sizes.get("pp", 1)
+    order, num_ranks = find_schedule(schedule), sizes.get("pp", 1)
     is_pipeline = num_ranks > 1
     found, costs = None, profile(model, example_inputs)
     if is_pipeline:
-        num_stages = num_ranks * stages_per_rank(name)
+        num_stages = order.num_stages(num_ranks)
         found = split_for(ghost_of(model), example_inputs, pp, None, num_stages=num_stages, known=costs)
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=False, loss_parallel=False)
-    count = (num_microbatches or 2 * found.num_stages) if found is not None else 1  # without stages one after the other
+    count = 1  # without stages one after the other
+    if found is not None:
+        count = num_microbatches or order.num_microbatches(found.num_stages)
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     rows = []
     for place in range(num_ranks):
@@ -135,24 +137,23 @@ def dry_run(
             sharding = resolve_sharding(
                 mesh,
                 fsdp=fsdp,
-                schedule=name if is_pipeline else None,
+                schedule=order if is_pipeline else None,
                 dtype=dtype_of(precision),
                 activations=activations,
             )
             stages: tuple[int, ...] = (0,)
             modules = [ghost_of(model)]
             if found is not None:
-                stages = stages_of_rank(name, rank=place, num_ranks=num_ranks, num_stages=found.num_stages)
+                stages = order.stages_of_rank(place, num_ranks=num_ranks, num_stages=found.num_stages)
                 modules = [found.stage(index) for index in stages]
             for module in modules:
                 lay_out_part(module, plan, sharding, mesh, is_last=True)
             kept = 0
             for stage in stages:
-                is_eager = found is not None and name in ("1F1B", "DualPipeV")  # backward passes begin at once
-                in_flight = min(count, found.num_stages - stage) if found is not None and is_eager else count
-                kept += in_flight * _activation_bytes(costs, found, stage, is_all=activations == "none")
+                most = count if found is None else order.most_kept(stage, count, num_stages=found.num_stages)
+                kept += most * _activation_bytes(costs, found, stage, is_all=activations == "none")
             rows.append(_memory(ranks, stages, modules, kept, optimizer_states, frozen=frozen))
-    return DryRun(sizes, name if is_pipeline else "no pipeline", tuple(rows), found, plan)
+    return DryRun(sizes, order.name if is_pipeline else "no pipeline", tuple(rows), found, plan)
 
 
 @contextlib.contextmanager

@@ -16,10 +16,10 @@ from .microbatches import Loss
 from .model import Arrangement, ParallelModel, usual_device
 from .partitioner import StageNode
 from .pipeline import PipelineStages
-from .placement import find_schedule, stages_per_rank
 from .planner import tp_plan
 from .profiler import ExampleInputs, ModelProfile
 from .sameness import require_same_model
+from .schedules import Schedule, find_schedule
 from .splitter import Split, split
 from .tensor_parallel import apply_tensor_plan
 from .tensor_plan import TensorPlan
@@ -37,7 +37,7 @@ def parallelize(
     loss_weight: Callable[[Any], Tensor | float] | None = None,
     pp: Literal["auto"] | Sequence[str] | Split = "auto",
     nodes: Sequence[StageNode] | None = None,
-    schedule: str = "1F1B",
+    schedule: str | Schedule = "1F1B",
     num_microbatches: int | None = None,
     tp: Literal["auto"] | TensorPlan = "auto",
     sequence_parallel: bool = False,
@@ -78,11 +78,11 @@ def parallelize(
         raise SpecError("cuts or nodes were given, and the mesh has no pp axis of 2 or more ranks")
     if sizes.get("tp", 1) == 1 and (loss_parallel or sequence_parallel):
         raise SpecError("loss_parallel and sequence_parallel need a mesh with a tp axis of 2 or more ranks")
-    name = find_schedule(schedule)
+    order = find_schedule(schedule)
     sharding = resolve_sharding(
         mesh,
         fsdp=fsdp,
-        schedule=name if is_pipeline else None,
+        schedule=order if is_pipeline else None,
         dtype=dtype_of(precision),
         reshard_after_forward=reshard_after_forward,
         comm_hook=comm_hook,
@@ -108,8 +108,8 @@ def parallelize(
     }
     if not is_pipeline:
         return WholeModel(model, num_microbatches=num_microbatches or 1, **common)
-    found = split_for(model, example_inputs, pp, nodes, num_stages=sizes["pp"] * stages_per_rank(name))
-    return PipelineStages(found, mesh["pp"], schedule=name, num_microbatches=num_microbatches, **common)
+    found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(sizes["pp"]))
+    return PipelineStages(found, mesh["pp"], schedule=order, num_microbatches=num_microbatches, **common)
 
 
 _NOT_YET = {

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import SessionError, SpecError
 from .boundaries import Boundaries
 from .microbatches import Loss, Passage
 from .model import Arrangement, ParallelModel
-from .placement import NEED_AS_MANY_MICROBATCHES, accepts, find_schedule, stages_of_rank
+from .schedules import Schedule, WrittenSchedule, find_schedule
 from .splitter import Split
 from .tied import TiedParameters
 
@@ -46,7 +45,7 @@ class PipelineStages(ParallelModel):
         group: DeviceMesh | dist.ProcessGroup | None = None,
         *,
         loss: Loss | None = None,
-        schedule: str = "1F1B",
+        schedule: str | Schedule = "1F1B",
         num_microbatches: int | None = None,
         loss_weight: Callable[[Any], Tensor | float] | None = None,
         device: torch.device | str | None = None,
@@ -57,6 +56,7 @@ class PipelineStages(ParallelModel):
         ``loss(output, target)`` is a mean over what counts in its target, or, where it says so itself
         (``loss.reduction == "sum"``), a sum. ``loss_weight(target)`` is how much that is, by default the number of
         rows, or of targets that are not ``loss.ignore_index``. ``num_microbatches`` is by default two for each stage.
+        ``schedule``: a name of ``SCHEDULES``, or a file ``*.csv``, the same on every rank (``WrittenSchedule``).
 
         ``arrangement``: how the stages lie on the other axes of a mesh; ``parallelize`` makes it.
 
@@ -65,16 +65,12 @@ class PipelineStages(ParallelModel):
         self._group = group.get_group() if isinstance(group, DeviceMesh) else group or _all_ranks()
         num_ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         self.schedule = find_schedule(schedule)
+        if isinstance(self.schedule, WrittenSchedule):
+            _require_same(self.schedule, self._group)
         self.num_stages = found.num_stages
-        self.indices = stages_of_rank(self.schedule, rank=rank, num_ranks=num_ranks, num_stages=self.num_stages)
-        self.num_microbatches = num_microbatches or 2 * self.num_stages
-        if self.num_microbatches < 1:
-            raise SpecError(f"{num_microbatches} microbatches: a batch is cut into 1 or more")
-        if self.schedule in NEED_AS_MANY_MICROBATCHES and self.num_microbatches < self.num_stages:
-            raise SpecError(
-                f"{self.schedule} needs at least as many microbatches as stages: {self.num_microbatches} are fewer "
-                f"than {self.num_stages}"
-            )
+        self.indices = self.schedule.stages_of_rank(rank, num_ranks=num_ranks, num_stages=self.num_stages)
+        self.num_microbatches = num_microbatches or self.schedule.num_microbatches(self.num_stages)
+        self.schedule.require_microbatches(self.num_microbatches, num_stages=self.num_stages)
         super().__init__(loss, loss_weight, device=device, arrangement=arrangement)
         if any(parameter.is_meta for parameter in found.model.parameters()):
             raise SpecError("the model is on the meta device: give its parameters values first, as with to_empty()")
@@ -124,7 +120,7 @@ class PipelineStages(ParallelModel):
         wanted = min(self.num_microbatches, rows)
         num_ranks = dist.get_world_size(self._group)
         fit = (number for number in range(wanted, 0, -1) if rows % number == 0)
-        return next(number for number in fit if accepts(self.schedule, number, num_ranks=num_ranks))
+        return next(number for number in fit if self.schedule.accepts(number, num_ranks=num_ranks))
 
     def _key_of(self, part: tuple[Any, Any], count: int, *, is_training: bool) -> tuple[Any, ...]:
         """Of batches that take the same way: shapes and dtypes on it are equal."""
@@ -151,6 +147,17 @@ def _all_ranks() -> dist.ProcessGroup:
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise SessionError("a pipeline needs a process group: start the session with one, or call init_process_group()")
     return dist.group.WORLD
+
+
+def _require_same(schedule: WrittenSchedule, group: dist.ProcessGroup) -> None:
+    """Raises: SpecError, on every rank, where files differ. Collective: all ranks of ``group``."""
+    every = [""] * dist.get_world_size(group)
+    dist.all_gather_object(every, schedule.fingerprint(), group=group)
+    strange = next((rank for rank, other in enumerate(every) if other != every[0]), None)
+    if strange is not None:
+        raise SpecError(
+            f"{schedule} is another one on rank {strange} of the pipeline than on rank 0: give all the same"
+        )
 
 
 def _look_of(leaf: Any) -> Any:
@@ -223,15 +230,10 @@ class _Stage(PipelineStage):
 class _Plan:
     """A schedule over stages of its own, for batches of one kind."""
 
-    def __init__(self, stages: Sequence[_Stage], schedule: str, count: int, *, is_training: bool) -> None:
+    def __init__(self, stages: Sequence[_Stage], schedule: Schedule, count: int, *, is_training: bool) -> None:
         self._stages = stages
         self._numbers = torch.arange(count)
-        kind = get_schedule_class(schedule)
-        loss = self._loss if is_training else None
-        if schedule in NEED_AS_MANY_MICROBATCHES and count < stages[0].num_stages:
-            kind = NEED_AS_MANY_MICROBATCHES[schedule]
-        one_or_all = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
-        self._schedule = kind(one_or_all, count, loss, scale_grads=False)
+        self._schedule = schedule.make(stages, count, self._loss if is_training else None)
 
     def step(self, passage: Passage) -> None:
         for stage in self._stages:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import SpecError
-from .placement import stages_of_rank
+from .schedules import Schedule
 from .splitter import Split
 
 __all__ = ["TiedParameters"]
@@ -44,14 +44,16 @@ class _Tied:
 class TiedParameters:
     """Those of this rank's stages that other stages have too; sharding makes copies of them within a rank as well."""
 
-    def __init__(self, found: Split, modules: Sequence[nn.Module], group: dist.ProcessGroup, schedule: str) -> None:
+    def __init__(
+        self, found: Split, modules: Sequence[nn.Module], group: dist.ProcessGroup, schedule: Schedule
+    ) -> None:
         """Give them the values that the lowest of their ranks has. Collective: all ranks of ``group``."""
         self._group = group
         num_ranks = dist.get_world_size(group)
         rank_of = {
             stage: rank
             for rank in range(num_ranks)
-            for stage in stages_of_rank(schedule, rank=rank, num_ranks=num_ranks, num_stages=found.num_stages)
+            for stage in schedule.stages_of_rank(rank, num_ranks=num_ranks, num_stages=found.num_stages)
         }
         self._aliases = {name: found.aliases(name) for name in found.shared}
         self._ranks_of = {

@@ -10,13 +10,12 @@ from typing import Any
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from ..errors import SpecError
-from .placement import find_schedule, stages_per_rank
+from .schedules import KINDS, Schedule, WrittenSchedule, find_schedule
 
 __all__ = ["Timeline", "Work", "timeline"]
 
 _WIDTH = 100  # characters, as text
 _SHARES = {"F": 1 / 3, "I": 1 / 3, "W": 1 / 3, "B": 2 / 3}  # of a stage's time for one microbatch
-_KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _COLOURS = {"F": "#4e79a7", "B": "#59a14f", "I": "#59a14f", "W": "#edc948"}
 
 
@@ -92,7 +91,7 @@ class Timeline:
 
 
 def timeline(
-    schedule: str,
+    schedule: str | Schedule,
     num_ranks: int,
     num_microbatches: int,
     *,
@@ -103,22 +102,25 @@ def timeline(
     ``stage_s``: seconds of each stage for one microbatch, forward and backward, as ``Partition.stage_s``; by default
     all stages of a rank take 3 ms together. A forward pass is a third of it. Raises: SpecError.
     """
-    name = find_schedule(schedule)
-    per_rank = stages_per_rank(name)
+    order = find_schedule(schedule)
+    name = order.name
     if num_ranks < 1 or num_microbatches < 1:
         raise SpecError(f"{num_ranks} ranks, {num_microbatches} microbatches: a pipeline has 1 or more of each")
-    times = [3e-3 / per_rank] * (num_ranks * per_rank) if stage_s is None else list(stage_s)
-    if len(times) != num_ranks * per_rank:
-        raise SpecError(f"{len(times)} times, and {name} has {num_ranks * per_rank} stages on {num_ranks} ranks")
-    if per_rank == 1:  # torch's own list of 1F1B is off by one on the last rank, in 2.13
+    num_stages = order.num_stages(num_ranks)
+    times = [3e-3 * num_ranks / num_stages] * num_stages if stage_s is None else list(stage_s)
+    if len(times) != num_stages:
+        raise SpecError(f"{len(times)} times, and {name} has {num_stages} stages on {num_ranks} ranks")
+    if isinstance(order, WrittenSchedule):
+        order.require_microbatches(num_microbatches, num_stages=num_stages)
+        return Timeline(name, _play(_steps(order.orders(num_microbatches)), times))
+    if order.has_one_stage:  # torch's own list of 1F1B is off by one on the last rank, in 2.13
         ahead = [num_microbatches if name == "GPipe" else num_ranks - rank for rank in range(num_ranks)]
         return Timeline(name, _play([_one_stage(r, num_microbatches, ahead[r]) for r in range(num_ranks)], times))
     try:
-        orders = get_schedule_ops(name, num_ranks, num_microbatches, per_rank)
+        orders = get_schedule_ops(name, num_ranks, num_microbatches, num_stages // num_ranks)
     except (ValueError, AssertionError) as exc:
         raise SpecError(f"{name} with {num_microbatches} microbatches on {num_ranks} ranks: {exc}") from exc
-    waiting = [[part for action in order if action is not None for part in _parts(action)] for order in orders]
-    return Timeline(name, _play(waiting, times))
+    return Timeline(name, _play(_steps(orders), times))
 
 
 Step = tuple[str, int, int]  # kind, stage, microbatch
@@ -134,11 +136,15 @@ def _one_stage(rank: int, count: int, ahead: int) -> list[Step]:
     return order
 
 
+def _steps(orders: Sequence[Sequence[Any]]) -> list[list[Step]]:
+    return [[part for action in order if action is not None for part in _parts(action)] for order in orders]
+
+
 def _parts(action: Any) -> list[Step]:
     """A forward and a backward pass that overlap count one after the other."""
     if action.sub_actions:
         return [part for inner in action.sub_actions for part in _parts(inner)]
-    kind = _KINDS.get(action.computation_type.name)
+    kind = KINDS.get(action.computation_type.name)
     return [(kind, action.stage_index, action.microbatch_index)] if kind else []
 
 

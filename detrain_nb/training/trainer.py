@@ -200,12 +200,18 @@ class Trainer:
     def evaluate(self, loader: Iterable[Any] | None = None) -> Record:
         """Return the loss over all samples of all ranks, and what ``score`` counts, in evaluation mode.
 
-        Collective: all ranks. Raises: SpecError where there is nothing to evaluate.
+        Collective: all ranks. Raises: SpecError where there is nothing to evaluate, or not as much on every rank.
         """
         loader = self.evaluation if loader is None else loader
         if loader is None:
             raise SpecError("there is nothing to evaluate: give the Trainer evaluate=, or this a loader")
         loader = for_replica(loader, replica=self.model.replica, num_replicas=self.model.num_replicas, seed=0)
+        lengths = self.model.gather(_length_of(loader))
+        if len(set(lengths)) > 1:
+            raise SpecError(
+                f"the ranks would evaluate {', '.join(map(str, lengths))} batches, and wait for each other: give as "
+                "many to each, or a DataLoader without a sampler of your own, which is dealt out"
+            )
         scores = Scores(self.model)
         try:
             for given in loader:
@@ -352,6 +358,13 @@ def _warn_of_restarts() -> None:
             "in the wrong places: start it as  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ...",
             stacklevel=3,
         )
+
+
+def _length_of(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # nobody knows before the end
+        return None
 
 
 def _is_due(step: int, every: int | None) -> bool:

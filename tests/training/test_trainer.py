@@ -240,6 +240,11 @@ def test_stages_that_see_other_samples_are_told(session: Session) -> None:
     session.run_cell("1")
 
 
+def test_ranks_that_would_evaluate_unequal_numbers_of_batches_are_told(session: Session) -> None:
+    with pytest.raises(Exception, match="the ranks would evaluate 2, 3 batches, and wait for each other"):
+        session.run_cell("trainer_ranks.evaluate_unequal_lists()", timeout_s=30)
+
+
 def test_rank_whose_gradient_is_no_number_is_named(session: Session) -> None:
     with pytest.raises(Exception, match=r"gradients are not finite on rank 1 in '2.weight'"):
         session.run_cell("trainer_ranks.meet_nan()", timeout_s=30)

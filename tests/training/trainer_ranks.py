@@ -123,3 +123,11 @@ def change_layout(first: int, then: int, url: str) -> tuple[list[float], list[fl
     rest = fused_trainer(then, url, steps=6).fit()
     assert rest.resumed_from
     return losses + rest.losses, fused_trainer(1, url + "-alone", steps=6).fit().losses, apart
+
+
+def evaluate_unequal_lists() -> None:
+    """Lists are taken as they are: rank 1 would have one batch more than there is on rank 0."""
+    mesh = par.make_mesh(dp_shard=2, device_type="cpu")
+    model = par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
+    batches = list(DataLoader(classes(40), 8))[: 2 + dist.get_rank()]
+    training.Trainer(model, train=batches, steps=1, show_progress=False).evaluate(batches)

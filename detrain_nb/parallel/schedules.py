@@ -1,0 +1,232 @@
+"""Schedules: those of torch by their names, and those that somebody has written as CSV.
+
+A schedule says which stages a rank runs, and in which order it computes their forward and backward passes of each
+microbatch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleGPipe,
+    ScheduleZBVZeroBubble,
+    _Action,
+    _add_send_recv,
+    _PipelineScheduleRuntime,
+    _validate_schedule,
+    get_schedule_class,
+)
+
+from ..errors import SpecError
+
+__all__ = ["SCHEDULES", "Schedule", "WrittenSchedule", "find_schedule", "stages_of_rank"]
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+_BACKWARD_AT_ONCE = ("1F1B", "DualPipeV")
+# Those that need at least as many microbatches as stages, and what has their stages where they have them, and does not.
+_NEED_AS_MANY_MICROBATCHES = {"1F1B": ScheduleGPipe, "DualPipeV": ScheduleZBVZeroBubble}
+
+
+def find_schedule(schedule: str | Schedule) -> Schedule:
+    """Return the schedule of a name, however its letters are written, or of a file ``*.csv``. Raises: SpecError."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    if schedule.lower().endswith(".csv"):
+        return WrittenSchedule.read(schedule)
+    found = next((name for name in SCHEDULES if name.lower() == schedule.lower()), None)
+    if found is None:
+        raise SpecError(f"there is no schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}, or a file *.csv")
+    return Schedule(found)
+
+
+def stages_of_rank(schedule: str | Schedule, *, rank: int, num_ranks: int, num_stages: int) -> tuple[int, ...]:
+    """Return the stages that a rank of a pipeline runs, in their order. Raises: SpecError."""
+    return find_schedule(schedule).stages_of_rank(rank, num_ranks=num_ranks, num_stages=num_stages)
+
+
+class Schedule:
+    """One that torch has. ``has_one_stage``: on each rank. ``is_zero_bubble``: its backward passes are in two parts."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._kind = get_schedule_class(name)
+        self.has_one_stage = issubclass(self._kind, PipelineScheduleSingle)
+        self.is_zero_bubble = name in _ZERO_BUBBLE
+
+    def __str__(self) -> str:
+        return self.name
+
+    def num_stages(self, num_ranks: int) -> int:
+        """How many a pipeline has where nobody says it. Raises: SpecError."""
+        return num_ranks if self.has_one_stage else 2 * num_ranks
+
+    def num_microbatches(self, num_stages: int) -> int:
+        """How many a batch is cut into where nobody says it."""
+        return 2 * num_stages
+
+    def require_microbatches(self, count: int, *, num_stages: int) -> None:
+        """Raises: SpecError where it cannot take so many."""
+        if count < 1:
+            raise SpecError(f"{count} microbatches: a batch is cut into 1 or more")
+        if self.name in _NEED_AS_MANY_MICROBATCHES and count < num_stages:
+            raise SpecError(
+                f"{self} needs at least as many microbatches as stages: {count} are fewer than {num_stages}"
+            )
+
+    def accepts(self, count: int, *, num_ranks: int) -> bool:
+        """Whether a batch may be cut into so many, of as many or fewer than are wanted."""
+        if self.name not in ("Interleaved1F1B", "InterleavedZeroBubble"):
+            return True
+        return count % max(1, count // num_ranks) == 0
+
+    def stages_of_rank(self, rank: int, *, num_ranks: int, num_stages: int) -> tuple[int, ...]:
+        """Raises: SpecError where so many stages do not go onto so many ranks."""
+        if self.has_one_stage and num_stages != num_ranks:
+            raise SpecError(
+                f"{self} has one stage on each rank: {num_stages} stages do not go onto {num_ranks} ranks; "
+                "Interleaved1F1B has several on each"
+            )
+        if num_stages % num_ranks:
+            raise SpecError(f"{num_stages} stages do not divide by {num_ranks} ranks: {self} needs as many on each")
+        if self.name in _V_SHAPED:
+            if num_stages != 2 * num_ranks:
+                needed = 2 * num_ranks
+                raise SpecError(
+                    f"{self} has two stages on each rank: {num_ranks} ranks need {needed}, not {num_stages}"
+                )
+            return rank, num_stages - 1 - rank
+        return tuple(range(rank, num_stages, num_ranks))
+
+    def most_kept(self, stage: int, count: int, *, num_stages: int) -> int:
+        """Of how many of ``count`` microbatches a stage keeps activations at most."""
+        return min(count, num_stages - stage) if self.name in _BACKWARD_AT_ONCE else count
+
+    def make(self, stages: Sequence[Any], count: int, loss: Callable[..., Any] | None) -> Any:
+        """Return torch's object for these stages and so many microbatches. Gradients are added up, not scaled."""
+        kind: Any = self._kind
+        if self.name in _NEED_AS_MANY_MICROBATCHES and count < stages[0].num_stages:
+            kind = _NEED_AS_MANY_MICROBATCHES[self.name]
+        one_or_all = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
+        return kind(one_or_all, count, loss, scale_grads=False)
+
+
+class WrittenSchedule(Schedule):
+    """One that a file has, in the form in which torch writes its own: a line for each rank, a cell for each action.
+
+    ``0F3`` is the forward pass of microbatch 3 through stage 0; ``B`` is the backward pass, ``I`` and ``W`` its halves
+    for inputs and for weights; ``(1F2;0B0)OVERLAP_F_B`` are two passes at once; an empty cell is none. What is sent
+    between ranks is found from it. Of a batch that has fewer microbatches the others are left out.
+    """
+
+    def __init__(self, name: str, orders: Sequence[Sequence[_Action | None]]) -> None:
+        """Raises: SpecError where no pipeline could run it."""
+        self.name = name
+        self._orders = [list(order) for order in orders]
+        passes = [(rank, part) for rank, order in enumerate(self._orders) for part in _parts(order)]
+        if not passes:
+            raise SpecError(f"{name} has no action such as 0F0")
+        if strange := next((part for _, part in passes if not part.is_compute_op), None):
+            raise SpecError(f"{name} has {strange}: write passes alone (F, B, I, W); what is sent follows from them")
+        self._rank_of = {part.stage_index: rank for rank, part in passes}
+        self._count = 1 + max(part.microbatch_index or 0 for _, part in passes)
+        self._num_stages = 1 + max(self._rank_of)
+        self.has_one_stage = self._num_stages == len(self._orders)
+        self.is_zero_bubble = any(_kind_of(part) in "IW" for _, part in passes)
+        if missing := sorted(set(range(self._num_stages)) - self._rank_of.keys()):
+            raise SpecError(f"{name} has {self._num_stages} stages, and nobody runs stage {missing[0]}")
+        try:
+            _validate_schedule(self._numbered(self._count), len(self._orders), self._num_stages, self._count)
+        except AssertionError as exc:
+            raise SpecError(f"{name}: {str(exc).splitlines()[0]}") from exc
+        try:
+            _add_send_recv(self._numbered(self._count), self._rank_of.__getitem__, self._num_stages)  # type: ignore[arg-type]
+        except AssertionError as exc:
+            raise SpecError(f"{name} waits for itself: a pass stands before one that it needs") from exc
+
+    @classmethod
+    def read(cls, path: str) -> WrittenSchedule:
+        """Raises: SpecError for a file that is not there, or is no schedule."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as exc:
+            raise SpecError(f"the schedule {path} cannot be read: {exc}") from exc
+        orders = []
+        for number, row in enumerate(csv.reader(io.StringIO(text)), 1):
+            try:
+                orders.append([_Action.from_str(cell) for cell in row])
+            except (RuntimeError, ValueError) as exc:
+                raise SpecError(f"{path}, line {number}: {exc}; an action is written as 0F3 or 1B0") from exc
+        while orders and not orders[-1]:  # empty lines at its end
+            orders.pop()
+        return cls(Path(path).name, orders)
+
+    def num_stages(self, num_ranks: int) -> int:
+        if num_ranks != len(self._orders):
+            raise SpecError(f"{self} is for {len(self._orders)} ranks, a line for each, and there are {num_ranks}")
+        return self._num_stages
+
+    def num_microbatches(self, num_stages: int) -> int:
+        return self._count
+
+    def require_microbatches(self, count: int, *, num_stages: int) -> None:
+        super().require_microbatches(count, num_stages=num_stages)
+        if count > self._count:
+            raise SpecError(f"{count} microbatches, and {self} has {self._count}")
+
+    def stages_of_rank(self, rank: int, *, num_ranks: int, num_stages: int) -> tuple[int, ...]:
+        if num_stages != self.num_stages(num_ranks):
+            raise SpecError(f"{self} has {self._num_stages} stages, and the model was cut into {num_stages}")
+        return tuple(stage for stage in range(num_stages) if self._rank_of[stage] == rank)
+
+    def fingerprint(self) -> str:
+        """Equal where the orders are."""
+        return str(self._orders)
+
+    def orders(self, count: int) -> list[list[_Action | None]]:
+        """What each rank does, in its order, of the first ``count`` microbatches."""
+        return [[kept for action in order for kept in _within(action, count)] for order in self._orders]
+
+    def most_kept(self, stage: int, count: int, *, num_stages: int) -> int:
+        kept = most = 0
+        for part in _parts(self.orders(count)[self._rank_of[stage]]):
+            if part.stage_index == stage:
+                kept += {"F": 1, "I": 0}.get(_kind_of(part), -1)
+                most = max(most, kept)
+        return most
+
+    def make(self, stages: Sequence[Any], count: int, loss: Callable[..., Any] | None) -> Any:
+        runtime = _PipelineScheduleRuntime(list(stages), count, loss, scale_grads=False)
+        runtime._prepare_schedule_with_comms(self._numbered(count))
+        return runtime
+
+    def _numbered(self, count: int) -> dict[int, list[_Action | None]]:
+        return dict(enumerate(self.orders(count)))
+
+
+def _kind_of(part: _Action) -> str:
+    return KINDS[part.computation_type.name]
+
+
+def _parts(order: Sequence[_Action | None]) -> Iterator[_Action]:
+    for action in order:
+        if action is not None:
+            yield from action.sub_actions or (action,)
+
+
+def _within(action: _Action | None, count: int) -> Iterator[_Action | None]:
+    """An action, or what of it is about the first ``count`` microbatches."""
+    if action is None:
+        yield None
+        return
+    parts = action.sub_actions or (action,)
+    kept = [part for part in parts if (part.microbatch_index or 0) < count]
+    yield from (action,) if len(kept) == len(parts) else kept
