@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from ..deploy.host_probe import Clock, Door, Fault, HostFacts, HostProbe, Way
+from ..deploy.host_facts import Fault, HostFacts
+from ..deploy.host_probe import Clock, Door, HostProbe, Way
 from ..deploy.questions import Questions
 from ..deploy.ssh_node import choose_address
 from ..errors import DetrainError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..deploy.host_probe import Disk, Fault, HostFacts
+from ..deploy.host_facts import Disk, Fault, HostFacts
 from .examination import Host
 from .report import Cell, Row, count
 

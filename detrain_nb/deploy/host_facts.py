@@ -1,0 +1,219 @@
+"""What a host says of itself. Nothing of it is trusted: types, ranges, counts and lengths have limits, texts lose their
+control characters.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..errors import TransportError
+
+__all__ = ["Disk", "Fault", "Folder", "Gpu", "Gpus", "HostFacts", "Limited", "Said", "Torch"]
+
+_MOST_TEXT = 200
+_MOST_BYTES_OF_ANYTHING = 1 << 62
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why something could not be found out there."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    path: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """``users`` has a text for every process that computes on it."""
+
+    name: str
+    total_bytes: int
+    used_bytes: int
+    users: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """``cuda`` is the newest that the driver takes, ``visible`` what CUDA_VISIBLE_DEVICES says."""
+
+    gpus: tuple[Gpu, ...]
+    driver: str
+    cuda: str
+    visible: str
+
+
+@dataclass(frozen=True)
+class Torch:
+    """Versions; empty is none. NCCL's is empty too where it is built into torch."""
+
+    version: str
+    cuda: str
+    nccl: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where our code would live there, and what stands in the way of it; ``other`` is used where it cannot be."""
+
+    path: str
+    state: str
+    other: str
+    other_state: str
+
+
+@dataclass(frozen=True)
+class Limited:
+    """Memory in bytes, or processors: what the machine has, what of it is free, what the cgroups allow."""
+
+    total: float
+    free: float
+    limit: float | None
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a host says of itself; it may say anything that fits."""
+
+    host: str
+    system: str
+    python: str
+    python_version: tuple[int, int, int]
+    reached_at: str
+    torch: Torch | Fault
+    ipython: str | Fault
+    gpus: Gpus | Fault
+    home: Disk | Fault
+    tmp: Disk | Fault
+    shm: Disk | Fault
+    folder: Folder | Fault
+    memory: Limited | Fault
+    processors: Limited | Fault
+    addresses: tuple[tuple[str, str], ...] | Fault
+
+    @classmethod
+    def read(cls, answer: Mapping[str, Any]) -> HostFacts:
+        """Raises: TransportError for what is not as it should be."""
+        said = Said(answer)
+        major, minor, micro = (int(number) for number in said.numbers("python_version", 3, most=999))
+        return cls(
+            host=said.text("host"),
+            system=said.text("system"),
+            python=said.text("python", most=1000),
+            python_version=(major, minor, micro),
+            reached_at=said.text("reached_at"),
+            torch=said.part("torch", lambda part: Torch(part.text("version"), part.text("cuda"), part.text("nccl"))),
+            ipython=said.part("ipython", lambda part: part.text("version")),
+            gpus=said.part("gpus", _read_gpus),
+            home=said.part("home", _read_disk),
+            tmp=said.part("tmp", _read_disk),
+            shm=said.part("shm", _read_disk),
+            folder=said.part("folder", _read_folder),
+            memory=said.part("memory", lambda part: _read_limited(part, "available")),
+            processors=said.part("processors", lambda part: _read_limited(part, "usable", total="count")),
+            addresses=said.part("addresses", _read_addresses),
+        )
+
+
+class Said:
+    """An object of JSON from there, read field by field. Raises: TransportError for what does not fit."""
+
+    def __init__(self, fields: object) -> None:
+        if not isinstance(fields, dict):
+            raise TransportError("what it says of itself cannot be read")
+        self._fields = fields
+
+    def text(self, name: str, *, most: int = _MOST_TEXT) -> str:
+        value = self._fields.get(name)
+        if not isinstance(value, str):
+            raise self._complain(name)
+        return "".join(char for char in value[:most] if char.isprintable())
+
+    def number(self, name: str, *, low: float = 0.0, most: float = _MOST_BYTES_OF_ANYTHING) -> float:
+        return self._check(name, self._fields.get(name), low, most)
+
+    def numbers(self, name: str, count: int, *, most: float) -> list[float]:
+        values = self._fields.get(name)
+        if not isinstance(values, list) or len(values) != count:
+            raise self._complain(name)
+        return [self._check(name, value, 0, most) for value in values]
+
+    def items(self, name: str, read: Callable[[Said], T], *, count: int | None = None, most: int = 64) -> list[T]:
+        values = self._fields.get(name)
+        if not isinstance(values, list) or len(values) > (most if count is None else count):
+            raise self._complain(name)
+        if count is not None and len(values) != count:
+            raise self._complain(name)
+        return [read(Said(value)) for value in values]
+
+    def part(self, name: str, read: Callable[[Said], T]) -> T | Fault:
+        """What ``read`` makes of an object in it, or why it could not be found out there."""
+        part = Said(self._fields.get(name))
+        return Fault(part.text("error")) if "error" in part._fields else read(part)
+
+    def has(self, name: str) -> bool:
+        return self._fields.get(name) is not None
+
+    def _check(self, name: str, value: object, low: float, most: float) -> float:
+        if type(value) not in (int, float) or not low <= value <= most:  # type: ignore[operator]  # a bool is an int
+            raise self._complain(name)
+        return value  # type: ignore[return-value]
+
+    def _complain(self, name: str) -> TransportError:
+        return TransportError(f"what it says of itself cannot be read: {name} is not as it should be")
+
+
+def _read_gpus(said: Said) -> Gpus:
+    return Gpus(tuple(said.items("gpus", _read_gpu)), said.text("driver"), said.text("cuda"), said.text("visible"))
+
+
+def _read_gpu(said: Said) -> Gpu:
+    return Gpu(
+        said.text("name"),
+        int(said.number("total")),
+        int(said.number("used")),
+        tuple(said.items("users", _describe_user)),
+    )
+
+
+def _describe_user(said: Said) -> str:
+    user, command = said.text("user", most=32), said.text("command", most=32)
+    who = f"{user}: {command}" if user else "another container"
+    return f"{who} (pid {said.number('pid'):.0f}, {said.number('used') / 1e9:.1f} GB)"
+
+
+def _read_disk(said: Said) -> Disk:
+    return Disk(said.text("path", most=1000), int(said.number("total")), int(said.number("free")))
+
+
+def _read_folder(said: Said) -> Folder:
+    path, other = said.text("path", most=1000), said.text("other", most=1000)
+    return Folder(path, said.text("state"), other, said.text("other_state"))
+
+
+def _read_limited(said: Said, free: str, *, total: str = "total") -> Limited:
+    return Limited(said.number(total), said.number(free), said.number("limit") if said.has("limit") else None)
+
+
+def _read_addresses(said: Said) -> tuple[tuple[str, str], ...]:
+    found = said._fields.get("addresses")
+    if not isinstance(found, list) or len(found) > 256:
+        raise TransportError("what it says of itself cannot be read: addresses are not as they should be")
+    pairs = []
+    for entry in found:
+        try:
+            name, address = entry
+            pairs.append((Said({"name": name}).text("name", most=32), str(ipaddress.ip_address(str(address)))))
+        except (ValueError, TypeError):
+            raise TransportError("what it says of itself cannot be read: an address is none") from None
+    return tuple(pairs)
