@@ -1,0 +1,195 @@
+"""The examples as a user starts them: torchrun, gloo ranks, then the saved file in one process without ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ["--epochs=1", "--batch_size=40", "--lr=0.001", "--model_name=m", "--samples=1200", "--report=1"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def start(folder: Path, argv: list[str]) -> subprocess.Popen[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(argv, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def torchrun(folder: Path, script: str, processes: int, *options: str) -> tuple[int, str, str]:
+    """In an empty folder, so that what is found there was written by this run."""
+    argv = [*TORCHRUN, "--standalone", f"--nproc_per_node={processes}", str(EXAMPLES / script), *options]
+    with start(folder, argv) as process:
+        out, err = process.communicate(timeout=100)
+    return process.returncode, out, err
+
+
+def load(script: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("example_" + script.replace("/", "_"), EXAMPLES / script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = path
+    return module
+
+
+def told(line: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"(\w+) (\d+\.\d+)", line)}
+
+
+def losses_of(out: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step .*: loss ([\d.]+)$", out, re.MULTILINE)]
+
+
+def evaluate_alone(script: str, file: Path, samples: int) -> dict[str, float]:
+    """The saved file in the plain model: its loss and accuracy, by hand."""
+    module = load(script)
+    model: nn.Module = module.make_model()
+    model.load_state_dict(load_file(file))
+    model.eval()
+    images, labels = module.common.fashion_mnist(samples)[1].tensors
+    with torch.no_grad():
+        output = model(images)
+    return {
+        "loss": F.cross_entropy(output, labels).item(),
+        "accuracy": (output.argmax(1) == labels).float().mean().item(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.needs_debian("dataset-fashion-mnist")
+@pytest.mark.parametrize(
+    "script, processes, gpu",
+    [
+        ("ppl/nn/main.py", 3, "0_0_0"),
+        ("ppl/restnet/main.py", 2, "0_0"),
+        ("tp/nn/main.py", 2, "0_0_0"),
+        ("tp/nn/sequence_main.py", 2, "0_0"),
+        ("fsdp_tp/main.py", 4, "0_0_0_0"),
+    ],
+)
+def test_saved_file_is_the_whole_model_and_as_good_as_was_printed(
+    script: str, processes: int, gpu: str, tmp_path: Path
+) -> None:
+    code, out, err = torchrun(tmp_path, script, processes, f"--gpu={gpu}", *SMALL)
+    assert code == 0, err
+    [shown] = re.findall(r"^step .*: test (.*)$", out, re.MULTILINE)
+    [saved] = re.findall(r"^saved m.safetensors: test (.*)$", out, re.MULTILINE)
+    assert told(saved) == told(shown), "who has saved it was told what the ranks have scored"
+    alone = evaluate_alone(script, tmp_path / "m.safetensors", samples=1200)
+    assert told(saved)["loss"] == pytest.approx(alone["loss"], abs=2e-6)
+    assert told(saved)["accuracy"] == pytest.approx(alone["accuracy"], abs=1e-6)
+    losses = losses_of(out)
+    assert sum(losses[-5:]) / 5 < 0.8 * losses[0], losses
+    assert alone["accuracy"] > 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.needs_debian("dataset-fashion-mnist")
+def test_three_machines_each_start_one_process(tmp_path: Path) -> None:
+    """DeTrain's own command: ``--nnodes=3 --node_rank=k``. The master is on the first, and has the file."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    nodes = []
+    for rank in range(3):
+        folder = tmp_path / f"machine{rank}"
+        folder.mkdir()
+        where = [f"--node_rank={rank}", "--master_addr=localhost", f"--master_port={port}"]
+        argv = [*TORCHRUN, "--nnodes=3", "--nproc_per_node=1", *where, str(EXAMPLES / "ppl/nn/main.py")]
+        nodes.append(start(folder, [*argv, "--gpu=0_0_0", *SMALL]))
+    outputs = [node.communicate(timeout=100) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0, 0], outputs
+    assert [(tmp_path / f"machine{rank}" / "m.safetensors").exists() for rank in range(3)] == [True, False, False]
+    alone = evaluate_alone("ppl/nn/main.py", tmp_path / "machine0/m.safetensors", samples=1200)
+    assert told(outputs[0][0])["accuracy"] == pytest.approx(alone["accuracy"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_sorter_sorts(tmp_path: Path) -> None:
+    code, out, err = torchrun(tmp_path, "gpt_sorter/main.py", 2, "--epochs=2", "--samples=8000", "--report=10")
+    assert code == 0, err
+    [saved] = re.findall(r"^saved sorter.safetensors: test (.*)$", out, re.MULTILINE)
+    assert told(saved)["sorted"] > 0.95
+    module = load("gpt_sorter/main.py")
+    model = module.make_model()
+    model.load_state_dict(load_file(tmp_path / "sorter.safetensors"))
+    rows, _ = module.make_data(8000)[1].tensors
+    questions = rows[:100, : module.DIGITS].tolist()
+    right = sum(module.sort(model, digits) == sorted(digits) for digits in questions)
+    assert right / 100 == pytest.approx(told(saved)["sorted"], abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--pp=1", "--pp=2"])
+def test_bert_learns_and_from_pretrained_takes_it(layout: str, tmp_path: Path) -> None:
+    code, out, err = torchrun(tmp_path, "bert/main.py", 2, layout, "--epochs=1", "--samples=600", "--report=1")
+    assert code == 0, err
+    losses = losses_of(out)
+    assert losses[0] > 7 and sum(losses[-5:]) / 5 < 0.8 * losses[0]
+    module = load("bert/main.py")
+    model = module.BertForMaskedLM.from_pretrained(tmp_path / "bert").eval()
+    rows = module.make_words()
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    inputs, targets = module.hide(rows[:300], seed=2).tensors
+    with torch.no_grad():
+        logits = model(inputs).logits
+    [shown] = re.findall(r"^step .*: test (.*)$", out, re.MULTILINE)
+    assert told(shown)["loss"] == pytest.approx(
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), abs=1e-5
+    )
+
+
+@pytest.mark.slow
+def test_wrong_arguments_are_told_once(tmp_path: Path) -> None:
+    code, _, err = torchrun(tmp_path, "ppl/nn/main.py", 3, "--gpu=0_0", "--batch_size=40")
+    assert code != 0
+    assert re.findall(r"^error: .*", err, re.MULTILINE) == [
+        "error: --gpu=0_0: give 0 or 1 for each of 3 processes, as 0_0_0"
+    ]
+    assert "examples/ppl" not in err.split("ChildFailedError")[0], "no traceback of a rank"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--gpu=0_0", "give 0 or 1 for each of 3 processes, as 0_0_0"),
+        ("--gpu=0_0_2", "give 0 or 1 for each of 3 processes"),
+        ("--gpu=0_0_0_0", "give 0 or 1 for each of 3 processes"),
+        ("--gpu=0_0_1", "those that train are all on GPUs, or all on CPUs"),
+        pytest.param(
+            "--gpu=0_1_1",
+            "2 GPUs are asked for here",
+            marks=pytest.mark.skipif(torch.cuda.device_count() > 1, reason="has a GPU for each"),
+        ),
+        ("--batch_size=0", "argument --batch_size: 0 is not a whole number, 1 or more"),
+        ("--epochs=two", "argument --epochs: two is not a whole number"),
+        ("--epoch_s=2", "unrecognized arguments: --epoch_s=2"),
+    ],
+)
+def test_wrong_arguments_are_a_line_on_the_first_process_of_a_machine(
+    options: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = load("common.py")
+    monkeypatch.setattr(sys, "argv", ["main.py", *options.split()])
+    for local_rank in range(3):
+        ranks = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3}
+        for name, value in ranks.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(SystemExit) as caught:
+            common.Parser("").get_args(has_master=True)
+        assert message in caught.value.code if local_rank == 0 else caught.value.code == 0
