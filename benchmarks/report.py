@@ -19,7 +19,17 @@ US = "detrain_nb"
 ITSELF = "itself"  # as a floor: another figure of the same toolkit, from the same kernel
 NEVER = math.inf  # as a sample: not within the time that the measure gives it
 NO_SUCH_THING = math.nan  # as a sample: the toolkit does not have what would be timed
-_PACKAGES = ("torch", "ipykernel", "ipython", "jupyter_client", "pyzmq", "numpy", "ipyparallel", "nbdistributed")
+_PACKAGES = (
+    "torch",
+    "ipykernel",
+    "ipython",
+    "jupyter_client",
+    "pyzmq",
+    "numpy",
+    "ipyparallel",
+    "nbdistributed",
+    "detrain",
+)
 
 
 class Samples:

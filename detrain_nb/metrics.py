@@ -17,6 +17,7 @@ __all__ = ["FOLDER_VARIABLE", "log_metrics", "read_metrics"]
 FOLDER_VARIABLE = "DETRAIN_NB_METRICS"
 _USUAL_FOLDER = "metrics"
 _MOST_VALUES = 1000  # of one line
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 
 
 def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str | None = None, **more: Any) -> None:
@@ -32,9 +33,12 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
     rank = int(os.environ.get("RANK", "0"))
     line: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3), "rank": rank}
     line |= {name: _plain(name, value) for name, value in given.items()}
-    place = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER)
-    place.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(place / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    file = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER) / f"rank-{rank}.jsonl"
+    try:
+        descriptor = os.open(file, _APPEND, 0o666)
+    except FileNotFoundError:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, _APPEND, 0o666)
     try:
         os.write(descriptor, json.dumps(line).encode() + b"\n")
     finally:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..errors import SpecError
 from .profiler import count_rows
@@ -70,7 +70,12 @@ class Objective:
             return [float(self.num_replicas)] * len(targets)
         if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(targets[0])):
             return [1.0 / len(targets)] * len(targets)
-        counts = [torch.as_tensor(self._weight_of(target), device=self._device).double() for target in targets]
+        found = [self._weight_of(target) for target in targets]
+        numbers = [each for each in found if isinstance(each, float)]
+        if len(numbers) == len(found) and not self.replicas:
+            whole_number = math.fsum(numbers)
+            return [each / whole_number if whole_number > 0 else 0.0 for each in numbers]
+        counts = [torch.as_tensor(each, device=self._device).double() for each in found]
         whole = self._sum_over_replicas(torch.stack(counts).sum())
         return [torch.where(whole > 0, each * self.num_replicas / whole, 0.0).float() for each in counts]
 
@@ -193,16 +198,15 @@ def rows_of(tree: Any) -> int:
 
 def cut_batch(tree: Any, *, rows: int, count: int) -> list[Any]:
     """``count`` equal parts; what does not have the batch's first dimension is in each."""
+    leaves, spec = tree_flatten(tree)
+    is_of_batch = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows for leaf in leaves]
     size = rows // count
-
-    def part(index: int) -> Any:
-        def cut(leaf: Any) -> Any:
-            is_of_batch = isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows
-            return leaf[index * size : (index + 1) * size] if is_of_batch else leaf
-
-        return tree_map(cut, tree)
-
-    return [part(index) for index in range(count)]
+    return [
+        tree_unflatten(
+            [leaf.narrow(0, index * size, size) if is_cut else leaf for leaf, is_cut in zip(leaves, is_of_batch)], spec
+        )
+        for index in range(count)
+    ]
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -84,7 +84,7 @@ class Stub(nn.Module):
         self.training = ghost.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        key = (self.training, *_look_of((args, kwargs)))
+        key = (self.training, *_look_of(args, kwargs))
         if key not in self._known:
             self._known[key] = self._ask(args, kwargs)
         known, device = self._known[key]
@@ -165,17 +165,19 @@ def unfold(name: str, ghost: nn.Module, state: StageState) -> nn.Module:
     return made
 
 
-def _look_of(tree: Any) -> tuple[Any, ...]:
+def _look_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What of arguments decides about shapes, to be looked up by."""
-    leaves, spec = tree_flatten(tree)
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # as a rule, and quicker
+        return _look_of_leaf(args[0])
+    leaves, spec = tree_flatten((args, kwargs))
     return repr(spec), *(_look_of_leaf(leaf) for leaf in leaves)
 
 
-def _look_of_leaf(leaf: Any) -> Any:
+def _look_of_leaf(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     is_plain = isinstance(leaf, (int, float, str, type(None), torch.dtype, torch.device))
-    return (type(leaf), leaf) if is_plain else type(leaf)
+    return (type(leaf), leaf) if is_plain else (type(leaf),)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

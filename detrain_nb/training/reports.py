@@ -94,7 +94,7 @@ class Reports:
         if tqdm is None:
             yield lambda record: None
             return
-        with tqdm(total=steps, initial=initial, desc="training", unit="step") as bar:
+        with tqdm(total=steps, initial=initial, desc="training", unit="step", mininterval=0.5) as bar:
 
             def show(record: Record) -> None:
                 bar.set_postfix(loss=f"{record['loss']:.4g}", refresh=False)
