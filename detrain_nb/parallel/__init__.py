@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .deferred import deferred, materialize
 from .dry_run import DryRun, dry_run
 from .mesh import make_mesh
 from .model import ParallelModel
@@ -36,12 +37,14 @@ __all__ = [
     "WrittenSchedule",
     "apply_tensor_plan",
     "clip_grad_norm",
+    "deferred",
     "draw_partition",
     "dry_run",
     "from_saved_order",
     "grad_norm",
     "loss_on_parts",
     "make_mesh",
+    "materialize",
     "parallelize",
     "partition",
     "profile",

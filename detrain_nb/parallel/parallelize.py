@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
 from .data_parallel import Sharding, resolve_sharding
+from .deferred import fill, is_deferred, require_values, stand_in
 from .mesh import AXES
 from .microbatches import Loss
 from .model import Arrangement, ParallelModel, usual_device
@@ -62,6 +63,9 @@ def parallelize(
     float inputs too. ``activations``: "full" or "selective" are computed again in the backward pass. ``compile``: each
     block by torch.compile.
 
+    A model of ``deferred`` gets its values when it is laid out: of each tensor a rank computes the whole, keeps its
+    part, and frees the rest. Its buffers are whole on every rank that has them.
+
     Collective: every rank calls this with the same model; where only its values differ, those of rank 0 are taken.
     Raises: SpecError, on all ranks alike.
     """
@@ -89,6 +93,8 @@ def parallelize(
         activations=activations,
         is_compiled=compile,
     )
+    if is_deferred(model):
+        require_values(model)
     require_same_model(model, device=place)
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     is_fsdp = sharding.kind == "fsdp"
@@ -100,7 +106,7 @@ def parallelize(
             replicas=sharding.replicas,
             tensor_group=mesh.get_group("tp") if plan is not None else None,
             tensor_plan=plan,
-            prepare=lambda module, is_last: lay_out_part(module, plan, sharding, mesh, is_last=is_last),
+            prepare=lambda module, is_last: lay_out_part(module, plan, sharding, mesh, is_last=is_last, device=place),
             autocast=None if is_fsdp else sharding.dtype,
             boundary_dtype=sharding.dtype if is_fsdp else None,
             is_loss_parallel=loss_parallel and plan is not None,
@@ -137,7 +143,16 @@ def plan_for(
         return tp
     if size == 1:
         return None
-    return tp_plan(model, example_inputs, tp=size, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+    if not is_deferred(model):
+        return tp_plan(model, example_inputs, tp=size, **options)
+    try:
+        return tp_plan(stand_in(model), example_inputs, tp=size, **options)
+    except RuntimeError as exc:
+        raise SpecError(
+            f"no tensor plan can be made of the deferred model: its code fails on zeros in the place of parameters "
+            f"({exc}): make one of a model with values, par.tp_plan(model, inputs, tp={size}), and give it as tp="
+        ) from exc
 
 
 def split_for(
@@ -162,12 +177,27 @@ def split_for(
 
 
 def lay_out_part(
-    module: nn.Module, plan: TensorPlan | None, sharding: Sharding, mesh: DeviceMesh, *, is_last: bool
+    module: nn.Module,
+    plan: TensorPlan | None,
+    sharding: Sharding,
+    mesh: DeviceMesh,
+    *,
+    is_last: bool,
+    device: torch.device | None = None,
 ) -> nn.Module:
-    """Cut the layers of a model or of a stage, then shard it; return what is to be called. Collective: the mesh."""
+    """Cut the layers of a model or of a stage, then shard it; return what is to be called. Collective: the mesh.
+
+    ``device``: where deferred tensors get their values, as soon as each rank has its part of them; None: they wait.
+    """
     if plan is not None:
         apply_tensor_plan(module, plan, mesh["tp"])
-    return sharding.apply(module, is_last=is_last)
+    place = device if is_deferred(module) else None
+    if place is not None and sharding.kind != "fsdp":  # DDP sends values when it is made
+        fill([module], device=place, plan=plan)
+    called = sharding.apply(module, is_last=is_last)
+    if place is not None and sharding.kind == "fsdp":
+        fill([module], device=place, plan=plan)
+    return called
 
 
 def _device_for(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:

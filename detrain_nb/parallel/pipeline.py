@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import SessionError, SpecError
 from .boundaries import Boundaries
+from .deferred import fill, is_deferred, require_values
 from .microbatches import Loss, Passage
 from .model import Arrangement, ParallelModel
-from .schedules import Schedule, WrittenSchedule, find_schedule
+from .schedules import Schedule, find_schedule
 from .splitter import Split
 from .tied import TiedParameters
 
@@ -65,21 +66,24 @@ class PipelineStages(ParallelModel):
         self._group = group.get_group() if isinstance(group, DeviceMesh) else group or _all_ranks()
         num_ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         self.schedule = find_schedule(schedule)
-        if isinstance(self.schedule, WrittenSchedule):
-            _require_same(self.schedule, self._group)
+        _require_same_cuts(found, self.schedule, self._group)
         self.num_stages = found.num_stages
         self.indices = self.schedule.stages_of_rank(rank, num_ranks=num_ranks, num_stages=self.num_stages)
         self.num_microbatches = num_microbatches or self.schedule.num_microbatches(self.num_stages)
         self.schedule.require_microbatches(self.num_microbatches, num_stages=self.num_stages)
         super().__init__(loss, loss_weight, device=device, arrangement=arrangement)
-        if any(parameter.is_meta for parameter in found.model.parameters()):
-            raise SpecError("the model is on the meta device: give its parameters values first, as with to_empty()")
+        require_values(found.model)
         self._boundaries = Boundaries(found, self.arrangement.boundary_dtype)
-        self.modules = tuple(found.stage(index).to(self.device) for index in self.indices)
-        self._tied = TiedParameters(found, self.modules, self._group, self.schedule)
         self.tied_names = tuple(tuple(found.aliases(name)) for name in found.shared)
-        self._called = self.modules
         prepare = self.arrangement.prepare
+        stages = [found.stage(index) for index in self.indices]
+        if is_deferred(found.model):  # of those that others have too the values are sent, so they are wanted here
+            tied = {name for names in self.tied_names for name in names}
+            fill(stages, device=self.device, names=None if prepare is None else tied)
+        else:
+            stages = [stage.to(self.device) for stage in stages]
+        self.modules = self._called = tuple(stages)
+        self._tied = TiedParameters(found, self.modules, self._group, self.schedule)
         if prepare is not None:
             lasts = (index == self.num_stages - 1 for index in self.indices)
             self._called = tuple(prepare(module, is_last) for module, is_last in zip(self.modules, lasts))
@@ -149,15 +153,21 @@ def _all_ranks() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def _require_same(schedule: WrittenSchedule, group: dist.ProcessGroup) -> None:
-    """Raises: SpecError, on every rank, where files differ. Collective: all ranks of ``group``."""
-    every = [""] * dist.get_world_size(group)
-    dist.all_gather_object(every, schedule.fingerprint(), group=group)
-    strange = next((rank for rank, other in enumerate(every) if other != every[0]), None)
-    if strange is not None:
-        raise SpecError(
-            f"{schedule} is another one on rank {strange} of the pipeline than on rank 0: give all the same"
-        )
+def _require_same_cuts(found: Split, schedule: Schedule, group: dist.ProcessGroup) -> None:
+    """Raises: SpecError, on every rank, where stages or what a file says differ. Collective: all ranks of ``group``."""
+    own = ", ".join(found.cuts), schedule.fingerprint()
+    every = [own] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group=group)
+    for rank, (cuts, order) in enumerate(every):
+        if cuts != every[0][0]:
+            raise SpecError(
+                f"the model is cut at {cuts} on rank {rank} of the pipeline, and at {every[0][0]} on rank 0: take the "
+                "cuts of one of them (Split.cuts), and give them to all as pp= or at="
+            )
+        if order != every[0][1]:
+            raise SpecError(
+                f"{schedule} is another one on rank {rank} of the pipeline than on rank 0: give all the same"
+            )
 
 
 def _look_of(leaf: Any) -> Any:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import SpecError
+from .deferred import tapes_of
 
 __all__ = ["require_same_model"]
 
@@ -22,9 +23,11 @@ def require_same_model(model: nn.Module, *, device: torch.device) -> None:
     ``device``: through which values are sent. Collective: all ranks. Raises: SpecError, which names the ranks and the
     first thing that differs.
     """
-    lines = list(_describe(model))
-    tensors = [*model.parameters(), *model.buffers()]
-    mine = _digest("\n".join(lines)), _digest(" ".join(map(_figures, tensors)))
+    tapes = tapes_of(model)
+    lines = [*_describe(model), *(f"values of {len(tape)} operations ({tape.fingerprint()[:8]})" for tape in tapes)]
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    figures = [*map(_figures, tensors), *(tape.drawn_from() for tape in tapes)]
+    mine = _digest("\n".join(lines)), _digest(" ".join(figures))
     every: list[tuple[str, str]] = [mine] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     kinds = Counter(kind for kind, _ in every)
@@ -33,9 +36,16 @@ def require_same_model(model: nn.Module, *, device: torch.device) -> None:
     if len({values for _, values in every}) > 1:
         with torch.no_grad():
             for tensor in tensors:
-                sent = tensor.detach().to(device)
-                dist.broadcast(sent, 0)
-                tensor.copy_(sent)
+                tensor.copy_(_of_first(tensor.detach(), device))
+        for tape in tapes:
+            tape.states = _of_first(tape.states, device).cpu()
+
+
+def _of_first(tensor: Tensor, device: torch.device) -> Tensor:
+    """What rank 0 has. Collective: all ranks."""
+    sent = tensor.to(device)
+    dist.broadcast(sent, 0)
+    return sent
 
 
 def _raise_difference(lines: list[str], kinds: list[str]) -> None:
@@ -72,8 +82,6 @@ def _look_of(tensor: Any) -> str:
 
 
 def _figures(tensor: Tensor) -> str:
-    if tensor.is_meta:
-        return "-"
     values = tensor.detach().double() if not tensor.is_complex() else torch.view_as_real(tensor.detach()).double()
     flat = values.flatten()
     places = torch.arange(len(flat), device=flat.device) % 1021 + 1  # the same values in another order are others

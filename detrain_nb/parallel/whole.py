@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import SpecError
+from .deferred import fill, is_deferred, require_values
 from .microbatches import Loss, Passage
 from .model import Arrangement, ParallelModel
 
@@ -33,14 +34,21 @@ class WholeModel(ParallelModel):
     ) -> None:
         """Take ``model``, which is moved to ``device`` and laid out in place as ``arrangement`` says.
 
+        A deferred one gets its values, as ``materialize`` gives them, or ``arrangement`` those of this rank's part.
         ``loss``, ``loss_weight``: as ``PipelineStages`` has them. Raises: SpecError.
         """
         if num_microbatches < 1:
             raise SpecError(f"{num_microbatches} microbatches: a batch is cut into 1 or more")
         super().__init__(loss, loss_weight, device=device, arrangement=arrangement)
         self.num_microbatches = num_microbatches
-        self.modules = (model if any(tensor.is_meta for tensor in model.parameters()) else model.to(self.device),)
         prepare = self.arrangement.prepare
+        if is_deferred(model):
+            require_values(model)
+            if prepare is None:
+                fill([model], device=self.device)
+        elif not any(tensor.is_meta for tensor in model.parameters()):
+            model = model.to(self.device)
+        self.modules = (model,)
         self._called = prepare(self.modules[0], True) if prepare is not None else self.modules[0]
 
     @property

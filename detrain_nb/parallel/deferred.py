@@ -1,0 +1,254 @@
+"""A model that is made without memory; each rank then computes the values of its own part, one tensor at a time.
+
+What the constructor does to tensors is recorded (`tape.Tape`), and every module notes which of its tensors have what
+values. The model has tensors on the meta device, and is laid out like any other; then `fill` puts values into what a
+rank holds. They are those that the model would have had on one CPU, with the same seed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..errors import SpecError
+from .model import usual_device
+from .recording import TensorMemo
+from .stubs import ghost_of, zeros_without_memory
+from .tape import Place, Tape
+from .tensor_parallel import from_saved_order
+from .tensor_plan import TensorPlan
+from .tensor_ranks import bounds
+
+__all__ = ["deferred", "fill", "is_deferred", "materialize", "require_values", "stand_in", "tapes_of"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_VALUES = "_deferred_values"  # of a module: by the names that its own tensors have in it
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What a tensor will have: what is at ``place`` when ``tape`` has run."""
+
+    tape: Tape
+    place: Place
+
+    def compute(self) -> Tensor:
+        return self.tape.value(self.place)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Value:
+        return self
+
+
+def deferred(make: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
+    """Return ``make(*args, **kwargs)``, a model, with tensors on the meta device, that gets its values later.
+
+    ``parallelize`` gives each rank those of its part, ``materialize`` all of them to one process: bit for bit what
+    ``make`` would have given on the CPU with the seed that there is now, buffers included. Random numbers are drawn on
+    memory that is freed at once, so that the generator stands behind it where it would have stood. What sets values
+    belongs into ``make``: a loop over ``init`` functions, ties, a checkpoint that is read. It may look at values
+    (``item()``, ``if``), but not at memory (``numpy()``). What it leaves uninitialised is zero.
+
+    Raises: SpecError for a model, or tensors in it, for which this cannot be done.
+    """
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as fakes, Tape(fakes) as tape:
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy does
+        try:
+            model = make(*args, **kwargs)
+        except (RuntimeError, UnsupportedFakeTensorException) as exc:
+            if isinstance(exc, UnsupportedFakeTensorException) or any(words in str(exc) for words in _OF_MEMORY):
+                raise SpecError(
+                    f"{_name_of(make)} wants tensors with memory, which deferred ones have not ({exc}): make it "
+                    "without numpy and lazy layers, or without deferred()"
+                ) from exc
+            raise
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"{_name_of(make)} gave a {type(model).__name__}: deferred() wants what makes an nn.Module")
+    _leave_on_meta(model, tape)
+    return model
+
+
+# What torch says where a tensor would be read from outside, or made into one of another class.
+_OF_MEMORY = ("numpy() is not supported", "already associated to a python object of type FakeTensor")
+
+
+def materialize(model: Model, *, device: torch.device | str | None = None) -> Model:
+    """Give all deferred tensors of ``model`` their values, in place, on ``device``; the rest of it goes there too.
+
+    ``device``: by default a GPU if there is one, as everywhere here. Raises: SpecError.
+    """
+    require_values(model)
+    fill([model], device=torch.device(device) if device is not None else usual_device())
+    return model
+
+
+def is_deferred(module: nn.Module) -> bool:
+    """Whether it has tensors that wait for their values."""
+    return any(_values_of(part) for part in module.modules())
+
+
+def require_values(model: nn.Module) -> None:
+    """Raises: SpecError for a tensor that has no values and will get none, or that was changed behind ``deferred``."""
+    seen: dict[int, tuple[str, _Value]] = {}
+    for name, module, key, tensor in _tensors_in(model):
+        if not tensor.is_meta:
+            continue
+        value = _values_of(module).get(key)
+        if value is None:
+            raise SpecError(
+                f"{name!r} is on the meta device, and nobody knows its values: make all of the model in deferred(), or "
+                "give it values first, as with to_empty()"
+            )
+        other, known = seen.setdefault(id(tensor), (name, value))
+        if known != value:
+            raise SpecError(f"{name!r} was tied to {other!r} behind deferred(): tie them in what it calls")
+        if tensor._version or tuple(tensor.shape) != value.place.size:
+            raise SpecError(f"{name!r} was changed behind deferred(), where it has no values: do it in what it calls")
+
+
+def tapes_of(model: nn.Module) -> list[Tape]:
+    """What the values of deferred tensors come from, each once."""
+    return list({id(each.tape): each.tape for part in model.modules() for each in _values_of(part).values()}.values())
+
+
+def fill(
+    modules: Sequence[nn.Module],
+    *,
+    device: torch.device,
+    plan: TensorPlan | None = None,
+    names: Collection[str] | None = None,
+) -> None:
+    """Put values into the deferred tensors of ``modules``, or of these what ``names`` has; the others go to ``device``.
+
+    A DTensor gets this rank's part, where ``plan`` says in which order its rows lie; nothing is sent. What is one
+    tensor stays one, in all ``modules``.
+    """
+    made: dict[int, Tensor] = {}
+    for module in modules:
+        for name, part, key, tensor in _tensors_in(module):
+            if names is not None and name not in names:
+                continue
+            value = _values_of(part).pop(key, None)
+            if id(tensor) not in made:
+                made[id(tensor)] = _with_value(name, tensor, value, device, plan)
+    for module in modules:
+        for part in module.modules():
+            _replace(part, lambda tensor: made.get(id(tensor), tensor))
+
+
+def _with_value(
+    name: str, tensor: Tensor, value: _Value | None, device: torch.device, plan: TensorPlan | None
+) -> Tensor:
+    if not tensor.is_meta or value is None:
+        if isinstance(tensor, DTensor) or tensor.is_meta or tensor.device == device:
+            return tensor
+        return _like(tensor, tensor.detach().to(device))
+    with torch.no_grad():
+        whole = value.compute()
+        if not isinstance(tensor, DTensor):
+            return _like(tensor, whole.to(device, tensor.dtype))
+        if plan is not None:
+            whole = from_saved_order(name, whole, plan)
+        made: Any = torch.empty_like(tensor, device=device)
+        made.to_local().copy_(_local_part(whole, tensor))
+        return _like(tensor, made)
+
+
+def _like(tensor: Tensor, made: Tensor) -> Tensor:
+    """A parameter where ``tensor`` is one, with what was noted on it."""
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
+def _local_part(whole: Tensor, like: DTensor) -> Tensor:
+    """What this rank has of ``whole``. Where two axes cut one dimension, the shards of FSDP2 are cut last."""
+    mesh = like.device_mesh
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    axes = [axis for axis, place in enumerate(like.placements) if not place.is_replicate()]
+    for axis in sorted(axes, key=lambda axis: not isinstance(like.placements[axis], Shard)):  # _StridedShard is none
+        dim: int = like.placements[axis].dim  # type: ignore[attr-defined]
+        begin, end = bounds(whole.shape[dim], rank=coordinates[axis], size=mesh.size(axis))
+        whole = whole.narrow(dim, begin, end - begin)
+    return whole
+
+
+def stand_in(model: nn.Module) -> nn.Module:
+    """A copy that runs, on the CPU: with the values of deferred buffers, and zeros without memory as parameters."""
+    made = ghost_of(model)
+    cpu = torch.device("cpu")
+    names = {name for name, module, key, _ in _tensors_in(made) if key not in module._parameters}
+    fill([made], device=cpu, names=names)
+    zeros = TensorMemo(lambda ghost: nn.Parameter(zeros_without_memory(ghost, cpu), requires_grad=False))
+    for part in made.modules():
+        _replace(part, lambda tensor: zeros(tensor) if tensor.is_meta else tensor)
+    return made
+
+
+# ---- the tensors of a model
+
+
+def _values_of(module: nn.Module) -> dict[str, _Value]:
+    found: dict[str, _Value] = module.__dict__.get(_VALUES, {})
+    return found
+
+
+def _tensors_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Parameters, buffers and other attributes: the name in the model, the module, its own name for it, the tensor."""
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers, module.__dict__):
+            for key, tensor in tensors.items():
+                if isinstance(tensor, Tensor):
+                    yield f"{prefix}.{key}" if prefix else key, module, key, tensor
+
+
+def _replace(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """In all attributes, and in what these contain: recurrent layers have their parameters in a list too."""
+    for key, value in module.__dict__.items():
+        if any(isinstance(leaf, Tensor) and change(leaf) is not leaf for leaf in tree_leaves(value)):
+            module.__dict__[key] = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _leave_on_meta(model: nn.Module, tape: Tape) -> None:
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # the original too, so that its id stays its own
+    places = []
+    of_fakes = {*vars(FakeTensorMode().from_tensor(torch.empty(0))), "_is_param"}
+    for _, module, key, tensor in _tensors_in(model):
+        if not isinstance(tensor, FakeTensor) and not tape.is_changed(tensor):
+            continue
+        place = tape.place_of(tape.fake(tensor))
+        places.append(place)
+        module.__dict__.setdefault(_VALUES, {})[key] = _Value(tape, place)
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor, _on_meta(tensor, vars(tensor).keys() - of_fakes)
+    tape.close(places)
+
+    def change(tensor: Tensor) -> Tensor:
+        return made[id(tensor)][1] if id(tensor) in made else tensor
+
+    for name, module in model.named_modules():
+        _replace(module, change)
+        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(list(module.__dict__.values()))):
+            raise SpecError(f"{name or 'the model'} has tensors in a list or a dict, which nobody finds: use buffers")
+
+
+def _on_meta(tensor: Tensor, noted: Collection[str]) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    made.__dict__.update({key: vars(tensor)[key] for key in noted})
+    return made
+
+
+def _name_of(make: Callable[..., Any]) -> str:
+    return str(getattr(make, "__qualname__", make))

@@ -1,0 +1,158 @@
+"""What the ranks of a test do: a deferred model laid out over a mesh, beside one that was made as usual."""
+
+from __future__ import annotations
+
+import functools
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from families import OF_TRANSFORMERS
+from mixed_ranks import full, place_of
+from models import GPT
+from on_ranks import TokenLoss, tokens
+from torch import Tensor, nn
+
+from detrain_nb import parallel as par
+
+SEED = 11
+
+
+class Model(GPT):
+    """With values of its own, a buffer that is not saved, and one that is."""
+
+    def __init__(self, *, layers: int = 4, is_tied: bool = True) -> None:
+        super().__init__(layers=layers, is_tied=is_tied)
+        self.register_buffer("frequencies", 1 / 100 ** (torch.arange(0, 32, 2) / 32), persistent=False)
+        self.register_buffer("scale", torch.rand(32))
+        self.apply(initialize)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) * self.scale + torch.cat([self.frequencies, -self.frequencies])
+        x = x + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.h:
+            x = block(x)
+        logits: Tensor = self.head(self.ln_f(x))
+        return logits
+
+
+def initialize(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.3)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=0.5)
+
+
+class LossOfLogits(TokenLoss):
+    def forward(self, output: Any, targets: Tensor) -> Tensor:
+        return super().forward(getattr(output, "logits", output), targets)
+
+
+def make_family(family: str) -> nn.Module:
+    import transformers
+
+    return OF_TRANSFORMERS[family][0](transformers, "sdpa")
+
+
+def apart(
+    axes: dict[str, int], *, other_seed: bool = False, family: str | None = None, **options: Any
+) -> dict[str, Any]:
+    """Beside the same layout of a model that was made as usual: values that differ, buffers, and two losses.
+
+    ``other_seed``: the ranks but the first have another one. ``family``: of transformers, in the place of `Model`.
+    """
+    build: Callable[[], nn.Module] = Model if family is None else functools.partial(make_family, family)
+    mesh = par.make_mesh(**axes, device_type="cpu")
+    num_replicas, me = place_of(mesh)
+    x, y = (tokens(8 * num_replicas, seed).chunk(num_replicas)[me] for seed in (1, 2))
+    losses, laid_out = {}, {}
+    makers: dict[str, Callable[[], nn.Module]] = {"usual": build, "deferred": lambda: par.deferred(build)}
+    for kind, make in makers.items():
+        torch.manual_seed(SEED + (dist.get_rank() if other_seed and kind == "deferred" else 0))
+        model = make()
+        state = torch.get_rng_state()
+        laid_out[kind] = par.parallelize(
+            model,
+            mesh,
+            example_inputs=as_batch(tokens(2, 1), family),
+            loss=LossOfLogits(),
+            num_microbatches=4,
+            device="cpu",
+            **options,
+        )
+        assert torch.equal(torch.get_rng_state(), state) or "tp" in axes
+    usual, mine = (dict(each.named_parameters()) for each in laid_out.values())
+    assert list(usual) == list(mine)
+    different = [
+        name
+        for name, parameter in mine.items()
+        if type(parameter) is not type(usual[name])
+        or not torch.equal(full(parameter.detach()), full(usual[name].detach()))
+        or parameter.is_meta
+    ]
+    buffers = [[dict(module.named_buffers()) for module in each.modules] for each in laid_out.values()]
+    different += [
+        name for whole, own in zip(*buffers) for name, buffer in own.items() if not torch.equal(buffer, whole[name])
+    ]
+    for kind, each in laid_out.items():
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        losses[kind] = []
+        for _ in range(2):
+            loss = each.train_step(as_batch(x, family), y)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[kind].append(None if loss is None else float(full(loss)))
+    num_buffers = sum(len(own) for own in buffers[1])
+    plan = laid_out["deferred"].arrangement.tensor_plan
+    return {
+        "different": different,
+        "losses": losses,
+        "buffers": num_buffers,
+        "parameters": len(mine),
+        "packed": 0 if plan is None else len(plan.packed),
+    }
+
+
+def as_batch(ids: Tensor, family: str | None) -> Any:
+    return ids if family is None else {"input_ids": ids, "use_cache": False}
+
+
+def lay_out(make: Callable[[], nn.Module], **axes: int) -> par.ParallelModel:
+    mesh = par.make_mesh(**axes, device_type="cpu")
+    return par.parallelize(make(), mesh, example_inputs=tokens(2, 1), loss=TokenLoss(), device="cpu")
+
+
+class Wide(nn.Module):
+    """100 million parameters, in tensors of 4 million."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(24))
+        self.apply(initialize)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def peak_growth() -> tuple[int, int]:
+    """How many bytes more than before a rank has held, to make and shard `Wide`; and how many all of that has."""
+    mesh = par.make_mesh(dp_shard=4, device_type="cpu")
+    lay_out(Model, dp_shard=4)  # what is imported, and compiled, on the way
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    torch.manual_seed(SEED)
+    model = par.deferred(Wide)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    laid_out = par.parallelize(model, mesh, example_inputs=torch.zeros(1, 2048), device="cpu")
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert not any(parameter.is_meta for parameter in laid_out.parameters())
+    return grown * 1024, whole
+
+
+class Scaled(Model):
+    def __init__(self, factor: float = 1) -> None:
+        super().__init__()
+        self.scale *= factor
