@@ -66,7 +66,8 @@ def parallelize(
     A model of ``deferred`` gets its values when it is laid out: of each tensor a rank computes the whole, keeps its
     part, and frees the rest. Its buffers are whole on every rank that has them.
 
-    Collective: every rank calls this with the same model; where only its values differ, those of rank 0 are taken.
+    Collective: every rank of ``mesh`` calls this with the same model; where only its values differ, those of its first
+    rank are taken.
     Raises: SpecError, on all ranks alike.
     """
     place = _device_for(mesh, device)
@@ -95,7 +96,7 @@ def parallelize(
     )
     if is_deferred(model):
         require_values(model)
-    require_same_model(model, device=place)
+    require_same_model(model, mesh, device=place)
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     is_fsdp = sharding.kind == "fsdp"
     common: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Whether all ranks have made the same model: one that differs is found before it trains, not by a hang."""
+"""Whether all ranks of a mesh have made the same model: one that differs is found before it trains, not by a hang."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
 from .deferred import tapes_of
@@ -17,49 +18,56 @@ from .deferred import tapes_of
 __all__ = ["require_same_model"]
 
 
-def require_same_model(model: nn.Module, *, device: torch.device) -> None:
-    """Compare classes, code, names and shapes over all ranks; where only values differ, all take those of rank 0.
+def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.device) -> None:
+    """Compare classes, code, names and shapes over a mesh; where only values differ, all take those of its first rank.
 
-    ``device``: through which values are sent. Collective: all ranks. Raises: SpecError, which names the ranks and the
-    first thing that differs.
+    ``device``: through which values are sent. Collective: all ranks of ``mesh``. Raises: SpecError, which names the
+    ranks and the first thing that differs.
     """
     tapes = tapes_of(model)
     lines = [*_describe(model), *(f"values of {len(tape)} operations ({tape.fingerprint()[:8]})" for tape in tapes)]
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     figures = [*map(_figures, tensors), *(tape.drawn_from() for tape in tapes)]
-    mine = _digest("\n".join(lines)), _digest(" ".join(figures))
-    every: list[tuple[str, str]] = [mine] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    kinds = Counter(kind for kind, _ in every)
-    if len(kinds) > 1:
-        _raise_difference(lines, [kind for kind, _ in every])
-    if len({values for _, values in every}) > 1:
+    every = _gather(mesh, (_digest("\n".join(lines)), _digest(" ".join(figures))))
+    if len({kind for kind, _ in every.values()}) > 1:
+        _raise_difference(mesh, lines)
+    if len({values for _, values in every.values()}) > 1:
         with torch.no_grad():
             for tensor in tensors:
-                tensor.copy_(_of_first(tensor.detach(), device))
+                tensor.copy_(_of_first(mesh, tensor.detach(), device))
         for tape in tapes:
-            tape.states = _of_first(tape.states, device).cpu()
+            tape.states = _of_first(mesh, tape.states, device).cpu()
 
 
-def _of_first(tensor: Tensor, device: torch.device) -> Tensor:
-    """What rank 0 has. Collective: all ranks."""
+def _gather(mesh: DeviceMesh, value: Any) -> dict[int, Any]:
+    """What every rank gives, by rank. Collective: all ranks of ``mesh``."""
+    values = {dist.get_rank(): value}
+    for axis in range(mesh.ndim):
+        every = [values] * mesh.size(axis)
+        dist.all_gather_object(every, values, group=mesh.get_group(axis))
+        values = {rank: each for part in every for rank, each in part.items()}
+    return dict(sorted(values.items()))
+
+
+def _of_first(mesh: DeviceMesh, tensor: Tensor, device: torch.device) -> Tensor:
+    """What the first rank has. Collective: all ranks of ``mesh``."""
     sent = tensor.to(device)
-    dist.broadcast(sent, 0)
+    for axis in reversed(range(mesh.ndim)):  # those that are first on all later axes have it already
+        dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
     return sent
 
 
-def _raise_difference(lines: list[str], kinds: list[str]) -> None:
+def _raise_difference(mesh: DeviceMesh, lines: list[str]) -> None:
     """Every rank comes here."""
-    every: list[list[str]] = [lines] * len(kinds)
-    dist.all_gather_object(every, lines)
-    usual = Counter(kinds).most_common(1)[0][0]
-    others = [rank for rank, kind in enumerate(kinds) if kind != usual]
-    one, reference = every[others[0]], every[kinds.index(usual)]
-    at = next((i for i, (ours, theirs) in enumerate(zip(one, reference)) if ours != theirs), None)
+    every: dict[int, list[str]] = _gather(mesh, lines)
+    usual = Counter(map(tuple, every.values())).most_common(1)[0][0]
+    others = [rank for rank, own in every.items() if tuple(own) != usual]
+    one, first = every[others[0]], next(rank for rank, own in every.items() if tuple(own) == usual)
+    at = next((i for i, (ours, theirs) in enumerate(zip(one, usual)) if ours != theirs), None)
     if at is None:
-        difference = f"it has {len(one)} parts, on rank {kinds.index(usual)} there are {len(reference)}"
+        difference = f"it has {len(one)} parts, on rank {first} there are {len(usual)}"
     else:
-        difference = f"there it has {one[at]}, on rank {kinds.index(usual)} {reference[at]}"
+        difference = f"there it has {one[at]}, on rank {first} {usual[at]}"
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
     raise SpecError(f"the model on {named} is another one: {difference}; run the same code with the same data on all")
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from models import GPT
 from on_ranks import IGNORED, TokenLoss, draw, made, tokens
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from detrain_nb import parallel as par
@@ -107,6 +108,24 @@ class Other(Small):
 def lay_out(model: nn.Module, axes: dict[str, int], **options: Any) -> par.ParallelModel:
     mesh = par.make_mesh(**axes, device_type="cpu")
     return par.parallelize(model, mesh, example_inputs=draw(2, 8), loss=F.mse_loss, device="cpu", **options)
+
+
+def lay_out_on_one(chosen: int) -> float | None:
+    """Only ``chosen`` has a part in the mesh, and calls parallelize: nobody else is waited for."""
+    meshes = [DeviceMesh("cpu", [rank], mesh_dim_names=("dp_shard",)) for rank in range(dist.get_world_size())]
+    if dist.get_rank() != chosen:
+        return None
+    model = par.parallelize(made(Small()), meshes[chosen], example_inputs=draw(2, 8), loss=F.mse_loss, device="cpu")
+    return float(model.train_step(draw(4, 8), draw(4, 8)))
+
+
+def begin_apart(axes: dict[str, int]) -> float:
+    """Each rank has made other values: the largest difference from those of rank 0."""
+    torch.manual_seed(0)
+    reference = dict(Small().named_parameters())
+    torch.manual_seed(dist.get_rank())
+    laid_out = lay_out(Small(), axes)
+    return max(float((each.full_tensor() - reference[name]).abs().max()) for name, each in laid_out.named_parameters())
 
 
 def compute_in(precision: str | None, axes: dict[str, int]) -> tuple[list[str], float]:

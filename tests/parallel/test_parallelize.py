@@ -173,6 +173,17 @@ def test_rank_with_another_model_is_named(two_ranks: Session) -> None:
     assert set(caught.value.ranks if hasattr(caught.value, "ranks") else (0, 1)) == {0, 1}, "nobody is left waiting"
 
 
+def test_mesh_of_some_ranks_waits_for_no_other(two_ranks: Session) -> None:
+    found = two_ranks.run_cell("mixed_ranks.lay_out_on_one(1)", timeout_s=30).values
+    assert found[0] is None and found[1] > 0
+
+
+@pytest.mark.slow
+def test_values_of_the_first_rank_are_taken_on_every_axis(four_ranks: Session) -> None:
+    found = four_ranks.run_cell("mixed_ranks.begin_apart({'pp': 2, 'dp_shard': 2})", timeout_s=60).values
+    assert found == dict.fromkeys(range(4), 0.0)
+
+
 @pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"pp": 2}])
 def test_optimizer_may_be_made_after_an_evaluation(two_ranks: Session, axes: dict[str, int]) -> None:
     for norm, apart in two_ranks.run_cell(f"mixed_ranks.evaluate_first({axes})", timeout_s=60).values.values():
