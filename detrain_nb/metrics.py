@@ -17,7 +17,8 @@ __all__ = ["FOLDER_VARIABLE", "log_metrics", "read_metrics"]
 FOLDER_VARIABLE = "DETRAIN_NB_METRICS"
 _USUAL_FOLDER = "metrics"
 _MOST_VALUES = 1000  # of one line
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_OWN_NAMES = {"step", "time", "rank"}
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 
 
 def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str | None = None, **more: Any) -> None:
@@ -28,6 +29,8 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
     Raises: SpecError for what is no number.
     """
     given = {**(values or {}), **more}
+    if taken := _OWN_NAMES & given.keys():
+        raise SpecError(f"{min(taken)} is in every line already: give the value another name")
     if len(given) > _MOST_VALUES:
         raise SpecError(f"{len(given)} values for step {step}: a line has {_MOST_VALUES} at most")
     rank = int(os.environ.get("RANK", "0"))
@@ -40,7 +43,9 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, _APPEND, 0o666)
     try:
-        os.write(descriptor, json.dumps(line).encode() + b"\n")
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # as a full disk leaves it
+        os.write(descriptor, b"\n" * is_torn + json.dumps(line).encode() + b"\n")
     finally:
         os.close(descriptor)
 

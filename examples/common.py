@@ -106,7 +106,8 @@ def process_group(args: argparse.Namespace) -> Iterator[None]:
 def pipeline_mesh(args: argparse.Namespace) -> DeviceMesh:
     """Every process is a stage, but for the master: alone on a mesh of its own, it has the whole model."""
     stages = list(range(int(args.has_master), dist.get_world_size()))
-    device_type = "cuda" if args.gpu and args.gpu.endswith("1") else "cpu"
+    is_on_gpus = args.gpu and args.gpu.endswith("1") and not args.is_master  # which may have none, and is no part of it
+    device_type = "cuda" if is_on_gpus else "cpu"
     pipeline = DeviceMesh(device_type, stages, mesh_dim_names=("pp",))
     if not args.has_master:
         return pipeline

@@ -78,6 +78,8 @@ class Generation:
         """
         self.end(self.number)
         with self._changing:
+            if dist.is_initialized():  # it came to be while its generation was ended
+                self._abort()
             self.number = number
             self._groups_made = 0
             self._store = None
@@ -99,10 +101,14 @@ class Generation:
             if number < self.number or number <= self.ended:
                 return 0
             self.ended = number
-            shut = self._connections.shut()
-            with contextlib.suppress(ValueError, AssertionError, RuntimeError):  # there is none, or half of one
-                dist.distributed_c10d._abort_process_group()
-            return shut
+            return self._abort()
+
+    def _abort(self) -> int:
+        shut = self._connections.shut()
+        # there is none, or half of one, or the main thread takes one down
+        with contextlib.suppress(ValueError, AssertionError, RuntimeError, LookupError):
+            dist.distributed_c10d._abort_process_group()
+        return shut
 
     def take_over_torch(self) -> None:
         """Let code written for torchrun run in a cell: init_process_group replaces the group, mp.spawn is refused."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import SpecError
-from .data_parallel import resolve_sharding
+from .data_parallel import blocks_of, resolve_sharding
 from .mesh import make_mesh, resolve_axes
 from .parallelize import dtype_of, lay_out_part, plan_for, split_for
 from .profiler import ExampleInputs, ModelProfile, profile
@@ -105,9 +105,9 @@ def dry_run(
 
     ``mesh_sizes``: by axis, as ``make_mesh`` has them, none of them -1. ``example_inputs``: of one microbatch. The
     other arguments are those of ``parallelize``. ``optimizer_states``: tensors that the optimizer keeps for each
-    parameter. Activations are what autograd keeps of the example between cuts, less what is computed again; they are
-    not divided by ``tp``. It needs that no process group is there: call it in the notebook itself, or before there is
-    one.
+    parameter. Activations are what autograd keeps of the example, the inputs of the model left out, and of blocks that
+    are computed again ("full") what comes into them; "selective" counts as "none". They are not divided by ``tp``. It
+    needs that no process group is there: call it in the notebook itself, or before there is one.
     Raises: SpecError, as ``parallelize`` does.
     """
     if dist.is_initialized():
@@ -128,6 +128,8 @@ def dry_run(
     count = 1  # without stages one after the other
     if found is not None:
         count = num_microbatches or order.num_microbatches(found.num_stages)
+        order.require_microbatches(count, num_stages=found.num_stages)
+    again = _names_of_blocks(model) if activations == "full" else ()
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     rows = []
     for place in range(num_ranks):
@@ -151,7 +153,7 @@ def dry_run(
             kept = 0
             for stage in stages:
                 most = count if found is None else order.most_kept(stage, count, num_stages=found.num_stages)
-                kept += most * _activation_bytes(costs, found, stage, is_all=activations == "none")
+                kept += most * _activation_bytes(costs, found, stage, computed_again=again)
             rows.append(_memory(ranks, stages, modules, kept, optimizer_states, frozen=frozen))
     return DryRun(sizes, order.name if is_pipeline else "no pipeline", tuple(rows), found, plan)
 
@@ -198,11 +200,25 @@ def _here(tensor: Any) -> Tensor:
     return local
 
 
-def _activation_bytes(costs: ModelProfile, found: Split | None, stage: int, *, is_all: bool) -> int:
-    """Of one microbatch; what is computed again keeps the inputs of its units alone."""
+def _names_of_blocks(model: nn.Module) -> tuple[str, ...]:
+    ids = set(map(id, blocks_of(model)))
+    return tuple(name for name, module in model.named_modules() if id(module) in ids)
+
+
+def _activation_bytes(costs: ModelProfile, found: Split | None, stage: int, *, computed_again: Sequence[str]) -> int:
+    """Of one microbatch; of blocks that are computed again only what comes into them is kept."""
     begin, end = (0, len(costs.units)) if found is None else found.bounds[stage : stage + 2]
-    units = costs.units[begin:end]
-    return sum(unit.saved_bytes if is_all else unit.input_bytes for unit in units)
+    kept, last = 0, ""
+    for unit in costs.units[begin:end]:
+        entered = [name for name in (unit.cut, *unit.modules) if name]
+        inside = (block for name in entered for block in computed_again if f"{name}.".startswith(f"{block}."))
+        block = next(inside, "")
+        if not block:
+            kept += unit.saved_bytes
+        elif block != last:
+            kept += unit.input_bytes
+        last = block
+    return kept
 
 
 def _size(size_bytes: float) -> str:

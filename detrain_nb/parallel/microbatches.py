@@ -181,7 +181,7 @@ class Passage:
         if weight > 0:
             self._losses[index] = self._loss(output, self._targets[index]) * weight
         else:  # a mean of nothing, where all is ignored: its gradient would be no number
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             self._losses[index] = torch.stack([0.0 * leaf.nan_to_num().float().sum() for leaf in leaves]).sum()
 
     def weighted_loss(self, index: int) -> Tensor:

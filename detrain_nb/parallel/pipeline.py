@@ -66,12 +66,12 @@ class PipelineStages(ParallelModel):
         self._group = group.get_group() if isinstance(group, DeviceMesh) else group or _all_ranks()
         num_ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         self.schedule = find_schedule(schedule)
-        _require_same_cuts(found, self.schedule, self._group)
         self.num_stages = found.num_stages
         self.indices = self.schedule.stages_of_rank(rank, num_ranks=num_ranks, num_stages=self.num_stages)
         self.num_microbatches = num_microbatches or self.schedule.num_microbatches(self.num_stages)
         self.schedule.require_microbatches(self.num_microbatches, num_stages=self.num_stages)
         super().__init__(loss, loss_weight, device=device, arrangement=arrangement)
+        self._require_same_cuts(found)
         require_values(found.model)
         self._boundaries = Boundaries(found, self.arrangement.boundary_dtype)
         self.tied_names = tuple(tuple(found.aliases(name)) for name in found.shared)
@@ -89,6 +89,25 @@ class PipelineStages(ParallelModel):
             self._called = tuple(prepare(module, is_last) for module, is_last in zip(self.modules, lasts))
             self._tied.find_again(self.modules)
         self._plans: OrderedDict[Any, _Plan] = OrderedDict()
+
+    def _require_same_cuts(self, found: Split) -> None:
+        """Raises: SpecError, on every rank, where one would run other stages, or run them otherwise. Collective."""
+        own = dist.get_rank(), ", ".join(found.cuts), self.schedule.fingerprint(), self.num_microbatches
+        (first, cuts, order, count), *others = sorted(self.gather(own))
+        for rank, other_cuts, other_order, other_count in others:
+            if other_cuts != cuts:
+                raise SpecError(
+                    f"the model is cut at {other_cuts} on rank {rank}, and at {cuts} on rank {first}: take the cuts of "
+                    "one of them (Split.cuts), and give them to all as pp= or at="
+                )
+            if other_order != order:
+                raise SpecError(
+                    f"the schedule of rank {rank} is not that of rank {first}: give all the same {self.schedule}"
+                )
+            if other_count != count:
+                raise SpecError(
+                    f"{other_count} microbatches on rank {rank}, and {count} on rank {first}: give all as many"
+                )
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -151,23 +170,6 @@ def _all_ranks() -> dist.ProcessGroup:
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise SessionError("a pipeline needs a process group: start the session with one, or call init_process_group()")
     return dist.group.WORLD
-
-
-def _require_same_cuts(found: Split, schedule: Schedule, group: dist.ProcessGroup) -> None:
-    """Raises: SpecError, on every rank, where stages or what a file says differ. Collective: all ranks of ``group``."""
-    own = ", ".join(found.cuts), schedule.fingerprint()
-    every = [own] * dist.get_world_size(group)
-    dist.all_gather_object(every, own, group=group)
-    for rank, (cuts, order) in enumerate(every):
-        if cuts != every[0][0]:
-            raise SpecError(
-                f"the model is cut at {cuts} on rank {rank} of the pipeline, and at {every[0][0]} on rank 0: take the "
-                "cuts of one of them (Split.cuts), and give them to all as pp= or at="
-            )
-        if order != every[0][1]:
-            raise SpecError(
-                f"{schedule} is another one on rank {rank} of the pipeline than on rank 0: give all the same"
-            )
 
 
 def _look_of(leaf: Any) -> Any:

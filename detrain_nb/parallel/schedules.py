@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,10 @@ class WrittenSchedule(Schedule):
             raise SpecError(f"{name} has no action such as 0F0")
         if strange := next((part for _, part in passes if not part.is_compute_op), None):
             raise SpecError(f"{name} has {strange}: write passes alone (F, B, I, W); what is sent follows from them")
+        if repeated := [part for part, times in Counter(part for _, part in passes).items() if times > 1]:
+            raise SpecError(f"{name} has {repeated[0]} more than once")
+        if idle := set(range(len(self._orders))) - {rank for rank, _ in passes}:
+            raise SpecError(f"{name} has no pass for rank {min(idle)}: leave its line out, and take fewer ranks")
         self._rank_of = {part.stage_index: rank for rank, part in passes}
         self._count = 1 + max(part.microbatch_index or 0 for _, part in passes)
         self._num_stages = 1 + max(self._rank_of)
@@ -160,17 +165,17 @@ class WrittenSchedule(Schedule):
     def read(cls, path: str) -> WrittenSchedule:
         """Raises: SpecError for a file that is not there, or is no schedule."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = Path(path).read_text(encoding="utf-8-sig")  # some programs put a mark before it
         except (OSError, UnicodeDecodeError) as exc:
             raise SpecError(f"the schedule {path} cannot be read: {exc}") from exc
         orders = []
         for number, row in enumerate(csv.reader(io.StringIO(text)), 1):
+            if not row:
+                continue
             try:
                 orders.append([_Action.from_str(cell) for cell in row])
             except (RuntimeError, ValueError) as exc:
                 raise SpecError(f"{path}, line {number}: {exc}; an action is written as 0F3 or 1B0") from exc
-        while orders and not orders[-1]:  # empty lines at its end
-            orders.pop()
         return cls(Path(path).name, orders)
 
     def num_stages(self, num_ranks: int) -> int:

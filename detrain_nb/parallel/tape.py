@@ -436,6 +436,9 @@ def _bytes_of(storage: torch.UntypedStorage) -> bytes | ctypes.Array[ctypes.c_ch
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    if func is torch.ops.aten.native_batch_norm.default:  # its schema does not say so
+        *_, running_mean, running_var, is_training, _, _ = args
+        return [leaf for leaf in (running_mean, running_var) if isinstance(leaf, Tensor) and is_training]
     if not func._schema.is_mutable:
         return []
     given = [*zip(func._schema.arguments, args)]

@@ -32,7 +32,7 @@ class Core:
         self.inbox = self.ranks.inbox
         self.hang_s = 5.0
         self.stop_gap_s = 0.0
-        self.wants_group = True
+        self._wants_group = True
         self.group_timeout_s = 0.0  # 0: torch's own
         self.is_stopped = False
         self.set_plan(Plan((), "gloo"))
@@ -41,9 +41,19 @@ class Core:
         """These are its ranks from now on."""
         self.plan = plan
         self.generations = Generations(self.ranks, world_size=plan.world_size)
+        self.generations.is_wanted = self._wants_group
         self.rescue = Rescue(self.ranks, self.generations, world_size=plan.world_size)
         self.ranks.cuda_ranks = plan.cuda_ranks
         self.inbox.know_ranks(plan.node_of)
+
+    @property
+    def wants_group(self) -> bool:
+        """A default process group is made before the first cell, and after every loss."""
+        return self._wants_group
+
+    @wants_group.setter
+    def wants_group(self, wants_group: bool) -> None:
+        self._wants_group = self.generations.is_wanted = wants_group
 
     @property
     def world_size(self) -> int:

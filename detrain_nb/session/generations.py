@@ -21,6 +21,7 @@ class Generations:
     """Those of one session of ``world_size`` ranks."""
 
     def __init__(self, ranks: RankLink, *, world_size: int) -> None:
+        self.is_wanted = True  # a default group is made where there is none
         self.stale: list[str] = []  # variables that were made with the generation that ended last
         self._ranks = ranks
         self._inbox = ranks.inbox
@@ -84,9 +85,11 @@ class Generations:
     def end(self, *, without_waiting_for: Iterable[int] = ()) -> list[str]:
         """End the present generation in every rank, whoever waits in it; returns the variables that were made with it.
 
-        A rank that does not answer in time, or is not waited for, ends it when it can.
+        A rank that does not answer in time, or is not waited for, ends it when it can. One that has ended may have
+        groups again, which a cell has made.
         """
-        if self._inbox.generation <= self._ended:
+        has_none = not self._inbox.busy and not any(self._inbox.has_group.values())
+        if self._inbox.generation <= self._ended and has_none:
             return []
         alive = [rank for rank in range(self._world_size) if rank not in self._inbox.lost]
         answering = set(alive) - set(without_waiting_for)
@@ -116,10 +119,10 @@ class Generations:
                 raise
 
 
-def describe_new_groups(stale: Iterable[str]) -> str:
+def describe_new_groups(stale: Iterable[str], *, is_wanted: bool = True) -> str:
     """What the user has to know when a generation was ended; ``stale`` was made with it."""
     again = f": make again what was made with the old ones: {', '.join(stale)}" if stale else ""
-    return f"the process groups are made anew before the next cell{again}"
+    return f"the process groups {'are made anew before the next cell' if is_wanted else 'were ended'}{again}"
 
 
 def _errors(ready: Request) -> dict[int, str]:

@@ -145,7 +145,7 @@ class Rescue:
     def _free(self, story: _Story) -> None:
         story.freed = {rank: verdict for rank, verdict in story.verdicts.items() if verdict.waits}
         computing = [rank for rank, verdict in story.verdicts.items() if verdict.kind == "computes"]
-        story.has_ended_generation = True
+        story.has_ended_generation, story.is_group_wanted = True, self._generations.is_wanted
         story.stale = self._generations.end(without_waiting_for=computing)
 
     def _judge(self, story: _Story) -> dict[int, Verdict]:
@@ -173,6 +173,7 @@ class _Story:
         self.mismatch = ""
         self.stale: list[str] = []
         self.has_ended_generation = False
+        self.is_group_wanted = True
         self.replaced: tuple[int, ...] = ()
 
     def told(self) -> str:
@@ -194,7 +195,9 @@ class _Story:
 
     def told_of_groups(self) -> str:
         """Empty where they are as they were."""
-        return describe_new_groups(self.stale) if self.has_ended_generation else ""
+        if not self.has_ended_generation:
+            return ""
+        return describe_new_groups(self.stale, is_wanted=self.is_group_wanted)
 
     def describe_left(self) -> str:
         """The ranks that still run the cell, where they are, and what can be done."""

@@ -100,7 +100,8 @@ class Runs:
             return
         is_stopped = all(error.interrupted for error in errors.values())
         if silence := describe_silence(errors):  # gloo has closed its connections: that group is of no more use
-            note = f"{silence}\n{describe_new_groups(self._core.generations.end())}"
+            stale = self._core.generations.end()
+            note = f"{silence}\n{describe_new_groups(stale, is_wanted=self._core.wants_group)}"
         else:
             note = self._core.rescue.after_failure(run)
         raise (CellInterrupted if is_stopped else RankError)(errors, world_size=len(run.ranks), note=note)

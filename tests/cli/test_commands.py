@@ -275,6 +275,7 @@ def test_cell_that_takes_too_long_is_interrupted(place: Place) -> None:
     assert "slow.executed.ipynb" in out
 
 
+@pytest.mark.slow
 def test_cell_that_ends_the_kernel_is_named(place: Place) -> None:
     status, out, err = place.run("run", place.write("import os\nos._exit(3)", "1", name="dies.ipynb"))
     assert status == 1

@@ -161,6 +161,7 @@ for i in range({count}):
 # ---- the same notebook, after its kernel was gone
 
 
+@pytest.mark.slow
 def test_restarted_kernel_finds_the_cell_running_and_all_it_printed(start_front: Any) -> None:
     front = start_front("/home/x/My training.ipynb")
     front.run("%distributed start -n 2")

@@ -83,6 +83,27 @@ def test_what_was_ended_is_not_made(
     assert one_of_two.ended == 7
 
 
+def test_group_that_came_to_be_after_its_end_does_not_stay(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end finds no group yet, and torch has one when it comes back."""
+    alone = Generation(rank=0, world_size=1, backend="gloo", device=torch.device("cpu"), timeout_s=20.0)
+    make = dist.distributed_c10d._new_process_group_helper
+
+    def end_behind(*args: Any, **options: Any) -> Any:
+        made = make(*args, **options)
+        alone.end(1)
+        return made
+
+    with monkeypatch.context() as patched, pytest.raises((SessionError, dist.DistNetworkError)):
+        patched.setattr(dist.distributed_c10d, "_new_process_group_helper", end_behind)
+        alone.start(1)
+    assert alone.has_group and alone.ended == 1
+    alone.start(2)
+    assert alone.has_group
+    alone.end(2)
+
+
 def test_next_one_is_made(store: dist.TCPStore) -> None:
     alone = Generation(rank=0, world_size=1, backend="gloo", device=torch.device("cpu"), timeout_s=20.0)
     alone.start(1)

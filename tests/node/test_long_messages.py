@@ -72,6 +72,7 @@ def test_long_name_of_a_display_is_cut(session: Session) -> None:
     assert result.ranks == (0,)
 
 
+@pytest.mark.slow
 def test_description_of_a_value_may_be_long(session: Session) -> None:
     session.run_cell("nested = [[i, 'a string', {'a': None}] for i in range(40_000)]")
     assert session.pull("nested", ranks=0) == {0: [[i, "a string", {"a": None}] for i in range(40_000)]}
@@ -79,6 +80,7 @@ def test_description_of_a_value_may_be_long(session: Session) -> None:
     assert session.run_cell("back == nested").values == {0: True}
 
 
+@pytest.mark.slow
 def test_place_of_a_rank_is_told_where_names_are_long(session: Session) -> None:
     code = """
 import threading, time
@@ -95,6 +97,7 @@ f(150)
     assert "\N{GRINNING FACE}" in said
 
 
+@pytest.mark.slow
 def test_group_with_a_long_name_and_many_variables_that_hold_one(session: Session) -> None:
     with Session.start(ranks=2, device="cpu") as pair:
         pair.run_cell(

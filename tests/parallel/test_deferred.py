@@ -143,6 +143,13 @@ def of_values_from_outside() -> nn.Module:
     return model
 
 
+def of_a_first_pass() -> nn.Module:
+    """Statistics of a batch, as data dependent initialisation takes them."""
+    model = nn.Sequential(nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True))
+    model(torch.randn(5, 3, 9) * 3 + 1)
+    return model.eval()
+
+
 PLAIN: dict[str, Callable[[], nn.Module]] = {
     "initialized": Initialized,
     "buffers": Buffers,
@@ -150,6 +157,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "looks": Looks,
     "bfloat16": under_bfloat16,
     "outside": of_values_from_outside,
+    "first pass": of_a_first_pass,
     "ResNet": ResNet,
     "GPT": lambda: GPT(is_tied=True),
     "copies": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3),

@@ -69,7 +69,7 @@ def test_page_of_the_docs_does_what_it_says(session: Session, capsys: pytest.Cap
 
 def test_other_cuts_on_a_rank_are_told(session: Session) -> None:
     """Both would run, and train a model that nobody has written."""
-    with pytest.raises(RankError, match=r"cut at h\.4 on rank 1 of the pipeline, and at h\.2 on rank 0: take"):
+    with pytest.raises(RankError, match=r"cut at h\.4 on rank 1, and at h\.2 on rank 0: take"):
         session.run_cell(
             "from detrain_nb import parallel as par\n"
             "par.PipelineStages(par.split(on_ranks.GPT(layers=6), on_ranks.tokens(2, 1), at=[f'h.{2 + 2 * rank}']))"

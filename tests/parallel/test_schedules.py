@@ -82,7 +82,7 @@ def test_other_file_on_a_rank_is_told(session: Session, tmp_path: Path) -> None:
     other = _one_forward_one_backward()
     other[0] = "0F0, 0F1, 0F2, 0F3, 0B0, 0B1, 0B2, 0B3"
     paths = _write(tmp_path, other, "first.csv"), _write(tmp_path, _one_forward_one_backward(), "second.csv")
-    with pytest.raises(RankError, match="is another one on rank 1 of the pipeline"):
+    with pytest.raises(RankError, match="the schedule of rank 1 is not that of rank 0: give all the same"):
         session.run_cell(f"on_ranks.train_gpt({paths}[rank], 2, is_tied=False)")
 
 
@@ -128,7 +128,10 @@ def test_what_torch_writes_is_read_as_the_same(name: str, tmp_path: Path) -> Non
         (["0F0,0B0", "1F0"], "own.csv: Invalid backward microbatches for stage 1"),
         (["0F0,0B0", "1B0,1F0"], "without first running Forward"),
         (["0F0,0B0,0F1,0B1", "1F1,1F0,1B0,1B1"], "own.csv waits for itself"),
-        (["0F0,0B0,1F0,1B0", "1F0,1B0"], "Stage 1 is assigned to both"),
+        (["0F0,0B0,1F0,1B0", "1F0,1B0"], "own.csv has 1F0 more than once"),
+        (["0F0,0F1,0B0,0B1,1F0,1B0", "1F1,1B1"], "Stage 1 is assigned to both"),
+        (["0F0,1F0,1B0,0B0", ","], "own.csv has no pass for rank 1"),
+        (["0F0,0F0,0B0", "1F0,1B0"], "own.csv has 0F0 more than once"),
     ],
 )
 def test_what_no_pipeline_could_run_is_told(lines: list[str], message: str, tmp_path: Path) -> None:

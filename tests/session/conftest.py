@@ -16,12 +16,12 @@ from ..testbed.testbed import Testbed
 
 
 @pytest.fixture(scope="module", params=["here", pytest.param("ssh", marks=pytest.mark.slow)])
-def two_ranks(request: pytest.FixtureRequest) -> Callable[[], Session]:
+def two_ranks(request: pytest.FixtureRequest) -> Callable[..., Session]:
     """A function that starts two ranks: on this machine, or one on each of two hosts, where all is the same."""
     if request.param == "here":
-        return lambda: Session.start(ranks=2, device="cpu")
+        return lambda **options: Session.start(ranks=2, device="cpu", **options)
     testbed: Testbed = request.getfixturevalue("testbed_of_two")
-    return lambda: Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu")
+    return lambda **options: Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu", **options)
 
 
 @pytest.fixture(scope="module")

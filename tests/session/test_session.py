@@ -238,6 +238,7 @@ print("no newline", end="")
     assert result.stderr == {0: "err\n", 1: "err\n"}
 
 
+@pytest.mark.slow
 def test_flood_of_every_rank_arrives_complete_in_the_log() -> None:
     with Session.start(ranks=4, device="cpu", init=False) as session:
         result = session.run_cell("for i in range(100_000): print(f'{rank} line {i:06d}')")
@@ -432,6 +433,7 @@ def test_crash_in_c_says_where_down_to_the_cells_line() -> None:
     assert words[-1].strip() == 'File "<cell 2>", line 2 in f'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["agent", "launcher", "worker"])
 def test_death_of_what_holds_the_ranks_is_told_and_leaves_nothing(
     victim: str, processes: Callable[[], set[psutil.Process]]

@@ -231,6 +231,7 @@ def test_two_sessions_on_the_same_hosts_do_not_disturb_each_other(testbed: Testb
 # ---- hosts that are not as they should be
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_name", ["nothing", "127.0.1.1"])
 def test_own_name_of_a_host_does_not_matter(testbed: Testbed, own_name: str) -> None:
     for host in testbed.hosts:
@@ -267,6 +268,7 @@ def test_setup_lines_run_before_python_and_their_failure_is_told(testbed: Testbe
         Session.start(1, sync=False, nodes=ssh_nodes(testbed, 1, setup=("nosuchcommand x",)), device="cpu")
 
 
+@pytest.mark.slow
 def test_shell_that_prints_does_not_disturb(testbed: Testbed) -> None:
     profile = testbed.path_home("h0") / ".bashrc"
     profile.write_text("echo welcome; printf 'no newline'; echo oops >&2\n")

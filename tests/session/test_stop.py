@@ -123,6 +123,19 @@ _BLOCKED = {
 _LONG = {"the other in a DataLoader"}
 
 
+def test_group_that_a_cell_has_made_itself_is_ended_too(two_ranks: Callable[..., Session]) -> None:
+    """In a session that makes none."""
+    with two_ranks(init=False) as session:
+        session.run_cell("import time\ncounter = rank")
+        hung = f"dist.init_process_group()\nif rank == 0: dist.barrier()\nelse:\n    {_NEVER}"
+        for _ in range(2):
+            stopped = _stop(session, hung, 1.0)
+            assert re.search(r"rank 0 waited in barrier.*: freed", stopped.note), stopped.note
+            assert "the process groups were ended" in stopped.note and "anew" not in stopped.note
+        assert session.pull("counter") == {0: 0, 1: 1}
+        assert session.run_cell(f"dist.init_process_group()\n{COLLECTIVE}").values == {0: 2.0, 1: 2.0}
+
+
 @pytest.mark.parametrize(
     ("code", "story"),
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in _LONG)) for name, case in _BLOCKED.items()],
@@ -274,6 +287,7 @@ def test_backward_on_the_cpu_is_interrupted_when_it_returns(
     assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
 
 
+@pytest.mark.slow
 def test_waiting_ranks_are_freed_at_once_beside_one_that_computes(
     equipped: Session, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from detrain_nb import Session
+from detrain_nb import parallel as par
 from detrain_nb.errors import NotFinite, SpecError
-from detrain_nb.metrics import read_metrics
+from detrain_nb.metrics import log_metrics, read_metrics
 from detrain_nb.training import Callback, Trainer, make_scheduler
 from detrain_nb.training.recipe import make_optimizer
 
@@ -30,6 +31,16 @@ from .trainer_ranks import classes, net
 def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DETRAIN_NB_METRICS", str(tmp_path / "metrics"))
     return tmp_path / "metrics"
+
+
+def test_torn_line_takes_no_other_with_it(metrics: Path) -> None:
+    log_metrics(1, loss=1.0)
+    with (metrics / "rank-0.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "lo')  # as a full disk leaves it
+    log_metrics(3, loss=3.0)
+    assert [line["step"] for line in read_metrics()] == [1, 3]
+    with pytest.raises(SpecError, match="rank is in every line already"):
+        log_metrics(4, {"rank": 7})
 
 
 def trainer(**options: Any) -> Trainer:
@@ -103,6 +114,13 @@ class Pairs(nn.Module):
     def forward(self, left: Tensor, right: Tensor, *, scale: float = 1.0) -> Tensor:
         result: Tensor = scale * (self.left(left) + self.right(right))
         return result
+
+
+def test_part_of_which_all_is_ignored_is_evaluated_too() -> None:
+    model = par.WholeModel(net(), loss=F.cross_entropy, num_microbatches=2, device="cpu")
+    x, target = torch.randn(4, 8), torch.tensor([0, 1, -100, -100])
+    assert model.evaluate(x, target) == model.train_step(x, target)
+    assert torch.isfinite(model.evaluate(x, target))
 
 
 def test_subclass_takes_dicts_and_scores_its_own_way() -> None:
