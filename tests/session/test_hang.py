@@ -275,7 +275,7 @@ class Looking:
 
 def test_where_shows_lines_stacks_and_collectives_from_another_thread(hanging: Session) -> None:
     code = "def f():\n    dist.all_reduce(torch.ones(2))\nif rank == 0:\n    f()\nelse:\n    load_earlier()"
-    seen = Looking(hanging, code, lambda seen: "waits in" in seen.summary and "load_earlier" in seen.summary).seen
+    seen = Looking(hanging, code, lambda seen: "waits in" in seen.summary and "is in load_earlier" in seen.summary).seen
     waits, sleeps = seen.verdicts
     assert (
         re.sub(r"#\d+", "#N", seen.summary)
@@ -354,7 +354,7 @@ if rank != 0:
     with Session.start(ranks=4, device="cpu") as session:
         session.hang_s = 1.0
         session.run_cell(PREPARED)
-        looking = Looking(session, code, lambda seen: "waits" in seen.summary and "1-3 are" in seen.summary)
+        looking = Looking(session, code, lambda seen: "waits" in seen.summary and "1-3 are in" in seen.summary)
     assert looking.seen.verdicts[0].missing == (1,)
     assert re.fullmatch(
         r"rank 0 waits in all_reduce #1 of group \d \(mesh_tp\) \(line 4\); ranks 1-3 are in load_earlier \(line 6\)",
