@@ -447,6 +447,9 @@ def run_rank(measure: Callable[[Samples], None], folder: Path) -> None:
         raise
     if rank == "0":
         (folder / "samples.json").write_text(json.dumps(samples.by_name), encoding="utf-8")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo that lets go of a tensor while Python ends would abort it
 
 
 def _measure(samples: Samples) -> None:
