@@ -50,14 +50,18 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
         os.close(descriptor)
 
 
-def read_metrics(folder: str | None = None, *, rank: int | None = None) -> list[dict[str, Any]]:
+def read_metrics(folder: str | None = None, *, rank: int | None = None, run: str | None = None) -> list[dict[str, Any]]:
     """Return what was logged in ``folder`` (as ``log_metrics`` has it), of all ranks or of one, by step and rank.
 
-    A line that is not whole, as a full disk leaves it, is passed over.
+    ``run``: of all that were logged there only this one, or, with "last", the one that began last; a Trainer's lines
+    have the time at which it began to fit. A line that is not whole, as a full disk leaves it, is passed over.
     """
     place = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER)
     files = sorted(place.glob("rank-*.jsonl")) if rank is None else [place / f"rank-{rank}.jsonl"]
     lines = [line for file in files if file.exists() for line in _lines_of(file)]
+    if run is not None:
+        wanted = max((str(line.get("run", "")) for line in lines), default="") if run == "last" else run
+        lines = [line for line in lines if line.get("run", "") == wanted]
     return sorted(lines, key=lambda line: (line["step"], line["rank"]))
 
 

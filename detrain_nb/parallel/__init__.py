@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from .costs.partitioner import Partition, StageNode, partition
+from .costs.profiler import ModelProfile, Unit, profile
 from .deferred import deferred, materialize
 from .dry_run import DryRun, dry_run
 from .mesh import make_mesh
 from .model import ParallelModel
 from .norms import clip_grad_norm, grad_norm
 from .parallelize import parallelize
-from .partitioner import Partition, StageNode, partition
 from .pictures import draw_partition, show_mesh
-from .pipeline import PipelineStages
-from .planner import tp_plan
-from .profiler import ModelProfile, Unit, profile
-from .schedules import SCHEDULES, Schedule, WrittenSchedule, stages_of_rank
-from .splitter import Split, split
-from .tensor_parallel import apply_tensor_plan, from_saved_order, loss_on_parts, to_saved_order
-from .tensor_plan import TensorPlan
-from .timeline import Timeline, timeline
+from .stages.pipeline import PipelineStages
+from .stages.schedules import SCHEDULES, Schedule, WrittenSchedule, stages_of_rank
+from .stages.splitter import Split, split
+from .stages.timeline import Timeline, timeline
+from .tensor.apply import apply_tensor_plan, from_saved_order, loss_on_parts, to_saved_order
+from .tensor.plan import TensorPlan
+from .tensor.planner import tp_plan
 from .whole import WholeModel
 
 __all__ = [

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import SpecError
-from .schedules import Schedule
-from .stubs import Stub
+from .stages.schedules import Schedule
+from .stages.stubs import Stub
 
 __all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "blocks_of", "resolve_sharding"]
 

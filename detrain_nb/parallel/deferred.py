@@ -1,6 +1,6 @@
 """A model that is made without memory; each rank then computes the values of its own part, one tensor at a time.
 
-What the constructor does to tensors is recorded (`tape.Tape`), and every module notes which of its tensors have what
+What the constructor does to tensors is recorded on a tape, and every module notes which of its tensors have what
 values. The model has tensors on the meta device, and is laid out like any other; then `fill` puts values into what a
 rank holds. They are those that the model would have had on one CPU, with the same seed.
 """
@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..errors import SpecError
 from .model import usual_device
 from .recording import TensorMemo
-from .stubs import ghost_of, zeros_without_memory
+from .stages.stubs import ghost_of, zeros_without_memory
 from .tape import Place, Tape
-from .tensor_parallel import from_saved_order
-from .tensor_plan import TensorPlan
-from .tensor_ranks import bounds
+from .tape_recorder import TapeRecorder
+from .tensor.apply import from_saved_order
+from .tensor.plan import TensorPlan
+from .tensor.ranks import bounds
 
 __all__ = ["deferred", "fill", "is_deferred", "materialize", "require_values", "stand_in", "tapes_of"]
 
@@ -59,7 +60,11 @@ def deferred(make: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
 
     Raises: SpecError for a model, or tensors in it, for which this cannot be done.
     """
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as fakes, Tape(fakes) as tape:
+    with (
+        warnings.catch_warnings(),
+        FakeTensorMode(allow_non_fake_inputs=True) as fakes,
+        TapeRecorder(fakes) as recorder,
+    ):
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # copy.deepcopy does
         try:
             model = make(*args, **kwargs)
@@ -72,7 +77,7 @@ def deferred(make: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
             raise
     if not isinstance(model, nn.Module):
         raise SpecError(f"{_name_of(make)} gave a {type(model).__name__}: deferred() wants what makes an nn.Module")
-    _leave_on_meta(model, tape)
+    _leave_on_meta(model, recorder)
     return model
 
 
@@ -219,19 +224,19 @@ def _replace(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
             module.__dict__[key] = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def _leave_on_meta(model: nn.Module, tape: Tape) -> None:
+def _leave_on_meta(model: nn.Module, recorder: TapeRecorder) -> None:
     made: dict[int, tuple[Tensor, Tensor]] = {}  # the original too, so that its id stays its own
     places = []
     of_fakes = {*vars(FakeTensorMode().from_tensor(torch.empty(0))), "_is_param"}
     for _, module, key, tensor in _tensors_in(model):
-        if not isinstance(tensor, FakeTensor) and not tape.is_changed(tensor):
+        if not isinstance(tensor, FakeTensor) and not recorder.is_changed(tensor):
             continue
-        place = tape.place_of(tape.fake(tensor))
+        place = recorder.place_of(recorder.fake(tensor))
         places.append(place)
-        module.__dict__.setdefault(_VALUES, {})[key] = _Value(tape, place)
+        module.__dict__.setdefault(_VALUES, {})[key] = _Value(recorder.tape, place)
         if id(tensor) not in made:
             made[id(tensor)] = tensor, _on_meta(tensor, vars(tensor).keys() - of_fakes)
-    tape.close(places)
+    recorder.finish(places)
 
     def change(tensor: Tensor) -> Tensor:
         return made[id(tensor)][1] if id(tensor) in made else tensor

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import SpecError
+from .costs.profiler import ExampleInputs, ModelProfile, profile
 from .data_parallel import blocks_of, resolve_sharding
 from .mesh import make_mesh, resolve_axes
 from .parallelize import dtype_of, lay_out_part, plan_for, split_for
-from .profiler import ExampleInputs, ModelProfile, profile
-from .schedules import Schedule, find_schedule
-from .splitter import Split
-from .stubs import ghost_of
-from .tensor_plan import TensorPlan
+from .stages.schedules import Schedule, find_schedule
+from .stages.splitter import Split
+from .stages.stubs import ghost_of
+from .tensor.plan import TensorPlan
 
 __all__ = ["DryRun", "RankMemory", "dry_run"]
 

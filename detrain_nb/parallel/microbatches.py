@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..errors import SpecError
-from .profiler import count_rows
-from .tensor_parallel import loss_on_parts
+from .costs.profiler import count_rows
+from .tensor.apply import loss_on_parts
 
 __all__ = ["Loss", "Objective", "Passage", "cut_batch", "rows_of"]
 

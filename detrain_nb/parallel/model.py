@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from ..errors import SpecError
+from .costs.profiler import ExampleInputs, as_call
 from .microbatches import Loss, Objective, Passage, cut_batch, rows_of
-from .profiler import ExampleInputs, as_call
-from .tensor_plan import TensorPlan
+from .tensor.plan import TensorPlan
 
 __all__ = ["Arrangement", "ParallelModel", "Prepare", "usual_device"]
 

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
+from .costs.partitioner import StageNode
+from .costs.profiler import ExampleInputs, ModelProfile
 from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
 from .mesh import AXES
 from .microbatches import Loss
 from .model import Arrangement, ParallelModel, usual_device
-from .partitioner import StageNode
-from .pipeline import PipelineStages
-from .planner import tp_plan
-from .profiler import ExampleInputs, ModelProfile
 from .sameness import require_same_model
-from .schedules import Schedule, find_schedule
-from .splitter import Split, split
-from .tensor_parallel import apply_tensor_plan
-from .tensor_plan import TensorPlan
+from .stages.pipeline import PipelineStages
+from .stages.schedules import Schedule, find_schedule
+from .stages.splitter import Split, split
+from .tensor.apply import apply_tensor_plan
+from .tensor.plan import TensorPlan
+from .tensor.planner import tp_plan
 from .whole import WholeModel
 
 __all__ = ["dtype_of", "lay_out_part", "parallelize", "plan_for", "split_for"]

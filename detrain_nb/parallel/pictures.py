@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .costs.partitioner import Partition
 from .mesh import resolve_axes
-from .partitioner import Partition
 
 __all__ = ["draw_partition", "show_mesh"]
 

@@ -32,6 +32,7 @@ __all__ = [
     "random_state_kept",
     "record",
     "tensors_in",
+    "without_fused_layers",
 ]
 
 
@@ -69,6 +70,7 @@ def record(
     with (
         attributes_kept(model),
         entries.watched(),
+        without_fused_layers(),
         torch.enable_grad(),
         saved_tensors_hooks(recorder.save, _unpack),
         recorder,
@@ -87,6 +89,21 @@ def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager
 def device_of(tree: Any) -> torch.device:
     """Of the first tensor; the CPU where there is none."""
     return next((leaf.device for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """In here torch's transformer layers run as they do in training.
+
+    Where no gradient is wanted they would take the weights of all layers inside of them, past those that are cut, and
+    give nested tensors, which no boundary between stages can carry.
+    """
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,7 @@
-"""Operators on tensors without memory, written down, and run again for those whose values are wanted.
+"""Operators on tensors without memory, that were written down, and run again for those whose values are wanted.
 
 A value is computed from what was written to its storage, and from what was read for that, as far back as it matters: so
-views, writes in place and ``.data`` need no care of their own. Random numbers are drawn when they are recorded, on
-memory that is freed at once: so the generator goes the way that it would have gone, and its state before each operator
-is known.
+views, writes in place and ``.data`` need no care of their own. tape_recorder.py writes the tape.
 """
 
 from __future__ import annotations
@@ -13,28 +11,16 @@ import ctypes
 import hashlib
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..errors import SpecError
+__all__ = ["Op", "OwnGenerator", "Place", "Tape"]
 
-__all__ = ["Place", "Tape"]
-
-# What they write does not depend on what was there.
-_DRAWING = ("normal_", "uniform_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_", "bernoulli_")
-_OVERWRITING = frozenset((*_DRAWING, "zero_", "fill_", "copy_"))
 _TRIM_BYTES = 1 << 25
 _KEPT_SIZES = 4  # how many times the largest storage of a look is kept for the next one
 
@@ -57,7 +43,7 @@ class Place:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu")
 
 
-class _OwnGenerator:
+class OwnGenerator:
     """Stands in arguments for a generator, whose state the operator has."""
 
     def __repr__(self) -> str:
@@ -65,7 +51,7 @@ class _OwnGenerator:
 
 
 @dataclass
-class _Op:
+class Op:
     """An operator call, with places for its tensors.
 
     ``made``: by leaf of the result, those on new storages. ``writes`` has the storages that it changes or makes,
@@ -86,158 +72,41 @@ class _Op:
         return f"{self.func}({self.args}, {self.kwargs}) -> {self.made} {self.default_dtype}"
 
 
-class Tape(TorchDispatchMode):
-    """Records what runs inside of it, under the fake tensors of ``fakes``, and gives values."""
+class Tape:
+    """Operators, in their order, and values of what they make. It is open until all of them are there."""
 
-    def __init__(self, fakes: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._fakes: FakeTensorMode | None = fakes
-        self._ops: dict[int, _Op] = {}
+    def __init__(self, size_of: Callable[[int], int]) -> None:
+        """``size_of``: the bytes of a storage, by its number."""
+        self._size_of = size_of
+        self._is_open = True
+        self._ops: dict[int, Op] = {}
         self._count = 0
-        self._numbers: dict[int, int] = {}
-        self._storages: list[torch.UntypedStorage] = []  # without memory; kept, so that no other gets their identity
-        self._sizes: list[int] = []
-        self._passed_bytes = 0  # that were written since memory was given back
-        self._met: dict[int, tuple[Tensor, Tensor]] = {}  # tensors with values, and what stands for them
         self._constants: dict[int, torch.UntypedStorage] = {}
         self._writers: dict[int, list[int]] = {}
         self._recent: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with the operator before which they were so
+        self._passed_bytes = 0  # that were written since memory was given back
 
-    # ---- recording
+    # ---- while it is open
 
-    @property
-    def _is_recording(self) -> bool:
-        return self._fakes is not None
-
-    def is_changed(self, tensor: Tensor) -> bool:
-        """Whether a tensor that is not fake was written to."""
-        is_met = any(tensor.untyped_storage()._cdata == real.untyped_storage()._cdata for real, _ in self._met.values())
-        return is_met and bool(self._writers.get(self._number(self.fake(tensor))))
-
-    def place_of(self, tensor: Tensor) -> Place:
-        """Raises: SpecError for what is not dense and on the CPU."""
-        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.device.type != "cpu":
-            kind = f"{str(tensor.layout).removeprefix('torch.')} tensor on {tensor.device}"
-            raise SpecError(
-                f"the code makes a {kind}: deferred values are of dense tensors on the CPU; materialize them elsewhere"
-            )
-        size, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
-        return Place(self._number(tensor), int(tensor.storage_offset()), size, stride, tensor.dtype)
-
-    def fake(self, tensor: Tensor) -> Tensor:
-        """What stands for a tensor with values: it has those that the tensor has now, or had when it was first met."""
-        assert self._fakes is not None
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        if id(tensor) not in self._met:
-            with _disable_current_modes():
-                made = self._fakes.from_tensor(tensor.detach(), static_shapes=True)
-                if self._is_new(made):
-                    self._constants[self._number(made)] = tensor.untyped_storage().clone()
-            self._met[id(tensor)] = tensor, made
-        return self._met[id(tensor)][1]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor() gives
-            return self._lift(func, *args)
-        args, kwargs = tree_map(lambda leaf: self.fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        try:
-            result = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            return self._look(func, args, kwargs)
-        self._record(func, args, kwargs, result)
-        assert self._fakes is not None
-        self._fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()  # it has weak references, and then
-        return result  # Module.to() cannot swap tensors
-
-    def _lift(self, func: Any, tensor: Tensor) -> Any:
-        made = func(tensor)
-        if not isinstance(tensor, FakeTensor) and self._is_new(made):
-            with _disable_current_modes():
-                self._constants[self._number(made)] = tensor.detach().clone().untyped_storage()
-        return made
-
-    def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The code asks for values: they are computed, and what comes of them is a constant. Raises: SpecError."""
-        if func._schema.is_mutable:
-            raise SpecError(f"{func} writes in a way that depends on values, which cannot be deferred")
-        with _disable_current_modes():
-            args, kwargs = tree_map(self._current, (args, kwargs))
-            result = func(*args, **kwargs)
-        return tree_map(lambda leaf: self.fake(leaf) if isinstance(leaf, Tensor) else leaf, result)
-
-    def _current(self, leaf: Any) -> Any:
-        return self.value(self.place_of(leaf)) if isinstance(leaf, Tensor) else leaf
-
-    def _scratch(self, leaf: Any) -> Any:
-        return self.place_of(leaf).scratch() if isinstance(leaf, Tensor) else leaf
-
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        made = tuple(self.place_of(leaf) if self._is_new(leaf) else None for leaf in leaves)
-        written = _written(func, args, kwargs)
-        name = func._overloadpacket.__name__
-        if not written and (name.startswith(("empty", "new_empty")) or not any(made)):
-            return
-        reads = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_blind = False
-        if name.endswith("_like") or name.startswith("new_"):
-            reads = []
-        elif written and name in _OVERWRITING:
-            others = reads[1:]  # the first is what is written
-            is_blind = not {*map(self._number, written)} & {*map(self._number, others)}
-            reads = others if is_blind else reads
-        fresh = [place.storage for place in made if place is not None]
-        covered = {self._number(leaf) for leaf in written if is_blind and _is_whole(leaf)}
-        noted: tuple[Any, Any] = tree_map(self._noted, (tuple(args), kwargs))
-        op = _Op(
-            func,
-            *noted,
-            made,
-            tuple(dict.fromkeys(map(self._number, reads))),
-            tuple(dict.fromkeys([*map(self._number, written), *fresh])),
-            frozenset(covered | set(fresh)),
-            torch.get_default_dtype(),
-        )
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._draw(op, args, kwargs)
+    def add(self, op: Op) -> None:
         for number in op.writes:
             self._writers.setdefault(number, []).append(self._count)
         self._ops[self._count] = op
         self._count += 1
 
-    def _noted(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Generator):
-            return _OwnGenerator()
-        return self.place_of(leaf) if isinstance(leaf, Tensor) else leaf
+    def set_constant(self, number: int, storage: torch.UntypedStorage) -> None:
+        """What is in a storage before any operator writes to it; else there are zeros."""
+        self._constants[number] = storage
 
-    def _draw(self, op: _Op, args: Any, kwargs: Any) -> None:
-        """Have the generator go on, as far as the operator takes it."""
-        generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
-        generator = generators[0] if generators else torch.default_generator
-        with _disable_current_modes():
-            op.state = generator.get_state()
-            args, kwargs = tree_map(self._current if op.reads else self._scratch, (args, kwargs))
-            op.func(*args, **kwargs)
-            if op.reads:
-                self._recent = {}  # it may have written to them
-        self._free_what_piles_up(op)
+    def is_written(self, number: int) -> bool:
+        return bool(self._writers.get(number))
 
-    def _is_new(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata not in self._numbers
+    def forget_values(self) -> None:
+        """Compute what is wanted next from the beginning: somebody may have written to what is kept."""
+        self._recent = {}
 
-    def _number(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = len(self._storages)
-            self._storages.append(storage)
-        return self._numbers[storage._cdata]
-
-    def close(self, places: Iterable[Place]) -> None:
-        """Forget what the values of ``places`` do not need."""
+    def close(self, places: Iterable[Place], sizes: Mapping[int, int]) -> None:
+        """Forget what the values of ``places`` do not need. ``sizes``: the bytes of storages, by number."""
         kept, storages = self._needed([(place.storage, self._count) for place in places], {})
         self._ops = {index: self._ops[index] for index in sorted(kept)}
         self._constants = {number: each for number, each in self._constants.items() if number in storages}
@@ -245,8 +114,7 @@ class Tape(TorchDispatchMode):
         for index, op in self._ops.items():
             for number in op.writes:
                 self._writers.setdefault(number, []).append(index)
-        self._sizes = [int(storage.nbytes()) for storage in self._storages]
-        self._fakes, self._storages, self._met, self._numbers, self._recent = None, [], {}, {}, {}
+        self._size_of, self._is_open, self._recent = sizes.__getitem__, False, {}
 
     # ---- values
 
@@ -264,7 +132,7 @@ class Tape(TorchDispatchMode):
         with torch.no_grad(), torch.random.fork_rng([]):
             self._run(sorted(needed), found, times, place.storage)
         tensor = place.on(self._storage(place.storage, found))
-        if self._is_recording:
+        if self._is_open:
             times[place.storage] = self._count
             self._recent = {number: (times[number], each) for number, each in found.items()}
         return tensor
@@ -323,14 +191,14 @@ class Tape(TorchDispatchMode):
                 times.update(dict.fromkeys(op.reads, index) | dict.fromkeys(op.writes, index + 1))
                 done.extend(ending.get(index, ()))
                 largest = max(each.nbytes() for each in found.values())
-                most = _KEPT_SIZES * largest if self._is_recording else -1
+                most = _KEPT_SIZES * largest if self._is_open else -1
                 while done and sum(found[number].nbytes() for number in done) > most:
                     del found[done.popleft()]
-                self._free_what_piles_up(op)
+                self.free_what_piles_up(op)
         finally:
             torch.set_default_dtype(default_dtype)
 
-    def _run_one(self, op: _Op, found: dict[int, torch.UntypedStorage]) -> None:
+    def _run_one(self, op: Op, found: dict[int, torch.UntypedStorage]) -> None:
         generator: torch.Generator | None = None
         if op.state is not None:
             torch.default_generator.set_state(op.state)
@@ -340,7 +208,7 @@ class Tape(TorchDispatchMode):
             if isinstance(leaf, Place):
                 is_used = leaf.storage in op.reads or leaf.storage in op.writes
                 return leaf.on(self._storage(leaf.storage, found)) if is_used else leaf.scratch()
-            return generator if isinstance(leaf, _OwnGenerator) else leaf
+            return generator if isinstance(leaf, OwnGenerator) else leaf
 
         args, kwargs = tree_map(given, (op.args, op.kwargs))
         result = op.func(*args, **kwargs)
@@ -365,16 +233,13 @@ class Tape(TorchDispatchMode):
             found[number] = (
                 constant.clone()
                 if constant is not None
-                else torch.zeros(self._size(number), dtype=torch.uint8, device="cpu").untyped_storage()
+                else torch.zeros(self._size_of(number), dtype=torch.uint8, device="cpu").untyped_storage()
             )
         return found[number]
 
-    def _size(self, number: int) -> int:
-        return int(self._storages[number].nbytes()) if self._is_recording else self._sizes[number]
-
-    def _free_what_piles_up(self, op: _Op) -> None:
+    def free_what_piles_up(self, op: Op) -> None:
         """Called when it has run."""
-        self._passed_bytes += sum(map(self._size, op.writes))
+        self._passed_bytes += sum(map(self._size_of, op.writes))
         if self._passed_bytes > _TRIM_BYTES:
             self._passed_bytes = 0
             _trim()
@@ -433,25 +298,3 @@ def _trim() -> None:
 def _bytes_of(storage: torch.UntypedStorage) -> bytes | ctypes.Array[ctypes.c_char]:
     """Its memory, not a copy of it."""
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()) if storage.nbytes() else b""
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    if func is torch.ops.aten.native_batch_norm.default:  # its schema does not say so
-        *_, running_mean, running_var, is_training, _, _ = args
-        return [leaf for leaf in (running_mean, running_var) if isinstance(leaf, Tensor) and is_training]
-    if not func._schema.is_mutable:
-        return []
-    given = [*zip(func._schema.arguments, args)]
-    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-    leaves = tree_leaves([value for argument, value in given if argument.is_write])
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether each element of its storage is in it, once."""
-    numel = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
-        if stride != numel:
-            return False
-        numel *= size
-    return bool(numel * tensor.element_size() == tensor.untyped_storage().nbytes())

@@ -6,6 +6,7 @@ import contextlib
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -67,7 +68,12 @@ class Reports:
         self._folder = metrics_folder
         self._flops_per_sample, self._peak_flops = flops_per_sample, peak_flops
         self._show_progress = show_progress
-        self.result = Result(0)
+        self.begin(Result(0))
+
+    def begin(self, result: Result) -> None:
+        """Tell of another run; in the metrics its lines have the time at which it began."""
+        self.result = result
+        self._run = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
     def step(self, step: int, record: Record, batch: Any, *, seconds: float) -> None:
         """Add to ``record`` how fast the step was, in samples of all replicas, and the memory of this rank."""
@@ -104,7 +110,7 @@ class Reports:
 
     def _log(self, step: int, record: Record) -> None:
         if self._model.is_main:
-            log_metrics(step, record, folder=self._folder)
+            log_metrics(step, {"run": self._run, **record}, folder=self._folder)
 
 
 def _find_tqdm() -> Any:

@@ -135,7 +135,8 @@ class Trainer:
 
         Raises: NotFinite where the loss or a gradient is not a number, before the optimizer takes a step with it.
         """
-        self._reports.result, self._is_stopped = Result(self.step), False
+        self._is_stopped = False
+        self._reports.begin(Result(self.step))
         if self.checkpoint is not None and self.resume:
             _warn_of_restarts()
             self._go_on()
@@ -322,7 +323,7 @@ class Trainer:
                 group["lr"] = rate * ratio(self.scheduler.last_epoch)
         self.step = found.step
         self.train.go_to(found.data_position)
-        self._reports.result = Result(self.step, resumed_from=found.name)
+        self._reports.begin(Result(self.step, resumed_from=found.name))
 
 
 def _one_copy(model: nn.Module, loss: Loss | None) -> WholeModel:

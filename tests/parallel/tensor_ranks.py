@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from detrain_nb import parallel as par
 from detrain_nb.parallel.model import Arrangement
-from detrain_nb.parallel.planner import tp_plan
-from detrain_nb.parallel.tensor_parallel import apply_tensor_plan, from_saved_order, loss_on_parts, to_saved_order
+from detrain_nb.parallel.tensor import layers
+from detrain_nb.parallel.tensor.apply import apply_tensor_plan, from_saved_order, loss_on_parts, to_saved_order
+from detrain_nb.parallel.tensor.planner import tp_plan
 
 MODELS["gpt"] = lambda: (made(GPT(layers=2)), tokens())
 MODELS["gpt tied"] = lambda: (made(GPT(layers=2, is_tied=True)), tokens())
@@ -275,3 +276,21 @@ def look_from_outside() -> dict[str, bool]:
         "has a gradient": model.head.weight.grad is not None,
         "is copied": isinstance(copy.deepcopy(model).head.weight, DTensor),
     }
+
+
+def evaluate_encoder() -> tuple[float, int]:
+    """An encoder with padding, evaluated: how far it is from the whole, and how many weights were put together."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), 2).eval()
+    call = {
+        "src": torch.randn(4, 16, 32),
+        "src_key_padding_mask": torch.arange(16)[None] >= torch.arange(13, 17)[:, None],
+    }
+    reference = copy.deepcopy(model)
+    apply_tensor_plan(model, tp_plan(model, call), mesh_of())
+    put_together, seen = layers.put_together, []
+    layers.put_together = lambda tensor, *args, **options: (seen.append(1), put_together(tensor, *args, **options))[1]
+    with torch.no_grad():
+        output = model(**call)
+    layers.put_together = put_together
+    return float((output - reference(**call)).abs().max()), len(seen)

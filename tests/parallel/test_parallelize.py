@@ -159,7 +159,7 @@ def test_what_cannot_be_is_told(two_ranks: Session, axes: dict[str, int], option
 def test_ddp_beside_a_zero_bubble_schedule_is_refused(two_ranks: Session) -> None:
     """Four ranks are not needed to hear it."""
     from detrain_nb.parallel.data_parallel import _why_not_ddp
-    from detrain_nb.parallel.schedules import find_schedule
+    from detrain_nb.parallel.stages.schedules import find_schedule
 
     assert "replicas would drift apart" in _why_not_ddp({"pp": 2, "dp_replicate": 2}, find_schedule("ZBVZeroBubble"))
     assert "it cannot broadcast a DTensor" in _why_not_ddp({"dp_replicate": 2, "tp": 2}, None)

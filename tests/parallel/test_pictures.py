@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel import SCHEDULES, StageNode, partition, profile
 from detrain_nb.parallel.pictures import draw_partition, show_mesh
-from detrain_nb.parallel.timeline import timeline
+from detrain_nb.parallel.stages.timeline import timeline
 
 from .models import GPT
 

@@ -12,7 +12,7 @@ from detrain_nb import Session
 from detrain_nb import parallel as par
 from detrain_nb.errors import RankError, SpecError
 from detrain_nb.parallel import SCHEDULES
-from detrain_nb.parallel.schedules import Schedule, find_schedule
+from detrain_nb.parallel.stages.schedules import Schedule, find_schedule
 
 from .models import GPT
 from .test_splitter import TOKENS

@@ -187,6 +187,18 @@ def test_boundary_is_contiguous_and_no_view() -> None:
     torch.testing.assert_close(found.stage(1)(hidden, batch(3, 2, 4)), model(batch(3, 2, 4)), rtol=0, atol=0)
 
 
+def test_encoder_with_padding_is_cut_in_its_middle() -> None:
+    """Evaluated, torch would make nested tensors of it from its first layer to its last."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 4).eval()
+    call = {"src": torch.randn(2, 6, 16), "src_key_padding_mask": torch.arange(6)[None] >= torch.tensor([[4], [6]])}
+    found = split(model, call, at=["layers.2"])
+    with torch.no_grad():
+        between = found.stage(0).eval()(**call)
+        output = found.stage(1).eval()(between, **call)
+    torch.testing.assert_close(output, model(**call).detach(), rtol=0, atol=0)
+
+
 def test_cuts_are_chosen_by_name_by_number_or_by_nodes() -> None:
     model = GPT()
     assert split(model, TOKENS, at=["h.1", "head"]).cuts == ("h.1", "head")

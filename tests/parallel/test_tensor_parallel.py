@@ -134,6 +134,12 @@ def test_checkpoint_drops_again_what_it_dropped(session: Session) -> None:
     assert max(session.run_cell("drop_again()").values.values()) < 1e-6
 
 
+def test_evaluation_takes_no_weights_of_other_ranks(session: Session) -> None:
+    """torch has a path for it that takes those of a whole layer at once."""
+    for apart, gathered in session.run_cell("evaluate_encoder()").values.values():
+        assert apart < 1e-5 and gathered == 0
+
+
 def test_saved_order_is_that_of_the_whole_model(session: Session, tmp_path: Path) -> None:
     for found in session.run_cell(f"save({str(tmp_path)!r})").values.values():
         assert found["whole"] is True and found["again"] is True

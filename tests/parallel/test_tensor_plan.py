@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel.planner import tp_plan
-from detrain_nb.parallel.proof import find_fault, keep_call
-from detrain_nb.parallel.tensor_plan import Pair, TensorPlan
-from detrain_nb.parallel.tensor_proposals import known_modules
+from detrain_nb.parallel.tensor.plan import Pair, TensorPlan
+from detrain_nb.parallel.tensor.planner import tp_plan
+from detrain_nb.parallel.tensor.proof import find_fault, keep_call
+from detrain_nb.parallel.tensor.proposals import known_modules
 
 from .models import GPT
 from .tensor_models import MODELS, Attention, Llama, draw, made, tokens

@@ -80,6 +80,15 @@ def test_loop_is_that_of_a_book(metrics: Path) -> None:
     assert {"grad_norm", "lr", "samples_per_s", "memory_bytes"} <= lines[0].keys()
 
 
+def test_lines_of_the_last_run_stand_apart_from_those_before(metrics: Path) -> None:
+    log_metrics(1, loss=9.0)
+    losses = [trainer(steps=steps).fit().losses for steps in (4, 3)]
+    assert len(read_metrics()) == 8
+    assert [line["loss"] for line in read_metrics(run="last")] == losses[1]
+    first = min(line["run"] for line in read_metrics() if "run" in line)
+    assert [line["loss"] for line in read_metrics(run=first)] == losses[0]
+
+
 def test_evaluation_is_over_every_sample() -> None:
     model = net()
     data = classes(37)

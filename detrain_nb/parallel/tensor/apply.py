@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ..errors import SpecError
-from .tensor_layout import lay_out
-from .tensor_plan import Layout, TensorPlan
-from .tensor_ranks import MeshRanks, cut, join
+from ...errors import SpecError
+from .layout import lay_out
+from .plan import Layout, TensorPlan
+from .ranks import MeshRanks, cut, join
 
 __all__ = ["apply_tensor_plan", "from_saved_order", "loss_on_parts", "to_saved_order"]
 

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from ..errors import SpecError
+from ...errors import SpecError
+from ..costs.profiler import ExampleInputs, as_call
+from ..recording import first_float_tensor, modules_around
 from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
-from .profiler import ExampleInputs, as_call
+from .plan import LINEAR, Pair, PlannedModule, TensorPlan
 from .proof import Call, find_fault, keep_call
-from .recording import first_float_tensor, modules_around
-from .sequence_plan import with_sequence_parts
-from .tensor_plan import LINEAR, Pair, PlannedModule, TensorPlan
-from .tensor_proposals import (
+from .proposals import (
     candidates_of,
     flow_pairs,
     heads_that_do_not_divide,
@@ -30,6 +29,7 @@ from .tensor_proposals import (
     trials_of,
     why_not_embedding,
 )
+from .sequence_plan import with_sequence_parts
 
 __all__ = ["tp_plan"]
 

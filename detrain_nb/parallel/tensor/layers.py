@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .tensor_plan import Layout
-from .tensor_ranks import TensorRanks, add_up, add_up_gradients, bounds, put_together
+from ..recording import without_fused_layers
+from .plan import Layout
+from .ranks import TensorRanks, add_up, add_up_gradients, bounds, put_together
 
 __all__ = ["Region", "Share", "change_class"]
 
@@ -34,13 +35,18 @@ class Region:
 
     @contextlib.contextmanager
     def entered(self, module: nn.Module) -> Iterator[None]:
-        is_outermost = self.depth == 0 and module.training and torch._C._current_graph_task_id() == -1
-        with self._seeded(module) if is_outermost else contextlib.nullcontext():
+        with self._begun(module) if self.depth == 0 else contextlib.nullcontext():
             self.depth += 1
             try:
                 yield
             finally:
                 self.depth -= 1
+
+    @contextlib.contextmanager
+    def _begun(self, module: nn.Module) -> Iterator[None]:
+        is_training = module.training and torch._C._current_graph_task_id() == -1
+        with without_fused_layers(), self._seeded(module) if is_training else contextlib.nullcontext():
+            yield
 
     @contextlib.contextmanager
     def _seeded(self, module: nn.Module) -> Iterator[None]:

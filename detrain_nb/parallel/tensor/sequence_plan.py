@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..errors import SpecError
+from ...errors import SpecError
+from .plan import Pair, SequenceParts, TensorPlan, is_inside
 from .proof import Call, find_fault
-from .tensor_plan import Pair, SequenceParts, TensorPlan, is_inside
 
 __all__ = ["with_sequence_parts"]
 

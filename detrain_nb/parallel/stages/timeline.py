@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from ..errors import SpecError
+from ...errors import SpecError
 from .schedules import KINDS, Schedule, WrittenSchedule, find_schedule
 
 __all__ = ["Timeline", "Work", "timeline"]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .recording import Entries, Recorder, Recording, modules_around
+from ..recording import Entries, Recorder, Recording, modules_around
 
 __all__ = ["Cut", "find_cuts", "find_replaceable"]
 

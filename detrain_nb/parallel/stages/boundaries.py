@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from .profiler import profile_call
-from .recording import attributes_kept, device_of, first_float_tensor, modules_around, random_state_kept
+from ...errors import SpecError
+from ..costs.profiler import profile_call
+from ..recording import attributes_kept, device_of, first_float_tensor, modules_around, random_state_kept
 from .splitter import Split
 from .stage import build_stage
 from .stubs import ghost_of

@@ -19,10 +19,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from ..errors import SpecError
-from .cuts import Cut, find_cuts, find_replaceable
-from .measuring import measure_units
-from .recording import (
+from ...errors import SpecError
+from ..recording import (
     Entries,
     ModuleOutput,
     Recording,
@@ -32,6 +30,8 @@ from .recording import (
     random_state_kept,
     record,
 )
+from .cuts import Cut, find_cuts, find_replaceable
+from .measuring import measure_units
 
 __all__ = [
     "ExampleInputs",

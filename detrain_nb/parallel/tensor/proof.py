@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .layer_flow import float_outputs
-from .tensor_layout import lay_out
-from .tensor_plan import Layout, TensorPlan
-from .tensor_ranks import cut
+from .layout import lay_out
+from .plan import Layout, TensorPlan
+from .ranks import cut
 
 __all__ = ["Call", "find_fault", "keep_call"]
 

@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from ..errors import SpecError
+from ...errors import SpecError
 
 __all__ = ["SCHEDULES", "Schedule", "WrittenSchedule", "find_schedule", "stages_of_rank"]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..errors import SpecError
-from .partitioner import Partition, StageNode, partition
-from .profiler import ExampleInputs, ModelProfile, profile
-from .recording import modules_around
+from ...errors import SpecError
+from ..costs.partitioner import Partition, StageNode, partition
+from ..costs.profiler import ExampleInputs, ModelProfile, profile
+from ..recording import modules_around
 from .stage import build_stage
 
 __all__ = ["Split", "split"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import SpecError
+from ...errors import SpecError
 
 __all__ = ["Layout", "Pair", "PlannedModule", "SequenceParts", "TensorPlan"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import SpecError
-from .recording import ModuleOutput, first_float_tensor, modules_around
+from ...errors import SpecError
+from ..recording import ModuleOutput, first_float_tensor, modules_around, without_fused_layers
 from .stubs import End, Reached, StageState, Stub, ghost_of, shallow_copy
 
 __all__ = ["build_stage"]
@@ -50,7 +50,8 @@ class _StageForward(nn.Module):
         state.move(state.device if place is None else place.device)
         state.is_taken = received is None
         try:
-            result = super().forward(*args, **kwargs)
+            with without_fused_layers():
+                result = super().forward(*args, **kwargs)
             state.require_taken()
             if state.cut_out is not None:
                 raise SpecError(f"the model returned, and never came to {state.cut_out!r}, where its next stage begins")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..errors import SpecError
-from .recording import TensorMemo, attributes_kept, device_of, first_float_tensor, random_state_kept, tensors_in
+from ...errors import SpecError
+from ..recording import TensorMemo, attributes_kept, device_of, first_float_tensor, random_state_kept, tensors_in
 
 __all__ = ["measure_units"]
 

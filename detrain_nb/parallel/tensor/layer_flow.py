@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .recording import first_float_tensor
+from ..recording import first_float_tensor, without_fused_layers
 
 __all__ = ["LayerFlow", "Watch", "float_outputs", "run_quietly", "watch_flow"]
 
@@ -147,7 +147,7 @@ def run_quietly(model: nn.Module, args: Any, kwargs: Any, mode: contextlib.Abstr
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), mode:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), without_fused_layers(), mode:
             return model(*args, **kwargs)
     finally:
         for module, is_training in modes.items():

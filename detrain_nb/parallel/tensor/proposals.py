@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from ..recording import modules_around
 from .layer_flow import LayerFlow
-from .recording import modules_around
-from .tensor_plan import LINEAR, OUTPUT_DIM, Pair, PlannedModule
+from .plan import LINEAR, OUTPUT_DIM, Pair, PlannedModule
 
 __all__ = [
     "candidates_of",

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from ..errors import SpecError
-from .recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
+from ...errors import SpecError
+from ..recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
 
 __all__ = ["End", "Reached", "StageState", "Stub", "ghost_of", "shallow_copy", "zeros_without_memory"]
 

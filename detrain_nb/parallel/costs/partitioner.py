@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ...errors import SpecError
 from .profiler import ModelProfile
 
 __all__ = ["Partition", "StageNode", "partition"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import SpecError
+from ...errors import SpecError
 from .schedules import Schedule
 from .splitter import Split
 

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..errors import SessionError, SpecError
+from ...errors import SessionError, SpecError
+from ..deferred import fill, is_deferred, require_values
+from ..microbatches import Loss, Passage
+from ..model import Arrangement, ParallelModel
 from .boundaries import Boundaries
-from .deferred import fill, is_deferred, require_values
-from .microbatches import Loss, Passage
-from .model import Arrangement, ParallelModel
 from .schedules import Schedule, find_schedule
 from .splitter import Split
 from .tied import TiedParameters

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from .stubs import Stub
-from .tensor_layers import Region, Share, change_class
-from .tensor_plan import OUTPUT_DIM, Layout, Pair, SequenceParts, TensorPlan, is_inside
-from .tensor_ranks import TensorRanks, add_up, add_up_gradients, bounds, cut_own, put_together
+from ...errors import SpecError
+from ..stages.stubs import Stub
+from .layers import Region, Share, change_class
+from .plan import OUTPUT_DIM, Layout, Pair, SequenceParts, TensorPlan, is_inside
+from .ranks import TensorRanks, add_up, add_up_gradients, bounds, cut_own, put_together
 
 __all__ = ["Distribute", "lay_out"]
 

@@ -1,0 +1,190 @@
+"""What a constructor does to tensors, on tensors without memory, written down on a tape.
+
+Random numbers are drawn when they are recorded, on memory that is freed at once: so the generator goes the way that it
+would have gone, and its state before each operator is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..errors import SpecError
+from .tape import Op, OwnGenerator, Place, Tape
+
+__all__ = ["TapeRecorder"]
+
+# What they write does not depend on what was there.
+_DRAWING = ("normal_", "uniform_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_", "bernoulli_")
+_OVERWRITING = frozenset((*_DRAWING, "zero_", "fill_", "copy_"))
+
+
+class TapeRecorder(TorchDispatchMode):
+    """Records what runs inside of it, under the fake tensors of ``fakes``."""
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = Tape(lambda number: int(self._storages[number].nbytes()))
+        self._fakes = fakes
+        self._numbers: dict[int, int] = {}
+        self._storages: list[torch.UntypedStorage] = []  # without memory; kept, so that no other gets their identity
+        self._met: dict[int, tuple[Tensor, Tensor]] = {}  # tensors with values, and what stands for them
+
+    def is_changed(self, tensor: Tensor) -> bool:
+        """Whether a tensor that is not fake was written to."""
+        is_met = any(tensor.untyped_storage()._cdata == real.untyped_storage()._cdata for real, _ in self._met.values())
+        return is_met and self.tape.is_written(self._number(self.fake(tensor)))
+
+    def place_of(self, tensor: Tensor) -> Place:
+        """Raises: SpecError for what is not dense and on the CPU."""
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.device.type != "cpu":
+            kind = f"{str(tensor.layout).removeprefix('torch.')} tensor on {tensor.device}"
+            raise SpecError(
+                f"the code makes a {kind}: deferred values are of dense tensors on the CPU; materialize them elsewhere"
+            )
+        size, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+        return Place(self._number(tensor), int(tensor.storage_offset()), size, stride, tensor.dtype)
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor with values: it has those that the tensor has now, or had when it was first met."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if id(tensor) not in self._met:
+            with _disable_current_modes():
+                made = self._fakes.from_tensor(tensor.detach(), static_shapes=True)
+                if self._is_new(made):
+                    self.tape.set_constant(self._number(made), tensor.untyped_storage().clone())
+            self._met[id(tensor)] = tensor, made
+        return self._met[id(tensor)][1]
+
+    def finish(self, places: Iterable[Place]) -> None:
+        """Leave on the tape what the values of ``places`` need."""
+        self.tape.close(places, {number: int(each.nbytes()) for number, each in enumerate(self._storages)})
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor() gives
+            return self._lift(func, *args)
+        args, kwargs = tree_map(lambda leaf: self.fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return self._look(func, args, kwargs)
+        self._record(func, args, kwargs, result)
+        self._fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()  # it has weak references, and then
+        return result  # Module.to() cannot swap tensors
+
+    def _lift(self, func: Any, tensor: Tensor) -> Any:
+        made = func(tensor)
+        if not isinstance(tensor, FakeTensor) and self._is_new(made):
+            with _disable_current_modes():
+                self.tape.set_constant(self._number(made), tensor.detach().clone().untyped_storage())
+        return made
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The code asks for values: they are computed, and what comes of them is a constant. Raises: SpecError."""
+        if func._schema.is_mutable:
+            raise SpecError(f"{func} writes in a way that depends on values, which cannot be deferred")
+        with _disable_current_modes():
+            args, kwargs = tree_map(self._current, (args, kwargs))
+            result = func(*args, **kwargs)
+        return tree_map(lambda leaf: self.fake(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+    def _current(self, leaf: Any) -> Any:
+        return self.tape.value(self.place_of(leaf)) if isinstance(leaf, Tensor) else leaf
+
+    def _scratch(self, leaf: Any) -> Any:
+        return self.place_of(leaf).scratch() if isinstance(leaf, Tensor) else leaf
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = tuple(self.place_of(leaf) if self._is_new(leaf) else None for leaf in leaves)
+        written = _written(func, args, kwargs)
+        name = func._overloadpacket.__name__
+        if not written and (name.startswith(("empty", "new_empty")) or not any(made)):
+            return
+        reads = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_blind = False
+        if name.endswith("_like") or name.startswith("new_"):
+            reads = []
+        elif written and name in _OVERWRITING:
+            others = reads[1:]  # the first is what is written
+            is_blind = not {*map(self._number, written)} & {*map(self._number, others)}
+            reads = others if is_blind else reads
+        fresh = [place.storage for place in made if place is not None]
+        covered = {self._number(leaf) for leaf in written if is_blind and _is_whole(leaf)}
+        noted: tuple[Any, Any] = tree_map(self._noted, (tuple(args), kwargs))
+        op = Op(
+            func,
+            *noted,
+            made,
+            tuple(dict.fromkeys(map(self._number, reads))),
+            tuple(dict.fromkeys([*map(self._number, written), *fresh])),
+            frozenset(covered | set(fresh)),
+            torch.get_default_dtype(),
+        )
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draw(op, args, kwargs)
+        self.tape.add(op)
+
+    def _noted(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return OwnGenerator()
+        return self.place_of(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _draw(self, op: Op, args: Any, kwargs: Any) -> None:
+        """Have the generator go on, as far as the operator takes it."""
+        generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
+        generator = generators[0] if generators else torch.default_generator
+        with _disable_current_modes():
+            op.state = generator.get_state()
+            args, kwargs = tree_map(self._current if op.reads else self._scratch, (args, kwargs))
+            op.func(*args, **kwargs)
+            if op.reads:
+                self.tape.forget_values()  # it may have written to them
+        self.tape.free_what_piles_up(op)
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata not in self._numbers
+
+    def _number(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata] = len(self._storages)
+            self._storages.append(storage)
+        return self._numbers[storage._cdata]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    if func is torch.ops.aten.native_batch_norm.default:  # its schema does not say so
+        *_, running_mean, running_var, is_training, _, _ = args
+        return [leaf for leaf in (running_mean, running_var) if isinstance(leaf, Tensor) and is_training]
+    if not func._schema.is_mutable:
+        return []
+    given = [*zip(func._schema.arguments, args)]
+    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    leaves = tree_leaves([value for argument, value in given if argument.is_write])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether each element of its storage is in it, once."""
+    numel = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if stride != numel:
+            return False
+        numel *= size
+    return bool(numel * tensor.element_size() == tensor.untyped_storage().nbytes())

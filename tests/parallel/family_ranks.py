@@ -1,0 +1,159 @@
+"""What the ranks of a test do: a model of any family laid out over a mesh, beside the whole one, through AdamW."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from families import OF_TRANSFORMERS, draw, padding, tokens
+from mixed_ranks import full, place_of
+from models import GPT
+from torch import Tensor, nn
+from vision import ConvUNet, ResNet
+
+from detrain_nb import parallel as par
+
+
+class Translation(nn.Module):
+    """nn.Transformer between embeddings and a head; padding does not count on either side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(97, 32), nn.Embedding(97, 32)
+        self.body = nn.Transformer(32, 4, 3, 3, 64, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(32, 97)
+
+    def forward(self, source: Tensor, target: Tensor, source_padding: Tensor) -> Tensor:
+        causal = self.body.generate_square_subsequent_mask(target.shape[1])
+        is_ignored = source_padding == 0
+        mask = torch.zeros(is_ignored.shape).masked_fill(is_ignored, -torch.inf)
+        body: Tensor = self.body(
+            self.source(source),
+            self.target(target),
+            tgt_mask=causal,
+            src_key_padding_mask=mask,
+            memory_key_padding_mask=mask,
+            tgt_is_causal=True,
+        )
+        result: Tensor = self.head(body)
+        return result
+
+
+def _mlp() -> nn.Module:
+    sizes = [16, 64, 48, 32, 24, 16]
+    layers = [each for pair in itertools.pairwise(sizes) for each in (nn.Linear(*pair), nn.GELU())]
+    return nn.Sequential(*layers[:-1])
+
+
+# The model, and inputs by rows.
+OF_TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any]]]] = {
+    "MLP": (_mlp, lambda rows: {"input": draw(rows, 16)}),
+    "ResNet": (ResNet, lambda rows: {"x": draw(rows, 3, 32, 32)}),
+    "U-Net": (ConvUNet, lambda rows: {"x": draw(rows, 3, 16, 16)}),
+    "nn.Transformer": (
+        Translation,
+        lambda rows: {
+            "source": tokens(rows, 8),
+            "target": tokens(rows, 6),
+            "source_padding": padding(rows, 8),
+        },
+    ),
+    "GPT tied": (lambda: GPT(layers=4, is_tied=True), lambda rows: {"tokens": tokens(rows, 16)}),
+}
+FAMILIES = (*OF_TORCH, *OF_TRANSFORMERS)
+
+
+def make(family: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    """The model, always with the same values, and what gives inputs of so many rows."""
+    torch.manual_seed(0)
+    if family in OF_TORCH:
+        build, inputs = OF_TORCH[family]
+        model = build()
+    else:
+        import transformers
+
+        build_one, inputs_of, _, _ = OF_TRANSFORMERS[family]
+        model = build_one(transformers, "sdpa")
+
+        def inputs(rows: int) -> dict[str, Any]:
+            given = inputs_of(rows, 8)
+            labels = given.pop("labels")
+            return {**given, "decoder_input_ids": labels} if family == "T5" else given
+
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()  # statistics of a part of the batch are no part's of the whole batch's
+    return model, inputs
+
+
+def mean_square(output: Any, weights: Tensor) -> Tensor:
+    """Of every number in its own way: a mean would leave many gradients next to nothing."""
+    tensor = output if isinstance(output, Tensor) else output.logits
+    scale = torch.linspace(-1, 1, tensor[0].numel()).view(tensor.shape[1:]).sin()
+    each: Tensor = ((tensor * scale).flatten(1).sum(1) + tensor.square().flatten(1).mean(1)) * weights
+    return each.mean()
+
+
+def train(family: str, axes: dict[str, int], **options: Any) -> dict[str, float]:
+    """Three steps with clipping: the largest differences of the losses, outputs, gradients, their norm, parameters.
+
+    Each relative: to the largest of its tensor, or a hundredth of the largest of all.
+    """
+    model, inputs = make(family)
+    whole = copy.deepcopy(model)
+    mesh = par.make_mesh(**axes, device_type="cpu")
+    laid_out = par.parallelize(
+        model, mesh, example_inputs=inputs(2), loss=mean_square, num_microbatches=2, device="cpu", **options
+    )
+    num_replicas, me = place_of(mesh)
+    optimizers = [
+        torch.optim.AdamW(list(each.parameters()), lr=1e-3, eps=1e-3, foreach=True) for each in (laid_out, whole)
+    ]
+    found = {"loss": 0.0, "output": 0.0, "gradient": 0.0, "norm": 0.0}
+    for step in range(3):
+        rows = 4 * num_replicas
+        batch, weights = inputs(rows), torch.linspace(0.5, 1.5, rows) + step
+        mine = {key: each.chunk(num_replicas)[me] if isinstance(each, Tensor) else each for key, each in batch.items()}
+        given = mine, weights.chunk(num_replicas)[me]
+        evaluated, output, loss = laid_out.evaluate(*given), laid_out.predict(mine), laid_out.train_step(*given)
+        expected = mean_square(whole(**batch), weights)
+        expected.backward()
+        if loss is not None:
+            losses = [float(full(each) / expected.detach()) for each in (evaluated, loss)]
+            found["loss"] = max(found["loss"], *(abs(each - 1) for each in losses))
+            found["output"] = max(found["output"], _output_apart(output, whole, mine))
+        found["gradient"] = max(found["gradient"], _apart(laid_out, whole, lambda parameter: parameter.grad))
+        norm = par.clip_grad_norm(laid_out, 0.5)
+        expected_norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        found["norm"] = max(found["norm"], abs(float(norm / expected_norm) - 1))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {**found, "parameter": _apart(laid_out, whole, lambda parameter: parameter.detach())}
+
+
+def _output_apart(output: Any, whole: nn.Module, batch: dict[str, Any]) -> float:
+    with torch.no_grad():
+        expected = whole(**batch)
+    pair = [each if isinstance(each, Tensor) else each.logits for each in (output, expected)]
+    return float((pair[0] - pair[1]).abs().max() / pair[1].abs().max())
+
+
+def _apart(laid_out: par.ParallelModel, whole: nn.Module, of: Callable[[Tensor], Tensor | None]) -> float:
+    references = {name: of(each) for name, each in whole.named_parameters(remove_duplicate=False)}
+    largest = max(float(each.abs().max()) for each in references.values() if each is not None)
+    plan, most = laid_out.arrangement.tensor_plan, 0.0
+    for name, parameter in laid_out.named_parameters():
+        found, expected = of(parameter), references[name]
+        if found is not None and plan is not None:
+            found = par.to_saved_order(name, found, plan)
+        if expected is None:
+            assert found is None or not full(found).any(), name
+            continue
+        assert found is not None, name
+        scale = max(float(expected.abs().max()), 1e-2 * largest)
+        most = max(most, float((full(found) - expected).abs().max()) / scale)
+    return most
