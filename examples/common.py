@@ -169,13 +169,11 @@ def train(model: par.ParallelModel, data: tuple[TensorDataset, TensorDataset], a
     """Train for ``args.epochs``, with an evaluation after each, and save. Collective: all processes, the master too."""
     scores: dict[str, float] = {}
     if not args.is_master:
-        loader = training.make_loader(data[0], args.batch_size, replica=model.replica, num_replicas=model.num_replicas)
         trainer = training.Trainer(
             model,
-            train=loader,
+            train=DataLoader(data[0], args.batch_size, shuffle=True),
             evaluate=DataLoader(data[1], batch_size=200),
-            steps=args.epochs * len(loader),
-            evaluate_every=len(loader),
+            epochs=args.epochs,
             optimizer="adamw",
             optimizer_options={"lr": args.lr},
             callbacks=[Report(args.report)],

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import SpecError
+from .mesh import replica_number
 from .stages.schedules import Schedule
 from .stages.stubs import Stub
 
@@ -54,6 +55,11 @@ class Sharding:
             return ()
         names = self.mesh.mesh_dim_names or ()
         return tuple(self.mesh.get_group(name) for name in names if self.mesh[name].size() > 1)
+
+    @property
+    def replica(self) -> int:
+        """This rank's number among all that have other data."""
+        return replica_number(self.replicas)
 
     def apply(self, module: nn.Module, *, is_last: bool) -> nn.Module:
         """Change ``module`` in place, and return what is to be called in its place.
@@ -100,7 +106,12 @@ class Sharding:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # nothing to exchange, which DDP refuses
         (group,) = self.replicas
-        replica = DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
+        replica = DistributedDataParallel(
+            module,
+            process_group=group,
+            find_unused_parameters=True,
+            broadcast_buffers=False,  # they are equal when it begins; see ParallelModel.share_statistics
+        )
         if self.comm_hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10)
             replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

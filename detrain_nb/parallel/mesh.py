@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import SessionError, SpecError
 
-__all__ = ["AXES", "make_mesh", "resolve_axes"]
+__all__ = ["AXES", "make_mesh", "replica_number", "resolve_axes"]
 
 # From the outermost to the innermost: neighbouring ranks, on one node as a rule, are those that say most to each other.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -32,7 +32,7 @@ def make_mesh(
     ``pp``: pipeline stages. ``dp_replicate``: whole copies of the model (or of its shards). ``dp_shard``: shards of
     parameters, gradients and optimizer state. ``cp``: parts of a sequence. ``ep``: groups of experts. ``tp``: parts of
     a layer. The axes keep this order, whatever the order of the arguments; ranks next to each other are on the last
-    axis. ``device_type`` is "cuda" where this rank has a GPU that its group can use, else "cpu".
+    axis. ``device_type`` is "cuda" where the ranks have GPUs that their group can use, else "cpu".
 
     Collective: every rank calls this, with the same numbers.
     Raises: SpecError for sizes that do not fit the ranks, SessionError where there is no process group.
@@ -77,7 +77,23 @@ def _largest(sizes: Mapping[str, int]) -> str:
     return max(sizes, key=lambda axis: sizes[axis])
 
 
+def replica_number(groups: Sequence[dist.ProcessGroup]) -> int:
+    """This rank's number among all that have other data: ``groups`` are its own on each axis along which they have."""
+    number = 0
+    for group in groups:
+        number = number * dist.get_world_size(group) + dist.get_rank(group)
+    return number
+
+
 def _device_type() -> str:
-    """Where tensors can be that the default group communicates."""
-    backend = str(dist.get_backend_config())
-    return "cuda" if torch.cuda.is_available() and "cuda:" in backend else "cpu"
+    """Where tensors can be that the default group sends. Collective. Raises: SpecError where ranks have unlike ones."""
+    backends = dict(part.split(":") for part in str(dist.get_backend_config()).split(",") if ":" in part)
+    is_sent = backends.get("cuda", "gloo") != "gloo"  # which sends a tensor of a GPU to all, but not to one
+    every = ["cuda" if torch.cuda.is_available() and is_sent else "cpu"] * dist.get_world_size()
+    dist.all_gather_object(every, every[0])
+    if len(set(every)) > 1:
+        without = [str(rank) for rank, kind in enumerate(every) if kind == "cpu"]
+        raise SpecError(
+            f"some ranks have a GPU, and {', '.join(without)} none: give device_type='cpu', or use ranks of one kind"
+        )
+    return every[0]

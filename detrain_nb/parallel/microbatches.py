@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from ..errors import SpecError
 from .costs.profiler import count_rows
+from .mesh import replica_number
 from .tensor.apply import loss_on_parts
 
 __all__ = ["Loss", "Objective", "Passage", "cut_batch", "rows_of"]
@@ -49,6 +57,7 @@ class Objective:
                 "the loss gives a number for each target (reduction='none'): give one that adds or averages"
             )
         self._is_sum = reduction == "sum"
+        self.ignore_index: int | None = _ignored_by(loss)
         self.replicas = replicas
         self.num_replicas = math.prod(dist.get_world_size(group) for group in replicas)
         self._device = device
@@ -56,10 +65,7 @@ class Objective:
     @property
     def replica(self) -> int:
         """This rank's number among them."""
-        number = 0
-        for group in self.replicas:
-            number = number * dist.get_world_size(group) + dist.get_rank(group)
-        return number
+        return replica_number(self.replicas)
 
     def weigh(self, targets: Sequence[Any]) -> list[Tensor | float]:
         """Return what the loss of each part counts. Gradients of replicas are averaged later: hence their number here.
@@ -125,12 +131,16 @@ def _option(loss: Loss | None, name: str) -> Any:
     return loss.keywords.get(name) if isinstance(loss, functools.partial) else getattr(loss, name, None)
 
 
+def _ignored_by(loss: Loss | None) -> int | None:
+    """The target that does not count in it, if there is one."""
+    ignored: int | None = _option(loss, "ignore_index")
+    inner = loss.func if isinstance(loss, functools.partial) else loss
+    return -100 if ignored is None and inner in (F.cross_entropy, F.nll_loss) else ignored
+
+
 def _usual_weight(loss: Loss | None) -> Callable[[Any], Tensor | float]:
     """How much counts in a target, for losses that leave some of it out, or weigh its classes; else its rows."""
-    ignored, class_weights = _option(loss, "ignore_index"), _option(loss, "weight")
-    inner = loss.func if isinstance(loss, functools.partial) else loss
-    if ignored is None and inner in (F.cross_entropy, F.nll_loss):
-        ignored = -100
+    ignored, class_weights = _ignored_by(loss), _option(loss, "weight")
     if ignored is None:
         return lambda target: float(rows_of(target))
 
@@ -196,10 +206,16 @@ def rows_of(tree: Any) -> int:
     return rows
 
 
-def cut_batch(tree: Any, *, rows: int, count: int) -> list[Any]:
-    """``count`` equal parts; what does not have the batch's first dimension is in each."""
+def cut_batch(tree: Any, *, rows: int, count: int, shared: Collection[str] = ()) -> list[Any]:
+    """``count`` equal parts; what does not have the batch's first dimension is in each.
+
+    And so is what stands where ``shared`` says: a mask of (T, T), where T may be the number of rows too.
+    """
     leaves, spec = tree_flatten(tree)
     is_of_batch = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows for leaf in leaves]
+    if shared:
+        places = [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
+        is_of_batch = [is_cut and place not in shared for is_cut, place in zip(is_of_batch, places)]
     size = rows // count
     return [
         tree_unflatten(

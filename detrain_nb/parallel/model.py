@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from .costs.profiler import ExampleInputs, as_call
 from .microbatches import Loss, Objective, Passage, cut_batch, rows_of
 from .tensor.plan import TensorPlan
 
-__all__ = ["Arrangement", "ParallelModel", "Prepare", "usual_device"]
+__all__ = ["Arrangement", "ParallelModel", "Prepare", "autocast_left", "usual_device"]
 
 # Shards what a rank has, in place: the module, and whether it gives the model's output. What it returns is called in
 # the module's place: DDP is a module around another.
@@ -64,7 +64,10 @@ class ParallelModel(abc.ABC):
         *,
         device: torch.device | str | None,
         arrangement: Arrangement | None,
+        shared_inputs: Collection[str],
     ) -> None:
+        """``shared_inputs``: where in a call the tensors are that every microbatch gets whole."""
+        self._shared_inputs = shared_inputs
         self._device = torch.device(device) if device is not None else usual_device()
         self.arrangement = arrangement or Arrangement()
         self.objective = Objective(
@@ -198,7 +201,7 @@ class ParallelModel(abc.ABC):
         target = tree_map(self._place, target)
         rows = rows_of((args, kwargs))
         count = self._count_microbatches(self.objective.common_rows(rows)) if self.num_microbatches > 1 else 1
-        parts = cut_batch((args, kwargs), rows=rows, count=count)
+        parts = cut_batch((args, kwargs), rows=rows, count=count, shared=self._shared_inputs)
         targets = cut_batch(target, rows=rows, count=count)
         has_loss = has_loss and self.is_last
         passage = Passage(parts, targets, self.objective.weigh(targets) if has_loss else [], self.objective.compute)
@@ -217,8 +220,11 @@ class ParallelModel(abc.ABC):
                 if isinstance(part, FSDPModule):
                     part.reshard()
 
-    def _share_statistics(self) -> None:
-        """Replicas evaluate with the running statistics of the first of them. Collective: the replicas."""
+    def share_statistics(self) -> None:
+        """Have the running statistics of the first replica on all: they evaluate, and are saved, with these.
+
+        Collective: the replicas.
+        """
         for module in self.modules:
             for part in module.modules():
                 if isinstance(part, nn.modules.batchnorm._NormBase):
@@ -251,10 +257,16 @@ class ParallelModel(abc.ABC):
             self._modes = [part.training for part in parts]
             for part in parts:
                 part.training = False
-            self._share_statistics()
+            self.share_statistics()
 
     def _place(self, leaf: Any) -> Any:
         return leaf.to(self._device) if isinstance(leaf, Tensor) else leaf
+
+
+def autocast_left(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """For a backward pass: each of its operators computes in what its forward one did."""
+    is_known = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if is_known else contextlib.nullcontext()
 
 
 def usual_device() -> torch.device:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
 from .costs.partitioner import StageNode
-from .costs.profiler import ExampleInputs, ModelProfile
+from .costs.profiler import ExampleInputs, ModelProfile, shared_inputs
 from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
 from .mesh import AXES
@@ -114,7 +114,8 @@ def parallelize(
         ),
     }
     if not is_pipeline:
-        return WholeModel(model, num_microbatches=num_microbatches or 1, **common)
+        inputs = shared_inputs(example_inputs)
+        return WholeModel(model, num_microbatches=num_microbatches or 1, shared_inputs=inputs, **common)
     found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(sizes["pp"]))
     return PipelineStages(found, mesh["pp"], schedule=order, num_microbatches=num_microbatches, **common)
 
@@ -191,7 +192,7 @@ def lay_out_part(
     ``device``: where deferred tensors get their values, as soon as each rank has its part of them; None: they wait.
     """
     if plan is not None:
-        apply_tensor_plan(module, plan, mesh["tp"])
+        apply_tensor_plan(module, plan, mesh["tp"], replica=sharding.replica)
     place = device if is_deferred(module) else None
     if place is not None and sharding.kind != "fsdp":  # DDP sends values when it is made
         fill([module], device=place, plan=plan)
@@ -208,6 +209,11 @@ def _device_for(mesh: DeviceMesh, device: torch.device | str | None) -> torch.de
     place = torch.device(device)
     if place.type != mesh.device_type:
         raise SpecError(f"device={device!s}, and the mesh is of {mesh.device_type}: give both the same")
+    if place.type == "cuda" and place.index not in (None, torch.cuda.current_device()):
+        raise SpecError(
+            f"device={device!s}, and this rank's GPU is cuda:{torch.cuda.current_device()}, which its groups and FSDP2 "
+            f"use: call torch.cuda.set_device({place.index}) first"
+        )
     return place
 
 

@@ -17,6 +17,8 @@ from .deferred import tapes_of
 
 __all__ = ["require_same_model"]
 
+_PIECE = 1 << 22  # elements
+
 
 def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.device) -> None:
     """Compare classes, code, names and shapes over a mesh; where only values differ, all take those of its first rank.
@@ -90,10 +92,13 @@ def _look_of(tensor: Any) -> str:
 
 
 def _figures(tensor: Tensor) -> str:
-    values = tensor.detach().double() if not tensor.is_complex() else torch.view_as_real(tensor.detach()).double()
-    flat = values.flatten()
-    places = torch.arange(len(flat), device=flat.device) % 1021 + 1  # the same values in another order are others
-    return f"{flat.sum().item()!r},{flat.abs().sum().item()!r},{(flat * places).sum().item()!r}"
+    """Sums over it, piece by piece: a tensor may be half of the memory."""
+    flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).flatten()
+    # The same values in another order are others.
+    places = torch.arange(min(_PIECE, len(flat)), device=flat.device) % 1021 + 1
+    pieces = (piece.double() for piece in flat.split(_PIECE))
+    sums = [torch.stack([p.sum(), p.abs().sum(), (p * places[: len(p)]).sum()]) for p in pieces]
+    return ",".join(repr(each) for each in torch.stack(sums).flatten().tolist()) if sums else ""
 
 
 def _digest(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import SpecError
 from .deferred import fill, is_deferred, require_values
 from .microbatches import Loss, Passage
-from .model import Arrangement, ParallelModel
+from .model import Arrangement, ParallelModel, autocast_left
 
 __all__ = ["WholeModel"]
 
@@ -31,15 +31,17 @@ class WholeModel(ParallelModel):
         loss_weight: Callable[[Any], Tensor | float] | None = None,
         device: torch.device | str | None = None,
         arrangement: Arrangement | None = None,
+        shared_inputs: Collection[str] = (),
     ) -> None:
         """Take ``model``, which is moved to ``device`` and laid out in place as ``arrangement`` says.
 
         A deferred one gets its values, as ``materialize`` gives them, or ``arrangement`` those of this rank's part.
-        ``loss``, ``loss_weight``: as ``PipelineStages`` has them. Raises: SpecError.
+        ``loss``, ``loss_weight``: as ``PipelineStages`` has them. ``shared_inputs``: as a profile names them.
+        Raises: SpecError.
         """
         if num_microbatches < 1:
             raise SpecError(f"{num_microbatches} microbatches: a batch is cut into 1 or more")
-        super().__init__(loss, loss_weight, device=device, arrangement=arrangement)
+        super().__init__(loss, loss_weight, device=device, arrangement=arrangement, shared_inputs=shared_inputs)
         self.num_microbatches = num_microbatches
         prepare = self.arrangement.prepare
         if is_deferred(model):
@@ -67,7 +69,8 @@ class WholeModel(ParallelModel):
             with self._in_sync(is_last=index + 1 == len(passage.parts)):
                 passage.take(index, self._called(*args, **kwargs))
                 if is_training:
-                    passage.weighted_loss(index).backward()
+                    with autocast_left(self._device):
+                        passage.weighted_loss(index).backward()
 
     def _in_sync(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Replicas exchange gradients once, when those of all microbatches are there."""

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..errors import DetrainError, SpecError
+from ..parallel import ParallelModel
 from ..storage import Location, locate
 from . import saving
 from .catalog import Checkpoint, Checkpoints, list_checkpoints, step_folder
@@ -32,6 +33,7 @@ from .tensor_store import JsonSavePlanner, StepWriter, read_tensors
 __all__ = ["Loaded", "checkpoints", "load", "save"]
 
 _MODEL, _OPTIMIZER, _RANDOM = "model/", "optimizer/", "random/"
+_DRAWS = "tensor_parallel"  # among a rank's random numbers
 _SHOWN = 4  # names in a message
 _SHOWN_CHARS = 100  # of a value in a message
 
@@ -92,6 +94,8 @@ def save(
     Collective: all ranks. Raises: SpecError, DetrainError.
     """
     ranks = saving.begin()
+    if isinstance(model, ParallelModel):
+        model.share_statistics()
     prepared: list[Any] = []
 
     def prepare() -> dict[str, Any]:
@@ -133,7 +137,8 @@ def _whole_state(model: Any, optimizer: torch.optim.Optimizer | None, ranks: Ran
     if optimizer is not None:
         values = OptimizerState(optimizer, model_state).values()
         state |= {_OPTIMIZER + key: value for key, value in values.items()}
-    state |= {f"{_RANDOM}{ranks.rank}/{key}": value for key, value in random_state().items()}
+    numbers = {**random_state(), _DRAWS: model_state.draws}
+    state |= {f"{_RANDOM}{ranks.rank}/{key}": value for key, value in numbers.items()}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             to_json(value, key)  # now, and not in the background
@@ -223,7 +228,7 @@ def load(
     random_values: dict[str, Any] = {}
     ranks.gather(lambda: random_values.update(read()))
     if is_random_state_wanted:
-        notes = (*notes, *_go_on_randomly(random_values, chosen, ranks))
+        notes = (*notes, *_go_on_randomly(random_values, chosen, ranks, model_state))
     for note in notes if ranks.rank == 0 else ():
         warnings.warn(note, stacklevel=2)
     plain = {key: from_json(chosen.note[key]) for key in ("data_position", "extra")}
@@ -307,13 +312,17 @@ def _read_random(folder: Location, index: TensorIndex, ranks: Ranks) -> dict[str
     return {fqn.removeprefix(prefix): every[fqn] for fqn in names}
 
 
-def _go_on_randomly(values: dict[str, Any], chosen: Checkpoint, ranks: Ranks) -> tuple[str, ...]:
+def _go_on_randomly(
+    values: dict[str, Any], chosen: Checkpoint, ranks: Ranks, model_state: ModelState
+) -> tuple[str, ...]:
     saved = chosen.note["world_size"]
     if saved == ranks.size:
         set_random_state(values)
+        model_state.draws = values.get(_DRAWS, [])
         return ()
     seed = 1_000_003 * chosen.serial + chosen.step
     seed_all(seed)
+    model_state.draws = [seed] * len(model_state.modules)
     return (
         f"saved by {saved} ranks, loaded by {ranks.size}: random numbers were seeded anew with {seed}, alike on all",
     )

@@ -28,6 +28,15 @@ class Epochs:
         self.epoch = self.batch = 0  # of the present epoch, or of what is left of it where we began in its middle
         self._first_sample = 0
 
+    def steps_of_one(self) -> int:
+        """How many batches an epoch has. Raises: SpecError where nobody knows."""
+        try:
+            return len(self.loader)  # type: ignore[arg-type]
+        except TypeError:
+            raise SpecError(
+                "the training data do not say how many batches they have: give steps=, not epochs="
+            ) from None
+
     def __iter__(self) -> Iterator[Any]:
         """Without end. Raises: SpecError where the loader has nothing, or nothing more."""
         while True:

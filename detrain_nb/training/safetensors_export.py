@@ -150,7 +150,7 @@ def _bring(entry: _Entry, tensor: Tensor | None, writer: int, ranks: Ranks) -> T
     whole = None
     if tensor is not None:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # all ranks of its mesh have it
-        whole = whole.detach().cpu().contiguous()
+        whole = whole.detach().cpu().contiguous() if ranks.rank in (entry.owner, writer) else None
     if entry.owner == writer or ranks.rank not in (entry.owner, writer) or not entry.size_bytes:
         return (
             (torch.empty(entry.shape, dtype=entry.dtype) if whole is None else whole) if ranks.rank == writer else None

@@ -8,7 +8,7 @@ have it under another.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import SpecError
 from ..parallel import TensorPlan, from_saved_order, to_saved_order
+from ..parallel.tensor.apply import draws_of, plan_of, set_draws
 from .tensor_index import TensorIndex
 
 __all__ = ["ModelState", "OptimizerState"]
@@ -36,7 +37,7 @@ class ModelState:
         self.modules = tuple(modules)
         self._root = nn.ModuleList(modules)
         self._tied = [tuple(names) for names in getattr(model, "tied_names", ())]
-        self.plan: TensorPlan | None = getattr(getattr(model, "arrangement", None), "tensor_plan", None)
+        self.plan: TensorPlan | None = next(filter(None, map(plan_of, modules)), None)
         self.values: dict[str, Any] = {}
         self._keys: dict[str, list[str]] = defaultdict(list)
         for key, value in get_model_state_dict(self._root).items():
@@ -64,6 +65,16 @@ class ModelState:
         for name, tensor in self.tensors.items():
             if self.plan is not None and name in self.plan.packed:
                 tensor.copy_(from_saved_order(name, tensor, self.plan))
+
+    @property
+    def draws(self) -> list[int]:
+        """How far the random numbers are of modules that are cut over ranks: they share them, apart from the rank's."""
+        return [draws_of(module) for module in self.modules]
+
+    @draws.setter
+    def draws(self, draws: Sequence[int]) -> None:
+        for module, each in zip(self.modules, draws):
+            set_draws(module, int(each))
 
     def names_of(self) -> dict[int, list[str]]:
         """All names of each parameter, by its id."""

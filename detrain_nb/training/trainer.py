@@ -66,7 +66,8 @@ class Trainer:
         model: ParallelModel | nn.Module,
         *,
         train: Iterable[Any],
-        steps: int,
+        steps: int | None = None,
+        epochs: int | None = None,
         loss: Loss | None = None,
         optimizer: str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] = "adamw",
         optimizer_options: Mapping[str, Any] | None = None,
@@ -86,17 +87,22 @@ class Trainer:
         peak_flops: float | None = None,
         show_progress: bool = True,
     ) -> None:
-        """``train`` gives pairs of what the model is called with and of the loss's target; ``steps`` are made of them.
+        """``train`` gives pairs of what the model is called with and of the loss's target; ``steps`` are made of them,
+        or as many as ``epochs`` have.
 
         A DataLoader that shuffles, or not, in torch's usual way gives each rank its own part of an epoch; one with a
         sampler of the user's is taken as it is. ``loss``: of a plain model; one that is laid out has its own.
         ``optimizer``, ``scheduler``: names, objects or functions (recipe.py), with their options. ``clip``: the
-        largest norm of all gradients together. ``evaluate``: a loader as ``train``, run at the end and every
-        ``evaluate_every`` steps. ``checkpoint``: a URL, saved to at the end and every ``save_every`` steps, and gone on
-        from where something is there, unless ``resume`` is False. ``flops_per_sample`` (forward) and ``peak_flops`` (of
-        one rank) give the MFU. Raises: SpecError.
+        largest norm of all gradients together. ``evaluate``: a loader as ``train``, run at the end, and every
+        ``evaluate_every`` steps or after each of the ``epochs``. ``checkpoint``: a URL, saved to at the end and every
+        ``save_every`` steps, and gone on from where something is there, unless ``resume`` is False.
+        ``flops_per_sample`` (forward) and ``peak_flops`` (of one rank) give the MFU. Raises: SpecError.
         """
-        _require_counts(steps=steps, evaluate_every=evaluate_every, save_every=save_every, keep=keep, clip=clip)
+        if (steps is None) == (epochs is None):
+            raise SpecError("say how long to train: steps=, or epochs=")
+        _require_counts(
+            steps=steps, epochs=epochs, evaluate_every=evaluate_every, save_every=save_every, keep=keep, clip=clip
+        )
         if save_every is not None and checkpoint is None:
             raise SpecError(f"save_every={save_every} says when, and checkpoint= does not say where: give it a URL")
         if evaluate_every is not None and evaluate is None:
@@ -106,10 +112,13 @@ class Trainer:
         elif loss is not None:
             raise SpecError("the model was laid out with a loss: give it to parallelize, not to the Trainer")
         self.model = model
-        self.steps, self.step = steps, 0
-        self.optimizer = make_optimizer(optimizer, list(model.parameters()), **(optimizer_options or {}))
-        self.scheduler = make_scheduler(scheduler, self.optimizer, steps=steps, **(scheduler_options or {}))
         self.train = Epochs(train, model, seed=seed)
+        if epochs is not None:
+            steps = epochs * self.train.steps_of_one()
+            evaluate_every = evaluate_every or self.train.steps_of_one()
+        self.steps, self.step = int(steps or 0), 0
+        self.optimizer = make_optimizer(optimizer, list(model.parameters()), **(optimizer_options or {}))
+        self.scheduler = make_scheduler(scheduler, self.optimizer, steps=self.steps, **(scheduler_options or {}))
         self.evaluation = evaluate
         self.clip, self.evaluate_every = clip, evaluate_every
         self.callbacks = tuple(callbacks)
@@ -140,10 +149,12 @@ class Trainer:
         if self.checkpoint is not None and self.resume:
             _warn_of_restarts()
             self._go_on()
+        self.model.back_to_training()
         for module in self.model.modules:
             if not module.training:  # as from_pretrained gives it
                 module.train()
         self._call("on_begin")
+        self._is_stopped = self.model.any(self._is_stopped)
         began, first_step = time.perf_counter(), self.step
         try:
             self._train_to_the_end()
@@ -226,7 +237,8 @@ class Trainer:
 
     def score(self, output: Any, target: Any) -> dict[str, tuple[Tensor, Tensor]]:
         """Return sums and counts by name; their quotients over all samples are told. By default the accuracy."""
-        return count_right(output, target, ignored=getattr(self.model.objective.loss, "ignore_index", -100))
+        ignored = self.model.objective.ignore_index
+        return count_right(output, target, ignored=-100 if ignored is None else ignored)
 
     def predict(self, loader: Iterable[Any]) -> list[Any]:
         """What the model gives for each batch of a loader of inputs, on the rank of the last stage; else nothing."""

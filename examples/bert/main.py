@@ -97,13 +97,12 @@ def main() -> None:
             num_microbatches=args.split_size if args.pp > 1 else 1,
             device=args.device,
         )
-        loader = training.make_loader(train, args.batch_size, replica=model.replica, num_replicas=model.num_replicas)
+        loader = DataLoader(train, args.batch_size, shuffle=True)
         trainer = BertTrainer(
             model,
             train=loader,
             evaluate=DataLoader(test, 100),
-            steps=args.epochs * len(loader),
-            evaluate_every=len(loader),
+            epochs=args.epochs,
             optimizer="adamw",
             optimizer_options={"lr": args.lr},
             scheduler="linear",

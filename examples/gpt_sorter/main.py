@@ -88,17 +88,15 @@ def main() -> None:
             device=args.device,
         )
         loader = DataLoader(train, args.batch_size, shuffle=True)
-        steps = args.epochs * len(loader)
         trainer = SortTrainer(
             model,
             train=loader,
             evaluate=DataLoader(test, 500),
-            steps=steps,
-            evaluate_every=len(loader),
+            epochs=args.epochs,
             optimizer="adamw",
             optimizer_options={"lr": args.lr},
             scheduler="cosine",
-            scheduler_options={"warmup_steps": steps // 10},
+            scheduler_options={"warmup_steps": args.epochs * len(loader) // 10},
             clip=1.0,
             callbacks=[common.Report(args.report)],
             show_progress=False,

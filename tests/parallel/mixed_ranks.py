@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from detrain_nb import parallel as par
+from detrain_nb import training
+from detrain_nb.parallel.mesh import _device_type
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -282,3 +284,65 @@ def normalize(precision: str | None) -> tuple[float, float]:
 def lay_over_strange_axes() -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     par.parallelize(Small(), mesh, example_inputs=draw(2, 8), loss=F.mse_loss, device="cpu")
+
+
+def save_statistics(folder: str) -> tuple[list[float], float]:
+    """Running means of a BatchNorm on replicas that train on other batches, before a save and after it."""
+    model = made(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
+    laid_out = lay_out(model, {"dp_replicate": 2})
+    laid_out.train_step(draw(8, 8, seed=dist.get_rank()), draw(8, 8, seed=5))
+    before = float(model[1].running_mean.sum())
+    training.save(folder, laid_out, step=1)
+    after = [float(model[1].running_mean.sum())]
+    training.load(folder, laid_out)
+    return [*after, float(model[1].running_mean.sum())], before
+
+
+SEEN: list[tuple[str, bool]] = []
+
+
+class Looks(torch.autograd.Function):
+    """Notes whether autocast is on."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        SEEN.append(("forward", torch.is_autocast_enabled("cpu")))
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        SEEN.append(("backward", torch.is_autocast_enabled("cpu")))
+        return gradient
+
+
+class Looking(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = Looks.apply(layer(x))
+        return x
+
+
+def look_at_autocast(axes: dict[str, int], **options: Any) -> list[tuple[str, bool]]:
+    laid_out = lay_out(made(Looking()), axes, precision="bf16", **options)
+    SEEN.clear()
+    laid_out.train_step(draw(8, 8), draw(8, 8, seed=2))
+    return sorted(set(SEEN))
+
+
+def choose_device(backends: str) -> str:
+    """What a mesh is of where the first rank has no GPU, and the second has one; as torch would say it of them."""
+    from unittest import mock
+
+    with (
+        mock.patch("torch.cuda.is_available", lambda: dist.get_rank() == 1),
+        mock.patch("torch.distributed.get_backend_config", lambda: backends),
+    ):
+        return _device_type()
+
+
+def stay_where_it_was() -> set[str]:
+    """Devices of the user's model when its stages were made on another one."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    stages = par.PipelineStages(par.split(model, draw(2, 8), at=["2"]), loss=F.mse_loss, device="meta")
+    assert all(each.is_meta for module in stages.modules for each in (*module.parameters(), *module.buffers()))
+    return {each.device.type for each in (*model.parameters(), *model.buffers())}

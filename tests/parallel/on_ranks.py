@@ -114,14 +114,14 @@ def start_apart(rank: int) -> bool:
     return torch.equal(dict(stages.named_parameters())[name], GPT(is_tied=True).wte.weight)
 
 
-def use_masks() -> float:
-    """Keywords, and a tensor that has not the batch's size."""
+def use_masks(rows: int) -> float:
+    """Keywords, and a tensor that is not of the batch, whatever its size is."""
     model = made(Masked())
     whole = copy.deepcopy(model)
-    batch = {"x": draw(6, 8), "mask": torch.arange(8.0)}
-    stages = par.PipelineStages(par.split(model, batch, 2), loss=F.mse_loss, num_microbatches=3, device="cpu")
-    stages.train_step(batch, draw(6, 8, seed=2))
-    F.mse_loss(whole(**batch), draw(6, 8, seed=2)).backward()
+    example, batch = ({"x": draw(size, 8), "mask": torch.arange(8.0)} for size in (2, rows))
+    stages = par.PipelineStages(par.split(model, example, 2), loss=F.mse_loss, num_microbatches=2, device="cpu")
+    stages.train_step(batch, draw(rows, 8, seed=2))
+    F.mse_loss(whole(**batch), draw(rows, 8, seed=2)).backward()
     return apart(stages, whole)
 
 

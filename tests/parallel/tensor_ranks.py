@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 
 from detrain_nb import parallel as par
+from detrain_nb import training
 from detrain_nb.parallel.model import Arrangement
 from detrain_nb.parallel.tensor import layers
 from detrain_nb.parallel.tensor.apply import apply_tensor_plan, from_saved_order, loss_on_parts, to_saved_order
@@ -294,3 +295,49 @@ def evaluate_encoder() -> tuple[float, int]:
         output = model(**call)
     layers.put_together = put_together
     return float((output - reference(**call)).abs().max()), len(seen)
+
+
+def save_bare(folder: str) -> float:
+    """A model that was cut by hand goes into a file as the whole one: the largest difference."""
+    model, call = MODELS["fused"]()
+    reference = copy.deepcopy(model)
+    apply_tensor_plan(model, tp_plan(model, call), mesh_of())
+    training.export_safetensors(f"{folder}/bare.safetensors", model)
+    training.save(f"{folder}/bare", model, step=1)
+    plain, again = MODELS["fused"]()[0], MODELS["fused"]()[0]
+    training.import_safetensors(f"{folder}/bare.safetensors", plain)
+    training.load(f"{folder}/bare", again)
+    pairs = [
+        (each[name], tensor)
+        for each in (plain.state_dict(), again.state_dict())
+        for name, tensor in reference.state_dict().items()
+    ]
+    return max(float((found - expected).abs().max()) for found, expected in pairs)
+
+
+def go_on_dropping(folder: str) -> tuple[list[float], list[float]]:
+    """Losses of a model with dropout: of two steps behind a checkpoint, and of these again when it was loaded."""
+    found = []
+    for is_again in (False, True):
+        model = made(Llama(dropout=0.3))
+        plan = tp_plan(model, tokens())
+        torch.manual_seed(3)
+        apply_tensor_plan(model, plan, mesh_of())
+        if is_again:
+            training.load(folder, model)
+        else:
+            model(tokens())
+            training.save(folder, model, step=1)
+        found.append([float(loss_of(model(tokens()))) for _ in range(2)])
+    return found[0], found[1]
+
+
+def drop_on_replicas() -> list[float]:
+    """Sums of the outputs of two replicas that were seeded alike."""
+    sums = []
+    for replica in (0, 1):
+        model = made(Llama(dropout=0.3))
+        plan = tp_plan(model, tokens())
+        torch.manual_seed(3)
+        sums.append(float(apply_tensor_plan(model, plan, mesh_of(), replica=replica)(tokens()).detach().sum()))
+    return sums

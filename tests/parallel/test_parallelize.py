@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,13 @@ def test_four_ranks(four_ranks: Session, axes: dict[str, int], schedule: str) ->
 @pytest.mark.parametrize("options", [{"activations": "full"}, {"activations": "selective"}])
 def test_stages_that_compute_again(four_ranks: Session, options: dict[str, Any]) -> None:
     require_close(four_ranks, {"pp": 2, "dp_shard": 2}, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_compiled_blocks(two_ranks: Session, axes: dict[str, int]) -> None:
+    require_close(two_ranks, axes, compile=True)
 
 
 @pytest.mark.slow
@@ -216,6 +224,30 @@ def test_losses_with_arguments_are_weighed(two_ranks: Session, kind: str) -> Non
 def test_replicas_evaluate_with_the_same_statistics(two_ranks: Session, precision: str | None) -> None:
     found = two_ranks.run_cell(f"mixed_ranks.normalize({precision!r})", timeout_s=60).values
     assert found[0] == found[1] and found[0][0] != 0
+
+
+def test_replicas_are_saved_with_the_same_statistics(two_ranks: Session, tmp_path: Path) -> None:
+    found = two_ranks.run_cell(f"mixed_ranks.save_statistics({str(tmp_path)!r})", timeout_s=60).values
+    (saved, before), (also_saved, others) = found[0], found[1]
+    assert before != others, "each has its own while it trains"
+    assert {*saved, *also_saved} == {before}
+
+
+@pytest.mark.parametrize("axes", [{"dp_replicate": 2}, {"pp": 2}], ids=str)
+def test_backward_pass_is_outside_of_autocast(two_ranks: Session, axes: dict[str, int]) -> None:
+    for seen in two_ranks.run_cell(f"mixed_ranks.look_at_autocast({axes}, num_microbatches=2)").values.values():
+        assert seen == [("backward", False), ("forward", True)]
+
+
+def test_users_model_stays_on_its_device(two_ranks: Session) -> None:
+    assert two_ranks.run_cell("mixed_ranks.stay_where_it_was()").values == {0: {"cpu"}, 1: {"cpu"}}
+
+
+def test_ranks_with_unlike_devices_are_told(two_ranks: Session) -> None:
+    with pytest.raises(RankError, match="some ranks have a GPU, and 0 none: give device_type='cpu'"):
+        two_ranks.run_cell("mixed_ranks.choose_device('cpu:gloo,cuda:nccl')", timeout_s=30)
+    of_gloo = two_ranks.run_cell("mixed_ranks.choose_device('cpu:gloo,cuda:gloo')", timeout_s=30)
+    assert of_gloo.values == {0: "cpu", 1: "cpu"}, "gloo sends no tensor of a GPU to one rank"
 
 
 def test_axes_that_are_not_known_are_told(two_ranks: Session) -> None:

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel import ModelProfile, partition, profile
+from detrain_nb.parallel.costs.profiler import profile_call
 
 from .models import GPT, Checkpointed, LooksAtValues, Masked, Noisy, TwoNames, UNet, WritesPart
 
@@ -254,3 +255,14 @@ def test_torchscript_is_told() -> None:
         SpecError, match="1 is TorchScript, which has no hooks to cut it at: give the module that it was"
     ):
         profile(scripted, torch.zeros(1, 2))
+
+
+def test_tensors_say_that_they_are_where_the_batch_is() -> None:
+    """Autocast of a GPU asks them; what could be computed with them is not, where there is none."""
+
+    class Asks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise LookupError(f"{x.device.type} beside {self.weight.device.type}")
+
+    with pytest.raises(LookupError, match="cuda beside cuda"):
+        profile_call(Asks(4, 4), (torch.zeros(2, 4),), {}, device=torch.device("cuda"))

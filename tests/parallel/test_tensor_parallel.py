@@ -146,6 +146,20 @@ def test_saved_order_is_that_of_the_whole_model(session: Session, tmp_path: Path
         assert "layers.0.attention.c_attn.weight" in found["packed"]
 
 
+def test_model_that_was_cut_by_hand_is_saved_as_the_whole_one(session: Session, tmp_path: Path) -> None:
+    assert set(session.run_cell(f"save_bare({str(tmp_path)!r})").values.values()) == {0.0}
+
+
+def test_dropout_goes_on_behind_a_checkpoint(session: Session, tmp_path: Path) -> None:
+    for first, again in session.run_cell(f"go_on_dropping({str(tmp_path)!r})").values.values():
+        assert first == again and first[0] != first[1]
+
+
+def test_replicas_drop_what_the_others_do_not(session: Session) -> None:
+    for first, second in session.run_cell("drop_on_replicas()").values.values():
+        assert first != second
+
+
 def test_bfloat16_is_as_near_as_the_whole_model_in_it(session: Session) -> None:
     for cut, whole in session.run_cell("in_bfloat16()").values.values():
         assert 0 < cut < 2 * whole

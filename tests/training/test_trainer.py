@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -80,6 +81,18 @@ def test_loop_is_that_of_a_book(metrics: Path) -> None:
     assert {"grad_norm", "lr", "samples_per_s", "memory_bytes"} <= lines[0].keys()
 
 
+def test_epochs_are_as_many_steps_as_they_have(metrics: Path) -> None:
+    batches = DataLoader(classes(37), 8)
+    result = Trainer(net(), train=batches, evaluate=batches, epochs=3, loss=F.cross_entropy, scheduler="cosine").fit()
+    assert [record["step"] for record in result.evaluations] == [5, 10, 15]
+    assert result.steps == 15 and result.history[-1]["lr"] < result.history[0]["lr"]
+    for given in ({}, {"steps": 5, "epochs": 1}):
+        with pytest.raises(SpecError, match="say how long to train: steps=, or epochs="):
+            Trainer(net(), train=batches, loss=F.cross_entropy, **given)
+    with pytest.raises(SpecError, match="do not say how many batches they have: give steps="):
+        Trainer(net(), train=(each for each in batches), epochs=1, loss=F.cross_entropy)
+
+
 def test_lines_of_the_last_run_stand_apart_from_those_before(metrics: Path) -> None:
     log_metrics(1, loss=9.0)
     losses = [trainer(steps=steps).fit().losses for steps in (4, 3)]
@@ -102,6 +115,27 @@ def test_evaluation_is_over_every_sample() -> None:
     assert result.evaluations[-1]["loss"] == pytest.approx(float(F.cross_entropy(output, y)), rel=1e-6)
     assert result.evaluations[-1]["accuracy"] == int((output.argmax(1) == y).sum()) / 37
     assert "12 steps in" in str(result) and "accuracy" in str(result)
+
+
+def test_prediction_before_leaves_no_layer_evaluating() -> None:
+    """Of a model that came evaluating, as from_pretrained gives it."""
+    model = net().eval()
+    laid_out = par.WholeModel(model, loss=F.cross_entropy, device="cpu")
+    laid_out.predict(classes(4).tensors[0])
+    modes = []
+    model[0].register_forward_hook(lambda module, args, output: modes.append(module.training))
+    Trainer(laid_out, train=DataLoader(classes(20), 10), steps=2).fit()
+    assert modes == [True, True]
+
+
+def test_targets_that_a_partial_loss_ignores_are_not_scored() -> None:
+    x, y = classes(12).tensors
+    loss = functools.partial(F.cross_entropy, ignore_index=0)
+    ours = trainer(loss=loss, train=DataLoader(classes(40), 10), steps=1)
+    scores = ours.evaluate(DataLoader(TensorDataset(x, y), 12))
+    with torch.no_grad():
+        right = (ours.model.modules[0](x).argmax(1) == y)[y != 0]
+    assert scores["accuracy"] == pytest.approx(float(right.float().mean()))
 
 
 def test_nan_stops_before_the_step_it_would_spoil() -> None:
@@ -270,6 +304,10 @@ def test_stages_that_see_other_samples_are_told(session: Session) -> None:
 def test_ranks_that_would_evaluate_unequal_numbers_of_batches_are_told(session: Session) -> None:
     with pytest.raises(Exception, match="the ranks would evaluate 2, 3 batches, and wait for each other"):
         session.run_cell("trainer_ranks.evaluate_unequal_lists()", timeout_s=30)
+
+
+def test_one_rank_may_stop_before_the_first_step(session: Session) -> None:
+    assert session.run_cell("trainer_ranks.stop_at_once()", timeout_s=30).values == {0: 0, 1: 0}
 
 
 def test_rank_whose_gradient_is_no_number_is_named(session: Session) -> None:

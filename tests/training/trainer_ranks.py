@@ -131,3 +131,16 @@ def evaluate_unequal_lists() -> None:
     model = par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
     batches = list(DataLoader(classes(40), 8))[: 2 + dist.get_rank()]
     training.Trainer(model, train=batches, steps=1, show_progress=False).evaluate(batches)
+
+
+class StopsAtOnce(training.Callback):
+    def on_begin(self, trainer: training.Trainer) -> None:
+        if dist.get_rank() == 1:
+            trainer.stop()
+
+
+def stop_at_once() -> int:
+    """Only the second rank asks for it: how many steps were made."""
+    loader = DataLoader(classes(20), 10)
+    trainer = training.Trainer(stages(), train=loader, steps=2, callbacks=[StopsAtOnce()], show_progress=False)
+    return trainer.fit().steps

@@ -7,6 +7,7 @@ far: whoever has it, and the model's inputs, can go on from there. Between two c
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from ...errors import SpecError
 from ..recording import (
@@ -42,10 +43,12 @@ __all__ = [
     "modules_around",
     "profile",
     "profile_call",
+    "shared_inputs",
 ]
 
 ExampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
+_CPU = torch.device("cpu")
 # Of a device that is not known.
 FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11
 
@@ -78,13 +81,15 @@ class Unit:
 class ModelProfile:
     """The units of a model, in the order in which they run; ``parameter_bytes`` by first name, tied ones once.
 
-    ``num_rows`` is the first dimension of the first example input that has one. ``computing`` are the modules all of
-    whose outputs depend on parameters, or on random numbers; ``outputs`` what modules gave, where they need values.
+    ``num_rows`` is the first dimension of the first example input that has one, ``shared_inputs`` are those that have
+    another. ``computing`` are the modules all of whose outputs depend on parameters, or on random numbers; ``outputs``
+    what modules gave, where they need values.
     """
 
     units: tuple[Unit, ...]
     parameter_bytes: Mapping[str, int] = field(repr=False)
     num_rows: int = 0
+    shared_inputs: frozenset[str] = frozenset()
     computing: frozenset[str] = field(default=frozenset(), repr=False)
     outputs: Mapping[str, ModuleOutput] = field(default_factory=dict, repr=False)
 
@@ -138,7 +143,7 @@ def profile(model: nn.Module, example_inputs: ExampleInputs, *, measure: bool = 
     Raises: SpecError for a model that has no hooks, or that looks at values and has none.
     """
     args, kwargs = as_call(example_inputs)
-    found = profile_call(model, args, kwargs)
+    found = dataclasses.replace(profile_call(model, args, kwargs), shared_inputs=shared_inputs(example_inputs))
     if not measure:
         return found
     measured = measure_units(model, args, kwargs, found.cuts)
@@ -149,13 +154,15 @@ def profile(model: nn.Module, example_inputs: ExampleInputs, *, measure: bool = 
     return dataclasses.replace(found, units=tuple(units))
 
 
-def profile_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
-    """As ``profile``, with the arguments apart."""
+def profile_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, device: torch.device = _CPU
+) -> ModelProfile:
+    """As ``profile``, with the arguments apart. ``device``: what the tensors say where they are: autocast asks them."""
     _require_hooks(model)
     num_rows = count_rows((args, kwargs))
     try:
         with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-            return _make_profile(record(model, args, kwargs, _fake), num_rows)
+            return _make_profile(record(model, args, kwargs, functools.partial(_fake, device=device)), num_rows)
     except RuntimeError as exc:  # it looks at values, or what it calls wants them
         tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
         if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
@@ -165,7 +172,9 @@ def profile_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                 f"the model looks at values of tensors ({exc.func}), which none have on the meta device: "
                 "profile it with real parameters and inputs, or name the cuts"
             ) from exc
-    with random_state_kept(device_of([*model.parameters(), *model.buffers()])):
+    place = device_of([*model.parameters(), *model.buffers()])
+    args, kwargs = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    with random_state_kept(place):
         recording = record(model, args, kwargs, _copy)
     return dataclasses.replace(_make_profile(recording, num_rows), outputs=recording.entries.outputs)
 
@@ -188,6 +197,16 @@ def count_rows(tree: Any) -> int:
     return next((len(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
+def shared_inputs(example_inputs: ExampleInputs) -> frozenset[str]:
+    """Where in a call the tensors are that have not the batch's first dimension: every microbatch gets them whole."""
+    call = as_call(example_inputs)
+    rows = count_rows(call)
+    leaves, _ = tree_flatten_with_path(call)
+    return frozenset(
+        keystr(path) for path, leaf in leaves if isinstance(leaf, Tensor) and not (leaf.dim() and len(leaf) == rows)
+    )
+
+
 def _require_hooks(model: nn.Module) -> None:
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise SpecError("the model is compiled: split the one that was given to torch.compile, and compile its stages")
@@ -201,9 +220,9 @@ def _require_hooks(model: nn.Module) -> None:
             )
 
 
-def _fake(tensor: Tensor) -> Tensor:
+def _fake(tensor: Tensor, *, device: torch.device) -> Tensor:
     """All on one device: the model and its inputs need not be where they will be."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -231,7 +250,8 @@ def _make_profile(recording: Recording, num_rows: int) -> ModelProfile:
                 "or make it known with torch.utils._pytree.register_dataclass"
             )
     units = tuple(_make_units(recording, find_cuts(recording)))
-    return ModelProfile(units, recording.recorder.parameter_bytes, num_rows, find_replaceable(recording))
+    computing = find_replaceable(recording)
+    return ModelProfile(units, recording.recorder.parameter_bytes, num_rows, computing=computing)
 
 
 def _make_units(recording: Recording, cuts: Sequence[Cut]) -> Iterator[Unit]:

@@ -35,7 +35,7 @@ class Boundaries:
         """
         self._ghost.train(is_training)
         try:
-            units = profile_call(self._ghost, args, kwargs).units
+            units = profile_call(self._ghost, args, kwargs, device=device_of((args, kwargs))).units
         except (SpecError, RuntimeError):  # it looks at values, and a ghost has none
             return self._walk(args, kwargs, is_training=is_training)
         by_cut = {unit.cut: unit for unit in units}

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...errors import SessionError, SpecError
 from ..deferred import fill, is_deferred, require_values
 from ..microbatches import Loss, Passage
-from ..model import Arrangement, ParallelModel
+from ..model import Arrangement, ParallelModel, autocast_left
 from .boundaries import Boundaries
 from .schedules import Schedule, find_schedule
 from .splitter import Split
@@ -70,7 +70,8 @@ class PipelineStages(ParallelModel):
         self.indices = self.schedule.stages_of_rank(rank, num_ranks=num_ranks, num_stages=self.num_stages)
         self.num_microbatches = num_microbatches or self.schedule.num_microbatches(self.num_stages)
         self.schedule.require_microbatches(self.num_microbatches, num_stages=self.num_stages)
-        super().__init__(loss, loss_weight, device=device, arrangement=arrangement)
+        shared_inputs = found.profile.shared_inputs
+        super().__init__(loss, loss_weight, device=device, arrangement=arrangement, shared_inputs=shared_inputs)
         self._require_same_cuts(found)
         require_values(found.model)
         self._boundaries = Boundaries(found, self.arrangement.boundary_dtype)
@@ -80,8 +81,8 @@ class PipelineStages(ParallelModel):
         if is_deferred(found.model):  # of those that others have too the values are sent, so they are wanted here
             tied = {name for names in self.tied_names for name in names}
             fill(stages, device=self.device, names=None if prepare is None else tied)
-        else:
-            stages = [stage.to(self.device) for stage in stages]
+        else:  # not stage.to(): it would take the parameters of the user's model along
+            fill(stages, device=self.device)
         self.modules = self._called = tuple(stages)
         self._tied = TiedParameters(found, self.modules, self._group, self.schedule)
         if prepare is not None:
@@ -219,6 +220,10 @@ class _Stage(PipelineStage):
         self.passage.take(index, output)
         leaves = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         return leaves if len(leaves) > 1 else leaves[0]
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        with autocast_left(self.device):
+            return super().backward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)

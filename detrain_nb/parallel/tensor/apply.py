@@ -12,19 +12,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ...errors import SpecError
+from .layers import Share
 from .layout import lay_out
 from .plan import Layout, TensorPlan
 from .ranks import MeshRanks, cut, join
 
-__all__ = ["apply_tensor_plan", "from_saved_order", "loss_on_parts", "to_saved_order"]
+__all__ = [
+    "apply_tensor_plan",
+    "draws_of",
+    "from_saved_order",
+    "loss_on_parts",
+    "plan_of",
+    "set_draws",
+    "to_saved_order",
+]
+
+_PLAN = "_tensor_plan"  # of a module that is cut
 
 
-def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> nn.Module:
+def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, replica: int = 0) -> nn.Module:
     """Cut ``module``, a model or a stage of one, over the ranks of ``mesh`` as ``plan`` says, in place.
 
     Every parameter becomes a DTensor with the values of the first rank: in parts, or whole on every rank. Outputs are
     ordinary tensors, the same on all ranks, unless the plan keeps those of the head in parts. While it trains, the
     model draws its random numbers from a seed that the ranks share; those of the user go on as if it had drawn none.
+    ``replica``: which copy of the model this is, of several that draw numbers of their own.
 
     Collective: all ranks of ``mesh``, with the same module and plan; so is every forward and backward pass.
     Raises: SpecError.
@@ -42,8 +54,28 @@ def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> 
         made = _distributed(parameter.detach(), layout, mesh)
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
-    lay_out(module, plan, MeshRanks(mesh), distribute, seed=_agree_on_seed(module, mesh))
+    lay_out(module, plan, MeshRanks(mesh), distribute, seed=_agree_on_seed(module, mesh) + replica * 0xD1B54A32D192ED03)
+    module.__dict__[_PLAN] = plan
     return module
+
+
+def plan_of(module: nn.Module) -> TensorPlan | None:
+    """How its layers were cut, if they were."""
+    found: TensorPlan | None = module.__dict__.get(_PLAN)
+    return found
+
+
+def draws_of(module: nn.Module) -> int:
+    """How many of its calls had random numbers of their own; 0 for one that is not cut."""
+    share = module.__dict__.get("_share")
+    return share.region.draws if isinstance(share, Share) else 0
+
+
+def set_draws(module: nn.Module, draws: int) -> None:
+    """Have its random numbers go on behind so many calls."""
+    share = module.__dict__.get("_share")
+    if isinstance(share, Share):
+        share.region.draws = draws
 
 
 def _distributed(whole: Tensor, layout: Layout | None, mesh: DeviceMesh) -> DTensor:

@@ -31,7 +31,8 @@ class Region:
 
     def __init__(self, seed: int | None) -> None:
         self.depth = 0
-        self._seed, self._count = seed, 0
+        self.draws = 0  # calls that had random numbers of their own
+        self._seed = seed
 
     @contextlib.contextmanager
     def entered(self, module: nn.Module) -> Iterator[None]:
@@ -57,10 +58,10 @@ class Region:
         if self._seed is None:
             yield
             return
-        self._count += 1
+        self.draws += 1
         device = next((p.device for p in module.parameters() if p.device.type == "cuda"), None)
         with torch.random.fork_rng([] if device is None else [device]):
-            seed = (self._seed + self._count * 0x9E3779B97F4A7C15) % 2**63
+            seed = (self._seed + self.draws * 0x9E3779B97F4A7C15) % 2**63
             torch.default_generator.manual_seed(seed)
             if device is not None:
                 torch.cuda.manual_seed(seed)
