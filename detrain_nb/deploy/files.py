@@ -36,6 +36,7 @@ _SILENCE_LIMIT_S = 60.0  # the program says every few seconds that it is still a
 _BUFFER_BYTES = 1 << 18
 _LOOK_GAP_S = 0.1
 _STOP_LIMIT_S = 2.0  # for a copy to leave in good order, before its connection is shut
+_SHUT_LIMIT_S = 1.0  # for what was shut to end
 _END_LIMIT_S = 5.0
 
 _log = logging.getLogger("detrain_nb.deploy")
@@ -195,13 +196,19 @@ def on_every(
             if is_done:
                 break
     except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
         stop.ask()
         if wait(work, _STOP_LIMIT_S).not_done:
             stop.insist()
+        if not wait(work, _SHUT_LIMIT_S).not_done:  # else one is connecting, and finds out when it has
+            pool.shutdown()
         raise
-    finally:
-        pool.shutdown(wait=True)
-    failures = [exc for future in work if isinstance(exc := future.exception(), DetrainError)]
+    pool.shutdown()
+    errors = [exc for future in work if (exc := future.exception())]
+    for error in errors:
+        if not isinstance(error, DetrainError):  # our own fault
+            raise error
+    failures = [exc for exc in errors if isinstance(exc, DetrainError)]
     if failures:
         kinds = {type(exc) for exc in failures}
         kind = kinds.pop() if len(kinds) == 1 else DetrainError

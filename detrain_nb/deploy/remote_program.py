@@ -29,6 +29,13 @@ _EXIT_LIMIT_S = 2.0
 _SETUP_FAILED = 93
 _CONNECT_LIMIT_S = 20.0
 _END_OF_PROGRAM = "detrain_nb_end_of_program"
+# Before a program's first import: an old bash keeps it in /tmp, and Python would look for modules beside it, even for
+# what ``from __future__`` names.
+_WITHOUT_ITS_FOLDER = """\
+import sys
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]
+exec(compile({source!r}, "/dev/fd/3", "exec"))"""
 
 
 def connect_to(
@@ -179,7 +186,7 @@ def _write_script(node: Node, source: str) -> bytes:
         ]
     lines += [
         f"exec {_quote_path(node.python)} -u /dev/fd/3 3<<'{_END_OF_PROGRAM}'",
-        source,
+        _WITHOUT_ITS_FOLDER.format(source=source),
         _END_OF_PROGRAM,
         "",
     ]

@@ -40,7 +40,7 @@ _BOOTSTRAP = Path(__file__).parent.parent / "node" / "bootstrap.py"
 _MAGIC = b"\ndetrain-nb bootstrap 1\n"
 _RUN_FILES = """\
 import sys
-sys.path[:1] = [{code!r}]
+sys.path[:0] = [{code!r}]
 from detrain_nb.node import files
 files.main()
 """
@@ -160,12 +160,16 @@ class SshNode:
             try:
                 self._find_trust(connection.host_key_fingerprint)
                 sock = self._bootstrap(connection, session, action)
+                self._connection = connection  # who leaves from here on closes it
                 if self._times_left > times_left:
+                    sock.close()
                     raise TransportError("it was left while the connection was made")
+            except OSError as exc:  # a full disk here
+                connection.close()
+                raise TransportError(f"this machine: {exc}") from exc
             except BaseException:
                 connection.close()
                 raise
-            self._connection = connection
             return sock
 
     def _find_trust(self, host_key: str) -> None:

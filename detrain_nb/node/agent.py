@@ -43,6 +43,7 @@ from ..wire import (
     Message,
     OpenStore,
     Piece,
+    RankEnded,
     Received,
     Refused,
     Renumber,
@@ -112,7 +113,7 @@ class _Agent:
         self._users_umask = users_umask
         self._incarnation = uuid.uuid4().hex
         self._loop = Loop()
-        self._spool = Spool(folder)
+        self._spool = Spool(Path(), known_as=folder)  # relative: another session may get the name before it is removed
         self._memory = Memory()
         self._notebook: Link | None = None
         self._holder = ""
@@ -200,10 +201,10 @@ class _Agent:
                 self._workers[message.rank] = link
                 link.limit_headers(MAX_HEADER_BYTES)  # as the notebook, which would take us for somebody else
                 self._loop.add(link, lambda: self._from_worker(link))
-                self._spool_frames(frames[1:])
+                self._from_worker(link, frames[1:])
             elif isinstance(message, Attach):
                 if self._attach(link, message):
-                    self._handle_all(frames[1:])
+                    self._from_notebook(frames[1:])
             else:
                 raise WireError(f"{type(message).__name__} does not introduce anybody")
         except WireError:
@@ -280,10 +281,11 @@ class _Agent:
 
     # ---- notebook -> workers
 
-    def _from_notebook(self) -> None:
+    def _from_notebook(self, frames: list[Frame] | None = None) -> None:
+        """Take what has come with its first message, or what comes now."""
         assert self._notebook is not None
         try:
-            self._handle_all(self._notebook.receive())
+            self._handle_all(self._notebook.receive() if frames is None else frames)
         except WireError as exc:
             if not isinstance(exc, LinkClosed):
                 self.say_last_words(f"the agent could not read a message: {exc}")
@@ -364,13 +366,19 @@ class _Agent:
 
     # ---- workers -> notebook
 
-    def _from_worker(self, link: Link) -> None:
+    def _from_worker(self, link: Link, frames: list[Frame] | None = None) -> None:
+        """Take what has come with its first message, or what comes now."""
         try:
-            self._spool_frames(link.receive())
-        except WireError:
+            self._spool_frames(link.receive() if frames is None else frames)
+        except WireError as exc:
             self._hang_up(link)
             for rank in [rank for rank, worker in self._workers.items() if worker is link]:
                 del self._workers[rank]
+                if self._launcher and not isinstance(exc, LinkClosed):  # one that ends takes the launcher with it
+                    gone = f"its worker is gone: {exc}"
+                    end = to_frame(RankEnded(rank, 0, 0, 0, -1, "", gone, False, gone))
+                    self._memory.note_up(end)
+                    self._spool.append(end)
 
     def _spool_frames(self, frames: list[Frame]) -> None:
         """Number and keep what ranks say; values that were asked for go to who asked, and are never kept."""

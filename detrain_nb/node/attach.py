@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from ..agents import connect, live_agent, remove_dead_agent, require_private, start_agent
+from ..agents import connect, is_served, remove_dead_agent, require_private, start_agent
 from ..errors import DetrainError, SessionError
 from .leftovers import clean_up, touch
 from .notes import read_state
@@ -57,7 +57,7 @@ def _connect(order: dict[str, Any], cache: Path, code: list[str]) -> socket.sock
         path = os.pathsep.join([code[0], *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {"PYTHONPATH": path, EXTRA_PATH_VARIABLE: os.pathsep.join(code[1:])}
         return start_agent(folder, env=env, uses=uses)[1]
-    if not live_agent(folder):
+    if not is_served(folder):  # an error of the disk tells nothing of it
         remove_dead_agent(folder)  # who comes back to a node that was lost finds out here
         raise SessionError(f"no session {session!r} runs there: its agent ended, or the machine was started anew")
     return connect(folder)

@@ -43,7 +43,7 @@ def main() -> None:
         else:
             break
     code = [os.path.join(cache, digest) for digest in order["code"]]
-    sys.path[:1] = code[:1]  # what is imported now is from there
+    sys.path[:0] = code[:1]  # what is imported now is from there
     if order["type"] == "files":
         from detrain_nb.node import files
 

@@ -27,6 +27,7 @@ from traitlets import Type
 from traitlets.config import Config
 
 from ..wire import MAX_BUNDLE_VALUES, count_values, json_body
+from .processes import stop_with_descendants
 
 Bundle = dict[str, Any]
 _MAX_BUNDLE_BYTES = 32 << 20
@@ -221,10 +222,18 @@ class CellRunner(InteractiveShell):
     showsyntaxerror = showindentationerror = showtraceback
 
     def system(self, cmd: str) -> None:
-        """Run ``!cmd``; its output goes where the rank's own goes. It stays in the rank's process group."""
+        """Run ``!cmd``; its output goes where the rank's own goes. It stays in the rank's process group.
+
+        When the cell is stopped, all that the command has started is stopped too: a shell alone would leave it running.
+        """
         sys.stdout.flush()
         command = self.var_expand(cmd, depth=1)
-        self.user_ns["_exit_code"] = subprocess.call(command, shell=True, stdin=subprocess.DEVNULL)  # noqa: S602
+        process = subprocess.Popen(command, shell=True, stdin=subprocess.DEVNULL)  # noqa: S602
+        try:
+            self.user_ns["_exit_code"] = process.wait()
+        except BaseException:
+            stop_with_descendants(process)
+            raise
 
     system_piped = system_raw = system
 

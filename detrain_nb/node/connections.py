@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 _SOCKET_LINK = "socket:["
 
@@ -39,12 +40,11 @@ class Connections:
     def shut(self) -> int:
         """Shut all of them down, those of a recording that still goes on too; returns how many.
 
-        May be called from any thread.
+        May be called from any thread, also when a cell has used up the descriptors.
         """
         known = {**self._known, **self._new()}
         self._known = {}
-        now = _open_sockets()
-        return sum(_shut(fd) for fd, identity in known.items() if now.get(fd) == identity)
+        return sum(_shut(fd) for fd, identity in known.items() if _identity(fd) == identity)
 
     def _new(self) -> dict[int, str]:
         before = self._before
@@ -55,23 +55,35 @@ class Connections:
 
 def _open_sockets() -> dict[int, str]:
     """The sockets of this process: descriptor -> what the kernel calls it."""
-    found = {}
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{entry}")
-            if target.startswith(_SOCKET_LINK):
-                found[int(entry)] = target
-    return found
+    try:
+        descriptors: Iterable[int] = map(int, os.listdir("/proc/self/fd"))
+    except OSError:  # none is left to read the folder with: all numbers are in use, or nearly
+        descriptors = range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    identities = ((fd, _identity(fd)) for fd in descriptors)
+    return {fd: identity for fd, identity in identities if identity.startswith(_SOCKET_LINK)}
+
+
+def _identity(fd: int) -> str:
+    """Empty when it is closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
 
 
 def _shut(fd: int) -> bool:
     """True when there was a connection to shut. The descriptor stays open: whoever owns it closes it."""
     try:
-        with socket.socket(fileno=os.dup(fd)) as sock:
-            is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-            if not is_tcp or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return False
-            sock.shutdown(socket.SHUT_RDWR)
+        sock = socket.socket(fileno=fd)
     except OSError:
-        return False  # closed, or not connected any more
+        return False  # closed
+    try:
+        is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        if not is_tcp or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False  # not connected any more
+    finally:
+        sock.detach()
     return True

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,7 @@ class _Interpreter:
         self._config = config
         self._rank = rank
         self._incarnation = incarnation
+        self._pid = os.getpid()
         self._local_rank = int(os.environ["LOCAL_RANK"])
         self._world_size = int(os.environ["WORLD_SIZE"])
         self._link = lines.cells
@@ -198,30 +199,37 @@ class _Interpreter:
         No collection of garbage here: what the cells left may take its time to go, as a DataLoader's workers do.
         """
         reader = FrameReader()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the worker is gone: no answer raises one
             while data := self._control_link.recv(1 << 16):
                 is_collecting = gc.isenabled()
                 gc.disable()
                 try:
                     for frame in reader.feed(data):
-                        self._control(frame.message())
+                        if answer := self._control(frame.message()):
+                            self._control_link.sendall(to_frame(answer).to_bytes())
                 finally:
                     if is_collecting:
                         gc.enable()
 
-    def _control(self, message: Message) -> None:
+    def _control(self, message: Message) -> Message | None:
+        """The answer, whatever a cell has done to this process: without this thread nobody is freed any more."""
         if isinstance(message, EndGeneration):
-            self._control_link.sendall(to_frame(self._end_generation(message.number)).to_bytes())
-        elif isinstance(message, Locate):
-            known = look_inside(since_ns=self._generation.started_ns, before_cell=self._sequences_before)
+            return self._end_generation(message.number)
+        if isinstance(message, Locate):
+            known: dict[str, Any] = {}
+            with contextlib.suppress(Exception):
+                known = look_inside(since_ns=self._generation.started_ns, before_cell=self._sequences_before)
             if _json_bytes(known) > _LISTED_BYTES:  # somebody has given a group a very long name
                 known = {}
-            answer = Collectives(self._rank, message.request, known)
-            self._control_link.sendall(to_frame(answer).to_bytes())
+            return Collectives(self._rank, message.request, known)
+        return None
 
     def _end_generation(self, number: int) -> GenerationEnded:
-        connections = self._generation.end(number)
-        stale = self._stale.note(self._runner.user_ns)
+        connections = 0
+        stale: list[str] = []
+        with contextlib.suppress(Exception):  # the notebook waits for an answer in any case
+            connections = self._generation.end(number)
+            stale = self._stale.note(self._runner.user_ns)
         return GenerationEnded(self._rank, number, connections, stale[: _count_fitting(stale)])
 
     # ---- cells
@@ -264,15 +272,19 @@ class _Interpreter:
         self, cell: int, seconds: float, error: BaseException, *, was_freed: bool, is_collective: bool
     ) -> None:
         """Say what a cell raised; of a rank that was freed by a stop, only where it was."""
-        traceback = [_bounded(line) for line in user_traceback(error, is_own_code_enough=was_freed)]
+        traceback: list[str] = []
         is_broken = False
+        text = "" if was_freed else error_message(error)
+        try:
+            traceback += [_bounded(line) for line in user_traceback(error, is_own_code_enough=was_freed)]
+            if not was_freed:
+                is_broken = is_context_broken(error, text)
+                traceback += [f"  {line}" for line in self._explain(error, text, is_broken=is_broken)]
+                text = self._stale.explain(error, text) or text
+        except Exception as exc:  # noqa: BLE001  it walks through what is the user's: the error itself is told in any case
+            traceback.append(f"  more cannot be said of it: {type(exc).__name__}")
         if was_freed:  # torch's error of being freed may have come first
             error = KeyboardInterrupt()
-        text = error_message(error)
-        if not was_freed:
-            is_broken = is_context_broken(error, text)
-            traceback += [f"  {line}" for line in self._explain(error, text, is_broken=is_broken)]
-            text = self._stale.explain(error, text) or text
         self._send(
             CellFailed(
                 self._rank,
@@ -415,6 +427,8 @@ class _Interpreter:
             np.random.seed(seed % (1 << 32))
 
     def _send(self, message: Message) -> None:
+        if os.getpid() != self._pid:
+            return  # a process that a cell has forked: what it says would get into the middle of what the rank says
         with self._interrupts.held_back(), self._sending:
             self._link.sendall(to_frame(message).to_bytes())
 

@@ -110,4 +110,5 @@ class Interrupts:
             seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
         )
         self._next_strike.daemon = True
-        self._next_strike.start()
+        with contextlib.suppress(RuntimeError):  # there is no room for a thread: the cell may have failed of that
+            self._next_strike.start()

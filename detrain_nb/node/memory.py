@@ -25,6 +25,8 @@ from ..wire import (
     to_frame,
 )
 
+MOST_REMEMBERED_CHARS = 32 << 20  # of code and lines; a notebook takes no more from an agent
+CHARS_BESIDE = 1000  # what each cell and line counts for, beside its text
 _MAX_CELLS = 1000
 _LINGER_BEFORE_START_S = 30.0
 _OF_INTEREST = {
@@ -47,6 +49,7 @@ class Memory:
         self._state_of: dict[int, list[Frame]] = {}  # RankUp, and RankEnded when that came after it
         self._incarnations: dict[int, int] = {}  # of the ranks that are up
         self._cells: dict[int, tuple[RunCell, set[int]]] = {}  # with the ranks that still run it
+        self._chars = 0  # of their code, as a notebook counts
         self._collective_cells: set[int] = set()
         self._failed_cells: set[int] = set()
         self._unfinished: list[Frame] = []  # lines that are cut at the number that was acknowledged
@@ -63,13 +66,11 @@ class Memory:
             running = {rank for rank, incarnation in meant_for if self._incarnations.get(rank) == incarnation}
             if len(running) < len(message.ranks):  # a rank was lost meanwhile, and leaves it alone
                 self._failed_cells.add(message.cell)
+            if message.cell in self._cells:
+                self._chars -= _chars_of(self._cells[message.cell][0])
             self._cells[message.cell] = (message, running)
-            if len(self._cells) > _MAX_CELLS:
-                ended = next((cell for cell, (_, running) in self._cells.items() if not running), None)
-                if ended is not None:
-                    del self._cells[ended]
-                    self._collective_cells.discard(ended)
-                    self._failed_cells.discard(ended)
+            self._chars += _chars_of(message)
+            self._forget_ended_cells()
         elif isinstance(message, Unfinished):
             self._unfinished_to_come.append(to_frame(message))
         elif isinstance(message, Acknowledge):
@@ -80,6 +81,16 @@ class Memory:
             self._renumber(dict(zip(message.ranks, message.numbers)))
         elif isinstance(message, Launch):
             self.ranks, self.info, self.linger_s = message.ranks, message.info, message.linger_s
+
+    def _forget_ended_cells(self) -> None:
+        """The oldest go, as long as there are more than a notebook takes; lines that are cut need room too."""
+        while len(self._cells) > _MAX_CELLS or self._chars > MOST_REMEMBERED_CHARS // 2:
+            ended = next((cell for cell, (_, running) in self._cells.items() if not running), None)
+            if ended is None:
+                return
+            self._chars -= _chars_of(self._cells.pop(ended)[0])
+            self._collective_cells.discard(ended)
+            self._failed_cells.discard(ended)
 
     def _renumber(self, number: dict[int, int]) -> None:
         """Ranks that are idle have other numbers; they say so themselves, as if they had just come up."""
@@ -142,3 +153,7 @@ class Memory:
         return RanCell(
             run.ranks, run.cell, run.code, run.first_line, is_collective, sorted(running), has_failed, run.is_replay
         )
+
+
+def _chars_of(run: RunCell) -> int:
+    return CHARS_BESIDE + len(run.code)

@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -41,12 +43,38 @@ def end_descendants(*, limit_s: float = 5.0) -> None:
         time.sleep(0.002)  # SIGKILL is under way; the next pass sees who is left
 
 
+def stop_with_descendants(process: subprocess.Popen[bytes], *, limit_s: float = 1.0) -> None:
+    """Interrupt a process and all below it, as a terminal would, and kill those that have not ended in time."""
+    below = descendants(process.pid)
+    deadline = time.monotonic() + limit_s
+    try:
+        _send_signal(signal.SIGINT, process, below)
+        while (process.poll() is None or any(map(_exists, below))) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        _send_signal(signal.SIGKILL, process, {*below, *descendants(process.pid)})
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it has another user's rights
+            process.wait(limit_s)
+
+
+def _send_signal(number: signal.Signals, process: subprocess.Popen[bytes], below: Iterable[int]) -> None:
+    for pid in below:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+    with contextlib.suppress(PermissionError):
+        process.send_signal(number)  # none when it has been reaped: its number may be another's
+
+
+def _exists(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
 def descendants(pid: int) -> list[int]:
-    """The processes below ``pid``, read from /proc; empty where there is no /proc."""
+    """The processes below ``pid``, read from /proc; empty where that cannot be read."""
     children: dict[int, list[int]] = {}
     try:
         entries = [entry for entry in os.listdir("/proc") if entry.isdigit()]
-    except FileNotFoundError:
+    except OSError:
         return []
     for entry in entries:
         with contextlib.suppress(OSError, ValueError, IndexError):

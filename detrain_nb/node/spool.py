@@ -125,8 +125,9 @@ class _MemorySegment(_Segment):
 class Spool:
     """One writer, and one reader at a time. What the reader has had is kept for the next one until acknowledged."""
 
-    def __init__(self, folder: Path, *, limit_bytes: int = 1 << 30) -> None:
+    def __init__(self, folder: Path, *, known_as: Path | None = None, limit_bytes: int = 1 << 30) -> None:
         self._folder = folder
+        self._known_as = known_as or folder  # in words
         self.limit_bytes = limit_bytes
         self.last_number = 0
         self.acknowledged = 0
@@ -288,7 +289,7 @@ class Spool:
         self._segments.pop(index).drop()
 
     def _loss(self, size_bytes: int, reason: str) -> Frame:
-        lost = f"about {size_bytes:,} bytes of output were lost under {self._folder}: {reason}"
+        lost = f"about {size_bytes:,} bytes of output were lost under {self._known_as}: {reason}"
         return to_frame(Notice(f"{lost}; the ranks went on"))
 
     def _segment_to_read(self) -> _Segment | None:

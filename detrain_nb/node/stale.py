@@ -33,19 +33,22 @@ _PLACE = re.compile(r"\s*(?:\[[^\]]*\](?::\d+)?:?|<[^<>]* at 0x[0-9a-f]+>)")
 _TORCH = torch.__path__[0]
 _CLEAR_PLANNERS = "clear_redistribute_planner_cache"
 
+_Known = dict[int, tuple[set[str], weakref.ref[Any]]]  # by the id of what holds one: its names
+
 
 class StaleVariables:
     """What the cells made with groups that have since been ended."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[set[str], weakref.ref[Any]]] = {}
+        self._known: _Known = {}
 
-    def note(self, namespace: Mapping[str, object]) -> list[str]:
-        """All groups have ended: remember and return the names of what held one."""
+    def note(self, namespace: Mapping[Any, object]) -> list[str]:
+        """All groups have ended: remember and return the names of what held one. For one thread only."""
         kinds = _loaded_kinds()
         names = []
+        self._known = _alive(self._known)
         for name, value in list(namespace.items()):
-            if not name.startswith("_") and _may_hold_communicator(value, kinds):
+            if isinstance(name, str) and not name.startswith("_") and _may_hold_communicator(value, kinds):
                 names.append(name)
                 if id(value) in self._known and self._known[id(value)][1]() is value:
                     self._known[id(value)][0].add(name)
@@ -55,13 +58,13 @@ class StaleVariables:
         return sorted(names)
 
     def explain(self, error: BaseException, text: str) -> str:
-        """Better words than ``text`` for an error that something stale caused; else empty."""
-        self._known = {key: known for key, known in self._known.items() if known[1]() is not None}
-        if not self._known:
+        """Better words than ``text`` for an error that something stale caused; else empty. For any thread."""
+        known = _alive(self._known)
+        if not known:
             return ""
-        found = [self._known[id(value)][0] for value in _torch_locals(error) if id(value) in self._known]
+        found = [known[id(value)][0] for value in _torch_locals(error) if id(value) in known]
         if not found and _BROKEN_GROUP.search(text):
-            found = [names for names, _ in self._known.values()]
+            found = [names for names, _ in known.values()]
         names = sorted(set().union(*found))
         if not names:
             return ""
@@ -88,6 +91,11 @@ def forget_meshes() -> None:
     for owner, name in ((torch._C, "_clear_DTensor_sharding_propagator_cache"), (planners, _CLEAR_PLANNERS)):
         if hasattr(owner, name):  # not in every torch
             getattr(owner, name)()
+
+
+def _alive(known: _Known) -> _Known:
+    """Those that are still there; a copy is made at once, whatever another thread adds."""
+    return {key: each for key, each in known.copy().items() if each[1]() is not None}
 
 
 def _short(text: str) -> str:

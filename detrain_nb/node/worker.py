@@ -19,8 +19,9 @@ import socket
 import termios
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ..errors import WireError
 from ..launch import RankConfig
 from ..wire import (
     MAX_ORDER_HEADER_BYTES,
@@ -34,6 +35,7 @@ from ..wire import (
     Link,
     LinkClosed,
     Locate,
+    Message,
     Output,
     RankEnded,
     RankUp,
@@ -90,6 +92,7 @@ class _Interpreter:
     since: float = field(default_factory=time.monotonic)
     stderr_tail: bytes = b""
     is_to_be_replaced: bool = False
+    end: RankEnded | None = None
 
     @property
     def sources(self) -> list[Source]:
@@ -153,12 +156,19 @@ class _Worker:
     # ---- the interpreter's process
 
     def _fork_interpreter(self) -> _Interpreter:
+        """Raises: OSError when there is no room for another process; nothing of it is left then."""
         self._incarnations += 1
-        ours, theirs = socket.socketpair()
-        our_control, their_control = socket.socketpair()
-        pipes = {name: os.pipe() for name in ("stdout", "stderr", "where")}
+        pipes: dict[str, tuple[int, int]] = {}
         parent_pid = os.getpid()
-        pid = os.fork()
+        with contextlib.ExitStack() as opened:
+            ours, theirs = map(opened.enter_context, socket.socketpair())
+            our_control, their_control = map(opened.enter_context, socket.socketpair())
+            for name in ("stdout", "stderr", "where"):
+                pipes[name] = os.pipe()
+                for fd in pipes[name]:
+                    opened.callback(os.close, fd)
+            pid = os.fork()
+            opened.pop_all()
         if pid == 0:
             status = 1
             try:
@@ -230,30 +240,26 @@ class _Worker:
         self._unwatch(interpreter)
         end_descendants()
         for link in (interpreter.link, interpreter.control):
-            with contextlib.suppress(LinkClosed):  # at the end of all that it has sent
-                self._pass_on(link.receive())
+            with contextlib.suppress(WireError):  # at the end of all that it has sent, or of what can be read of it
+                self._pass_on(_receive(link))
                 while self._has_input(link.fileno()):
-                    self._pass_on(link.receive())
+                    self._pass_on(_receive(link))
         self._drain()
-        down = "" if interpreter.is_to_be_replaced else self._why_leave_down()
-        self._agent.send(
-            RankEnded(
-                self._rank,
-                interpreter.pid,
-                interpreter.cell,
-                signal=max(0, -exit_code),
-                exit_code=max(0, exit_code),
-                stderr_tail=self._last_words(),
-                reason=reason,
-                asked=interpreter.is_to_be_replaced,
-                down=down,
-            )
+        end = RankEnded(
+            self._rank,
+            interpreter.pid,
+            interpreter.cell,
+            signal=max(0, -exit_code),
+            exit_code=max(0, exit_code),
+            stderr_tail=self._last_words(),
+            reason=reason,
+            asked=interpreter.is_to_be_replaced,
+            down="" if interpreter.is_to_be_replaced else self._why_leave_down(),
         )
         interpreter.close()
-        if down:
-            interpreter.state = "down"
-        else:
-            self._start_successor()
+        interpreter.state = "down"
+        interpreter.end = end if end.down else replace(end, down=self._start_successor())
+        self._agent.send(interpreter.end)
 
     def _why_leave_down(self) -> str:
         """Empty unless interpreters end again and again."""
@@ -263,16 +269,23 @@ class _Worker:
             return ""
         return f"it ended {_MANY_ENDS} times within {_MANY_ENDS_S:.0f} s without having finished a cell"
 
-    def _start_successor(self) -> None:
-        self._interpreter = self._fork_interpreter()
+    def _start_successor(self) -> str:
+        """Fork the next interpreter; says why that cannot be, if so."""
+        try:
+            self._interpreter = self._fork_interpreter()
+        except OSError as exc:
+            return f"no process can be started for it: {exc}"
         self._is_holding_back = False
         self._watch(self._interpreter)
+        return ""
 
     def _replace(self) -> None:
         """Kill the interpreter; its reaping brings the successor. One that was left down starts again."""
         self._ends.clear()
         if self._interpreter.state == "down":
-            self._start_successor()
+            end = self._interpreter.end
+            if (why := self._start_successor()) and end:
+                self._agent.send(replace(end, down=why))
         else:
             self._interpreter.is_to_be_replaced = True
             os.kill(self._interpreter.pid, signal.SIGKILL)
@@ -353,15 +366,17 @@ class _Worker:
 
     def _from_interpreter(self, link: Link) -> None:
         try:
-            frames = link.receive()
-        except LinkClosed:
+            said = _receive(link)
+        except WireError as exc:
             self._loop.remove(link)
+            if not isinstance(exc, LinkClosed):  # a cell has written there: what comes behind it cannot be read
+                self._interpreter.stderr_tail += f"\nit is ended, it sent what is no message: {exc}".encode()
+                os.kill(self._interpreter.pid, signal.SIGKILL)
             return
-        self._pass_on(frames)
+        self._pass_on(said)
 
-    def _pass_on(self, frames: list[Frame]) -> None:
-        for frame in frames:
-            message = frame.message()
+    def _pass_on(self, said: list[tuple[Frame, Message]]) -> None:
+        for frame, message in said:
             if isinstance(message, Collectives):
                 self._interpreter.locator.take(message)
                 continue
@@ -410,6 +425,11 @@ class _Worker:
             found = interpreter.locator.answers(state=interpreter.state, cell=interpreter.cell, since=interpreter.since)
             for position in found:
                 self._agent.send(position)
+
+
+def _receive(link: Link) -> list[tuple[Frame, Message]]:
+    """Read once. Raises: LinkClosed at the end, WireError on nonsense."""
+    return [(frame, frame.message()) for frame in link.receive()]
 
 
 if __name__ == "__main__":  # started by the torchrun command, each rank in a Python of its own

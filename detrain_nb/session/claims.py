@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ..errors import WireError
+from ..node.memory import CHARS_BESIDE, MOST_REMEMBERED_CHARS
 from ..wire import (
     Attached,
     CellDone,
@@ -23,7 +24,6 @@ from .history import History
 _MOST_RANKS, _MOST_GPUS = 1 << 16, 1 << 10
 _LAST_CELL = _LAST_GENERATION = 1 << 31
 _MOST_LOGGED = 10_000  # cells of earlier notebooks
-_MOST_REMEMBERED_CHARS = 32 << 20
 
 
 class Claims:
@@ -86,8 +86,8 @@ class Claims:
         if is_attached:
             raise WireError(f"{type(message).__name__} came after it had been attached to")
         said = len(message.code) if isinstance(message, RanCell) else len(getattr(message, "body", b""))
-        self._remembered[node] = self._remembered.get(node, 0) + 1000 + said
-        if self._remembered[node] > _MOST_REMEMBERED_CHARS:
+        self._remembered[node] = self._remembered.get(node, 0) + CHARS_BESIDE + said
+        if self._remembered[node] > MOST_REMEMBERED_CHARS:
             raise WireError("it remembers more than a session has")
 
 

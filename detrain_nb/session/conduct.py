@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 
 from ..errors import CellInterrupted, CellTimeout, RankLost, format_ranks
-from ..wire import Position, RunCell
+from ..wire import CellFailed, Position, RunCell
 from .cells import CellRun
 from .diagnosis import HangWatch
 from .generations import Generations
@@ -86,6 +87,7 @@ class Conductor:
         unreachable = self._ranks.describe_unreachable(now=now)
         wants_stack = bool(run.outcomes) or watch.hang.wants_stack(now=now)
         watch.positions, evidence = self._ranks.look(range(self._world_size), before=watch.positions, stack=wants_stack)
+        self._end_where_that_was_lost(run, watch.positions)
         watch.hang.note(evidence, now=now)
         hosts = self._ranks.hosts
         report = watch.hang.report(evidence, running=run.ranks, now=now, hosts=hosts) if wants_stack else ""
@@ -94,6 +96,16 @@ class Conductor:
         if unreachable:
             report = f"{unreachable}; {report}" if report else unreachable
         return f"{report}{_failures(run)}" if report else ""
+
+    def _end_where_that_was_lost(self, run: CellRun, positions: Mapping[int, Position]) -> None:
+        """What one rank says arrives in order: the end of the cell on an idle rank has come, or never will."""
+        words = "how the cell ended on this rank is not known: that was lost with its last output"
+        for rank, position in positions.items():
+            with self._inbox.taking:
+                if position.state == "idle" and rank in run.running:
+                    has_group = self._inbox.has_group.get(rank, False)
+                    lost = CellFailed(rank, run.cell, 0.0, has_group, True, "SessionError", words, [], False)
+                    self._inbox.take(lost, node=self._inbox.node_of[rank])
 
     def _rank_lost(self, run: CellRun) -> RankLost:
         """What is known of the ranks that were lost, what became of the others, and what to do."""

@@ -91,11 +91,13 @@ class Generations:
         has_none = not self._inbox.busy and not any(self._inbox.has_group.values())
         if self._inbox.generation <= self._ended and has_none:
             return []
-        alive = [rank for rank in range(self._world_size) if rank not in self._inbox.lost]
-        answering = set(alive) - set(without_waiting_for)
+        lost = self._inbox.lost.copy()
+        answering = {rank for rank in range(self._world_size) if rank not in lost} - set(without_waiting_for)
+        # one that starts may have been told to make it, if that crossed the news of a death
+        told = [rank for rank in range(self._world_size) if rank not in lost or not lost[rank].down]
         ended = self._inbox.generation_ended = self._inbox.requests.new(answering)
         self._inbox.has_group.clear()
-        self._ranks.send(EndGeneration(alive, self._inbox.generation))
+        self._ranks.send(EndGeneration(told, self._inbox.generation))
         self._ended = self._inbox.generation  # after it was sent: a stop may come in between, and ranks end it once
         ended.wait_quietly(END_LIMIT_S if answering else 0.0)
         self._inbox.requests.end(ended)

@@ -90,6 +90,7 @@ class NodeLink:
         self._is_resuming = False  # connected again, and the agent has not said what it had received
         self.broken_at: float | None = None  # since when there is no connection
         self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)  # one that is full wakes as well
         self._woken.setblocking(False)
         self.is_closed = False
         self._is_ending = False
@@ -307,7 +308,7 @@ class NodeLink:
                 sock = connect()
             except SessionError as exc:
                 raise LinkClosed(str(exc)) from exc
-            except DetrainError as exc:
+            except (DetrainError, OSError) as exc:
                 reason = str(exc)
                 select.select([self._woken], [], [], gap_s * random.uniform(0.75, 1.25))
                 with contextlib.suppress(BlockingIOError):

@@ -154,7 +154,7 @@ class Rescue:
         everyone = range(self._world_size)
         before: dict[int, Position] = self._ranks.locate(run.running, stack=False)
         for rank, position in before.items():  # asked after the cell was sent, if it was
-            if position.state == "idle" and position.cell != run.cell:
+            if position.state == "idle":  # and its end, which would have come before this, was lost, if there was one
                 run.withdraw(rank)
         run.wait(LOOK_GAP_S)
         _, evidence = self._ranks.look(everyone, before=before, stack=True)

@@ -63,7 +63,7 @@ WHERE_GAP_S = 0.1  # between two looks that tell who uses the processor
 class Session:
     """Ranks on this machine that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
 
-    def __init__(self, name: str, ends: Sequence[End], *, holder: str) -> None:
+    def __init__(self, name: str, ends: Sequence[End], files: SessionFiles, *, holder: str) -> None:
         self.name = name
         self.holder = holder or f"pid {os.getpid()}"
         self.not_ended: list[str] = []  # nodes that ``stop`` did not reach: their ranks end by themselves
@@ -74,7 +74,7 @@ class Session:
         self._transports = self._core.transports
         self._runs = Runs(self._core)
         self._members = Members(self._core)
-        self._files = SessionFiles(self._transports, os.getcwd())
+        self._files = files
 
     @classmethod
     def start(
@@ -127,7 +127,7 @@ class Session:
         how.check()
         name = check_session_name(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}")
         files = SessionFiles(transports, folder, is_synced=sync)
-        session = cls(name, bring_up_agents(transports, name), holder=holder)
+        session = cls(name, bring_up_agents(transports, name), files, holder=holder)
         core = session._core
         try:
             attached = attach(core)
@@ -140,7 +140,6 @@ class Session:
             core.note_down(
                 StartedWith(ranks, device, backend, init, sync, of_env, seed, start, linger_s, group_timeout_s)
             )
-            session._files = files
             session.notices.extend(files.bring())
             launch(core, how, attached)
         except BaseException:
@@ -175,11 +174,11 @@ class Session:
             transports = find_nodes(name, ask_passphrase=ask_passphrase)
         else:
             transports = transports_to(nodes, ask_passphrase=ask_passphrase)
-        session = cls(name, _attach_to(name, transports, is_known=nodes is None), holder=holder)
+        files = SessionFiles(transports, os.getcwd(), is_synced=sync, takes_over=False)
+        session = cls(name, _attach_to(name, transports, is_known=nodes is None), files, holder=holder)
         try:
             session._inbox.is_showing_missed = True
             go_on(session._core, attach(session._core, steal=steal))
-            session._files = SessionFiles(transports, os.getcwd(), is_synced=sync, takes_over=False)
             session._core.note_down()
         except BaseException:
             session.detach()

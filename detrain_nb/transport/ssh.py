@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import logging
+import queue
 import random
 import socket
 import threading
@@ -36,6 +37,7 @@ AskPassphrase = Callable[[str], str | None]  # path of a key file -> its passphr
 _LOG_NAME = "detrain_nb.ssh"
 _LIMIT_S = 20.0
 _KEEPALIVE_S = 5
+_AGENT_LIMIT_S = 5.0
 _CHANNEL_LIMIT_S = 15.0
 _SFTP_SILENCE_S = 60.0
 _SFTP_READ_BYTES = 32 << 10  # what every server gives at once
@@ -303,24 +305,31 @@ def _dial_through(via: _Hop, settings: HostSettings, *, deadline: float) -> para
     there = (settings.hostname, settings.port)
     limit_s = max(0.1, deadline - time.monotonic())
     try:
-        return via.transport.open_channel("direct-tcpip", there, ("127.0.0.1", 0), timeout=limit_s)
+        channel = via.transport.open_channel("direct-tcpip", there, ("127.0.0.1", 0), timeout=limit_s)
     except paramiko.ChannelException as exc:
         reason = "forwards nothing (AllowTcpForwarding)" if exc.code == 1 else "cannot connect to it"
         raise TransportError(f"{settings.where}: {via.settings.where}, which leads to it, {reason}") from exc
     except (paramiko.SSHException, EOFError, OSError) as exc:
         raise TransportError(f"{settings.where}: {via.settings.where}, which leads to it: {_clean(exc)}") from exc
+    _hold_to_window(channel)
+    return channel
 
 
 def _negotiate(
     transport: paramiko.Transport, settings: HostSettings, known: KnownHosts, *, is_direct: bool, deadline: float
 ) -> None:
     """Agree on algorithms and check the host key. Raises: TransportError, _HungUp."""
+    import paramiko
+
     name, port = settings.hostname, settings.port
     if settings.host_key_alias:
         name, port = settings.host_key_alias, DEFAULT_PORT  # as with ssh, it stands for the port too
     _choose_algorithms(transport, known.key_types(name, port))
     _wait_for_keys(transport, settings, deadline=deadline)
-    key = transport.get_remote_server_key()
+    try:
+        key = transport.get_remote_server_key()
+    except paramiko.SSHException as exc:
+        raise TransportError(f"{settings.where}: hung up after the handshake") from exc
     can_be_scanned = is_direct and not settings.host_key_alias
     try:
         known.check(name, port, key.get_name(), key.asbytes(), can_be_scanned=can_be_scanned)
@@ -466,14 +475,12 @@ class _Identities:
         return offers
 
     def _list_agent_keys(self) -> dict[bytes, paramiko.AgentKey]:
-        import paramiko
-
         if not self._settings.use_agent:
             return {}
         try:
-            self._agent = paramiko.Agent()
-        except (paramiko.SSHException, OSError) as exc:
-            self._left_out.append(f"ssh-agent does not answer: {_clean(exc)}")
+            self._agent = _ask_agent()
+        except TransportError as exc:
+            self._left_out.append(str(exc))
             return {}
         return {key.blob: key for key in self._agent.get_keys()}
 
@@ -492,6 +499,28 @@ class _Identities:
         except TransportError as exc:
             self._left_out.append(str(exc))
         return None
+
+
+def _ask_agent() -> paramiko.Agent:
+    """What ssh-agent has. Raises: TransportError, also when it is silent: a forwarded one's machine may be asleep."""
+    import paramiko
+
+    answers: queue.SimpleQueue[paramiko.Agent | str] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(paramiko.Agent())
+        except (paramiko.SSHException, OSError, ValueError) as exc:  # a comment may be no text
+            answers.put(_clean(exc))
+
+    threading.Thread(target=ask, name="detrain_nb ssh agent", daemon=True).start()
+    try:
+        answer = answers.get(timeout=_AGENT_LIMIT_S)
+    except queue.Empty:
+        raise TransportError(f"ssh-agent does not answer within {_AGENT_LIMIT_S:.0f} s") from None
+    if isinstance(answer, str):
+        raise TransportError(f"ssh-agent does not answer: {answer}")
+    return answer
 
 
 class _UnlockedKeys:
@@ -553,10 +582,13 @@ def _name_agent_key(key: paramiko.AgentKey) -> _Offer:
 
 def _shut(transports: Sequence[paramiko.Transport]) -> None:
     """Close transports, the innermost first, with their sockets and threads."""
+    import paramiko
+
     for transport in reversed(transports):
-        transport.packetizer.complete_handshake()  # ends a timer, which is a thread of its own
-        transport.close()
-        transport.sock.close()
+        end_timer = transport.packetizer.complete_handshake  # which is a thread of its own
+        for end in (end_timer, transport.close, transport.sock.close):
+            with contextlib.suppress(paramiko.SSHException, EOFError, OSError):  # what it goes through has ended
+                end()
     for transport in transports:
         if transport.is_alive():
             transport.join(_JOIN_LIMIT_S)
@@ -602,6 +634,10 @@ def _filesystem_class() -> type[Any]:
                     raise OSError(f"{rpath}: {here.tell()} of {size} bytes came")
                 if tell:
                     tell(size, size)
+
+        def info(self, path: str) -> Any:
+            with _sftp_errors():
+                return super().info(path)
 
         def rm_file(self, path: str) -> None:
             with _sftp_errors():

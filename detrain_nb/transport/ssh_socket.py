@@ -30,19 +30,19 @@ def dial(settings: HostSettings, *, deadline: float) -> socket.socket:
             "(HostName in ~/.ssh/config)"
         ) from exc
     while True:
+        errors: list[OSError] = []
         for family, kind, protocol, _, address in addresses:
-            sock = socket.socket(family, kind, protocol)
-            try:
-                _tune(sock)
-                sock.settimeout(max(0.1, min(_TCP_LIMIT_S, deadline - time.monotonic())))
-                sock.connect(address)
-                return sock
-            except OSError as exc:
-                sock.close()
-                error = exc
-            except BaseException:
-                sock.close()
-                raise
+            with contextlib.ExitStack() as on_failure:
+                try:
+                    sock = on_failure.enter_context(socket.socket(family, kind, protocol))
+                    _tune(sock)
+                    sock.settimeout(max(0.1, min(_TCP_LIMIT_S, deadline - time.monotonic())))
+                    sock.connect(address)
+                    on_failure.pop_all()
+                    return sock
+                except OSError as exc:
+                    errors.append(exc)
+        error = next((error for error in errors if isinstance(error, TimeoutError)), errors[-1])
         if not isinstance(error, TimeoutError) or time.monotonic() >= deadline:
             reason = _describe(error, settings.port, waited_s=time.monotonic() - began)
             raise TransportError(f"{settings.where}: {reason}") from error

@@ -25,6 +25,7 @@ from detrain_nb.errors import DetrainError, SpecError, TransportError, WireError
 from detrain_nb.node.arrivals import TreeWriter
 from detrain_nb.node.talk import LINE_BYTES, Failed, FilesError, Talk
 from detrain_nb.node.trees import MOST_ENTRIES
+from detrain_nb.spec.node import Node
 from detrain_nb.transport.local import LocalTransport
 
 from ..testbed.fixtures import MakeTestbed
@@ -706,6 +707,33 @@ def test_connection_that_breaks_leaves_nothing_half_written(
     assert not (home / "broken" / "large").exists()
 
 
+def test_connection_that_breaks_between_two_files_is_said_with_the_node(
+    testbed: Testbed, node: SshNode, home: Path, tmp_path: Path
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / "large" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "large" / name).write_bytes(b"x" * (3 << 20))
+    numbers: list[int | None] = []
+
+    def lose() -> None:
+        testbed.kill_sessions("h0")
+        testbed.heal("h0", "notebook")
+
+    class Watched(files.Lane):
+        def put(self, *args: Any) -> int | None:
+            if numbers:  # what is asked next has no answer
+                testbed.cut("h0", "notebook")
+                threading.Timer(0.5, lose).start()
+            numbers.append(super().put(*args))
+            return numbers[-1]
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DetrainError, match=r"^h0: "):
+        patch.setattr(files, "Lane", Watched)
+        put(node, tmp_path / "large", "broken")
+    assert numbers == [1, None], "it did not break between two files"
+    wait_until_gone(home)
+
+
 def test_stop_in_a_notebook_ends_the_copies_to_all_nodes(make_testbed: MakeTestbed, tmp_path: Path) -> None:
     testbed = make_testbed(2, link=Link(rate_bits_per_s=40e6))
     nodes = ssh_nodes(testbed)
@@ -726,6 +754,38 @@ def test_stop_in_a_notebook_ends_the_copies_to_all_nodes(make_testbed: MakeTestb
         wait_until_gone(testbed.path_home(host))
         assert not (testbed.path_home(host) / "put" / "large").exists()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("detrain_nb files")]
+
+
+def test_stop_does_not_wait_for_a_host_that_is_slow_to_answer(tmp_path: Path) -> None:
+    """Its connection is not there yet: nothing that a stop could shut."""
+    (tmp_path / "file").write_text("x")
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as accepted:
+        address, port = listener.getsockname()
+        node = SshNode(Node(host=address, port=port, user="me"), config_path=tmp_path / "none")
+
+        def press() -> None:
+            accepted.enter_context(listener.accept()[0])  # and nothing is said
+            os.kill(os.getpid(), signal.SIGINT)
+
+        watcher = threading.Thread(target=press)
+        watcher.start()
+        began_at = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            on_every([node], lambda node, stop, note: put(node, tmp_path / "file", "put", note, stop=stop))
+        assert time.monotonic() - began_at < 10  # it would give up later
+        watcher.join()
+    deadline = time.monotonic() + 10  # now it hears that nobody listens
+    while any(thread.name.startswith("detrain_nb files") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_fault_of_ours_is_not_hidden_by_what_a_node_says() -> None:
+    def act(node: str, stop: Stop, note: files.OnProgress) -> None:
+        raise ZeroDivisionError if node == "b" else TransportError(f"{node}: gone")
+
+    with pytest.raises(ZeroDivisionError):
+        on_every(["a", "b", "c"], act)
 
 
 def test_node_that_fails_does_not_stop_the_others(testbed: Testbed, home: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from detrain_nb.wire import (
     LauncherEnded,
     Message,
     OpenStore,
+    RankEnded,
     RankUp,
     Received,
     Refused,
@@ -66,7 +67,7 @@ class Peer:
     def send(self, *messages: Message) -> None:
         self.sock.sendall(b"".join(to_frame(message).to_bytes() for message in messages))
 
-    def receive(self, kind: type[Message]) -> Message:
+    def receive(self, kind: type[Message] | tuple[type[Message], ...]) -> Message:
         """The next message of ``kind``; others are dropped. Raises: EOFError when the agent hangs up."""
         while True:
             while self._arrived:
@@ -185,6 +186,54 @@ def test_half_a_frame_holds_up_nobody(agent: Agent) -> None:
     notebook = agent.connect()
     notebook.send(Attach("mine", "test"))
     notebook.receive(Attached)
+
+
+def test_notebook_that_attaches_with_nonsense_holds_nothing(agent: Agent) -> None:
+    first, second = agent.connect(), agent.connect()
+    first.sock.sendall(to_frame(Attach("mine", "first")).to_bytes() + Frame(0, b"{}", b"").to_bytes())
+    with pytest.raises(EOFError):
+        while True:
+            first.receive(Message)
+    second.send(Attach("mine", "second"))
+    assert isinstance(second.receive((Attached, Refused)), Attached)
+
+
+@pytest.mark.parametrize("introduction", [[WorkerUp(0, 1)], []], ids=["with it", "later"])
+def test_rank_whose_worker_talks_nonsense_is_told_to_be_gone(agent: Agent, introduction: list[Message]) -> None:
+    notebook, worker = agent.connect(), agent.connect()
+    notebook.send(Attach("mine", "test"), Launch(["sleep", "60"], {}, [0, 1], 0.0, None))
+    notebook.receive(Attached)
+    if not introduction:
+        worker.send(WorkerUp(0, 1), RankUp(0, 1, 0, 2, 1, "here", "cpu", "2.13.0"))
+        notebook.receive(RankUp)
+    said = b"".join(to_frame(message).to_bytes() for message in introduction)
+    worker.sock.sendall(said + Frame(0, b'{"type":"RankUp"}', b"").to_bytes())
+    end = notebook.receive(RankEnded)
+    assert isinstance(end, RankEnded)
+    assert (end.rank, end.exit_code) == (0, -1)
+    assert "its worker is gone" in end.down
+    with pytest.raises(EOFError):
+        worker.receive(Message)
+
+
+def test_end_leaves_the_spool_of_its_successor_alone(agent: Agent) -> None:
+    """A launcher that does not end at once holds up the end: the name is free by then."""
+    notebook, worker = agent.connect(), agent.connect()
+    notebook.send(Attach("mine", "test"), Launch(["sh", "-c", "sleep 1; true"], {}, [0], 0.0, None))
+    notebook.receive(Attached)
+    worker.send(WorkerUp(0, 1), RankUp(0, 1, 0, 1, 1, "here", "cpu", "2.13.0"))
+    notebook.receive(RankUp)
+    [spool] = agent.folder.glob("spool.*")
+    notebook.send(EndSession())
+    deadline = time.monotonic() + 10
+    while agent.folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    agent.folder.mkdir(mode=0o700)
+    spool.write_text("of another session")
+    assert agent.process.poll() is None, "it is still about to end"
+    assert agent.process.wait(10) == 0
+    assert spool.read_text() == "of another session"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -79,3 +81,27 @@ def test_shutting_twice_shuts_once(listener: socket.socket) -> None:
     assert connections.shut() == 0
     for sock in recorded:
         sock.close()
+
+
+def test_connections_are_shut_where_no_descriptor_is_left(listener: socket.socket) -> None:
+    connections = Connections()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connections.recording():
+        recorded = _connect(listener)
+    with connections.recording():
+        new = _connect(listener)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(new[0].fileno(), new[1].fileno()) + 1, before[1]))
+        files: list[int] = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    files.append(os.dup(0))
+            assert connections.shut() == 4
+        finally:
+            for fd in files:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for pair in (recorded, new):
+        assert _is_shut(pair)
+        for sock in pair:
+            sock.close()

@@ -88,7 +88,7 @@ def test_stages_that_compute_again(four_ranks: Session, options: dict[str, Any])
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("axes", [{"pp": 2}, {"dp_shard": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}], ids=str)
 def test_compiled_blocks(two_ranks: Session, axes: dict[str, int]) -> None:
     require_close(two_ranks, axes, compile=True)
 

@@ -230,6 +230,9 @@ def recorder(tmp_path: Path, home: Path) -> Iterator[Recorder]:
         def check_channel_request(self, kind: str, chanid: int) -> int:
             return paramiko.OPEN_SUCCEEDED
 
+        def check_channel_direct_tcpip_request(self, chanid: int, origin: object, destination: object) -> int:
+            return paramiko.OPEN_SUCCEEDED
+
         def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
             return server.answers.wait(LIMIT_S)
 
@@ -307,6 +310,21 @@ def test_host_that_sends_more_than_it_may_is_left(recorder: Recorder, key: Path)
         assert sent_bytes < 1 << 28
         assert read_all(stream.sock).count(b"\0") < 5 * ssh._WINDOW_BYTES
         assert not connection.is_alive
+
+
+def test_bastion_that_sends_more_than_it_may_is_left(recorder: Recorder, key: Path) -> None:
+    recorder.make_known()
+    recorder.takes = True
+    with SshConnection.open(SshTarget("node", identity_file=str(key))) as connection:
+        via = connection._hops[0]
+        with contextlib.closing(ssh._dial_through(via, via.settings, deadline=time.monotonic() + LIMIT_S)):
+            [channel] = recorder.transports[-1]._channels.values()
+            channel.out_window_size = 1 << 40
+            sent_bytes = 0
+            with contextlib.suppress(OSError, EOFError):  # it is closed
+                while sent_bytes < 1 << 27:
+                    sent_bytes += channel.send(bytes(1 << 15))
+            wait_until(lambda: not connection.is_alive)
 
 
 def test_every_byte_arrives_both_ways_at_once(start_sshd: StartSshd) -> None:
@@ -731,6 +749,36 @@ def test_agent_that_is_gone_is_no_hindrance(start_sshd: StartSshd, monkeypatch: 
     connect().close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # paramiko forgets its socket
+def test_agent_that_is_silent_is_no_hindrance(
+    start_sshd: StartSshd, home: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is forwarded, perhaps, from a machine that sleeps."""
+    start_sshd()
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
+        listener.bind(str(tmp_path / "agent"))
+        listener.listen()
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
+        monkeypatch.setattr(ssh, "_AGENT_LIMIT_S", 1.0)
+        accepting = threading.Thread(target=lambda: stack.enter_context(listener.accept()[0]))
+        accepting.start()
+        connect().close()
+        accepting.join()
+        with pytest.raises(TransportError, match="ssh-agent does not answer within 1 s"):
+            (home / "config").write_text((home / "config").read_text().replace(str(key), f"{home}/missing"))
+            connect()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # paramiko forgets its socket
+def test_agent_with_a_comment_that_is_no_text_is_no_hindrance(start_sshd: StartSshd, key: Path, agent: None) -> None:
+    start_sshd()
+    key.with_name("key.pub").write_bytes(public_half(key).encode() + b" caf\xe9\n")
+    odd = key.with_name("odd")
+    subprocess.run([b"ssh-keygen", b"-qt", b"ed25519", b"-N", b"", b"-C", b"caf\xe9", b"-f", bytes(odd)], check=True)
+    add_to_agent(odd)
+    connect().close()
+
+
 @pytest.mark.parametrize("form", ["OpenSSH", "PEM"])
 def test_passphrase_is_asked_once_and_not_kept(form: str, start_sshd: StartSshd, home: Path) -> None:
     sshd = start_sshd()
@@ -925,6 +973,39 @@ def test_listener_that_talks_nonsense_is_one_clean_error(said: bytes, listen: Ca
     assert str(caught.value).startswith(f"me@127.0.0.1:{port}: ")
 
 
+def test_host_that_hangs_up_right_after_the_handshake_is_said(
+    recorder: Recorder, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder.make_known()
+    wait_for_keys = ssh._wait_for_keys
+
+    def wait_and_lose(transport: paramiko.Transport, *args: object, **options: object) -> None:
+        wait_for_keys(transport, *args, **options)  # type: ignore[arg-type]
+        ssh._shut(recorder.transports)
+        wait_until(lambda: not transport.is_active())
+
+    monkeypatch.setattr(ssh, "_wait_for_keys", wait_and_lose)
+    with fails(match=rf"127.0.0.1:{recorder.port}: hung up after the handshake"):
+        SshConnection.open(SshTarget("node", identity_file=str(key)))
+
+
+def resolve_as(*addresses: tuple[int, str, int]) -> Callable[..., list[tuple[int, int, int, str, tuple[str, int]]]]:
+    """What a resolver gives for a name with these addresses: family, address, port."""
+    return lambda *_, **__: [(family, socket.SOCK_STREAM, 0, "", (host, port)) for family, host, port in addresses]
+
+
+def test_family_that_this_machine_does_not_have_is_no_hindrance(
+    start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sshd = start_sshd()
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", resolve_as((45, "::1", 22), (socket.AF_INET, "127.0.0.1", sshd.port)))
+        connect().close()
+        patch.setattr(socket, "getaddrinfo", resolve_as((45, "::1", 22)))
+        with fails(match="cannot be reached: Address family not supported"):
+            connect()
+
+
 def test_refused_connection_says_so_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -932,17 +1013,37 @@ def test_refused_connection_says_so_at_once() -> None:
         SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"))
 
 
-def test_host_that_does_not_answer_ends_within_the_limit() -> None:
+@contextlib.contextmanager
+def silent_port() -> Iterator[int]:
+    """A port at which the system answers nothing."""
     with socket.socket() as listener, contextlib.ExitStack() as stack:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
         port = listener.getsockname()[1]
-        for _ in range(4):  # no place is left for a fifth: the system answers nothing
+        for _ in range(4):  # no place is left for a fifth
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(("127.0.0.1", port))
-        with fails(match=f"no answer within 1 s: is the host up, or does a firewall drop port {port}"):
-            SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=1)
+        yield port
+
+
+def test_host_that_does_not_answer_ends_within_the_limit() -> None:
+    with (
+        silent_port() as port,
+        fails(match=f"no answer within 1 s: is the host up, or does a firewall drop port {port}"),
+    ):
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=1)
+
+
+def test_host_is_waited_for_though_another_address_of_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        closed = listener.getsockname()[1]
+    monkeypatch.setattr("detrain_nb.transport.ssh_socket._TCP_LIMIT_S", 0.3)
+    with silent_port() as port, monkeypatch.context() as patch:
+        addresses = [(socket.AF_INET, "127.0.0.1", each) for each in (port, closed)]
+        patch.setattr(socket, "getaddrinfo", resolve_as(*addresses))
+        with fails(match="no answer within 2 s: is the host up"):
+            SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=2)
 
 
 @pytest.mark.parametrize("name", ["nowhere.invalid", "a..b", "x" * 70])
@@ -1055,6 +1156,19 @@ def test_every_hop_is_closed_and_the_loss_of_one_is_noticed(inner: Sshd, start_s
     with connect("inner") as connection:
         _end(bastion.process)
         wait_until(lambda: not connection.is_alive)
+
+
+def test_every_hop_is_closed_though_nothing_can_be_said_to_the_first(inner: Sshd, start_sshd: StartSshd) -> None:
+    bastion = start_sshd(name="bastion")
+    with leaves_nothing():
+        connection = connect("inner")
+        sessions = psutil.Process(bastion.process.pid).children(recursive=True)
+        for session in sessions:
+            session.suspend()  # it does not answer: nothing here knows yet that the connection has gone
+        connection._hops[0].transport.sock.shutdown(socket.SHUT_WR)
+        connection.close()
+        for session in sessions:
+            session.resume()
 
 
 def test_every_hop_shows_a_known_host_key(inner: Sshd, start_sshd: StartSshd, home: Path) -> None:

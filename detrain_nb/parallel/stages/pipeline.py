@@ -223,7 +223,7 @@ class _Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with autocast_left(self.device):
-            return super().backward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return super().backward_maybe_with_nosync(*args, **kwargs)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)

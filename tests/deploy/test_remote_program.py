@@ -1,0 +1,77 @@
+"""What the shell of a node is told, given to a real shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from detrain_nb.deploy import host_probe, remote_program, ssh_node
+from detrain_nb.node import bootstrap, probe
+from detrain_nb.node import files as node_files
+from detrain_nb.spec.node import Node
+
+_PLANTED = ("__future__", "collections", "ctypes", "json", "platform", "socket", "struct", "typing")
+_OLD_BASH = "BASH_COMPAT=5.0"  # as before 5.1, what Python reads is a file that has been removed, and no pipe
+_PYTHON = os.path.realpath(sys.executable)  # outside of a virtual environment, which may bring what is planted
+_LIMIT_S = 60
+
+
+def run(source: str, said: bytes, folder: Path) -> str:
+    """Start a program as on a node whose temporary files are in ``folder``; returns what it said."""
+    node = Node(host="h", python=_PYTHON, setup=(_OLD_BASH, f"TMPDIR={folder}"))
+    script = remote_program._write_script(node, source) + said
+    environment = {"HOME": str(folder.parent), "PATH": os.environ["PATH"]}
+    shell = subprocess.run(["bash"], input=script, capture_output=True, env=environment, timeout=_LIMIT_S)
+    assert not shell.stderr, shell.stderr.decode()
+    return shell.stdout.decode()
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A folder for temporary files in which another user has put modules."""
+    folder = tmp_path / "planted"
+    folder.mkdir()
+    for name in _PLANTED:
+        (folder / f"{name}.py").write_text(f"raise SystemExit({name!r} + ' of another user runs')")
+    return folder
+
+
+def test_old_bash_keeps_a_program_among_temporary_files(tmp_path: Path) -> None:
+    said = run("import os; print(os.readlink('/dev/fd/3'))", b"", tmp_path)
+    assert said.startswith(f"{tmp_path}/") and said.endswith(" (deleted)\n"), "the tests here show nothing"
+
+
+def test_bootstrap_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> None:
+    said = run(ssh_node._BOOTSTRAP.read_text(), b"", planted)
+    before, _, facts = said.partition(bootstrap.MAGIC.decode())
+    assert not before
+    assert json.loads(facts)["python_version"] == list(sys.version_info[:3])
+
+
+def test_probe_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> None:
+    said = run(host_probe._PROGRAM.read_text(), b'{"type": "clock"}\n', planted)
+    before, _, answer = said.partition(probe.MAGIC.decode())
+    assert not before
+    assert json.loads(answer)["type"] == "clock"
+
+
+def test_program_for_files_is_from_our_code(planted: Path) -> None:
+    code = str(Path(remote_program.__file__).parents[2])
+    said = run(ssh_node._RUN_FILES.format(code=code), b"", planted)
+    assert said.startswith(node_files.MAGIC.decode())
+
+
+def test_nothing_of_what_python_itself_looks_in_is_left_out(tmp_path: Path) -> None:
+    """Where it takes nothing from a program's folder, none stands before the others."""
+    source = "import json, sys; print(json.dumps(sys.path))"
+    asked = [_PYTHON, "-P", "-c", source]
+    expected = json.loads(subprocess.run(asked, capture_output=True, check=True, env={}, cwd="/").stdout)
+    assert json.loads(run(source, b"", tmp_path)) == expected
+    node = Node(host="h", python=_PYTHON, setup=("export PYTHONSAFEPATH=1",))
+    shell = subprocess.run(["bash"], input=remote_program._write_script(node, source), stdout=subprocess.PIPE)
+    assert json.loads(shell.stdout) == expected

@@ -1,0 +1,51 @@
+"""What was made with groups that have ended, told by one thread while another one looks for more."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from detrain_nb.node.stale import StaleVariables
+
+
+class _Mesh(DeviceMesh):
+    """One without groups."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def threads_that_change_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_error_is_explained_while_a_generation_ends() -> None:
+    stale, error = StaleVariables(), RuntimeError("Connection closed by peer")
+    kept = {f"mesh_{index}": _Mesh() for index in range(200)}
+    assert len(stale.note(kept)) == 200
+
+    def note() -> None:
+        for turn in range(30):
+            stale.note(kept | {f"of_turn_{turn}_{index}": _Mesh() for index in range(300)})
+
+    noting = threading.Thread(target=note)
+    noting.start()
+    try:
+        while noting.is_alive():
+            assert "mesh_0, mesh_1, " in stale.explain(error, str(error))
+    finally:
+        noting.join()
+
+
+def test_what_is_gone_explains_nothing() -> None:
+    stale, error = StaleVariables(), RuntimeError("Connection closed by peer")
+    assert stale.note({"mesh": _Mesh(), 1: _Mesh(), "_own": _Mesh()}) == ["mesh"]
+    assert stale.explain(error, str(error)) == ""

@@ -1,0 +1,98 @@
+"""A link whose connection broke makes another one, whatever goes wrong meanwhile, and holds up nobody."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from detrain_nb.errors import TransportError
+from detrain_nb.session.node_link import Checkpoint, NodeEvents, NodeLink
+from detrain_nb.wire import Attach, FrameReader, Locate
+
+_LIMIT_S = 10.0
+
+
+class Node:
+    """The other end of a link: each connection is a socket of the test's; ``fail`` raises instead of making one."""
+
+    def __init__(self) -> None:
+        self.fail: Callable[[int], None] = lambda _: None
+        self.tries = 0
+        self.closed: list[str] = []
+        self.has_broken = threading.Event()
+        ours, self.sock = socket.socketpair()
+        events = NodeEvents(
+            message=lambda message, number: None,
+            checkpoint=lambda: Checkpoint([], lambda: True),
+            gap=lambda text: None,
+            broken=self.has_broken.set,
+            closed=self.closed.append,
+        )
+        self.link = NodeLink(ours, events, connect=self._connect)
+
+    def _connect(self) -> socket.socket:
+        self.tries += 1
+        self.fail(self.tries)
+        ours, self.sock = socket.socketpair()
+        return ours
+
+    def hang_up(self) -> None:
+        self.link.send(Attach("mine", "holder"))
+        self.sock.close()
+        assert self.has_broken.wait(_LIMIT_S)
+
+    def wait_until_connected(self) -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while self.link.broken_at is not None and not self.closed:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not self.closed
+        self.sock.settimeout(_LIMIT_S)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    yield node
+    node.link.close()
+    node.sock.close()
+
+
+def test_no_error_of_this_machine_loses_a_node(node: Node) -> None:
+    errors = [OSError(errno.EMFILE, "Too many open files"), TransportError("away"), OSError(errno.ENOSPC, "full")]
+
+    def fail(tries: int) -> None:
+        if tries <= len(errors):
+            raise errors[tries - 1]
+
+    node.fail = fail
+    node.hang_up()
+    node.wait_until_connected()
+    assert node.tries == len(errors) + 1
+    assert isinstance(FrameReader().feed(node.sock.recv(1 << 16))[0].message(), Attach)
+
+
+def test_what_is_sent_meanwhile_holds_up_nobody(node: Node) -> None:
+    is_connected = threading.Event()
+
+    def fail(_: int) -> None:
+        is_connected.wait(_LIMIT_S)
+
+    node.fail = fail
+    node.hang_up()
+    sending = threading.Thread(target=lambda: [node.link.send(Locate([0], number, False)) for number in range(2000)])
+    sending.start()
+    sending.join(_LIMIT_S / 2)
+    is_held_up = sending.is_alive()
+    is_connected.set()
+    sending.join(_LIMIT_S)
+    assert not is_held_up
+    node.wait_until_connected()
+    reader, got = FrameReader(), 0
+    while got < 2000:
+        got += sum(isinstance(frame.message(), Locate) for frame in reader.feed(node.sock.recv(1 << 16)))
