@@ -190,6 +190,7 @@ def test_end_names_the_executed_notebook_and_repeats_the_summary(story: Story, p
 # ---- ends before the end
 
 
+@pytest.mark.slow
 def test_failing_cell_prints_its_error_once_and_what_was_run_is_saved(place: Place) -> None:
     path = place.write("print('fine')", "1 / 0", "print('never')", name="fails.ipynb")
     before = nbformat.read(path, as_version=4)
@@ -224,6 +225,7 @@ def _read_until(process: subprocess.Popen[str], *wanted: str) -> None:
         read += line
 
 
+@pytest.mark.slow
 def test_control_c_interrupts_the_cell_and_leaves_no_process(place: Place) -> None:
     path = place.write("%load_ext detrain_nb", BLOCKED.strip(), "print('never')", name="stopped.ipynb")
     with place.start("run", path) as process:
@@ -252,6 +254,7 @@ def test_second_control_c_waits_for_nothing_and_leaves_no_process(place: Place) 
     place.require_empty()
 
 
+@pytest.mark.slow
 def test_who_closes_the_pipe_ends_the_run(place: Place) -> None:
     path = place.write(
         "import time\nfor i in range(3000):\n    print(i, flush=True)\n    time.sleep(0.1)", name="pipe.ipynb"
@@ -265,6 +268,7 @@ def test_who_closes_the_pipe_ends_the_run(place: Place) -> None:
     place.require_empty()
 
 
+@pytest.mark.slow
 def test_cell_that_takes_too_long_is_interrupted(place: Place) -> None:
     status, out, err = place.run(
         "run", place.write("import time\ntime.sleep(300)", name="slow.ipynb"), "--timeout", "1"

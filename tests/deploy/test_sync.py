@@ -527,6 +527,7 @@ def here(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
     return root
 
 
+@pytest.mark.slow
 def test_module_of_the_notebook_is_imported_on_the_ranks(
     here: Path, testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,6 +579,7 @@ def test_module_of_the_notebook_is_imported_on_the_ranks(
         assert again.notices == []
 
 
+@pytest.mark.slow
 def test_session_without_sync_leaves_the_folder_here(here: Path, testbed: Testbed) -> None:
     write(here, mymodule_py="value = 1")
     with Session.start(1, nodes=ssh_nodes(testbed, 1), device="cpu", init=False, sync=False) as session:
@@ -594,6 +596,7 @@ def test_folder_that_is_too_much_starts_no_session(here: Path, testbed: Testbed)
     assert log.read_text() == before, "no host was connected to"
 
 
+@pytest.mark.slow
 def test_session_of_this_machine_has_its_folder_already(here: Path) -> None:
     write(here, mymodule_py="value = 1")
     with Session.start(ranks=1, device="cpu", init=False) as session:

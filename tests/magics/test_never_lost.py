@@ -50,6 +50,7 @@ def test_stop_button_frees_a_hung_collective(kernel: Any) -> None:
     assert "ddp was made with process groups that have been ended since: make it again" in old.error
 
 
+@pytest.mark.slow
 def test_hang_is_said_in_the_cell_and_forgotten_when_it_ends(kernel: Any) -> None:
     assert kernel.run("%distributed config hang=1").status == "ok"
     assert "hang=1.0" in kernel.run("%distributed config").text()

@@ -95,6 +95,7 @@ def test_restart_of_what_nobody_knows_says_so_once(kernel: Any, runtime_folder: 
     assert kernel.run("%distributed stop").status == "ok"
 
 
+@pytest.mark.slow
 def test_env_is_for_all_ranks(kernel: Any) -> None:
     assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
     said = kernel.run("%distributed restart -r 0 --env A=1").error

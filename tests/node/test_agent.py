@@ -283,6 +283,7 @@ def test_messages_of_ranks_are_numbered_without_a_gap_and_the_end_is_clean(agent
     assert not list(agent.folder.parent.iterdir())
 
 
+@pytest.mark.slow
 def test_full_disk_under_the_spool_is_told_and_the_cell_goes_on(tmp_path: Path) -> None:
     """The kernel lets no file of these processes grow over 200 KB, as a full disk would not."""
     code = """

@@ -40,6 +40,7 @@ def test_it_says_what_real_ranks_hold(session: Session, axes: dict[str, int]) ->
             assert 0.99 * row.parameter_bytes < held[rank][0] <= row.parameter_bytes
 
 
+@pytest.mark.slow
 def test_five_hundred_gpus_on_one_machine() -> None:
     """A model of 8 billion parameters, with no memory for one of them."""
     with torch.device("meta"):

@@ -51,6 +51,7 @@ def test_every_schedule_gives_the_whole_models_losses_gradients_and_outputs(
             assert found["nothing elsewhere"] is True
 
 
+@pytest.mark.slow
 def test_page_of_the_docs_does_what_it_says(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     """Its examples run, and show what it says."""
     page = (Path(__file__).parents[2] / "docs/parallel.md").read_text(encoding="utf-8")

@@ -163,6 +163,7 @@ def test_ranks_outlive_a_killed_process_with_variables_and_running_cell(
         assert (result.cell, result.values) == (3, {0: 2.0, 1: 2.0})
 
 
+@pytest.mark.slow
 def test_numbers_of_cells_go_on_and_replay_knows_the_cells_of_before(other: OtherProcess, name: str) -> None:
     other.run(_start(name))
     other.run("s.run_cell('a = [rank]', number=7)")
@@ -320,6 +321,7 @@ def test_end_of_the_launcher_while_nobody_was_there_is_told_after_what_was_misse
 # ---- what it is shown
 
 
+@pytest.mark.slow
 def test_what_was_printed_meanwhile_comes_whole_in_order_once(other: OtherProcess, name: str, tmp_path: Path) -> None:
     other.run(_start(name, init=False))
     code = f"""
@@ -359,6 +361,7 @@ for i in range(20_000, 20_100): print(i)
         assert session.missed == {}
 
 
+@pytest.mark.slow
 def test_what_nobody_confirmed_is_shown_again_between_marks(other: OtherProcess, name: str) -> None:
     other.run(_start(name, ranks=1, init=False))
     other.start("s.run_cell('import time\\nprint(1)\\nprint(2)\\ntime.sleep(600)')")
@@ -471,6 +474,7 @@ def test_death_in_a_cell_of_before_is_told_to_who_follows(other: OtherProcess, n
         assert "its variables are gone" in session.notices[0]
 
 
+@pytest.mark.slow
 def test_blocked_cell_of_before_is_freed_and_variables_stay(other: OtherProcess, name: str, tmp_path: Path) -> None:
     other.run(_start(name))
     code = f"x = rank\nopen('{tmp_path}/' + str(rank), 'w')\nif rank == 0: dist.all_reduce(torch.ones(1))"
@@ -486,6 +490,7 @@ def test_blocked_cell_of_before_is_freed_and_variables_stay(other: OtherProcess,
         assert session.run_cell("t = torch.ones(1); dist.all_reduce(t); t.item()").values == {0: 2.0, 1: 2.0}
 
 
+@pytest.mark.slow
 def test_spool_is_bounded_and_says_what_it_dropped_in_its_place(other: OtherProcess, name: str, tmp_path: Path) -> None:
     limit_bytes = 24 << 20
     other.run(_start(name, ranks=1, init=False, spool_limit_bytes=limit_bytes))
@@ -621,6 +626,7 @@ def test_process_that_was_stolen_from_does_not_end_the_ranks(other: OtherProcess
         assert session.run_cell("rank").values == {0: 0, 1: 1}
 
 
+@pytest.mark.slow
 def test_end_of_the_process_ends_a_session_that_it_attached_to(
     other: OtherProcess, name: str, processes: Callable[[], set[psutil.Process]], runtime_folder: Path
 ) -> None:
@@ -686,6 +692,7 @@ def test_attach_ends_the_wait_for_a_notebook(other: OtherProcess, name: str) -> 
         assert session.run_cell("rank").values == {0: 0, 1: 1}
 
 
+@pytest.mark.slow
 def test_session_that_waits_for_weeks_waits(other: OtherProcess, name: str) -> None:
     other.run(_start(name, init=False, linger_s=1e8))
     other.kill()

@@ -561,6 +561,7 @@ def test_empty_cell_is_refused(session: Session, code: str) -> None:
         session.run_cell(code)
 
 
+@pytest.mark.slow
 def test_second_session_of_the_same_name_is_refused() -> None:
     with (
         Session.start(ranks=1, device="cpu", init=False, name="mine") as session,

@@ -74,6 +74,7 @@ def test_cell_ends_though_the_end_of_a_rank_was_dropped(session: Session) -> Non
     _assert_end_was_dropped(session)
 
 
+@pytest.mark.slow
 def test_stop_lets_go_of_a_rank_whose_end_was_dropped(session: Session) -> None:
     """Nobody watches the cell: only who stops it looks where its ranks are."""
     with pytest.raises(CellTimeout, match="all ranks stopped and kept their variables"):
@@ -81,6 +82,7 @@ def test_stop_lets_go_of_a_rank_whose_end_was_dropped(session: Session) -> None:
     _assert_end_was_dropped(session)
 
 
+@pytest.mark.slow
 def test_ends_that_come_are_not_taken_for_lost(tmp_path: Path) -> None:
     """Cells are looked at all the time, also in the moments in which they begin and end."""
     with Session.start(ranks=2, device="cpu", init=False) as session, pytest.MonkeyPatch.context() as patch:
