@@ -227,8 +227,10 @@ class _Interpreter:
     def _end_generation(self, number: int) -> GenerationEnded:
         connections = 0
         stale: list[str] = []
-        with contextlib.suppress(Exception):  # the notebook waits for an answer in any case
+        # The notebook waits for an answer in any case, and sees by itself who has not been freed.
+        with contextlib.suppress(Exception):
             connections = self._generation.end(number)
+        with contextlib.suppress(Exception):
             stale = self._stale.note(self._runner.user_ns)
         return GenerationEnded(self._rank, number, connections, stale[: _count_fitting(stale)])
 

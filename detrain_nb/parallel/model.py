@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map
 from ..errors import SpecError
 from .costs.profiler import ExampleInputs, as_call
 from .microbatches import Loss, Objective, Passage, cut_batch, rows_of
-from .tensor.plan import TensorPlan
 
 __all__ = ["Arrangement", "ParallelModel", "Prepare", "autocast_left", "usual_device"]
 
@@ -31,14 +30,13 @@ class Arrangement:
     """How a model lies on the axes of its mesh, the pipeline's left out; ``parallelize`` makes it.
 
     ``replicas``: this rank's group on each axis along which ranks have other data; ``tensor_group``: the ranks that
-    have other parts of the same layers, by ``tensor_plan``. ``prepare``: cuts and shards what a rank has. ``autocast``:
+    have other parts of the same layers. ``prepare``: cuts and shards what a rank has. ``autocast``:
     what to compute in; ``boundary_dtype``: of what lies between stages, where it is not the model's own.
     ``is_loss_parallel``: each rank of ``tensor_group`` has its part of the classes.
     """
 
     replicas: tuple[dist.ProcessGroup, ...] = ()
     tensor_group: dist.ProcessGroup | None = None
-    tensor_plan: TensorPlan | None = None
     prepare: Prepare | None = None
     autocast: torch.dtype | None = None
     boundary_dtype: torch.dtype | None = None

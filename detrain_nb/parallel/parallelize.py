@@ -106,7 +106,6 @@ def parallelize(
         "arrangement": Arrangement(
             replicas=sharding.replicas,
             tensor_group=mesh.get_group("tp") if plan is not None else None,
-            tensor_plan=plan,
             prepare=lambda module, is_last: lay_out_part(module, plan, sharding, mesh, is_last=is_last, device=place),
             autocast=None if is_fsdp else sharding.dtype,
             boundary_dtype=sharding.dtype if is_fsdp else None,

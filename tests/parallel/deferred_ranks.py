@@ -16,6 +16,7 @@ from on_ranks import TokenLoss, tokens
 from torch import Tensor, nn
 
 from detrain_nb import parallel as par
+from detrain_nb.parallel.tensor.apply import plan_of
 
 SEED = 11
 
@@ -105,7 +106,7 @@ def apart(
             optimizer.zero_grad()
             losses[kind].append(None if loss is None else float(full(loss)))
     num_buffers = sum(len(own) for own in buffers[1])
-    plan = laid_out["deferred"].arrangement.tensor_plan
+    plan = plan_of(laid_out["deferred"].modules[0])
     return {
         "different": different,
         "losses": losses,

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from families import OF_TRANSFORMERS, draw, padding, tokens
-from mixed_ranks import full, place_of
+from mixed_ranks import clip_and_step, full, place_of
 from models import GPT
 from torch import Tensor, nn
 from vision import ConvUNet, ResNet
 
 from detrain_nb import parallel as par
+from detrain_nb.parallel.tensor.apply import plan_of
 
 
 class Translation(nn.Module):
@@ -126,12 +127,7 @@ def train(family: str, axes: dict[str, int], **options: Any) -> dict[str, float]
             found["loss"] = max(found["loss"], *(abs(each - 1) for each in losses))
             found["output"] = max(found["output"], _output_apart(output, whole, mine))
         found["gradient"] = max(found["gradient"], _apart(laid_out, whole, lambda parameter: parameter.grad))
-        norm = par.clip_grad_norm(laid_out, 0.5)
-        expected_norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        found["norm"] = max(found["norm"], abs(float(norm / expected_norm) - 1))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        found["norm"] = max(found["norm"], clip_and_step(laid_out, whole, optimizers, limit=0.5))
     return {**found, "parameter": _apart(laid_out, whole, lambda parameter: parameter.detach())}
 
 
@@ -145,7 +141,7 @@ def _output_apart(output: Any, whole: nn.Module, batch: dict[str, Any]) -> float
 def _apart(laid_out: par.ParallelModel, whole: nn.Module, of: Callable[[Tensor], Tensor | None]) -> float:
     references = {name: of(each) for name, each in whole.named_parameters(remove_duplicate=False)}
     largest = max(float(each.abs().max()) for each in references.values() if each is not None)
-    plan, most = laid_out.arrangement.tensor_plan, 0.0
+    plan, most = plan_of(laid_out.modules[0]), 0.0
     for name, parameter in laid_out.named_parameters():
         found, expected = of(parameter), references[name]
         if found is not None and plan is not None:

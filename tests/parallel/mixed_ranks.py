@@ -56,14 +56,21 @@ def train(axes: dict[str, int], *, layers: int = 4, is_tied: bool = True, differ
             apart = (full(parameter.grad) - reference).abs().max() / reference.abs().max()
             when = "later gradient" if step else "gradient"
             found[when] = max(found[when], float(apart))
-        norm = par.clip_grad_norm(laid_out, 0.1)
-        expected_norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-        found["norm"] = max(found["norm"], abs(float(norm / expected_norm) - 1))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        found["norm"] = max(found["norm"], clip_and_step(laid_out, whole, optimizers, limit=0.1))
     apart_by = [float((full(p.detach()) - references[name]).abs().max()) for name, p in laid_out.named_parameters()]
     return {**found, "parameter": max(apart_by)}
+
+
+def clip_and_step(
+    laid_out: par.ParallelModel, whole: nn.Module, optimizers: list[torch.optim.Optimizer], *, limit: float
+) -> float:
+    """Clip both and make a step of each; how far the norms were apart, relative."""
+    norm = par.clip_grad_norm(laid_out, limit)
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), limit)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return abs(float(norm / expected) - 1)
 
 
 def place_of(mesh: Any) -> tuple[int, int]:

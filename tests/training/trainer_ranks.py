@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from detrain_nb import parallel as par
 from detrain_nb import training
+from detrain_nb.parallel.tensor.apply import plan_of
 
 
 def classes(samples: int) -> TensorDataset:
@@ -101,7 +102,7 @@ def fused_trainer(tp: int, url: str, *, steps: int) -> training.Trainer:
     if tp > 1:
         mesh = par.make_mesh(tp=tp, device_type="cpu")
         model = par.parallelize(model, mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
-        assert "gate_up.weight" in model.arrangement.tensor_plan.packed
+        assert "gate_up.weight" in plan_of(model.modules[0]).packed
     else:
         model = par.WholeModel(model, loss=F.cross_entropy, device="cpu")
     return training.Trainer(
