@@ -26,7 +26,7 @@ unexport PYTHONPATH PYTHONHOME
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install venv quickstart lab data test test-slow test-deps lint ruff mypy bench clean
+.PHONY: help install venv quickstart lab data test test-slow test-thorough test-deps lint ruff mypy bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,10 +45,13 @@ data:
 	@$(call debian,dataset-fashion-mnist,the quickstart trains on the digits of scikit-learn instead)
 
 test: $(DONE)/test test-deps ## unit, real-process and notebook tests: at most 15 minutes on 2 cores
-	$(VENV)/bin/pytest -m 'not slow' $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -m 'not slow and not thorough' $(PYTEST_ARGS)
 
 test-slow: $(DONE)/test test-deps ## the tests that take longer
-	$(VENV)/bin/pytest -m slow $(PYTEST_ARGS)
+	$(VENV)/bin/pytest -m 'slow and not thorough' $(PYTEST_ARGS)
+
+test-thorough: $(DONE)/test test-deps ## the widest of all, before a release: left out of .ci/run
+	$(VENV)/bin/pytest -m thorough $(PYTEST_ARGS)
 
 test-deps:
 	@$(call debian,chromium dataset-fashion-mnist iproute2 openssh-server,the tests that need them are skipped)

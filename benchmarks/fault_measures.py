@@ -17,9 +17,10 @@ class Sizes:
     limit_s: float = 10.0  # what has not happened by then never happens
     lines: int = 120
     line_gap_s: float = 0.05
+    busy: int = 500_000_000  # what a rank counts to, in C
 
 
-QUICK = Sizes(rounds=1, peer_rounds=1, ranks=2, lines=60)
+QUICK = Sizes(rounds=1, peer_rounds=1, ranks=2, lines=60, limit_s=40.0, busy=200_000_000)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ else:
     dist.all_reduce(torch.ones(1))
 """
 # The last rank computes in C, holds the GIL and looks at no signal; it comes back by itself.
-BUSY = HUNG.replace("time.sleep(600)", "sum(range(500_000_000))")
+BUSY = HUNG.replace("time.sleep(600)", "sum(range({busy}))")
 _GOAL = Goal(1.0)
 STOPS = (
     Stop("stop_loop", "stop a Python loop, s", "while True:\n    pass"),

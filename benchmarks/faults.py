@@ -56,7 +56,7 @@ class FaultBenchmark(Benchmark[Sizes]):
         """From pressing stop until the prompt is back."""
         if stop.before:
             notebook.run(stop.before)
-        cell = notebook.begin(stop.code)
+        cell = notebook.begin(stop.code.replace("{busy}", str(self._sizes.busy)))
         pressed_at = time.time()
         is_back = notebook.stop(cell)
         has_survived = is_back and notebook.has_survived()

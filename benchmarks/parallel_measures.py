@@ -20,6 +20,7 @@ PARTS = {
     "efficiency": 2,
     "gpt": 2,
     "resnet": 2,
+    "plan": 1,
     "trainer": 2,
     "save": 1,
 }
@@ -52,6 +53,9 @@ class Sizes:
     picture: int = 32
     channels: int = 16
     picture_rows: int = 32
+    large_gpt: tuple[int, int, int, int] = (8192, 84, 128_256, 2048)  # width, layers, vocabulary, length
+    plan_layers: int = 1000
+    plan_stages: int = 64
     saves: int = 3
     saved_width: int = 1024
     saved_layers: int = 6
@@ -79,6 +83,9 @@ QUICK = Sizes(
     picture=16,
     channels=4,
     picture_rows=16,
+    large_gpt=(64, 4, 97, 16),
+    plan_layers=20,
+    plan_stages=4,
     saves=1,
     saved_width=64,
     saved_layers=2,
@@ -107,8 +114,10 @@ def list_measures(sizes: Sizes) -> list[Measure]:
         for count in sizes.mlp_microbatches:
             key = f"mlp_{width}_{count}"
             title = f"MLP {width}, {sizes.mlp_rows} rows in {count}, steps/s"
-            measures.append(Measure(key, title, key, median, (DETRAIN, key), "ratio", fast))
-            measures.append(Measure(f"{key}_torch", "  beside torch", key, median, (TORCH, key), "ratio"))
+            same = f"{key}_same"
+            measures.append(Measure(key, title, f"{key}_auto", median, (DETRAIN, same), "ratio", fast))
+            measures.append(Measure(same, "  cut where DeTrain cuts it", same, median, (DETRAIN, same), "ratio"))
+            measures.append(Measure(f"{key}_torch", "  and torch by hand", same, median, (TORCH, same), "ratio"))
     efficiency = f"efficiency, 1F1B in {sizes.microbatches}, width {sizes.wide}"
     measures += [
         Measure("efficiency", efficiency, "efficiency", median, (TORCH, "efficiency"), "ratio"),
@@ -120,9 +129,17 @@ def list_measures(sizes: Sizes) -> list[Measure]:
             Measure(key, f"{title}, a step, ms", f"{key}_ms", median, (BEST_CUT, f"{key}_ms"), "ratio", near)
         )
         measures.append(Measure(cuts, "  cuts that were run", cuts, median, (LEGAL_CUTS, cuts)))
+    large, planned = f"GPT of {sizes.large_gpt[1]} layers", f"{sizes.plan_layers} layers on {sizes.plan_stages} nodes"
     measures += [
+        Measure("profile", f"{large} profiled, s", "profile_s", median, goal=Goal(10)),
+        Measure("profile_memory", "  memory, MB", "profile_mb", worst, goal=Goal(100)),
+        Measure("profile_parameters", "  billions of parameters", "profile_parameters", median),
+        Measure("partition", f"{planned}, s", "partition_s", median, goal=Goal(3)),
         Measure("trainer", "Trainer with clip, a step, ms", "trainer_ms", median, (LOOP, "trainer_ms"), "ratio", thin),
         Measure("trainer_plain", "  without", "plain_ms", median, (LOOP, "plain_ms"), "ratio", thin),
+        Measure(
+            "trainer_blind", "  beside one that checks no norm", "blind_ms", median, (LOOP, "blind_ms"), "ratio", thin
+        ),
         Measure("save", "asynchronous save blocks, s", "save_s", median, (WAITING, "save_s"), "ratio", brief),
         Measure("save_done", "  until all is there, s", "save_done_s", median, (WAITING, "save_s"), "ratio"),
     ]

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from parallel_measures import DETRAIN, read_sizes
 from parallel_models import first_shard, second_shard
-from parallel_ranks import draw, draw_tokens, run_rank
+from parallel_ranks import run_rank
+from parallel_turns import draw, draw_tokens
 from report import Samples
 from torch import Tensor, nn
 from torch.distributed.rpc import RRef
@@ -89,7 +90,7 @@ def _measure(samples: Samples) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         run_worker(rank, world_size, layout, data, evaluated, loss, torch.optim.SGD, epochs, len(batch[0]), rate)
     ends = data.asked_at[_WARM_UP:]
-    samples.add(DETRAIN, f"mlp_{width}_{count}", *(1 / (end - begin) for begin, end in itertools.pairwise(ends)))
+    samples.add(DETRAIN, f"mlp_{width}_{count}_same", *(1 / (end - begin) for begin, end in itertools.pairwise(ends)))
 
 
 if __name__ == "__main__":

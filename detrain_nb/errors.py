@@ -20,10 +20,12 @@ Remote failures travel as text. IPython shows what ``_render_traceback_`` return
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 __all__ = [
+    "HUNG_UP",
     "CellInterrupted",
     "CellSyntaxError",
     "CellTimeout",
@@ -41,6 +43,9 @@ __all__ = [
     "WireError",
     "format_ranks",
 ]
+
+# What gloo and NCCL say when the process at the other end is gone.
+HUNG_UP = re.compile(r"connection (?:closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
 
 _MOST_HOSTS = 4  # that are named one by one
 
@@ -124,6 +129,11 @@ class RemoteError:
     def summary(self) -> str:
         return f"{self.name}: {self.message}" if self.message else self.name
 
+    @property
+    def follows_another(self) -> bool:
+        """What a rank meets when another one has failed: that one hung up, or a stop ended the wait for it."""
+        return self.interrupted or bool(HUNG_UP.search(self.message))
+
 
 class RankError(DetrainError):
     """A cell raised on at least one rank; ``errors`` has every rank's error, by rank."""
@@ -135,13 +145,13 @@ class RankError(DetrainError):
         super().__init__("; ".join(f"{where}: {error.summary}" for where, error in self._entries()))
 
     def _entries(self) -> list[tuple[str, RemoteError]]:
-        """Ranks that failed with the same error are one entry."""
+        """Ranks that failed with the same error are one entry; what follows from another rank's stands behind it."""
         entries: dict[tuple[str, str, tuple[str, ...]], list[RemoteError]] = {}
         for error in self.errors.values():
             entries.setdefault((error.name, error.message, error.traceback), []).append(error)
         return [
             (f"{format_ranks(error.rank for error in group)} on {_list_hosts(group)}", group[0])
-            for group in entries.values()
+            for group in sorted(entries.values(), key=lambda group: group[0].follows_another)
         ]
 
     def _render_traceback_(self) -> list[str]:

@@ -91,6 +91,8 @@ def launch_node(
         # our own watch ends a wait; what torch logs then, with its C++ stack, would stand in the cell
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        # ranks that are started again would find in torchrun's own store where those before them listened
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONUNBUFFERED": "1",
         **({} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))}),

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from .errors import WireError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
 MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
@@ -102,7 +102,7 @@ class Acknowledge(Message):
 
 @dataclass(frozen=True)
 class Alive(Message):
-    """The notebook is there: one that has gone without a word would hold its session for ever."""
+    """The notebook is there: one that has gone without a word would hold its session for ever. ``Received`` answers."""
 
 
 @dataclass(frozen=True)
@@ -301,9 +301,10 @@ class RanCell(Message):
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """The agent did not do what it was asked, and why."""
+    """The agent did not do what it was asked, and why. ``is_taken``: it goes on, for another notebook."""
 
     reason: str
+    is_taken: bool = False
 
 
 @dataclass(frozen=True)

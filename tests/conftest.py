@@ -11,6 +11,7 @@ Fixtures of a room stand in ``tests/<room>/conftest.py``; those for any room, `t
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -19,6 +20,10 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("without a clock", deadline=None)  # a slow disk, or another process, is no failure
+settings.load_profile("without a clock")
 
 # Nothing where tests/test_skips.py has this file alone in a folder.
 pytest_plugins = [f"{__package__}.testbed.fixtures"] if __package__ else []
@@ -54,6 +59,12 @@ def pytest_configure() -> None:
     """Started in the background by a shell, Python and all it starts would ignore the stop that tests press."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the collector, and a test that calls it, need not look at them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, Union
@@ -31,6 +31,8 @@ __all__ = [
     "check_session_name",
     "end_agents",
     "find_nodes",
+    "give_up_agents",
+    "leave_agents",
     "nodes_of",
     "transports_to",
 ]
@@ -112,12 +114,27 @@ def bring_up_agents(transports: Sequence[Transport], session: str) -> list[End]:
     try:
         _check_same_torch(transports)
         _check_addresses(transports)
-    except LaunchError:
-        for end in ends:
-            _end_agent(end.sock)
-            end.transport.leave()
+    except BaseException:
+        give_up_agents(ends)
         raise
     return ends
+
+
+def give_up_agents(ends: Sequence[End]) -> None:
+    """End agents that have been brought up and have no session yet."""
+    _let_go(ends, _end_agent)
+
+
+def leave_agents(ends: Sequence[End]) -> None:
+    """Let go of agents that have been connected to; they stay for the next notebook."""
+    _let_go(ends, socket.socket.close)
+
+
+def _let_go(ends: Sequence[End], give_up: Callable[[socket.socket], None]) -> None:
+    arrivals = _Arrivals(give_up)
+    for end in ends:
+        arrivals.add(end.transport, end.sock)
+    arrivals.give_up()
 
 
 def attach_to_agents(transports: Sequence[Transport], session: str) -> list[End]:
@@ -175,7 +192,7 @@ def _end_held_agent(sock: socket.socket, session: str, holder: str) -> None:
 
 
 def _end_agent(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # else it ends by itself, when nobody attaches
+    with contextlib.closing(sock), contextlib.suppress(OSError):  # else it ends by itself, when nobody attaches
         for message in (Attach("", "nobody"), EndSession()):
             sock.sendall(to_frame(message).to_bytes())
         deadline = time.monotonic() + _END_LIMIT_S
@@ -183,7 +200,6 @@ def _end_agent(sock: socket.socket) -> None:
             sock.settimeout(left)
             if not sock.recv(1 << 16):
                 break
-    sock.close()
 
 
 def _on_all(
@@ -196,50 +212,87 @@ def _on_all(
     """Every node's byte stream, or none: where one fails, the others are given up."""
     if len(transports) == 1 and not transports[0].name:
         return [End(transports[0], act(transports[0]))]
+    arrivals = _Arrivals(give_up)
+
+    def arrive(transport: Transport) -> socket.socket:
+        sock = act(transport)
+        arrivals.add(transport, sock)
+        return sock
+
     pool = ThreadPoolExecutor(len(transports), thread_name_prefix="detrain_nb connect")
-    work = {pool.submit(act, transport): transport for transport in transports}
+    work: dict[Future[socket.socket], Transport] = {}
     try:
+        for transport in transports:
+            work[pool.submit(arrive, transport)] = transport
         if questions := next((found for transport in transports if (found := _questions_of(transport))), None):
             questions.serve(work)
         wait(work)
-    except BaseException:  # an interrupt, after which nothing is left; who takes too long is given up on arrival
+        pool.shutdown()
+        return _ends_of(work, can_be_absent=can_be_absent)
+    except BaseException:  # an interrupt too, after which nothing is left; who takes too long is given up on arrival
         pool.shutdown(wait=False, cancel_futures=True)
         try:
             wait(work, _ARRIVAL_LIMIT_S)
         finally:
-            for future, transport in work.items():
-                future.add_done_callback(functools.partial(_give_up, transport, give_up))
+            arrivals.give_up()
         raise
-    pool.shutdown()
-    ends: list[End] = []
+
+
+class _Arrivals:
+    """The byte streams that have come to be. Once they are given up, others are as soon as they come."""
+
+    def __init__(self, give_up: Callable[[socket.socket], None]) -> None:
+        self._give_up = give_up
+        self._there: list[tuple[Transport, socket.socket]] = []
+        self._is_given_up = False
+        self._changing = threading.Lock()
+
+    def add(self, transport: Transport, sock: socket.socket) -> None:
+        with self._changing:
+            self._there.append((transport, sock))
+            is_late = self._is_given_up
+        if is_late:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """An interrupt meanwhile spares none of them."""
+        interrupt: KeyboardInterrupt | None = None
+        while (next_one := self._take()) is not None:
+            transport, sock = next_one
+            try:
+                try:
+                    self._give_up(sock)
+                finally:
+                    transport.leave()
+            except KeyboardInterrupt as exc:
+                interrupt = exc
+        if interrupt:
+            raise interrupt
+
+    def _take(self) -> tuple[Transport, socket.socket] | None:
+        with self._changing:
+            self._is_given_up = True
+            return self._there.pop() if self._there else None
+
+
+def _ends_of(work: Mapping[Future[socket.socket], Transport], *, can_be_absent: bool) -> list[End]:
+    """Raises: what it has failed with, of all nodes; our own faults as they are."""
+    absent = {future for future in list(work)[1:] if can_be_absent and isinstance(future.exception(), SessionError)}
     failures: list[tuple[Transport, DetrainError]] = []
     for future, transport in work.items():
         error = future.exception()
-        if error is None:
-            ends.append(End(transport, future.result()))
-        elif can_be_absent and isinstance(error, SessionError) and transport is not transports[0]:
-            ends.append(End(transport, _ended_socket(), absent=str(error)))
-        elif isinstance(error, DetrainError):
+        if isinstance(error, DetrainError) and future not in absent:
             failures.append((transport, error))
-    if len(ends) < len(transports):
-        for end in ends:
-            give_up(end.sock)
-            end.transport.leave()
     if failures:
         kinds = {type(exc) for _, exc in failures}
         words = "\n".join(f"{transport.name}: {exc}" for transport, exc in failures)
         raise (kinds.pop() if len(kinds) == 1 else LaunchError)(words)
-    for future in work:
-        error = future.exception()
-        if error is not None and not isinstance(error, DetrainError):  # our own fault
-            raise error
-    return ends
-
-
-def _give_up(transport: Transport, give_up: Callable[[socket.socket], None], future: Future[socket.socket]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        give_up(future.result())
-        transport.leave()
+    return [
+        End(transport, _ended_socket(), absent=str(future.exception()))
+        if future in absent
+        else End(transport, future.result())
+        for future, transport in work.items()
+    ]
 
 
 def _ended_socket() -> socket.socket:

@@ -28,10 +28,12 @@ from ..errors import WireError
 from ..launch import STORE_FD_VARIABLE, usable_cpus
 from ..locks import take_lock
 from ..wire import (
+    ALIVE_GAP_S,
     MAX_HEADER_BYTES,
     MAX_ORDER_HEADER_BYTES,
     PROTOCOL,
     Acknowledge,
+    Alive,
     Attach,
     Attached,
     EndSession,
@@ -155,12 +157,14 @@ class _Agent:
         if self._notebook:
             is_any_full = any(worker.waiting_bytes > _FULL_BYTES for worker in self._workers.values())
             self._loop.pause(self._notebook, is_any_full)
+            if is_any_full and self._confirm_at is None:  # its signs of life are not read meanwhile, and wait for this
+                self._confirm_at = time.monotonic() + ALIVE_GAP_S
 
-    def say_last_words(self, reason: str) -> None:
+    def say_last_words(self, reason: str, *, is_taken: bool = False) -> None:
         """Tell the notebook why its session ends, as far as that is still possible."""
         if self._notebook:
             with contextlib.suppress(LinkClosed):
-                self._notebook.send(Refused(reason))
+                self._notebook.send(Refused(reason, is_taken))
 
     def end(self) -> None:
         """End the ranks, the launcher, and whatever else the session started."""
@@ -214,13 +218,14 @@ class _Agent:
         """Serve another notebook from now on; False when it is refused."""
         if refusal := self._why_refuse(message):
             with contextlib.suppress(LinkClosed):
-                link.send(Refused(refusal))
+                link.send(Refused(refusal, is_taken=True))
             self._hang_up(link)
             return False
         if self._notebook is not None:
             self.say_last_words(
                 f"session {message.session!r} was taken over by {message.holder}: "
-                "%distributed attach --steal takes it back"
+                "%distributed attach --steal takes it back",
+                is_taken=True,
             )
             self._lose_notebook()
         self._notebook, self._holder, self._ends_at, self._confirm_at = link, message.holder, None, None
@@ -314,6 +319,8 @@ class _Agent:
             self._launch(message)
         elif isinstance(message, EndSession):
             self._is_ending = True
+        elif isinstance(message, Alive):
+            self._confirm_at = time.monotonic()  # an answer, which says that we are there
         else:
             data = frame.to_bytes()
             for rank in getattr(message, "ranks", []):

@@ -2,6 +2,9 @@
 
 Shutting is what frees a rank that waits in a collective or in the store, here and at the other end; aborting a group
 alone frees nobody while something else, a DDP model say, holds a reference to it.
+
+One rank has no connection yet: that which waits in gloo for a peer to connect to it, and the peer was stopped before it
+did. Then this process is that peer, and hangs up.
 """
 
 from __future__ import annotations
@@ -10,13 +13,17 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 from collections.abc import Iterable, Iterator
 
 _SOCKET_LINK = "socket:["
+_TCP = (socket.AF_INET, socket.AF_INET6)
+_CONNECT_LIMIT_S = 1.0  # to a listening socket of this process
+_PAIR_NUMBER = struct.Struct("@n")  # what gloo's peers send first: which of the listener's pairs, counted from 0, it is
 
 
 class Connections:
-    """What was opened while ``recording``: only that is ever shut, never a listening socket or one of the user's."""
+    """What was opened while ``recording``: only that is ever shut, and no listening socket."""
 
     def __init__(self) -> None:
         self._known: dict[int, str] = {}  # descriptor -> identity: a number may have another owner by now
@@ -37,14 +44,20 @@ class Connections:
             finally:  # an interrupt may come here too: what is opened later is the user's
                 self._before = None
 
-    def shut(self) -> int:
+    def shut(self, most_peers: int) -> int:
         """Shut all of them down, those of a recording that still goes on too; returns how many.
 
-        May be called from any thread, also when a cell has used up the descriptors.
+        A group that is being made waits for no peer any more, of ``most_peers`` at most. May be called from any
+        thread, also when a cell has used up the descriptors.
         """
-        known = {**self._known, **self._new()}
+        new = self._new()
+        known = {**self._known, **new}
         self._known = {}
-        return sum(_shut(fd) for fd, identity in known.items() if _identity(fd) == identity)
+        shut = sum(_shut(fd) for fd, identity in known.items() if _identity(fd) == identity)
+        for fd, identity in new.items():
+            if _identity(fd) == identity:
+                _hang_up_on(fd, most_peers)
+        return shut
 
     def _new(self) -> dict[int, str]:
         before = self._before
@@ -78,8 +91,7 @@ def _shut(fd: int) -> bool:
     except OSError:
         return False  # closed
     try:
-        is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-        if not is_tcp or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if sock.family not in _TCP or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return False
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -87,3 +99,23 @@ def _shut(fd: int) -> bool:
     finally:
         sock.detach()
     return True
+
+
+def _hang_up_on(fd: int, most_peers: int) -> None:
+    """Connect as each of the peers that a listening socket of gloo's waits for, and close.
+
+    One that another thread has opened meanwhile cannot be told from it: it is connected to as well.
+    """
+    try:
+        with contextlib.closing(socket.socket(fileno=os.dup(fd))) as listener:
+            is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if not is_listening or listener.family not in _TCP:
+                return
+            family, address = listener.family, listener.getsockname()
+        for number in range(most_peers):
+            with socket.socket(family) as peer:
+                peer.settimeout(_CONNECT_LIMIT_S)
+                peer.connect(address)
+                peer.sendall(_PAIR_NUMBER.pack(number))
+    except OSError:  # closed in the meantime, or no descriptor is left
+        return

@@ -104,7 +104,7 @@ class Generation:
             return self._abort()
 
     def _abort(self) -> int:
-        shut = self._connections.shut()
+        shut = self._connections.shut(self._world_size)
         # there is none, or half of one, or the main thread takes one down
         with contextlib.suppress(ValueError, AssertionError, RuntimeError, LookupError):
             dist.distributed_c10d._abort_process_group()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
 
 
+@functools.cache
 def count_gpus() -> int:
-    """The GPUs that a process started here may use, without a CUDA call: NVML counts, nvidia-smi does without it."""
+    """The GPUs that a process started here may use, without a CUDA call: NVML counts, nvidia-smi does without it.
+
+    Once in a process: a driver may take long, and a notebook that attaches again waits for the answer.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         chosen = [device for device in visible.split(",") if device.strip() not in ("", "-1")]

@@ -14,6 +14,7 @@ from .preload import preload
 
 def main(argv: list[str]) -> None:
     """Run the ranks of this node until all workers have returned."""
+    gc.disable()  # imports make no garbage: the collector would look at all they have made again and again
     preload()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -26,6 +27,7 @@ def main(argv: list[str]) -> None:
 
     rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, create_bound_handler)
     config, _, _ = config_from_args(get_args_parser().parse_args(argv))
+    gc.enable()
     gc.freeze()  # the collector of a forked process leaves these pages shared
     try:
         elastic_launch(config, worker.main)()

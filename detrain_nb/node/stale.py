@@ -83,10 +83,10 @@ def forget_meshes() -> None:
             for kept in list(vars(owner).values()):
                 if isinstance(kept, functools._lru_cache_wrapper):
                     kept.cache_clear()
-    if not modules:
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor._api"), "DTensor", None)
+    if kind is None:  # a stop in the middle of their import leaves some of them, and not all
         return
-    tensor: Any = sys.modules["torch.distributed.tensor"]
-    tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    kind._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     planners: Any = sys.modules.get("torch.distributed.tensor._redistribute")
     for owner, name in ((torch._C, "_clear_DTensor_sharding_propagator_cache"), (planners, _CLEAR_PLANNERS)):
         if hasattr(owner, name):  # not in every torch
@@ -109,6 +109,11 @@ def _loaded_kinds() -> tuple[type, ...]:
     return tuple(kind for kind in found if isinstance(kind, type))
 
 
+def _class_of(module: str, name: str) -> Any:
+    """A class of ours, where a cell has imported it; else no class at all."""
+    return getattr(sys.modules.get(module), name, ())
+
+
 def _may_hold_communicator(value: object, kinds: tuple[type, ...]) -> bool:
     try:
         return _holds_communicator(value, kinds)
@@ -121,6 +126,11 @@ def _holds_communicator(value: object, kinds: tuple[type, ...]) -> bool:
         return True
     if isinstance(value, torch.nn.Module):
         return any(isinstance(part, kinds) for part in (*value.modules(), *value.parameters()))
+    if isinstance(value, _class_of("detrain_nb.parallel.model", "ParallelModel")):
+        groups = (value.pipeline_group, value.arrangement.tensor_group, *value.arrangement.replicas)
+        return any(group is not None for group in groups)
+    if isinstance(value, _class_of("detrain_nb.training.trainer", "Trainer")):
+        return _holds_communicator(value.model, kinds)
     if isinstance(value, torch.optim.Optimizer):
         return any(isinstance(p, kinds) for group in value.param_groups for p in group["params"])
     return False

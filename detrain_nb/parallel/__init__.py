@@ -10,7 +10,7 @@ from .mesh import make_mesh
 from .model import ParallelModel
 from .norms import clip_grad_norm, grad_norm
 from .parallelize import parallelize
-from .pictures import draw_partition, show_mesh
+from .pictures import draw_mesh, draw_partition, show_mesh
 from .stages.pipeline import PipelineStages
 from .stages.schedules import SCHEDULES, Schedule, WrittenSchedule, stages_of_rank
 from .stages.splitter import Split, split
@@ -38,6 +38,7 @@ __all__ = [
     "apply_tensor_plan",
     "clip_grad_norm",
     "deferred",
+    "draw_mesh",
     "draw_partition",
     "dry_run",
     "from_saved_order",

@@ -134,8 +134,9 @@ def resolve_sharding(
 ) -> Sharding:
     """Return what the data parallel axes of ``mesh`` ask for.
 
-    ``fsdp``: True for FSDP2, False for DDP, None for FSDP2 unless there is nothing but ``dp_replicate`` and DDP is
-    right. ``schedule``: that of the pipeline, if there is one. Raises: SpecError, with the reason where DDP is wrong.
+    ``fsdp``: True for FSDP2, False for DDP, None for DDP where there is nothing but ``dp_replicate`` and DDP is right,
+    else FSDP2. ``schedule``: that of the pipeline, if there is one. Raises: SpecError, with the reason where DDP is
+    wrong.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
     for given, known, what in ((comm_hook, COMM_HOOKS, "comm_hook"), (activations, REMATERIALIZATIONS, "activations")):

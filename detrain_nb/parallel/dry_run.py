@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import SpecError
+from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, profile
 from .data_parallel import blocks_of, resolve_sharding
 from .mesh import make_mesh, resolve_axes
-from .parallelize import dtype_of, lay_out_part, plan_for, split_for
+from .parallelize import dtype_of, lay_out_part, plan_for, require_axes_for, split_for
 from .stages.schedules import Schedule, find_schedule
 from .stages.splitter import Split
 from .stages.stubs import ghost_of
@@ -93,9 +94,12 @@ def dry_run(
     *,
     example_inputs: ExampleInputs,
     pp: Literal["auto"] | Sequence[str] | Split = "auto",
+    nodes: Sequence[StageNode] | None = None,
     schedule: str | Schedule = "1F1B",
     num_microbatches: int | None = None,
     tp: Literal["auto"] | TensorPlan = "auto",
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
     fsdp: bool | None = None,
     precision: str | None = None,
     activations: str = "none",
@@ -118,13 +122,14 @@ def dry_run(
             raise SpecError(f"{axis}={size}: a dry run needs every size")
         world_size *= size
     sizes = resolve_axes(mesh_sizes, world_size)
+    require_axes_for(sizes, pp, nodes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     order, num_ranks = find_schedule(schedule), sizes.get("pp", 1)
     is_pipeline = num_ranks > 1
     found, costs = None, profile(model, example_inputs)
     if is_pipeline:
         num_stages = order.num_stages(num_ranks)
-        found = split_for(ghost_of(model), example_inputs, pp, None, num_stages=num_stages, known=costs)
-    plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=False, loss_parallel=False)
+        found = split_for(ghost_of(model), example_inputs, pp, nodes, num_stages=num_stages, known=costs)
+    plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     count = 1  # without stages one after the other
     if found is not None:
         count = num_microbatches or order.num_microbatches(found.num_stages)

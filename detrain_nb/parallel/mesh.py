@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import SessionError, SpecError
 
-__all__ = ["AXES", "make_mesh", "replica_number", "resolve_axes"]
+__all__ = ["AXES", "can_send_from", "make_mesh", "replica_number", "resolve_axes"]
 
 # From the outermost to the innermost: neighbouring ranks, on one node as a rule, are those that say most to each other.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -49,7 +49,8 @@ def make_mesh(
 def resolve_axes(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Return the size of every axis that is given, in the order of ``AXES``, with -1 replaced by what is left.
 
-    Without any axis all ranks are on ``dp_shard``. Raises: SpecError.
+    Without any axis all ranks are on ``dp_shard``; beside ``dp_replicate`` it is there too, so that FSDP2, which wants
+    both, can do what DDP cannot. Raises: SpecError.
     """
     if unknown := [axis for axis in sizes if axis not in AXES]:
         raise SpecError(f"{unknown[0]!r} is no axis of a mesh: there are {', '.join(AXES)}")
@@ -70,7 +71,9 @@ def resolve_axes(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     elif known != world_size:
         change = "add ranks, or lower" if known > world_size else "use fewer ranks, or raise"
         raise SpecError(f"mesh {text} needs {known} ranks, and there are {world_size}: {change} {_largest(ordered)}")
-    return ordered
+    if ordered.get("dp_replicate", 1) > 1:
+        ordered.setdefault("dp_shard", 1)
+    return {axis: ordered[axis] for axis in AXES if axis in ordered}
 
 
 def _largest(sizes: Mapping[str, int]) -> str:
@@ -85,15 +88,20 @@ def replica_number(groups: Sequence[dist.ProcessGroup]) -> int:
     return number
 
 
+def can_send_from(device_type: str, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``group``, by default of all ranks, sends tensors from there to one rank: gloo does not from a GPU."""
+    backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
+    return device_type == "cpu" or backends.get(device_type, "gloo") != "gloo"
+
+
 def _device_type() -> str:
     """Where tensors can be that the default group sends. Collective. Raises: SpecError where ranks have unlike ones."""
-    backends = dict(part.split(":") for part in str(dist.get_backend_config()).split(",") if ":" in part)
-    is_sent = backends.get("cuda", "gloo") != "gloo"  # which sends a tensor of a GPU to all, but not to one
-    every = ["cuda" if torch.cuda.is_available() and is_sent else "cpu"] * dist.get_world_size()
+    every = ["cuda" if torch.cuda.is_available() and can_send_from("cuda") else "cpu"] * dist.get_world_size()
     dist.all_gather_object(every, every[0])
     if len(set(every)) > 1:
         without = [str(rank) for rank, kind in enumerate(every) if kind == "cpu"]
         raise SpecError(
-            f"some ranks have a GPU, and {', '.join(without)} none: give device_type='cpu', or use ranks of one kind"
+            f"some ranks have a GPU, and {', '.join(without)} none: use ranks of one kind, or, for a pipeline of both, "
+            "make_mesh(pp=..., device_type='cpu') and parallelize(..., device='cuda') where there is one"
         )
     return every[0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import (
     keystr,
@@ -51,6 +51,7 @@ class Objective:
         self.loss = loss
         self.compute = loss_on_parts(loss) if is_in_parts and loss is not None else loss
         self._weight_of = weight_of or _usual_weight(loss)
+        self._has_own_weight = weight_of is not None
         reduction = _option(loss, "reduction") or "mean"
         if reduction == "none":
             raise SpecError(
@@ -67,7 +68,19 @@ class Objective:
         """This rank's number among them."""
         return replica_number(self.replicas)
 
-    def weigh(self, targets: Sequence[Any]) -> list[Tensor | float]:
+    def require_target(self, target: Any) -> None:
+        """Raises: SpecError where there is none, and something looks at it: the last stage alone would fail."""
+        if target is None and self._has_own_weight:
+            raise SpecError("loss_weight looks at the target, and there is none: give it with the batch, on every rank")
+        inner = self.loss.func if isinstance(self.loss, functools.partial) else self.loss
+        is_torchs = isinstance(inner, nn.Module) and type(inner).__module__.startswith("torch.nn.")
+        if target is None and (is_torchs or getattr(inner, "__module__", "") == F.__name__):
+            name = getattr(inner, "__name__", type(inner).__name__)
+            raise SpecError(
+                f"{name} compares the output with a target, and there is none: give it with the batch, on every rank"
+            )
+
+    def weigh(self, targets: Sequence[Any]) -> list[float]:
         """Return what the loss of each part counts. Gradients of replicas are averaged later: hence their number here.
 
         Collective: the replicas.
@@ -76,25 +89,22 @@ class Objective:
             return [float(self.num_replicas)] * len(targets)
         if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(targets[0])):
             return [1.0 / len(targets)] * len(targets)
-        found = [self._weight_of(target) for target in targets]
-        numbers = [each for each in found if isinstance(each, float)]
-        if len(numbers) == len(found) and not self.replicas:
-            whole_number = math.fsum(numbers)
-            return [each / whole_number if whole_number > 0 else 0.0 for each in numbers]
-        counts = [torch.as_tensor(each, device=self._device).double() for each in found]
-        whole = self._sum_over_replicas(torch.stack(counts).sum())
-        return [torch.where(whole > 0, each * self.num_replicas / whole, 0.0).float() for each in counts]
+        found = (self._weight_of(target) for target in targets)
+        place = self._device if self.replicas else None  # None: where each is
+        counts = torch.stack([torch.as_tensor(each, dtype=torch.double, device=place) for each in found])
+        whole = self._sum_over_replicas(counts.sum())
+        weights: list[float] = torch.where(whole > 0, counts * self.num_replicas / whole, 0.0).tolist()
+        return weights
 
-    def sums(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
+    def sums(self, output: Any, target: Any, *, rows: int) -> tuple[Tensor, Tensor]:
         """Return the loss of one part, as a sum over what counts in it, and how much that is; without gradients.
 
-        Of a loss that is a sum, rows count.
+        Of a loss that is a sum, or looks at no target, rows count.
         """
         assert self.compute is not None
         has_rows = any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(target))
-        weight = torch.as_tensor(self._weight_of(target) if has_rows else 1.0).detach().float()
-        loss = self.compute(output, target).detach()
-        loss = (loss.full_tensor() if isinstance(loss, DTensor) else loss).float()
+        weight = torch.as_tensor(self._weight_of(target) if has_rows else rows).detach().float()
+        loss = _plain(self.compute(output, target).detach()).float()
         weight = weight.to(loss.device)
         return torch.where(weight > 0, loss if self._is_sum else loss * weight, 0.0), weight
 
@@ -148,8 +158,9 @@ def _usual_weight(loss: Loss | None) -> Callable[[Any], Tensor | float]:
         targets = next(leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dim())
         if targets.is_floating_point():  # a share for each class
             return torch.tensor(float(rows_of(target)))
-        counted = targets[targets != ignored]
-        counts: Tensor = torch.ones_like(counted) if class_weights is None else class_weights[counted]
+        if class_weights is None:
+            return torch.count_nonzero(targets != ignored)
+        counts: Tensor = class_weights[targets[targets != ignored]]
         return counts.sum()
 
     return count
@@ -159,7 +170,7 @@ class Passage:
     """One batch on its way: its parts, and what the last stage makes of them."""
 
     def __init__(
-        self, parts: Sequence[Any], targets: Sequence[Any], weights: Sequence[Tensor | float], loss: Loss | None
+        self, parts: Sequence[Any], targets: Sequence[Any], weights: Sequence[float], loss: Loss | None
     ) -> None:
         """Without ``weights`` outputs are kept, and no loss is made of them."""
         self.parts = parts
@@ -171,15 +182,15 @@ class Passage:
 
     @property
     def loss(self) -> Tensor | None:
-        """Over all parts; None where no last stage is."""
-        return torch.stack([loss.detach() for loss in self._losses.values()]).sum() if self._losses else None
+        """Over all parts, plain also where each rank has its part of the classes; None where no last stage is."""
+        losses = [_plain(loss.detach()) for loss in self._losses.values()]
+        return torch.stack(losses).sum() if losses else None
 
     def output(self) -> Any:
-        """Of all parts; None where no last stage is."""
+        """Of all parts; None where no last stage is. Of a number without rows, as a loss, the mean over the parts."""
         if not self._outputs:
             return None
-        trees = [self._outputs[index] for index in range(len(self.parts))]
-        return tree_map(lambda *leaves: torch.cat(leaves) if _has_rows(leaves[0]) else leaves[0], *trees)
+        return tree_map(_joined, *(self._outputs[index] for index in range(len(self.parts))))
 
     def take(self, index: int, output: Any) -> None:
         """What the model gave for a part; with a target the loss is what stays of it."""
@@ -216,14 +227,26 @@ def cut_batch(tree: Any, *, rows: int, count: int, shared: Collection[str] = ())
     if shared:
         places = [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
         is_of_batch = [is_cut and place not in shared for is_cut, place in zip(is_of_batch, places)]
-    size = rows // count
-    return [
-        tree_unflatten(
-            [leaf.narrow(0, index * size, size) if is_cut else leaf for leaf, is_cut in zip(leaves, is_of_batch)], spec
-        )
-        for index in range(count)
-    ]
+    pieces = [_cut(leaf, count) if is_cut else [leaf] * count for leaf, is_cut in zip(leaves, is_of_batch)]
+    return [tree_unflatten(each, spec) for each in zip(*pieces)] if pieces else [tree] * count
 
 
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0
+def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:
+    """Equal parts, into which a model may write: into views that are made together autograd lets nobody."""
+    if count == 1:
+        return [tensor]
+    pieces = tensor.chunk(count)
+    return pieces if tensor.requires_grad else [piece.detach() for piece in pieces]
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Of a DTensor the whole. Collective: the ranks that have its parts."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _joined(*leaves: Any) -> Any:
+    if not isinstance(leaves[0], Tensor):
+        return leaves[0]
+    if leaves[0].dim():
+        return torch.cat(leaves)
+    return torch.stack(leaves).mean() if leaves[0].is_floating_point() else leaves[0]

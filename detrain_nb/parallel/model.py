@@ -112,7 +112,7 @@ class ParallelModel(abc.ABC):
 
     def any(self, flag: bool) -> bool:
         """Whether it is set on any rank of the model. Collective: these ranks."""
-        told = torch.tensor(float(flag), device=self._device)
+        told = torch.tensor(float(flag), device=self.link_device)
         groups = (self.pipeline_group, self.arrangement.tensor_group, *self.arrangement.replicas)
         for group in groups:
             if group is not None:
@@ -135,6 +135,12 @@ class ParallelModel(abc.ABC):
 
     @property
     def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._device
+
+    @property
+    def link_device(self) -> torch.device:
+        """Where tensors are that this rank sends to others of its pipeline."""
         return self._device
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -154,24 +160,27 @@ class ParallelModel(abc.ABC):
         """Those that no earlier rank of the pipeline has too: over all its ranks, each once."""
         yield from self.parameters()
 
-    def train_step(self, batch: ExampleInputs, target: Any) -> Tensor | None:
+    def train_step(self, batch: ExampleInputs, target: Any = None) -> Tensor | None:
         """Send a batch through, forward and backward; the loss over all of it on the last stage's rank, else None.
 
-        ``batch`` is what the model is called with, ``target`` what the loss is; of both, tensors with the batch's first
-        dimension are cut, everything else goes to each microbatch. Collective: all ranks of the model; those of one
-        replica (of a pipeline, of a tensor parallel group) with the same batch. Raises: SpecError.
+        ``batch`` is what the model is called with, ``target`` what the loss is (nothing, for one that looks at the
+        output alone, as of a model that is given labels); of both, tensors with the batch's first dimension are cut,
+        everything else goes to each microbatch. Collective: all ranks of the model; those of one replica (of a
+        pipeline, of a tensor parallel group) with the same batch. Raises: SpecError.
         """
         if self.objective.loss is None:
             raise SpecError(f"there is no loss to train with: give {type(self).__name__} one")
+        self.objective.require_target(target)
         if not torch.is_grad_enabled():
             raise SpecError("train_step was called under torch.no_grad(): evaluate is the one without gradients")
         with self._gradients_added_up():
             return self.objective.over_replicas(self._run(batch, target, is_training=True).loss)
 
-    def evaluate(self, batch: ExampleInputs, target: Any) -> Tensor | None:
+    def evaluate(self, batch: ExampleInputs, target: Any = None) -> Tensor | None:
         """The loss of a batch on the last stage's rank, else None; gradients stay as they are. As ``train_step``."""
         if self.objective.loss is None:
             raise SpecError(f"there is no loss to evaluate: give {type(self).__name__} one, or call predict")
+        self.objective.require_target(target)
         with torch.no_grad():
             return self.objective.over_replicas(self._run(batch, target, is_training=False).loss)
 
@@ -263,8 +272,8 @@ class ParallelModel(abc.ABC):
 
 def autocast_left(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """For a backward pass: each of its operators computes in what its forward one did."""
-    is_known = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if is_known else contextlib.nullcontext()
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()
 
 
 def usual_device() -> torch.device:

@@ -40,15 +40,15 @@ def grad_norm(model: ParallelModel | nn.Module | Iterable[nn.Parameter], *, norm
     device = model.device if isinstance(model, ParallelModel) else None
     total = torch.stack(norms) if norms else torch.zeros(1, device=device)
     total = torch.as_tensor(torch.linalg.vector_norm(total.float(), norm_type))
-    group = model.pipeline_group if isinstance(model, ParallelModel) else None
-    if group is None:
+    if not isinstance(model, ParallelModel) or model.pipeline_group is None:
         return total
+    total = total.to(model.link_device)
     if math.isinf(norm_type):
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
-        return total
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=model.pipeline_group)
+        return total.to(device)
     total = total**norm_type
-    dist.all_reduce(total, group=group)
-    return torch.as_tensor(total ** (1.0 / norm_type))
+    dist.all_reduce(total, group=model.pipeline_group)
+    return torch.as_tensor(total ** (1.0 / norm_type)).to(device)
 
 
 def _parameters_of(model: ParallelModel | nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:

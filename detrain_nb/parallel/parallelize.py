@@ -26,7 +26,7 @@ from .tensor.plan import TensorPlan
 from .tensor.planner import tp_plan
 from .whole import WholeModel
 
-__all__ = ["dtype_of", "lay_out_part", "parallelize", "plan_for", "split_for"]
+__all__ = ["dtype_of", "lay_out_part", "parallelize", "plan_for", "require_axes_for", "split_for"]
 
 
 def parallelize(
@@ -75,14 +75,8 @@ def parallelize(
     if mesh.mesh_dim_names is None or (unknown := [axis for axis in sizes if axis not in AXES]):
         named = f"has {unknown[0]!r}, which" if mesh.mesh_dim_names else "has axes without names, which"
         raise SpecError(f"the mesh {named} says nothing to us: name them {', '.join(AXES)}, as make_mesh does")
-    for axis in ("cp", "ep"):
-        if sizes.get(axis, 1) > 1:
-            raise SpecError(f"{axis}={sizes[axis]}: {_NOT_YET[axis]}; lay these ranks on dp_shard or tp")
+    require_axes_for(sizes, pp, nodes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     is_pipeline = sizes.get("pp", 1) > 1
-    if not is_pipeline and (pp != "auto" or nodes is not None):
-        raise SpecError("cuts or nodes were given, and the mesh has no pp axis of 2 or more ranks")
-    if sizes.get("tp", 1) == 1 and (loss_parallel or sequence_parallel):
-        raise SpecError("loss_parallel and sequence_parallel need a mesh with a tp axis of 2 or more ranks")
     order = find_schedule(schedule)
     sharding = resolve_sharding(
         mesh,
@@ -96,7 +90,7 @@ def parallelize(
     )
     if is_deferred(model):
         require_values(model)
-    require_same_model(model, mesh, device=place)
+    require_same_model(model, mesh, device=place if place.type == mesh.device_type else torch.device(mesh.device_type))
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     is_fsdp = sharding.kind == "fsdp"
     common: dict[str, Any] = {
@@ -119,9 +113,27 @@ def parallelize(
     return PipelineStages(found, mesh["pp"], schedule=order, num_microbatches=num_microbatches, **common)
 
 
+def require_axes_for(
+    sizes: Mapping[str, int],
+    pp: Literal["auto"] | Sequence[str] | Split,
+    nodes: Sequence[StageNode] | None,
+    *,
+    sequence_parallel: bool,
+    loss_parallel: bool,
+) -> None:
+    """Raises: SpecError for what is asked of an axis that the mesh has not, or that is not supported."""
+    for axis in ("cp", "ep"):
+        if sizes.get(axis, 1) > 1:
+            raise SpecError(f"{axis}={sizes[axis]}: {_NOT_YET[axis]}; lay these ranks on dp_shard or tp")
+    if sizes.get("pp", 1) == 1 and (pp != "auto" or nodes is not None):
+        raise SpecError("cuts or nodes were given, and the mesh has no pp axis of 2 or more ranks")
+    if sizes.get("tp", 1) == 1 and (loss_parallel or sequence_parallel):
+        raise SpecError("loss_parallel and sequence_parallel need a mesh with a tp axis of 2 or more ranks")
+
+
 _NOT_YET = {
-    "cp": "context parallel attention needs CUDA kernels that were never tried here",
-    "ep": "groups of experts are not split yet",
+    "cp": "torch's context parallel has attention for CUDA alone, which is not supported yet",
+    "ep": "groups of experts are not supported yet",
 }
 
 
@@ -149,10 +161,13 @@ def plan_for(
         return tp_plan(model, example_inputs, tp=size, **options)
     try:
         return tp_plan(stand_in(model), example_inputs, tp=size, **options)
-    except RuntimeError as exc:
+    except SpecError as exc:
+        if exc.__cause__ is None:  # what the planner itself refuses
+            raise
         raise SpecError(
             f"no tensor plan can be made of the deferred model: its code fails on zeros in the place of parameters "
-            f"({exc}): make one of a model with values, par.tp_plan(model, inputs, tp={size}), and give it as tp="
+            f"({exc.__cause__}): make one of a model with values, par.tp_plan(model, inputs, tp={size}), and give it "
+            "as tp="
         ) from exc
 
 
@@ -206,8 +221,12 @@ def _device_for(mesh: DeviceMesh, device: torch.device | str | None) -> torch.de
     if device is None:
         return usual_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
     place = torch.device(device)
-    if place.type != mesh.device_type:
-        raise SpecError(f"device={device!s}, and the mesh is of {mesh.device_type}: give both the same")
+    is_pipeline = {axis for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape) if size > 1} == {"pp"}
+    if place.type != mesh.device_type and not (is_pipeline and mesh.device_type == "cpu"):
+        raise SpecError(
+            f"device={device!s}, and the mesh is of {mesh.device_type}: give both the same (the stages of a pipeline "
+            "alone may be on unlike devices, over a mesh of cpu)"
+        )
     if place.type == "cuda" and place.index not in (None, torch.cuda.current_device()):
         raise SpecError(
             f"device={device!s}, and this rank's GPU is cuda:{torch.cuda.current_device()}, which its groups and FSDP2 "

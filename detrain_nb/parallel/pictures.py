@@ -1,16 +1,17 @@
-"""What a split looks like: the stages of a partition as bars, the ranks of a mesh as a table."""
+"""What a split looks like: the stages of a partition as bars, the ranks of a mesh as cells, or as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .costs.partitioner import Partition
 from .mesh import resolve_axes
 
-__all__ = ["draw_partition", "show_mesh"]
+__all__ = ["draw_mesh", "draw_partition", "show_mesh"]
 
-_MOST_ROWS = 32
+_MOST_ROWS = _MOST_COLUMNS = 32
+_COLOURS = ("#7fa3cc", "#f1b26e", "#8cc084", "#e58f8f", "#b6a0d1", "#c4a78d")  # of places on the outermost axis
 
 
 def draw_partition(found: Partition, axes: Any = None) -> Any:
@@ -46,23 +47,64 @@ def draw_partition(found: Partition, axes: Any = None) -> Any:
     return axes
 
 
+def draw_mesh(sizes: Mapping[str, int], world_size: int, axes: Any = None) -> Any:
+    """Draw which ranks a mesh of these sizes has, with matplotlib: a cell for each, rank by rank along the last axis.
+
+    A row is a place on the other axes, and its colour the place on the first; of a large mesh the first ones are drawn.
+    ``axes``: those to draw in, or None for new ones; returns them. Raises: SpecError where they do not fit.
+    """
+    *outer, (inner, size) = _shown_axes(sizes, world_size)
+    num_rows = world_size // size
+    rows, columns = range(min(num_rows, _MOST_ROWS)), range(min(size, _MOST_COLUMNS))
+    if axes is None:
+        from matplotlib import pyplot
+
+        _, axes = pyplot.subplots(figsize=(2 + 0.5 * len(columns), 1 + 0.4 * len(rows)), layout="constrained")
+    names = []
+    for row in rows:
+        places = _places(row, [count for _, count in outer])
+        names.append(", ".join(f"{axis} {place}" for (axis, _), place in zip(outer, places)))
+        colour = _COLOURS[places[0] % len(_COLOURS)] if places else _COLOURS[0]
+        for column in columns:
+            axes.barh(row, 1.0, height=1.0, left=column - 0.5, color=colour, edgecolor="white")
+            axes.text(column, row, str(row * size + column), ha="center", va="center")
+    axes.set_yticks(list(rows), names)
+    axes.set_xticks(list(columns))
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{inner}, the first {len(columns)} of {size}" if len(columns) < size else inner)
+    title = f"{world_size} ranks"
+    axes.set_title(f"{title}, the first {len(rows)} of {num_rows} rows" if len(rows) < num_rows else title)
+    return axes
+
+
 def show_mesh(sizes: Mapping[str, int], world_size: int) -> str:
     """Return which ranks a mesh of these sizes has on each place: a row for each pipeline stage and replica.
 
     Raises: SpecError where they do not fit.
     """
-    resolved = resolve_axes(sizes, world_size)
-    *outer, inner = resolved.items()
+    *outer, inner = _shown_axes(sizes, world_size)
     rows = world_size // inner[1]
     lines = ["  ".join([*(f"{axis:>12}" for axis, _ in outer), f"ranks along {inner[0]}={inner[1]}"])]
     for row in range(min(rows, _MOST_ROWS)):
-        places, left = [], row
-        for _, size in reversed(outer):
-            places.append(left % size)
-            left //= size
+        places = _places(row, [size for _, size in outer])
         first = row * inner[1]
         ranks = str(first) if inner[1] == 1 else f"{first}-{first + inner[1] - 1}"
-        lines.append("  ".join([*(f"{place:>12}" for place in reversed(places)), ranks]))
+        lines.append("  ".join([*(f"{place:>12}" for place in places), ranks]))
     if rows > _MOST_ROWS:
         lines.append(f"... {rows - _MOST_ROWS} more")
     return "\n".join(lines)
+
+
+def _shown_axes(sizes: Mapping[str, int], world_size: int) -> list[tuple[str, int]]:
+    """Without an axis of one rank that nobody has asked for."""
+    resolved = resolve_axes(sizes, world_size)
+    return [(axis, size) for axis, size in resolved.items() if size > 1 or axis in sizes or len(resolved) == 1]
+
+
+def _places(row: int, sizes: Sequence[int]) -> list[int]:
+    """Where on each axis a row is; the last one turns fastest."""
+    places: list[int] = []
+    for size in reversed(sizes):
+        row, place = divmod(row, size)
+        places.insert(0, place)
+    return places

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
+
+from ..errors import DetrainError, SpecError
 
 __all__ = [
     "Entries",
@@ -27,6 +29,7 @@ __all__ = [
     "TensorMemo",
     "attributes_kept",
     "device_of",
+    "fails_with_inputs",
     "first_float_tensor",
     "modules_around",
     "random_state_kept",
@@ -34,6 +37,8 @@ __all__ = [
     "tensors_in",
     "without_fused_layers",
 ]
+
+_CPU = torch.device("cpu")
 
 
 class TensorMemo:
@@ -79,6 +84,29 @@ def record(
     return Recording(recorder, entries, outputs)
 
 
+@contextlib.contextmanager
+def fails_with_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """What a model's own forward raises for example inputs is told with them. Raises: SpecError."""
+    try:
+        yield
+    except (DetrainError, torch.OutOfMemoryError, NotImplementedError):  # an operator without fake tensors says so
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError) as exc:
+        given = [*map(_look_of, args), *(f"{name}={_look_of(value)}" for name, value in kwargs.items())]
+        why = str(exc).rstrip(".")
+        why = f"{type(exc).__name__}: {why}" if isinstance(exc, LookupError) else why  # of which some say a name alone
+        raise SpecError(
+            f"the model fails on the example inputs ({', '.join(given) or 'none'}): {why}: give what it is called "
+            "with, of one microbatch"
+        ) from exc
+
+
+def _look_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
 def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Draw what is drawn inside again afterwards, on the CPU and on ``device``."""
     if device.type in ("cpu", "meta"):
@@ -86,9 +114,9 @@ def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager
     return torch.random.fork_rng([device], device_type=device.type)
 
 
-def device_of(tree: Any) -> torch.device:
-    """Of the first tensor; the CPU where there is none."""
-    return next((leaf.device for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)), torch.device("cpu"))
+def device_of(tree: Any, otherwise: torch.device = _CPU) -> torch.device:
+    """Of the first tensor, or ``otherwise`` where there is none."""
+    return next((leaf.device for leaf in tree_iter(tree) if isinstance(leaf, Tensor)), otherwise)
 
 
 @contextlib.contextmanager
@@ -320,16 +348,20 @@ class Entries:
 
         return note
 
-    def _on_exit(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _on_exit(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            argument = first_float_tensor(args, kwargs)
+            if argument is not None and output is argument:  # dropout that evaluates: what reads it next reads another
+                with torch.enable_grad():  # into a view made without, nobody may write
+                    output = argument.view_as(argument)
             self._recorder.inside = self._recorder.inside[:-1]
             self.left[name] = len(self._recorder.ops)
             leaves = tree_leaves(output)
             given = (self._recorder.number(leaf) for leaf in leaves if isinstance(leaf, Tensor))
             self.given.setdefault(name, []).extend(given)
-            argument = first_float_tensor(args, kwargs)
             if argument is not None and all(isinstance(leaf, (Tensor, type(None))) for leaf in leaves):
                 self.outputs[name] = ModuleOutput(tuple(argument.shape), tree_map(_look_at, output))
+            return output
 
         return note
 

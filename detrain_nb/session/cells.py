@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import codecs
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from ..errors import RemoteError, WireError
+from ..errors import HUNG_UP, RemoteError, WireError
 from ..wire import CellDone, CellFailed, ClearOutput, Display, Output, RankEnded, parse_bundle
 from .safe_output import Bundle, clean_text, one_line, safe_bundle, show_hidden
-
-# What gloo and NCCL say when the process at the other end is gone.
-_HUNG_UP = re.compile(r"connection (?:closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
 
 
 class CellObserver(Protocol):
@@ -117,7 +113,7 @@ class CellRun:
     def may_have_lost_a_rank(self) -> bool:
         """A rank failed as it does when another one hangs up; that the other one ended may be told later."""
         return any(
-            isinstance(outcome, CellFailed) and not outcome.interrupted and _HUNG_UP.search(outcome.message)
+            isinstance(outcome, CellFailed) and not outcome.interrupted and HUNG_UP.search(outcome.message)
             for outcome in self.outcomes.values()
         )
 
@@ -211,7 +207,7 @@ class CellRun:
                 tuple(show_hidden(line) for line in outcome.traceback),
                 outcome.interrupted,
             )
-            for outcome in self.outcomes.values()
+            for outcome in list(self.outcomes.values())
             if isinstance(outcome, CellFailed)
         }
 

@@ -40,14 +40,16 @@ class Conductor:
         self._hang_s = hang_s
         self._stop_gap_s = stop_gap_s
 
-    def run(self, run: CellRun, message: RunCell, timeout_s: float | None) -> None:
+    def run(self, run: CellRun, message: RunCell, timeout_s: float | None) -> str:
         """Send the cell to its ranks and wait until they have ended it.
 
+        Ranks that can only wait for one that has failed are stopped; returns what became of them, in words, or nothing.
         Raises: CellTimeout, CellInterrupted, RankLost, NodeLost. After KeyboardInterrupt, ``stop_gap_s`` passes before
         the ranks are interrupted: a front end that restarts its kernel interrupts it first.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         watch = _Watch(HangWatch(self._hang_s), deadline)
+        story = ""
         try:
             self._ranks.send(message)
             while not run.wait(watch.seconds_to_next_look(), or_loss=True) and not run.is_over:
@@ -55,9 +57,15 @@ class Conductor:
                     break
                 if watch.is_over:
                     story = self._rescue.stop(run)
-                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s: {story}{_failures(run)}")
-                if run.observer:
-                    run.observer.waiting(self._who_is_waited_for(run, watch))
+                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s{_failures(run)}: {story}")
+                failures = _failures(run)
+                if run.observer or failures:
+                    waiting = self._who_is_waited_for(run, watch, failures)
+                    if run.observer:
+                        run.observer.waiting(waiting)
+                if watch.is_hopeless:
+                    story = self._rescue.free(run)
+                    break
         except KeyboardInterrupt:
             self._make_way(run)
             note = self._rescue.stop(run)
@@ -67,12 +75,14 @@ class Conductor:
                 note = "\n".join([note, *advice(run.lost)])
                 raise CellInterrupted(run.errors(), world_size=len(run.ranks), note=note) from None
         if run.is_done:
-            run.wait_for_loss(LOSS_LIMIT_S)
+            with contextlib.suppress(KeyboardInterrupt):  # there is nothing left to stop: what ranks raised is told
+                run.wait_for_loss(LOSS_LIMIT_S)
         if run.lost:
             self._rescue.after_death(run)
             raise self._rank_lost(run)
         if run.running and self._inbox.failure:
             raise self._inbox.failure
+        return story
 
     def _make_way(self, run: CellRun) -> None:
         """The session may have been left meanwhile: then the cell goes on without us."""
@@ -81,7 +91,7 @@ class Conductor:
         if self._ranks.is_closed and self._inbox.failure:
             raise self._inbox.failure from None
 
-    def _who_is_waited_for(self, run: CellRun, watch: _Watch) -> str:
+    def _who_is_waited_for(self, run: CellRun, watch: _Watch, failures: str) -> str:
         """Which ranks have not ended the cell and where they are, or who waits for whom; empty while all is well."""
         now = time.monotonic()
         unreachable = self._ranks.describe_unreachable(now=now)
@@ -89,13 +99,14 @@ class Conductor:
         watch.positions, evidence = self._ranks.look(range(self._world_size), before=watch.positions, stack=wants_stack)
         self._end_where_that_was_lost(run, watch.positions)
         watch.hang.note(evidence, now=now)
+        watch.is_hopeless = bool(failures) and watch.hang.is_hopeless(evidence, now=now)
         hosts = self._ranks.hosts
         report = watch.hang.report(evidence, running=run.ranks, now=now, hosts=hosts) if wants_stack else ""
         if not report and run.outcomes and (running := run.running):  # else the last has ended during the look
             report = f"waiting for {self._ranks.describe_places(running, watch.positions)}"
         if unreachable:
             report = f"{unreachable}; {report}" if report else unreachable
-        return f"{report}{_failures(run)}" if report else ""
+        return f"{report}{failures}" if report else ""
 
     def _end_where_that_was_lost(self, run: CellRun, positions: Mapping[int, Position]) -> None:
         """What one rank says arrives in order: the end of the cell on an idle rank has come, or never will."""
@@ -129,6 +140,7 @@ class _Watch:
     def __init__(self, hang: HangWatch, deadline: float | None) -> None:
         self.hang = hang
         self.positions: dict[int, Position] = {}
+        self.is_hopeless = False
         self._deadline = deadline
 
     @property
@@ -146,5 +158,5 @@ def _failures(run: CellRun) -> str:
     failed: dict[str, list[int]] = {}
     for rank, error in run.errors().items():
         if not error.interrupted:
-            failed.setdefault(error.summary.splitlines()[0], []).append(rank)
+            failed.setdefault(next(iter(error.summary.splitlines()), "an error without a name"), []).append(rank)
     return "".join(f"; {format_ranks(ranks)} failed with {summary}" for summary, ranks in failed.items())

@@ -20,8 +20,11 @@ _DISTRIBUTED = "/torch/distributed/"
 _PASSED_THROUGH = ("/detrain_nb/node/", "/torch/_ops.py:")  # between torch.distributed and what is called in C
 _NOT_WAITING = ("/torch/distributed/checkpoint/",)  # for files, not for other ranks
 _STANDARD_LIBRARY = re.compile(r"/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen ")
+_OWN_WAITS = ("os.wait(", "torch.jit.wait(", "torch._C.wait(")
 _WRAPPERS = {"wrapper", "inner", "decorate_context"}
 _MOST_HOSTS = 3  # named one by one
+_HOPELESS = 3  # times ``hang_s``
+MESSAGE_LIMIT_S = 60.0
 _MAY_DIFFER = ("scatter", "reduce_scatter", "_reduce_scatter", "all_to_all", "alltoall", "coalesced")
 
 _Key = tuple[str, int]  # of a collective: its group and its sequence number there
@@ -125,9 +128,13 @@ def _distributed_function(evidence: Evidence) -> str:
 
 
 def _waiting_call(evidence: Evidence) -> str:
-    """``request.wait()``, called in C from the user's code or a library's; or what a store is asked for."""
+    """``request.wait()``, called in C from the user's code or a library's; or what a store is asked for.
+
+    Not ``os.wait()``, for a process of its own, and ``torch.jit.wait(future)``, for what it computes itself.
+    """
     called = "" if _is_in_standard_library(evidence) else _called_name(evidence.call)
-    is_wait = called == "wait" and "nanosleep" not in evidence.asleep_in
+    is_own = evidence.call.startswith(_OWN_WAITS) or evidence.asleep_in == "do_wait"
+    is_wait = called == "wait" and not is_own and "nanosleep" not in evidence.asleep_in
     is_store = called == "get" and "poll" in evidence.asleep_in
     return evidence.call if is_wait or is_store else ""
 
@@ -248,8 +255,12 @@ def _by_value(values: Mapping[int, str]) -> str:
 
 @dataclass
 class _Seen:
-    """When a rank was last seen to compute, to have begun something with others, to be elsewhere than ``waits_in``."""
+    """When a rank was last seen to compute, to have begun something with others, to be elsewhere than ``waits_in``.
 
+    ``first_at``: when it was looked at for the first time; the others may be from before.
+    """
+
+    first_at: float
     busy_at: float
     moved_at: float
     elsewhere_at: float
@@ -274,7 +285,7 @@ class HangWatch:
         self._seen = {rank: self._seen[rank] for rank in self._seen if rank in running}
         for rank, evidence in running.items():
             began = now - evidence.seconds
-            seen = self._seen.setdefault(rank, _Seen(began, began, began, evidence.operations))
+            seen = self._seen.setdefault(rank, _Seen(now, began, began, began, evidence.operations))
             if evidence.is_busy and not evidence.is_cuda:
                 seen.busy_at = now
             if evidence.operations != seen.operations:
@@ -296,13 +307,7 @@ class HangWatch:
         everyone = list(ranks)
         verdicts = judge(everyone)
         mismatches = _find_mismatches(everyone)
-        hung = [
-            verdict
-            for verdict in verdicts.values()
-            if self._waited_s(verdict, now) >= self.hang_s
-            and verdict.rank in running
-            and (verdict.collective is None or verdict.missing or _key(verdict.collective) in mismatches)
-        ]
+        hung = [v for v in self._hung(verdicts, mismatches, now, limit_s=self.hang_s) if v.rank in running]
         if not hung:
             return ""
         away = {rank for verdict in hung for rank in verdict.missing}
@@ -310,6 +315,35 @@ class HangWatch:
         shown = [verdict for rank, verdict in verdicts.items() if rank in running or rank in away or is_for_anybody]
         wrong = [mismatches[_key(v.collective)] for v in hung if v.collective and _key(v.collective) in mismatches]
         return "; ".join([describe_wait(shown, hosts=hosts), *wrong[:1]])
+
+    def is_hopeless(self, ranks: Iterable[Evidence], *, now: float) -> bool:
+        """Whoever still runs a cell has waited for others for several times ``hang_s``, and nobody is left to come.
+
+        Of a look with stacks that was noted. A message may be long under way, which nobody can see: who waits for one
+        is given `MESSAGE_LIMIT_S` at least.
+        """
+        everyone = list(ranks)
+        verdicts = judge(everyone)
+        left = {rank for rank, verdict in verdicts.items() if verdict.kind != "idle"}
+        limit_s = _HOPELESS * max(self.hang_s, 1.0)
+        hung = self._hung(verdicts, _find_mismatches(everyone), now, limit_s=limit_s)
+        if not left or left != {verdict.rank for verdict in hung}:
+            return False
+        if any(verdict.collective is None for verdict in hung):
+            limit_s = max(limit_s, MESSAGE_LIMIT_S)
+        waited_s = (min(self._waited_s(verdict, now), now - self._seen[verdict.rank].first_at) for verdict in hung)
+        return min(waited_s) >= limit_s
+
+    def _hung(
+        self, verdicts: Mapping[int, Verdict], mismatches: Collection[_Key], now: float, *, limit_s: float
+    ) -> list[Verdict]:
+        """Who has waited for so long, and not in what all have come to: it is only slow then."""
+        return [
+            verdict
+            for verdict in verdicts.values()
+            if self._waited_s(verdict, now) >= limit_s
+            and (verdict.collective is None or verdict.missing or _key(verdict.collective) in mismatches)
+        ]
 
     def _waited_s(self, verdict: Verdict, now: float) -> float:
         """How long a rank has been waiting; below 0 for one that does not."""

@@ -3,7 +3,8 @@
 It tells the agent up to which number everything has been shown, a little later than that is so: when a notebook is
 killed in between, the next one shows that little again, and misses nothing. Where a connection can break while the
 agent goes on, it makes another one: what either side has sent is counted, and sent again where it has not arrived; and
-it gives a sign of life now and then, without which the node would take us for gone.
+it gives a sign of life now and then, without which the node would take us for gone, and which the node answers: one
+that is silent behind another host would else be found out by nobody.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ _FULL_BYTES = 16 << 20  # of what is queued: an interrupt does not stand behind 
 _REST_LIMIT_S = 2.0
 _ACKNOWLEDGE_GAP_S = 0.1
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
+_MOST_UNANSWERED = 6  # signs of life; files that go the same way may stand before them
+_SLOW_BYTES_PER_S = 10_000  # what is under way on a slow connection gives the node time
+_LONGEST_UNDER_WAY_S = 120.0  # but no more: each piece of 1 MB is answered
 
 
 @dataclass
@@ -96,11 +100,13 @@ class NodeLink:
         self._is_ending = False
         self._is_seen = True
         self.is_hung_up_on = False  # the other end is gone, or has done with us
+        self.is_taken = False  # it serves another notebook
         self._last_number: int | None = None  # of the first numbered message: the one before it was shown by another
         self._acknowledged = 0
         self._to_acknowledge: Checkpoint | None = None
         self._acknowledge_at = 0.0
         self._alive_at = 0.0  # when the next sign of life is due
+        self._unanswered = 0  # those after which nothing has come
         self._thread = threading.Thread(target=self._run, name="detrain_nb node link", daemon=True)
         self._thread.start()
 
@@ -242,17 +248,29 @@ class NodeLink:
         return min((wait_s for wait_s in (self._until_acknowledging(), alive_in_s) if wait_s is not None), default=None)
 
     def _give_sign_of_life(self) -> None:
-        """What waits to be sent is one too. Not before the first message, which says who we are."""
+        """What waits to be sent is one too, for the node. Not before the first message, which says who we are.
+
+        Raises: LinkClosed where none is answered. They are counted, and not timed: a notebook that slept asks again.
+        """
         self._alive_at = time.monotonic() + ALIVE_GAP_S
-        with self._sending, contextlib.suppress(LinkClosed):  # the reader meets the end
-            if self._attach is not None and not self._link.waiting_bytes:
-                self._link.send(Alive())
+        with self._sending:
+            if self._attach is None:
+                return
+            under_way_s = min(_LONGEST_UNDER_WAY_S, self._unreceived_bytes / _SLOW_BYTES_PER_S)
+            if self._unanswered >= _MOST_UNANSWERED + under_way_s / ALIVE_GAP_S:
+                raise LinkClosed(f"the node is silent: it has not answered for {self._unanswered * ALIVE_GAP_S:.0f} s")
+            self._unanswered += 1
+            if not self._link.waiting_bytes:
+                with contextlib.suppress(LinkClosed):  # the reader meets the end
+                    self._link.send(Alive())
 
     def _serve(self, ready: int) -> None:
         if ready & selectors.EVENT_WRITE:
             self._flush()
         if ready & selectors.EVENT_READ:
-            for frame in self._link.receive():
+            frames = self._link.receive()
+            self._unanswered = 0
+            for frame in frames:
                 if self._is_resuming:
                     self._resume(frame)
                 elif not frame.number or self._last_number is None or frame.number > self._last_number:
@@ -266,7 +284,7 @@ class NodeLink:
         if isinstance(message, Attached):
             self._incarnation = message.incarnation
         elif isinstance(message, Refused):
-            self._connect = None  # it has done with us
+            self._connect, self.is_taken = None, message.is_taken  # it has done with us
         self._events.message(message, frame.number)
         if frame.number:
             self._check_number(frame.number, is_explained=isinstance(message, Notice))
@@ -324,7 +342,7 @@ class NodeLink:
 
     def _begin_again(self, sock: socket.socket) -> None:
         with self._sending:
-            self._link = Link(sock)
+            self._link, self._unanswered = Link(sock), 0
             if self._attach is None:
                 self.broken_at = None
                 return

@@ -132,6 +132,10 @@ class RankLink:
         """The agent is gone, or serves another notebook."""
         return self._links[node].is_hung_up_on
 
+    def is_taken(self, node: int) -> bool:
+        """The agent has said that it serves another notebook."""
+        return self._links[node].is_taken
+
     def describe_unreachable(self, *, now: float) -> str:
         """The nodes to which there is no connection now; empty when all can be reached."""
         parts = []

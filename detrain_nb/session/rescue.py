@@ -23,6 +23,7 @@ LOOK_GAP_S = 0.1  # between two looks that tell who uses the processor
 FREED_LIMIT_S = 0.5  # from the end of a generation to the end of the cell on the ranks that waited in it
 COMPUTE_LIMIT_S = 4.0  # how long a stop waits for a rank that computes before it gives the prompt back
 REPLACE_LIMIT_S = 3.0
+FREE_LIMIT_S = 5.0  # how long ranks that were freed may take to end a cell that nobody has stopped
 AFTER_DEATH_S = 0.1  # how long ranks may go on by themselves when one was lost
 _PRESSES = 3
 
@@ -39,6 +40,22 @@ class Rescue:
     def stop(self, run: CellRun) -> str:
         """Stop ``run`` on the ranks that still run it; says in words how that went. Pressed again, it does more."""
         story = _Story(run)
+        self._press_until_it_ends(story)
+        return self._end_of(story)
+
+    def free(self, run: CellRun) -> str:
+        """The same where nobody has pressed: ranks that come free are given time to end the cell."""
+        story = _Story(run)
+        try:
+            self._press(1, story)
+            if not run.wait(FREE_LIMIT_S) and not run.is_over:
+                story.verdicts = self._judge(story)
+        except KeyboardInterrupt:  # now somebody has
+            self._press_until_it_ends(story)
+        return self._end_of(story)
+
+    def _press_until_it_ends(self, story: _Story) -> None:
+        run = story.run
         press = 1
         while press <= _PRESSES and run.running and not run.is_over:
             try:
@@ -46,7 +63,9 @@ class Rescue:
                 break
             except KeyboardInterrupt:
                 press += 1
-        _show(run, "")
+
+    def _end_of(self, story: _Story) -> str:
+        _show(story.run, "")
         with contextlib.suppress(KeyboardInterrupt):  # it is stopped
             self._end_what_is_out_of_step(story)
         return story.told()

@@ -66,8 +66,8 @@ class Runs:
             hang_s=core.hang_s,
             stop_gap_s=core.stop_gap_s,
         )
-        conductor.run(run, message, timeout_s)
-        self._raise_for(run)
+        story = conductor.run(run, message, timeout_s)
+        self._raise_for(run, story)
         self._inbox.history.end_well(run.cell)
         return run
 
@@ -94,16 +94,17 @@ class Runs:
         fresh, self._inbox.fresh = self._inbox.fresh, {}
         return "\n".join([describe_ends(fresh, hosts=self._core.hosts), *advice(fresh)]) if fresh else ""
 
-    def _raise_for(self, run: CellRun) -> None:
+    def _raise_for(self, run: CellRun, story: str) -> None:
+        """``story``: what became of ranks that were freed."""
         errors = run.errors()
         if not errors:
             return
         is_stopped = all(error.interrupted for error in errors.values())
         if silence := describe_silence(errors):  # gloo has closed its connections: that group is of no more use
             stale = self._core.generations.end()
-            note = f"{silence}\n{describe_new_groups(stale, is_wanted=self._core.wants_group)}"
+            note = f"{silence}\n{story or describe_new_groups(stale, is_wanted=self._core.wants_group)}"
         else:
-            note = self._core.rescue.after_failure(run)
+            note = story or self._core.rescue.after_failure(run)
         raise (CellInterrupted if is_stopped else RankError)(errors, world_size=len(run.ranks), note=note)
 
     # ---- what it gave

@@ -24,6 +24,8 @@ from ..deploy import (
     check_session_name,
     end_agents,
     find_nodes,
+    give_up_agents,
+    leave_agents,
     transports_to,
 )
 from ..deploy.known import StartedWith, forget
@@ -127,8 +129,13 @@ class Session:
         how.check()
         name = check_session_name(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}")
         files = SessionFiles(transports, folder, is_synced=sync)
-        session = cls(name, bring_up_agents(transports, name), files, holder=holder)
-        core = session._core
+        ends = bring_up_agents(transports, name)
+        try:
+            session = cls(name, ends, files, holder=holder)
+            core = session._core
+        except BaseException:  # an interrupt
+            give_up_agents(ends)
+            raise
         try:
             attached = attach(core)
             if nodes is None:
@@ -175,7 +182,12 @@ class Session:
         else:
             transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         files = SessionFiles(transports, os.getcwd(), is_synced=sync, takes_over=False)
-        session = cls(name, _attach_to(name, transports, is_known=nodes is None), files, holder=holder)
+        ends = _attach_to(name, transports, is_known=nodes is None)
+        try:
+            session = cls(name, ends, files, holder=holder)
+        except BaseException:  # an interrupt
+            leave_agents(ends)
+            raise
         try:
             session._inbox.is_showing_missed = True
             go_on(session._core, attach(session._core, steal=steal))
@@ -477,15 +489,17 @@ class Session:
         with self._stopping:
             if self._core.is_stopped:
                 return
-            is_ours = [not self._ranks.is_hung_up_on(node) for node in range(len(self._transports))]
+            nodes = range(len(self._transports))
+            is_ours = [not self._ranks.is_hung_up_on(node) for node in nodes]
             left = set(self._ranks.end(limit_s=END_LIMIT_S)) - self._inbox.lost_nodes.keys()
+            is_taken = [self._ranks.is_taken(node) for node in nodes]  # perhaps in this very moment
             self._core.is_stopped = True  # after it was asked for: a stop in between leaves it to be asked for again
             atexit.unregister(self.stop)
             self.not_ended = [self._transports[node].name for node in left if self._transports[node].can_resume]
-            if not self.not_ended:
+            if not self.not_ended and not any(is_taken):
                 forget(self.name)
-            for transport, is_this_ours in zip(self._transports, is_ours):
-                transport.wait_for_end(limit_s=END_LIMIT_S, is_ours=is_this_ours)
+            for transport, was_ours, is_this_taken in zip(self._transports, is_ours, is_taken):
+                transport.wait_for_end(limit_s=END_LIMIT_S, is_ours=was_ours and not is_this_taken)
 
     def __enter__(self) -> Session:
         return self

@@ -25,12 +25,12 @@ class Scores:
         self._model = model
         self._sums: dict[str, Tensor] = {}
 
-    def add(self, output: Any, target: Any, score: Score) -> None:
-        """Count one batch, without gradients."""
+    def add(self, output: Any, target: Any, score: Score, *, rows: int) -> None:
+        """Count one batch of so many rows, without gradients."""
         with torch.no_grad(), self._model.surroundings():
             found = score(output, target)
             if self._model.objective.loss is not None:
-                found = {"loss": self._model.objective.sums(output, target), **found}
+                found = {"loss": self._model.objective.sums(output, target, rows=rows), **found}
             for name, (total, count) in found.items():
                 each = (torch.as_tensor(value, device=self._model.device).double() for value in (total, count))
                 pair = torch.stack(list(each))
@@ -48,6 +48,7 @@ class Scores:
         if self._model.is_last:
             self._model.objective.add_up(table)
         if group is not None:
+            table = table.to(self._model.link_device)
             dist.all_reduce(table, group=group)
         return {name: float(total / count) for name, (total, count) in zip(names, table)}
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import DetrainError, NotFinite, SpecError
 from ..parallel import ParallelModel, WholeModel, clip_grad_norm, grad_norm
-from ..parallel.microbatches import Loss
+from ..parallel.microbatches import Loss, rows_of
 from . import saving
 from .batches import for_replica, require_same_batch
 from .checkpoint import checkpoints, load, save
@@ -228,9 +228,11 @@ class Trainer:
         try:
             for given in loader:
                 batch, target = self.unpack(given)
+                if self.model.objective.loss is not None:
+                    self.model.objective.require_target(target)
                 output = self.model.predict(batch)
                 if self.model.is_last:
-                    scores.add(output, tree_map(self._place, target), self.score)
+                    scores.add(output, tree_map(self._place, target), self.score, rows=rows_of(batch))
         finally:
             self.model.back_to_training()
         return scores.over_all()
@@ -270,7 +272,8 @@ class Trainer:
 
     def _shared(self, loss: Tensor | None) -> Tensor:
         """The loss, on every rank of the pipeline."""
-        told = torch.zeros((), device=self.model.device) if loss is None else loss.detach().float().reshape(())
+        place = self.model.link_device
+        told = torch.zeros((), device=place) if loss is None else loss.detach().float().reshape(()).to(place)
         group = self.model.pipeline_group
         if group is not None:
             told = told if self.model.is_last else torch.zeros_like(told)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ..errors import TransportError
 from .ssh_config import HostSettings
 
-__all__ = ["dial", "one_of_few"]
+__all__ = ["clean", "dial", "one_of_few"]
 
 _TCP_LIMIT_S = 5.0
 _TCP_SILENCE_S = 15.0
@@ -78,3 +78,9 @@ def _describe(error: OSError, port: int, *, waited_s: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {waited_s:.0f} s: is the host up, or does a firewall drop port {port}?"
     return f"cannot be reached: {error.strerror or error}: check the address and the network"
+
+
+def clean(said: object) -> str:
+    """What the other side may have said, fit for one line."""
+    text = str(said) or type(said).__name__
+    return "".join(char if char.isprintable() else " " for char in text)[:200]

@@ -38,7 +38,8 @@ def run_quickly(name: str, tmp_path: Path, *options: str, limit_s: float) -> dic
     assert {"cores", "versions"} <= set(report["machine"])
     assert len(report["load_average"]["before"]) == 3
     assert not list(scratch.iterdir()), "the run left files behind"
-    assert not _processes_with(scratch), "the run left processes behind"
+    _, left = psutil.wait_procs(_processes_with(scratch), timeout=10)
+    assert not left, "the run left processes behind"
     return report
 
 

@@ -15,7 +15,7 @@ ROWS = ["noop", "noop_far", "start", "flood", "flood_lines", "flood_lost", "floo
 ROWS += ["far_connection", "far_connection_lost", "far_stop", "far_kill", "far_kill_next", "far_kept", "far_node"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_a_quick_run_has_every_row_with_its_floor_and_leaves_nothing(
     tmp_path: Path, needs_debian: Callable[..., None]

@@ -739,21 +739,27 @@ def test_stop_in_a_notebook_ends_the_copies_to_all_nodes(make_testbed: MakeTestb
     nodes = ssh_nodes(testbed)
     (tmp_path / "large").write_bytes(os.urandom(LARGE_BYTES))
     begun = threading.Event()
-    watcher = threading.Thread(target=lambda: (begun.wait(30), os.kill(os.getpid(), signal.SIGINT)))
+    pressed_at: list[float] = []
+
+    def press() -> None:
+        begun.wait(30)
+        pressed_at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = threading.Thread(target=press)
     watcher.start()
-    began_at = time.monotonic()
 
     def copy(node: SshNode, stop: Stop, note: files.OnProgress) -> Copied:
         return put(node, tmp_path / "large", "put", note, stop=stop)
 
     with pytest.raises(KeyboardInterrupt):
         on_every(nodes, copy, lambda _, done, total: begun.set() if done else None)
-    assert time.monotonic() - began_at < 15  # all of it takes longer
+    assert time.monotonic() - pressed_at[0] < 8  # the rest takes longer
     watcher.join()
     for host in ("h0", "h1"):
         wait_until_gone(testbed.path_home(host))
         assert not (testbed.path_home(host) / "put" / "large").exists()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("detrain_nb files")]
+    wait_for_no_threads()
 
 
 def test_stop_does_not_wait_for_a_host_that_is_slow_to_answer(tmp_path: Path) -> None:
@@ -774,7 +780,11 @@ def test_stop_does_not_wait_for_a_host_that_is_slow_to_answer(tmp_path: Path) ->
             on_every([node], lambda node, stop, note: put(node, tmp_path / "file", "put", note, stop=stop))
         assert time.monotonic() - began_at < 10  # it would give up later
         watcher.join()
-    deadline = time.monotonic() + 10  # now it hears that nobody listens
+    wait_for_no_threads()  # now it hears that nobody listens
+
+
+def wait_for_no_threads() -> None:
+    deadline = time.monotonic() + 10
     while any(thread.name.startswith("detrain_nb files") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.02)

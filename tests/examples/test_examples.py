@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,8 +24,8 @@ SMALL = ["--epochs=1", "--batch_size=40", "--lr=0.001", "--model_name=m", "--sam
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def start(folder: Path, argv: list[str]) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+def start(folder: Path, argv: list[str], **variables: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(argv, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -33,6 +35,26 @@ def torchrun(folder: Path, script: str, processes: int, *options: str) -> tuple[
     with start(folder, argv) as process:
         out, err = process.communicate(timeout=100)
     return process.returncode, out, err
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_line(line: str, folder: str, tmp_path: Path) -> tuple[str, Path]:
+    """What a user types in the example's own folder, here a copy, so that what is found there is of this run."""
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    own = tmp_path / "examples" / folder
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    argv = shlex.split(line)
+    argv[0] = str(shutil.which(argv[0], path=path))
+    # torchrun's default port is one for all of this machine: others may be testing too.
+    with start(own, argv, PATH=path, PET_MASTER_PORT=str(free_port())) as process:
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return out, own
 
 
 def load(script: str) -> ModuleType:
@@ -72,39 +94,68 @@ def evaluate_alone(script: str, file: Path, samples: int) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.needs_debian("dataset-fashion-mnist")
-@pytest.mark.parametrize(
-    "script, processes, gpu",
-    [
-        ("ppl/nn/main.py", 3, "0_0_0"),
-        ("ppl/restnet/main.py", 2, "0_0"),
-        ("tp/nn/main.py", 2, "0_0_0"),
-        ("tp/nn/sequence_main.py", 2, "0_0"),
-        ("fsdp_tp/main.py", 4, "0_0_0_0"),
-    ],
-)
-def test_saved_file_is_the_whole_model_and_as_good_as_was_printed(
-    script: str, processes: int, gpu: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("script, processes", [("tp/nn/sequence_main.py", 2), ("fsdp_tp/main.py", 4)])
+def test_saved_file_is_the_whole_model_and_as_good_as_was_printed(script: str, processes: int, tmp_path: Path) -> None:
+    """The others are run by their own lines, below."""
+    gpu = "_".join("0" * processes)
     code, out, err = torchrun(tmp_path, script, processes, f"--gpu={gpu}", *SMALL)
     assert code == 0, err
-    [shown] = re.findall(r"^step .*: test (.*)$", out, re.MULTILINE)
-    [saved] = re.findall(r"^saved m.safetensors: test (.*)$", out, re.MULTILINE)
-    assert told(saved) == told(shown), "who has saved it was told what the ranks have scored"
-    alone = evaluate_alone(script, tmp_path / "m.safetensors", samples=1200)
-    assert told(saved)["loss"] == pytest.approx(alone["loss"], abs=2e-6)
-    assert told(saved)["accuracy"] == pytest.approx(alone["accuracy"], abs=1e-6)
+    check_saved(script, tmp_path / "m.safetensors", out, samples=1200)
     losses = losses_of(out)
     assert sum(losses[-5:]) / 5 < 0.8 * losses[0], losses
+
+
+def check_saved(script: str, file: Path, out: str, samples: int) -> None:
+    """The file alone is as good as the ranks have said at the end, and better than a guess."""
+    shown = re.findall(r"^step .*: test (.*)$", out, re.MULTILINE)
+    [saved] = re.findall(rf"^saved {file.name}: test (.*)$", out, re.MULTILINE)
+    assert told(saved) == told(shown[-1]), "who has saved it was told what the ranks have scored"
+    alone = evaluate_alone(script, file, samples)
+    assert told(saved)["loss"] == pytest.approx(alone["loss"], abs=2e-6)
+    assert told(saved)["accuracy"] == pytest.approx(alone["accuracy"], abs=1e-6)
     assert alone["accuracy"] > 0.3
+
+
+PIPELINE = "torchrun --nproc_per_node=3 main.py --gpu=0_0_0 --epochs=2 --batch_size=40 --lr=0.001 --model_name=m"
+TENSOR = (
+    'torchrun --nnodes=1 --node_rank=0 --nproc_per_node=2 --rdzv_id=101 --rdzv-backend=c10d --rdzv_endpoint="{host}" '
+    'main.py --gpu="0_0_0" --epochs=4 --batch_size=50 --lr=0.001 --model_name="ppl_04"'
+)
 
 
 @pytest.mark.slow
 @pytest.mark.needs_debian("dataset-fashion-mnist")
+@pytest.mark.parametrize("folder", ["ppl/nn", "ppl/restnet"])
+def test_line_of_the_readme_runs_in_its_folder(folder: str, tmp_path: Path) -> None:
+    """A master and two stages; ``--samples`` is the one thing that is added."""
+    assert f"`{PIPELINE}`" in (EXAMPLES / "README.md").read_text()
+    assert PIPELINE in str(load(f"{folder}/main.py").__doc__)
+    out, own = run_line(f"{PIPELINE} --samples=600", folder, tmp_path)
+    assert [file.name for file in own.glob("*.safetensors")] == ["m.safetensors"]
+    check_saved(f"{folder}/main.py", own / "m.safetensors", out, samples=600)
+
+
+@pytest.mark.slow
+@pytest.mark.needs_debian("dataset-fashion-mnist")
+def test_detrains_line_for_tensors_runs_in_its_folder(tmp_path: Path) -> None:
+    line = TENSOR.format(host=f"localhost:{free_port()}")
+    out, own = run_line(f"{line} --samples=600", "tp/nn", tmp_path)
+    check_saved("tp/nn/main.py", own / "ppl_04.safetensors", out, samples=600)
+
+
+@pytest.mark.thorough
+@pytest.mark.needs_debian("dataset-fashion-mnist")
+def test_log_is_shown_when_torchrun_leaves_it_alone(tmp_path: Path) -> None:
+    line = TENSOR.format(host=f"localhost:{free_port()}").replace(" main.py", " -- main.py")
+    out, _ = run_line(f"{line} --log=6 --samples=600", "tp/nn", tmp_path)
+    assert re.findall(r"^step +(\d+) of 48: loss", out, re.MULTILINE) == ["1", "7", "13", "19", "25", "31", "37", "43"]
+
+
+@pytest.mark.thorough
+@pytest.mark.needs_debian("dataset-fashion-mnist")
 def test_three_machines_each_start_one_process(tmp_path: Path) -> None:
     """DeTrain's own command: ``--nnodes=3 --node_rank=k``. The master is on the first, and has the file."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     nodes = []
     for rank in range(3):
         folder = tmp_path / f"machine{rank}"
@@ -134,8 +185,9 @@ def test_sorter_sorts(tmp_path: Path) -> None:
     assert right / 100 == pytest.approx(told(saved)["sorted"], abs=0.05)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["--pp=1", "--pp=2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("--pp=1", marks=pytest.mark.thorough), pytest.param("--pp=2", marks=pytest.mark.slow)]
+)
 def test_bert_learns_and_from_pretrained_takes_it(layout: str, tmp_path: Path) -> None:
     code, out, err = torchrun(tmp_path, "bert/main.py", 2, layout, "--epochs=1", "--samples=600", "--report=1")
     assert code == 0, err
@@ -154,7 +206,7 @@ def test_bert_learns_and_from_pretrained_takes_it(layout: str, tmp_path: Path) -
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_wrong_arguments_are_told_once(tmp_path: Path) -> None:
     code, _, err = torchrun(tmp_path, "ppl/nn/main.py", 3, "--gpu=0_0", "--batch_size=40")
     assert code != 0

@@ -148,6 +148,9 @@ def _eventually(holds: Callable[[], Any], *, limit_s: float = _LIMIT_S) -> None:
         time.sleep(0.02)
 
 
+# A restart comes as an interrupt first: on busy processors what follows may take longer than a notebook waits for it.
+_PATIENT = "import detrain_nb\ndetrain_nb.current_session().stop_gap_s = 5.0"
+
 # every line comes in two pieces: at most moments some rank has one that is not finished
 _COUNT = """import time
 x = rank * 10
@@ -165,6 +168,7 @@ for i in range({count}):
 def test_restarted_kernel_finds_the_cell_running_and_all_it_printed(start_front: Any) -> None:
     front = start_front("/home/x/My training.ipynb")
     front.run("%distributed start -n 2")
+    front.run(_PATIENT)
     counting = front.begin("%%distributed\n" + _COUNT.format(count=100_000, pause=0.01))
     front.wait(lambda: "[1] 000040\n" in front.text(counting) and "[0] 000040\n" in front.text(counting))
     there = front.restart()
@@ -182,7 +186,7 @@ def test_restarted_kernel_finds_the_cell_running_and_all_it_printed(start_front:
     shown = front.text(attach)
     assert shown.startswith(f"<Session '{name}': 2 ranks on cpu, running>\ncell ")
     assert "KeyboardInterrupt" in shown
-    time.sleep(0.5)  # what was sent to the front end right before a restart is shown again
+    time.sleep(3)  # what was sent to the front end right before a restart is shown again
     assert _THERE.fullmatch(front.restart())
     assert front.run("%distributed attach") == f"<Session '{name}': 2 ranks on cpu, running>\n"
     for rank in (0, 1):
@@ -197,10 +201,9 @@ def test_restarted_kernel_finds_the_cell_running_and_all_it_printed(start_front:
 @pytest.mark.parametrize(
     ("count", "pause", "seen"),
     [
-        pytest.param(3000, 0.001, 1, id="at the start"),
-        pytest.param(3000, 0.001, 4400, id="in the middle", marks=pytest.mark.slow),
-        pytest.param(20_000, 0.0, 1, id="flood", marks=pytest.mark.slow),
-        pytest.param(20_000, 0.0, 4900, id="flood over the cell's limit of lines", marks=pytest.mark.slow),
+        pytest.param(3000, 0.001, 1, id="at the start", marks=pytest.mark.thorough),
+        pytest.param(3000, 0.001, 4400, id="in the middle"),
+        pytest.param(10_000, 0.0, 4900, id="flood over the cell's limit of lines", marks=pytest.mark.thorough),
     ],
 )
 def test_killed_kernel_loses_no_line_and_repeats_few(start_front: Any, count: int, pause: float, seen: int) -> None:
@@ -355,7 +358,8 @@ def test_ranks_that_nobody_comes_back_to_end_when_they_have_lingered(start_front
     front.run("%distributed start -n 2 --linger 2")
     front.begin("%%distributed\nimport subprocess\nsubprocess.run(['sleep', '600'], start_new_session=True)")
     _eventually(lambda: len([p for p in _marked("lingers") if p.name() == "sleep"]) == 2)
-    front.kill()
+    os.kill(front.kernel.manager.provisioner.pid, signal.SIGKILL)
+    time.sleep(0.5)
     assert _marked("lingers"), "the ranks wait"
     _eventually(lambda: not _marked("lingers"))
     assert not [path.name for path in runtime_folder.iterdir() if "lingers" in path.name]
@@ -508,6 +512,7 @@ def _execute_in(kernel: Any, subshell: str, code: str) -> str:
 def test_stop_of_a_follower_only_stops_following(start_front: Any) -> None:
     front = start_front("/x/follower.ipynb")
     front.run("%distributed start -n 2 --no-init")
+    front.run(_PATIENT)
     counting = front.begin("%%distributed\n" + _COUNT.format(count=100_000, pause=0.01))
     front.wait(lambda: "[0] 000010\n" in front.text(counting))
     front.restart()
@@ -529,14 +534,14 @@ def test_stop_of_a_follower_only_stops_following(start_front: Any) -> None:
 # ---- much
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_much_that_was_missed_is_shown_whole_and_does_not_fill_the_kernel(start_front: Any, tmp_path: Path) -> None:
     front = start_front("/x/much.ipynb")
     front.run("%distributed start -n 2 --no-init")
     line = "print(i, 'x' * 300)"
     begun = f"import os, time\nopen('{tmp_path}/' + str(rank), 'w')\n"
     wait = f"while not os.path.exists('{tmp_path}/go'): time.sleep(.01)\n"
-    front.begin(f"%%distributed\n{begun}{wait}for i in range(200_000): {line}\nopen(f'{tmp_path}/done{{rank}}', 'w')")
+    front.begin(f"%%distributed\n{begun}{wait}for i in range(100_000): {line}\nopen(f'{tmp_path}/done{{rank}}', 'w')")
     _eventually(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
     front.kill()
     (tmp_path / "go").touch()
@@ -551,8 +556,8 @@ def test_much_that_was_missed_is_shown_whole_and_does_not_fill_the_kernel(start_
     shown = front.text(attach)
     for rank in (0, 1):
         numbers = [int(number) for number in re.findall(rf"^\[{rank}\] (\d+) x{{300}}$", shown, re.MULTILINE)]
-        assert numbers == list(range(200_000))
-    assert after - before < 60 << 20, "120 MB were missed"
+        assert numbers == list(range(100_000))
+    assert after - before < 30 << 20, "60 MB were missed"
 
 
 def _peak_bytes(pid: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 _OPTIONS = "-n 2 --device cpu --backend gloo --no-init --no-sync --seed 7 --start exec --linger 30 --group-timeout 90"
+_FEW = "-n 2 --no-init --seed 7"
 _LOOK = "import os\nprint(torch.initial_seed() - rank, dist.is_initialized(), os.environ.get('TOKEN'))"
 _ASKED = "{k: v for k, v in vars(get_ipython().detrain_nb_magics[0].holder._started_with).items() if v is not None}"
 _KEPT = {
@@ -22,8 +23,8 @@ def kernel(start_kernel: Any, request: pytest.FixtureRequest) -> Any:
     return start_kernel(DETRAIN_NB_NOTEBOOK=f"/x/{request.node.name}.ipynb")
 
 
-def _start(kernel: Any) -> None:
-    assert kernel.run(f"%distributed start {_OPTIONS} --env TOKEN=geheim --env DEBUG=1").status == "ok"
+def _start(kernel: Any, options: str = _FEW) -> None:
+    assert kernel.run(f"%distributed start {options} --env TOKEN=geheim --env DEBUG=1").status == "ok"
     assert kernel.run("%%distributed\n" + _LOOK).text() == "[0-1] 7 False geheim\n"
 
 
@@ -41,7 +42,7 @@ def _asked(kernel: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_restart_after_attach_has_the_options_of_the_start_and_says_what_was_not_kept(kernel: Any) -> None:
-    _start(kernel)
+    _start(kernel, _OPTIONS)
     _renew(kernel)
     assert kernel.run("%distributed attach").status == "ok"
     again = kernel.run("%distributed restart").text()

@@ -219,7 +219,7 @@ def test_rank_whose_worker_talks_nonsense_is_told_to_be_gone(agent: Agent, intro
 def test_end_leaves_the_spool_of_its_successor_alone(agent: Agent) -> None:
     """A launcher that does not end at once holds up the end: the name is free by then."""
     notebook, worker = agent.connect(), agent.connect()
-    notebook.send(Attach("mine", "test"), Launch(["sh", "-c", "sleep 1; true"], {}, [0], 0.0, None))
+    notebook.send(Attach("mine", "test"), Launch(["sh", "-c", "sleep 3; true"], {}, [0], 0.0, None))
     notebook.receive(Attached)
     worker.send(WorkerUp(0, 1), RankUp(0, 1, 0, 1, 1, "here", "cpu", "2.13.0"))
     notebook.receive(RankUp)
@@ -250,6 +250,21 @@ def test_other_user_is_turned_away_even_with_the_folder_open(agent: Agent) -> No
         [sys.executable, "-c", code, str(agent.folder / "agent.sock")], capture_output=True, text=True, check=True
     )
     assert said.stdout == "b''\n"
+
+
+@pytest.mark.slow
+def test_agent_that_reads_no_further_says_that_it_is_there(agent: Agent) -> None:
+    """A rank that takes nothing holds back the notebook, whose signs of life nobody reads then."""
+    notebook, worker = agent.connect(), agent.connect()
+    notebook.send(Attach("mine", "test"))
+    notebook.receive(Attached)
+    worker.send(WorkerUp(0, 1), RankUp(0, 1, 0, 2, 1, "here", "cpu", "2.13.0"))
+    notebook.receive(RankUp)
+    for number in (1, 2):
+        push = RunCell([0], [1], number, "x" * (12 << 20))
+        notebook.sock.sendall(to_frame(push).to_bytes(number=number))
+    for _ in range(4):  # the last ones, when all has come, say nothing else
+        assert isinstance(notebook.receive(Received), Received)
 
 
 def test_second_agent_for_the_folder_leaves_at_once(agent: Agent) -> None:

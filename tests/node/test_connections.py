@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +38,13 @@ def _is_shut(pair: Pair) -> bool:
     return theirs.recv(1) != b"x"
 
 
+def _hear_peer(server: socket.socket, number: int) -> None:
+    peer, _ = server.accept()
+    with peer:
+        assert peer.recv(64) == struct.pack("@n", number)
+        assert peer.recv(64) == b""
+
+
 def test_what_was_recorded_is_shut_and_nothing_else(listener: socket.socket) -> None:
     before = _connect(listener)
     connections = Connections()
@@ -45,7 +53,9 @@ def test_what_was_recorded_is_shut_and_nothing_else(listener: socket.socket) -> 
         with connections.recording():
             nested = _connect(listener)
         with socket.create_server(("127.0.0.1", 0)) as server:
-            assert connections.shut() == 4, "both ends of two connections, while it is still recorded"
+            assert connections.shut(most_peers=2) == 4, "both ends of two connections, while it is still recorded"
+            for number in range(2):  # a listening socket that is new may be that of a group: its peers hang up
+                _hear_peer(server, number)
             _connect_closed = _connect(server)
     after = _connect(listener)
     assert _is_shut(recorded)
@@ -66,7 +76,7 @@ def test_socket_that_got_the_number_of_a_closed_one_is_left_alone(listener: sock
     for sock in recorded:
         sock.close()
     os.dup2(users[0].fileno(), number)
-    connections.shut()
+    connections.shut(most_peers=2)
     assert not _is_shut(users)
     os.close(number)
     for sock in users:
@@ -77,8 +87,8 @@ def test_shutting_twice_shuts_once(listener: socket.socket) -> None:
     connections = Connections()
     with connections.recording():
         recorded = _connect(listener)
-    assert connections.shut() == 2
-    assert connections.shut() == 0
+    assert connections.shut(most_peers=2) == 2
+    assert connections.shut(most_peers=2) == 0
     for sock in recorded:
         sock.close()
 
@@ -96,7 +106,7 @@ def test_connections_are_shut_where_no_descriptor_is_left(listener: socket.socke
             with contextlib.suppress(OSError):
                 while True:
                     files.append(os.dup(0))
-            assert connections.shut() == 4
+            assert connections.shut(most_peers=2) == 4
         finally:
             for fd in files:
                 os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,6 +82,61 @@ def test_what_was_ended_is_not_made(
     with pytest.raises(error):
         one_of_two.start(7)
     assert one_of_two.ended == 7
+
+
+class StoppedPeer(dist.Store):
+    """The store of a rank that tells where it is and is stopped before it learns where the others are."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.is_known, self.may_go = threading.Event(), threading.Event()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        self.is_known.set()
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        self.may_go.wait()
+        raise dist.DistStoreError("stopped")
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def test_rank_that_waits_for_a_stopped_peer_to_connect_comes_free(
+    store: dist.TCPStore, one_of_two: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of two connects is left to their ports: groups are made until this one has waited a few times."""
+
+    def make(backend: str, *, store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
+        dist.ProcessGroupGloo(store, rank, world_size, timeout)
+
+    def be_peer(peer: StoppedPeer) -> None:
+        with pytest.raises(dist.DistStoreError, match="stopped"):
+            dist.ProcessGroupGloo(peer, 1, 2, datetime.timedelta(seconds=20))
+
+    monkeypatch.setattr(one_of_two, "_torch_init", make)
+    times_it_waited = number = 0
+    while times_it_waited < 3:
+        number += 1
+        peer = StoppedPeer(dist.PrefixStore(f"detrain_nb/generation{number}/group1", store))
+        thread = threading.Thread(target=be_peer, args=(peer,))
+        thread.start()
+        peer.is_known.wait()
+        end = threading.Timer(0.2, one_of_two.end, (number,))
+        end.start()
+        try:
+            one_of_two.start(number)
+        except (SessionError, dist.DistNetworkError):
+            pass
+        except RuntimeError as exc:
+            assert "closed by peer" in str(exc), "it has not come free, its time was up"
+            times_it_waited += 1
+        finally:
+            end.join()
+            peer.may_go.set()
+            thread.join()
 
 
 def test_group_that_came_to_be_after_its_end_does_not_stay(

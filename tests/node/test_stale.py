@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from detrain_nb.node.stale import StaleVariables
+from detrain_nb.node.stale import StaleVariables, forget_meshes
 
 
 class _Mesh(DeviceMesh):
@@ -49,3 +50,11 @@ def test_what_is_gone_explains_nothing() -> None:
     stale, error = StaleVariables(), RuntimeError("Connection closed by peer")
     assert stale.note({"mesh": _Mesh(), 1: _Mesh(), "_own": _Mesh()}) == ["mesh"]
     assert stale.explain(error, str(error)) == ""
+
+
+@pytest.mark.parametrize("left_out", ["torch.distributed.tensor", "torch.distributed.tensor._api"])
+def test_meshes_are_forgotten_after_an_import_that_was_stopped(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves parts of a package behind, without the package itself or without what it had not come to."""
+    importlib.import_module("torch.distributed.tensor")
+    monkeypatch.delitem(sys.modules, left_out)
+    forget_meshes()

@@ -28,45 +28,55 @@ def positions(rows: int, length: int) -> Tensor:
     return torch.arange(length)[None] + 3 * torch.arange(rows)[:, None]
 
 
-SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 SHORT = {**SMALL, "max_position_embeddings": 32}
 
 
-def gpt2(hf: Any, attention: str) -> nn.Module:
-    sizes = {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4}
+def gpt2(hf: Any, attention: str, layers: int = 4) -> nn.Module:
+    sizes = {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_layer": layers, "n_head": 4}
     config = hf.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, attn_implementation=attention)
     return hf.GPT2LMHeadModel(config)
 
 
-def llama(hf: Any, attention: str) -> nn.Module:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**SHORT, num_key_value_heads=2, attn_implementation=attention))
+def llama(hf: Any, attention: str, layers: int = 4) -> nn.Module:
+    return hf.LlamaForCausalLM(
+        hf.LlamaConfig(**SHORT, num_hidden_layers=layers, num_key_value_heads=2, attn_implementation=attention)
+    )
 
 
-def qwen3(hf: Any, attention: str) -> nn.Module:
-    config = hf.Qwen3Config(**SHORT, num_key_value_heads=2, head_dim=8, attn_implementation=attention)
+def qwen3(hf: Any, attention: str, layers: int = 4) -> nn.Module:
+    config = hf.Qwen3Config(
+        **SHORT, num_hidden_layers=layers, num_key_value_heads=2, head_dim=8, attn_implementation=attention
+    )
     return hf.Qwen3ForCausalLM(config)
 
 
-def mixtral(hf: Any, attention: str) -> nn.Module:
-    config = hf.MixtralConfig(**SHORT, num_key_value_heads=2, num_local_experts=4, attn_implementation=attention)
+def mixtral(hf: Any, attention: str, layers: int = 4) -> nn.Module:
+    config = hf.MixtralConfig(
+        **SHORT, num_hidden_layers=layers, num_key_value_heads=2, num_local_experts=4, attn_implementation=attention
+    )
     return hf.MixtralForCausalLM(config)
 
 
-def bert(hf: Any, attention: str) -> nn.Module:
+def bert(hf: Any, attention: str, layers: int = 4) -> nn.Module:
     config = hf.BertConfig(
-        **SHORT, hidden_dropout_prob=0, attention_probs_dropout_prob=0, attn_implementation=attention
+        **SHORT,
+        num_hidden_layers=layers,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+        attn_implementation=attention,
     )
     return hf.BertForMaskedLM(config)
 
 
-def t5(hf: Any, attention: str) -> nn.Module:
-    sizes = {"vocab_size": 97, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 4, "num_heads": 4}
+def t5(hf: Any, attention: str, layers: int = 4) -> nn.Module:
+    sizes = {"vocab_size": 97, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": layers, "num_heads": 4}
     config = hf.T5Config(**sizes, dropout_rate=0, decoder_start_token_id=0, attn_implementation=attention)
     return hf.T5ForConditionalGeneration(config)
 
 
-def vit(hf: Any, attention: str) -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+def vit(hf: Any, attention: str, layers: int = 4) -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
     picture = {"image_size": 16, "patch_size": 4, "num_labels": 10}
     config = hf.ViTConfig(
         **sizes, **picture, hidden_dropout_prob=0, attention_probs_dropout_prob=0, attn_implementation=attention
@@ -83,8 +93,8 @@ def causal(rows: int, length: int) -> dict[str, Any]:
     return text(rows, length, position_ids=positions(rows, length), labels=ids, use_cache=False)
 
 
-# The model, inputs by rows and length, what it ties, a cut that there must be.
-HfFamily = tuple[Callable[[Any, str], nn.Module], Callable[[int, int], dict[str, Any]], str | None, str]
+# The model of so many layers, inputs by rows and length, what it ties, a cut that there must be.
+HfFamily = tuple[Callable[..., nn.Module], Callable[[int, int], dict[str, Any]], str | None, str]
 OF_TRANSFORMERS: dict[str, HfFamily] = {
     "GPT-2": (gpt2, causal, "transformer.wte.weight", "transformer.h.2"),
     "Llama": (llama, causal, None, "model.layers.2"),

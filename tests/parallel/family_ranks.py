@@ -24,7 +24,7 @@ class Translation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(97, 32), nn.Embedding(97, 32)
-        self.body = nn.Transformer(32, 4, 3, 3, 64, dropout=0.0, batch_first=True)
+        self.body = nn.Transformer(32, 4, 2, 2, 64, dropout=0.0, batch_first=True)
         self.head = nn.Linear(32, 97)
 
     def forward(self, source: Tensor, target: Tensor, source_padding: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ OF_TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Any
             "source_padding": padding(rows, 8),
         },
     ),
-    "GPT tied": (lambda: GPT(layers=4, is_tied=True), lambda rows: {"tokens": tokens(rows, 16)}),
+    "GPT tied": (lambda: GPT(layers=2, is_tied=True), lambda rows: {"tokens": tokens(rows, 16)}),
 }
 FAMILIES = (*OF_TORCH, *OF_TRANSFORMERS)
 
@@ -77,7 +77,7 @@ def make(family: str) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
         import transformers
 
         build_one, inputs_of, _, _ = OF_TRANSFORMERS[family]
-        model = build_one(transformers, "sdpa")
+        model = build_one(transformers, "sdpa", layers=2)
 
         def inputs(rows: int) -> dict[str, Any]:
             given = inputs_of(rows, 8)
@@ -111,7 +111,8 @@ def train(family: str, axes: dict[str, int], **options: Any) -> dict[str, float]
     )
     num_replicas, me = place_of(mesh)
     optimizers = [
-        torch.optim.AdamW(list(each.parameters()), lr=1e-3, eps=1e-3, foreach=True) for each in (laid_out, whole)
+        torch.optim.AdamW(list(each.parameters()), lr=1e-3, eps=1e-3, foreach=each is whole or family in OF_TORCH)
+        for each in (laid_out, whole)
     ]
     found = {"loss": 0.0, "output": 0.0, "gradient": 0.0, "norm": 0.0}
     for step in range(3):
@@ -129,6 +130,62 @@ def train(family: str, axes: dict[str, int], **options: Any) -> dict[str, float]
         found["gradient"] = max(found["gradient"], _apart(laid_out, whole, lambda parameter: parameter.grad))
         found["norm"] = max(found["norm"], clip_and_step(laid_out, whole, optimizers, limit=0.5))
     return {**found, "parameter": _apart(laid_out, whole, lambda parameter: parameter.detach())}
+
+
+def train_with_statistics(schedule: str) -> dict[str, float]:
+    """Three steps of a ResNet in training mode over two ranks, beside the whole model, microbatch by microbatch.
+
+    How far losses, gradients, running statistics, and an evaluation with these are apart, each relative; and how many
+    batches a layer has counted.
+    """
+    model, inputs = make("ResNet")
+    model.train()
+    whole, num_microbatches = copy.deepcopy(model), 4
+    laid_out = par.parallelize(
+        model,
+        par.make_mesh(pp=2, device_type="cpu"),
+        example_inputs=inputs(4),
+        loss=mean_square,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        device="cpu",
+    )
+    optimizers = [torch.optim.SGD(list(each.parameters()), lr=1e-3) for each in (laid_out, whole)]
+    found = {"loss": 0.0, "gradient": 0.0}
+    for step in range(3):
+        batch, weights = draw(16, 3, 32, 32) + step, torch.linspace(0.5, 1.5, 16)
+        loss, expected = laid_out.train_step({"x": batch}, weights), torch.zeros(())
+        for x, weight in zip(batch.chunk(num_microbatches), weights.chunk(num_microbatches)):
+            part = mean_square(whole(x), weight) / num_microbatches
+            part.backward()
+            expected += part.detach()
+        if loss is not None:
+            found["loss"] = max(found["loss"], abs(float(loss / expected) - 1))
+        found["gradient"] = max(found["gradient"], _apart(laid_out, whole, lambda parameter: parameter.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found["statistics"], found["counted"] = _statistics_apart(laid_out, whole)
+    evaluated = laid_out.evaluate(inputs(8), torch.ones(8))
+    if evaluated is not None:
+        with torch.no_grad():
+            expected = mean_square(whole.eval()(**inputs(8)), torch.ones(8))
+        found["evaluation"] = abs(float(evaluated / expected) - 1)
+    return found
+
+
+def _statistics_apart(laid_out: par.ParallelModel, whole: nn.Module) -> tuple[float, float]:
+    """The largest relative difference of a buffer, and how many batches the layers here have counted, each as many."""
+    references, most, counted = dict(whole.named_buffers()), 0.0, set()
+    for module in laid_out.modules:
+        for name, buffer in module.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                counted.add(int(buffer))
+                assert int(references[name]) == int(buffer), name
+            else:
+                most = max(most, float((buffer - references[name]).abs().max() / references[name].abs().max()))
+    (only,) = counted
+    return most, float(only)
 
 
 def _output_apart(output: Any, whole: nn.Module, batch: dict[str, Any]) -> float:

@@ -11,9 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import GPT
 from on_ranks import IGNORED, TokenLoss, draw, made, tokens
+from tensor_models import Llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from detrain_nb import parallel as par
 from detrain_nb import training
@@ -24,10 +26,19 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train(axes: dict[str, int], *, layers: int = 4, is_tied: bool = True, differs: bool = False, **options: Any) -> Any:
+def train(
+    axes: dict[str, int],
+    *,
+    layers: int = 4,
+    is_tied: bool = True,
+    differs: bool = False,
+    optimizer: str | None = None,
+    **options: Any,
+) -> Any:
     """Three steps; the largest differences of the losses, of any gradient (relative), of their norm, of a parameter.
 
-    ``differs``: the ranks begin with other values than rank 0.
+    ``differs``: the ranks begin with other values than rank 0. ``optimizer``: AdamW's way on the mesh, "foreach" or
+    "fused"; else a loop, which begins soonest: torch works out anew for each list of DTensors how to cut it.
     """
     mesh = par.make_mesh(**axes, device_type="cpu")
     model, loss = made(GPT(layers=layers, is_tied=is_tied)), TokenLoss()
@@ -39,7 +50,12 @@ def train(axes: dict[str, int], *, layers: int = 4, is_tied: bool = True, differ
     laid_out = par.parallelize(
         model, mesh, example_inputs=tokens(2, 1), loss=loss, num_microbatches=4, device="cpu", **options
     )
-    optimizers = [torch.optim.AdamW(list(each.parameters()), lr=1e-2, foreach=True) for each in (laid_out, whole)]
+    optimizers = [
+        torch.optim.AdamW(
+            list(laid_out.parameters()), lr=1e-2, **({optimizer: True} if optimizer else {"foreach": False})
+        ),
+        torch.optim.AdamW(list(whole.parameters()), lr=1e-2, foreach=True),
+    ]
     found = {"loss": 0.0, "gradient": 0.0, "later gradient": 0.0, "norm": 0.0}
     references = dict(whole.named_parameters(remove_duplicate=False))
     for step in range(3):
@@ -73,6 +89,49 @@ def clip_and_step(
     return abs(float(norm / expected) - 1)
 
 
+def fit(axes: dict[str, int], folder: str, *, kind: str = "gpt", **options: Any) -> list[dict[str, Any]]:
+    """A Trainer of the model over the mesh, and one of the whole model: the numbers that each gives, by step.
+
+    The whole model's last evaluation is made by hand.
+    """
+    mesh = par.make_mesh(**axes, device_type="cpu")
+    model, loss = made({"gpt": GPT, "llama": Llama}[kind](layers=2, is_tied=True)), TokenLoss()
+    whole = par.WholeModel(copy.deepcopy(model), loss=loss, device="cpu")
+    laid_out = par.parallelize(model, mesh, example_inputs=(tokens(2, 1),), loss=loss, device="cpu", **options)
+    found = []
+    for each in (laid_out, whole):
+        trainer = training.Trainer(
+            each,
+            optimizer=torch.optim.AdamW(list(each.parameters()), lr=1e-2, eps=1e-3),
+            train=DataLoader(_texts(40), 16 // laid_out.num_replicas if each is laid_out else 16, shuffle=True),
+            evaluate=DataLoader(_texts(14), 4),
+            evaluate_every=3,
+            steps=6,
+            clip=0.5,
+            metrics_folder=folder,
+            show_progress=False,
+        )
+        result = trainer.fit()
+        told = {"losses": result.losses, "norms": [record["grad_norm"] for record in result.history]}
+        for key in ("loss", "accuracy"):
+            told[f"evaluated {key}"] = [record[key] for record in result.evaluations]
+        found.append(told)
+    x, y = _texts(14).tensors
+    with torch.no_grad():
+        output = whole.modules[0].eval()(x)
+    is_right = (output.argmax(-1) == y)[y != IGNORED]
+    found[1]["evaluated loss"][-1] = float(loss(output, y))
+    found[1]["evaluated accuracy"][-1] = float(is_right.double().mean())
+    return found
+
+
+def _texts(rows: int) -> TensorDataset:
+    """With targets of which some are ignored."""
+    x, y = tokens(rows, rows), tokens(rows, rows + 1)
+    y[0, :9] = y[rows // 2, 3:] = IGNORED
+    return TensorDataset(x, y)
+
+
 def place_of(mesh: Any) -> tuple[int, int]:
     """How many replicas there are, and which of them this rank belongs to."""
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape))
@@ -92,6 +151,14 @@ def bytes_here(axes: dict[str, int], **options: Any) -> tuple[int, int]:
     states = [leaf for state in optimizer.state.values() for leaf in state.values() if leaf.dim()]
     parts = [[here(tensor).nbytes for tensor in each] for each in (laid_out.parameters(), states)]
     return sum(parts[0]), sum(parts[1])
+
+
+def shapes_here(axes: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    """Of all parameters of a model that is cut everywhere, by name, as this rank has them."""
+    mesh = par.make_mesh(**axes, device_type="cpu")
+    model = made(Llama(layers=4))
+    laid_out = par.parallelize(model, mesh, example_inputs=tokens(2, 1), loss=TokenLoss(), device="cpu")
+    return {name: tuple(here(parameter).shape) for name, parameter in laid_out.named_parameters()}
 
 
 def here(tensor: Tensor) -> Tensor:
@@ -288,9 +355,10 @@ def normalize(precision: str | None) -> tuple[float, float]:
     return float(model[1].running_mean.sum()), float(loss)
 
 
-def lay_over_strange_axes() -> None:
-    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    par.parallelize(Small(), mesh, example_inputs=draw(2, 8), loss=F.mse_loss, device="cpu")
+def lay_over_axis(name: str, **options: Any) -> None:
+    """A mesh of torch's own making, with this axis alone."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+    par.parallelize(Small(), mesh, example_inputs=draw(2, 8), loss=F.mse_loss, device="cpu", **options)
 
 
 def save_statistics(folder: str) -> tuple[list[float], float]:
@@ -342,7 +410,7 @@ def choose_device(backends: str) -> str:
 
     with (
         mock.patch("torch.cuda.is_available", lambda: dist.get_rank() == 1),
-        mock.patch("torch.distributed.get_backend_config", lambda: backends),
+        mock.patch("torch.distributed.get_backend_config", lambda group=None: backends),
     ):
         return _device_type()
 

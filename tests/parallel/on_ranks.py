@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -260,16 +262,21 @@ def keep_modes() -> bool:
     return was_evaluating and not frozen.training and stages.modules[0].training and any(o.training for o in others)
 
 
-def fail_once() -> float:
-    """A loss that fails leaves gradients as they were, and the next step is a step as any other."""
-    calls = []
+def failing_loss(number: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A mean square that fails when it is called for the ``number``-th time, and never again."""
+    calls = itertools.count(1)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) == 3:
+        if next(calls) == number:
             raise ValueError("no loss today")
         return F.mse_loss(output, target)
 
+    return loss
+
+
+def fail_once() -> float:
+    """A loss that fails leaves gradients as they were, and the next step is a step as any other."""
+    loss = failing_loss(3)
     model = made(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     whole = copy.deepcopy(model)
     stages = par.PipelineStages(par.split(model, draw(2, 8), 2), alone(), schedule="LoopedBFS", loss=loss, device="cpu")
@@ -281,3 +288,128 @@ def fail_once() -> float:
     stages.train_step(draw(8, 8), draw(8, 8))
     F.mse_loss(whole(draw(8, 8)), draw(8, 8)).backward()
     return apart(stages, whole)
+
+
+def fail_on_the_last() -> par.PipelineStages:
+    """Two stages by 1F1B, whose loss fails on its second microbatch, while the first stage waits for its gradient."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return par.PipelineStages(par.split(model, draw(2, 8), 2), schedule="1F1B", loss=failing_loss(2), device="cpu")
+
+
+class Turn(nn.Module):
+    """Gives a view that is not contiguous, and such a gradient back, or (kind "view") does nothing else."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Identity() if kind == "view" else nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "view":
+            return x.view_as(x)
+        if self.kind == "transpose":
+            return self.linear(x.transpose(1, 2)).tanh().transpose(1, 2)
+        if self.kind == "permute":
+            return self.linear(x.permute(2, 0, 1)).tanh().permute(1, 2, 0)
+        if self.kind == "expand":
+            return self.linear(x.mean(1, keepdim=True).expand_as(x)).tanh().mean(1, keepdim=True).expand_as(x)
+        result: Tensor = self.linear(x)
+        return result
+
+
+def turns(*kinds: str) -> nn.Module:
+    return made(nn.Sequential(*map(Turn, kinds)))
+
+
+def train_at_edges(
+    model: nn.Module, schedule: str, *, num_frozen: int = 0, cuts: list[str] | None = None
+) -> tuple[list[str], float]:
+    """Two batches through stages that are each a layer; the parameters with a gradient here, and how far they are.
+
+    Against the whole model's gradients and outputs, at most. The first ``num_frozen`` layers are frozen.
+    """
+    model[:num_frozen].requires_grad_(False)
+    whole, x = copy.deepcopy(model), draw(8, 8, 8)
+    stages = par.PipelineStages(
+        par.split(model, x[:2], at=cuts or [str(index) for index in range(1, len(model))]),
+        schedule=schedule, loss=F.mse_loss, num_microbatches=4, device="cpu",
+    )  # fmt: skip
+    for seed in (1, 2):
+        y = draw(8, 8, 8, seed=seed + 10)
+        stages.train_step(draw(8, 8, 8, seed=seed), y)
+        F.mse_loss(whole(draw(8, 8, 8, seed=seed)), y).backward()
+    references, found, names = dict(whole.named_parameters()), [0.0], []
+    for name, parameter in stages.named_parameters():
+        expected = references[name].grad
+        assert (parameter.grad is None) == (expected is None), name
+        if expected is not None:
+            names.append(name)
+            found.append(float((parameter.grad - expected).abs().max() / expected.abs().max()))
+    output = stages.predict(x)
+    if stages.is_last:
+        found.append(float((output - whole(x).detach()).abs().max()))
+    return names, max(found)
+
+
+def evaluate_at_dropout() -> float:
+    """How far the losses of evaluations, and gradients, are from the whole model's, of stages that change nothing."""
+    found = [0.0]
+    for first in (nn.Dropout(0.5), nn.Identity()):
+        model = made(nn.Sequential(nn.Linear(8, 8), first, nn.Linear(8, 8)))
+        whole = copy.deepcopy(model).eval()
+        split = par.split(model, draw(2, 8), at=["1"])
+        stages = par.PipelineStages(split, loss=F.mse_loss, num_microbatches=4, device="cpu")
+        expected = F.mse_loss(whole(draw(8, 8)), draw(8, 8, seed=2))
+        loss = stages.evaluate(draw(8, 8), draw(8, 8, seed=2))
+        found += [] if loss is None else [float((loss - expected).abs())]
+        stages.train_step(draw(8, 8), draw(8, 8, seed=2))
+        if isinstance(first, nn.Identity):
+            expected.backward()
+            found.append(apart(stages, whole))
+    return max(found)
+
+
+def drop() -> tuple[float, float, bool]:
+    """Dropout in both stages of a pipeline of this rank alone, against the whole model's on the same microbatches.
+
+    Differences of the loss and of any gradient, and whether another seed gives another loss. A schedule runs all
+    microbatches through the first stage first, so the whole model's are drawn in that order.
+    """
+    model = made(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4), nn.Linear(8, 8), nn.Dropout(0.4), nn.Linear(8, 8)))
+    whole = copy.deepcopy(model)
+    x, y = draw(8, 8), draw(8, 8, seed=2)
+    stages = par.PipelineStages(
+        par.split(model, x[:2], at=["2"]),
+        alone(),
+        schedule="LoopedBFS",
+        loss=F.mse_loss,
+        num_microbatches=4,
+        device="cpu",
+    )
+    torch.manual_seed(5)
+    trained = stages.train_step(x, y)
+    torch.manual_seed(5)
+    between = [whole[:2](part) for part in x.chunk(4)]
+    losses = [F.mse_loss(whole[2:](each), target) / 4 for each, target in zip(between, y.chunk(4))]
+    torch.stack(losses).sum().backward()
+    assert trained is not None
+    difference = float((trained - torch.stack(losses).sum().detach()).abs())
+    gradient = apart(stages, whole)
+    torch.manual_seed(6)
+    return difference, gradient, bool(stages.train_step(x, y) != trained)
+
+
+def end_in_any_batch(schedule: str) -> tuple[list[float], float]:
+    """How far losses, and gradients that are added up, are from the whole model's, of batches that become smaller."""
+    model, loss = made(GPT()), TokenLoss()
+    whole = copy.deepcopy(model)
+    stages = par.PipelineStages(
+        par.split(model, tokens(2, 1), 4), schedule=schedule, loss=loss, num_microbatches=8, device="cpu"
+    )
+    losses = []
+    for rows in (8, 5, 3, 1):
+        found = stages.train_step(tokens(rows, 1), tokens(rows, 2))
+        expected = loss(whole(tokens(rows, 1)), tokens(rows, 2))
+        expected.backward()
+        losses.append(float((found - expected).abs()) if stages.is_last else 0.0)
+        assert (found is not None) == stages.is_last
+    return losses, apart(stages, whole)

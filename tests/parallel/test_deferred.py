@@ -235,6 +235,24 @@ def test_errors_of_the_constructor_are_its_own() -> None:
         deferred(fail)
 
 
+class ReadsItsWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x) * self.scale[self.scale.tolist().index(1.0)]
+        return result
+
+
+def test_model_whose_code_fails_on_zeros_is_told_what_to_do() -> None:
+    """By whatever error: the example inputs are not to blame."""
+    with pytest.raises(SpecError, match=r"fails on zeros in the place of parameters .* give it as tp="):
+        plan_for(
+            deferred(ReadsItsWeights), torch.ones(2, 4), "auto", {"tp": 2}, sequence_parallel=False, loss_parallel=False
+        )
+
+
 def test_plan_is_that_of_a_model_with_values() -> None:
     """Its code looks at a mask, and has fused layers. Experts in one tensor do not run on zeros without memory."""
     transformers = pytest.importorskip("transformers")

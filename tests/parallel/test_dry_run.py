@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -17,13 +18,18 @@ from detrain_nb.errors import SpecError
 from detrain_nb.parallel import dry_run
 
 from .models import GPT
+from .tensor_models import Llama
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
+    yield from _start(2)
+
+
+def _start(ranks: int) -> Iterator[Session]:
+    with Session.start(ranks, device="cpu") as started:
         started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import mixed_ranks")
         yield started
 
@@ -38,6 +44,37 @@ def test_it_says_what_real_ranks_hold(session: Session, axes: dict[str, int]) ->
         assert row.gradient_bytes == row.parameter_bytes
         for rank in row.ranks:
             assert 0.99 * row.parameter_bytes < held[rank][0] <= row.parameter_bytes
+
+
+def require_largest(session: Session, axes: dict[str, int]) -> None:
+    """Names and shapes of the largest parameters are those on the rank that the row is of, and no other is larger."""
+    held = session.run_cell(f"mixed_ranks.shapes_here({axes})", timeout_s=60).values
+    rows = dry_run(Llama(layers=4), axes, example_inputs=TOKENS).rows
+    for row in rows:
+        shapes = held[row.ranks[0]]
+        largest = dict(row.largest)
+        assert len(largest) == 3 and largest.items() <= shapes.items()
+        others = [math.prod(shape) for name, shape in shapes.items() if name not in largest]
+        assert min(map(math.prod, largest.values())) >= max(others)
+    ends = dict(rows[0].largest) | dict(rows[-1].largest)
+    assert ends["embed.weight"] == ends["head.weight"] == (49, 32), "of 97 rows"
+
+
+def test_the_largest_parameters_are_told_as_a_rank_has_them(session: Session) -> None:
+    require_largest(session, {"tp": 2})
+
+
+@pytest.mark.slow
+def test_it_says_what_stages_of_parts_hold() -> None:
+    axes = {"pp": 2, "tp": 2}
+    for four_ranks in _start(4):
+        held = four_ranks.run_cell(f"mixed_ranks.bytes_here({axes})", timeout_s=60).values
+        found = dry_run(GPT(), axes, example_inputs=TOKENS)
+        assert [row.ranks for row in found.rows] == [(0, 1), (2, 3)]
+        for row in found.rows:
+            assert (row.parameter_bytes, row.optimizer_bytes) == held[row.ranks[0]]
+            assert held[row.ranks[1]][0] <= row.parameter_bytes
+        require_largest(four_ranks, axes)
 
 
 @pytest.mark.slow
@@ -75,6 +112,15 @@ def test_activations_and_frozen_parameters_count_as_they_are() -> None:
     assert "mixed_ranks" not in sys.modules
 
 
+def test_stages_of_parts_of_the_sequence_and_of_the_classes() -> None:
+    """A plan for both; the weights are cut as without."""
+    axes, options = {"pp": 2, "tp": 2}, {"sequence_parallel": True, "loss_parallel": True}
+    found = dry_run(Llama(), axes, example_inputs=TOKENS, **options)
+    usual = dry_run(Llama(), axes, example_inputs=TOKENS)
+    assert found.plan is not None and found.plan.sequence is not None and found.plan.shard_head
+    assert [row.parameter_bytes for row in found.rows] == [row.parameter_bytes for row in usual.rows]
+
+
 def test_wrong_sizes_are_told() -> None:
     with pytest.raises(SpecError, match="dp_shard=-1: a dry run needs every size"):
         dry_run(GPT(), {"dp_shard": -1}, example_inputs=TOKENS)
@@ -82,3 +128,12 @@ def test_wrong_sizes_are_told() -> None:
         dry_run(GPT(), {"dq": 2}, example_inputs=TOKENS)
     with pytest.raises(SpecError, match="stages"):
         dry_run(nn.Linear(4, 4), {"pp": 3}, example_inputs=torch.zeros(2, 4))
+
+
+def test_options_of_a_mesh_without_the_axis_are_refused_as_parallelize_does() -> None:
+    with pytest.raises(SpecError, match="no pp axis"):
+        dry_run(GPT(), {"dp_shard": 2}, example_inputs=TOKENS, pp=["blocks.1"])
+    with pytest.raises(SpecError, match="a tp axis"):
+        dry_run(GPT(), {"dp_shard": 2}, example_inputs=TOKENS, sequence_parallel=True)
+    with pytest.raises(SpecError, match="cp=2: torch's context parallel"):
+        dry_run(GPT(), {"cp": 2}, example_inputs=TOKENS)

@@ -182,10 +182,15 @@ def test_model_output_is_one_of_the_whole_models_kind(transformers: Any) -> None
 
 
 @pytest.mark.slow
-def test_what_stays_alive_to_the_end_leaves_no_cut(transformers: Any) -> None:
+def test_what_stays_alive_to_the_end_leaves_no_cut_behind_it(transformers: Any) -> None:
     model, inputs = gpt2(transformers, "sdpa"), {"input_ids": tokens(2, 8), "output_hidden_states": True}
-    with pytest.raises(SpecError, match=r"2 stages, and the model can be cut into 1 at most \(cuts: none\)"):
-        split(model, inputs, 2)
+    with pytest.raises(SpecError, match=r"the model can be cut into 2 at most \(cuts: transformer.drop\)"):
+        split(model, inputs, 3)  # behind it every layer's output is one of the model's
+    found = split(model, inputs, 2)
+    with torch.no_grad():
+        result, expected = found.stage(1)(found.stage(0)(**inputs), **inputs), model(**inputs)
+    torch.testing.assert_close(result.logits, expected.logits, rtol=0, atol=0)
+    torch.testing.assert_close(result.hidden_states, expected.hidden_states, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")

@@ -12,22 +12,32 @@ from detrain_nb import Session
 
 FAMILIES = ("MLP", "ResNet", "U-Net", "nn.Transformer", "GPT tied")
 OF_TRANSFORMERS = ("GPT-2", "Llama", "Qwen3", "Mixtral", "Bert", "T5", "ViT")
+# Four ranks take their time: one of each kind is slow, the others are left to `make test-thorough`.
+ON_FOUR_RANKS = [
+    pytest.param(
+        family,
+        marks=pytest.mark.slow if family in ("ResNet", "GPT tied", "Llama") else pytest.mark.thorough,
+    )
+    for family in (*FAMILIES, *OF_TRANSFORMERS)
+]
 CLOSE = 2e-5  # relative, in float32
 IMPORT = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import family_ranks"
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
+def _start(ranks: int) -> Iterator[Session]:
+    with Session.start(ranks, device="cpu") as started:
         started.run_cell(IMPORT, timeout_s=60)
         yield started
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Session]:
+    yield from _start(2)
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[Session]:
-    with Session.start(4, device="cpu") as started:
-        started.run_cell(IMPORT, timeout_s=60)
-        yield started
+    yield from _start(4)
 
 
 def require_close(session: Session, family: str, axes: dict[str, int], **options: Any) -> None:
@@ -46,14 +56,23 @@ def test_on_two_ranks(two_ranks: Session, family: str, axes: dict[str, int]) -> 
     require_close(two_ranks, family, axes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
-def test_stages_of_parts_on_four_ranks(four_ranks: Session, family: str) -> None:
-    require_close(four_ranks, family, {"pp": 2, "tp": 2})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["ResNet", "nn.Transformer", "GPT-2", "Mixtral", "T5"])
-@pytest.mark.parametrize("axes", [{"pp": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids="x".join)
-def test_shards_on_four_ranks(four_ranks: Session, family: str, axes: dict[str, int]) -> None:
+@pytest.mark.parametrize("family", ON_FOUR_RANKS)
+@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids="x".join)
+def test_two_axes_on_four_ranks(four_ranks: Session, family: str, axes: dict[str, int]) -> None:
     require_close(four_ranks, family, axes)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(240)
+def test_stages_of_shards_of_parts_on_eight_ranks() -> None:
+    for eight_ranks in _start(8):
+        for family in ("GPT-2", "Llama"):
+            require_close(eight_ranks, family, {"pp": 2, "dp_shard": 2, "tp": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_stages_count_statistics_of_each_microbatch(two_ranks: Session, schedule: str) -> None:
+    """A ResNet that trains its BatchNorms: those of the whole model, which is given the same microbatches."""
+    for rank, apart in two_ranks.run_cell(f"family_ranks.train_with_statistics({schedule!r})").values.items():
+        assert apart["counted"] == 12 and all(apart[name] < CLOSE for name in apart if name != "counted"), (rank, apart)

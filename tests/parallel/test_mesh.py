@@ -18,6 +18,7 @@ from detrain_nb.parallel.mesh import resolve_axes
         ({"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "ep": 1, "tp": -1}, 4, None),
         ({}, 3, {"dp_shard": 3}),
         ({"pp": -1}, 1, {"pp": 1}),
+        ({"tp": 2, "dp_replicate": -1}, 4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
     ],
 )
 def test_axes_have_their_order_and_the_rest_is_left_for_one(

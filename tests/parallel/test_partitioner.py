@@ -136,10 +136,10 @@ def test_free_order_puts_the_quick_node_where_the_work_is() -> None:
     assert [node.name for node in found.nodes] == ["slow", "quick"] and found.stage_s == (1.0, 2.0)
 
 
-@pytest.mark.slow
-def test_many_units_on_many_stages() -> None:
-    found = partition(plain(500), 32, times_s=[1.0] * 500)
-    assert max(found.stage_s) == math.ceil(500 / 32)
+@pytest.mark.parametrize("nodes", [64, [StageNode(str(index), memory_bytes=1e9 + index) for index in range(64)]])
+def test_many_units_on_many_stages(nodes: int | list[StageNode]) -> None:
+    found = partition(plain(1000), nodes, times_s=[1.0] * 1000)
+    assert max(found.stage_s) == math.ceil(1000 / 64)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from matplotlib.figure import Figure
 
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel import SCHEDULES, StageNode, partition, profile
-from detrain_nb.parallel.pictures import draw_partition, show_mesh
+from detrain_nb.parallel.pictures import draw_mesh, draw_partition, show_mesh
 from detrain_nb.parallel.stages.timeline import timeline
 
 from .models import GPT
@@ -82,6 +84,54 @@ def test_mesh_is_a_table() -> None:
         ["1", "1", "6-7"],
     ]
     assert show_mesh({"pp": 64, "tp": 8}, 512).endswith("... 32 more")
+    lines = show_mesh({"pp": 2, "dp_replicate": 4}, 8).splitlines()
+    assert [line.split() for line in lines[1:]] == [["0", "0-3"], ["1", "4-7"]], "no axis of one that nobody asked for"
+
+
+def test_mesh_is_drawn_with_a_cell_for_each_rank() -> None:
+    axes = draw_mesh({"tp": 2, "pp": 2, "dp_shard": 2}, 8, Figure().add_subplot())
+    cells = {text.get_text(): text.get_position() for text in axes.texts}
+    assert cells == {str(rank): (rank % 2, rank // 2) for rank in range(8)}
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "pp 0, dp_shard 0",
+        "pp 0, dp_shard 1",
+        "pp 1, dp_shard 0",
+        "pp 1, dp_shard 1",
+    ]
+    assert (axes.get_xlabel(), axes.get_title(), axes.yaxis_inverted()) == ("tp", "8 ranks", True)
+    colours = [patch.get_facecolor() for patch in axes.patches]
+    assert len({*colours[:4]}) == len({*colours[4:]}) == 1 and colours[0] != colours[4], "a colour for each stage"
+
+
+def test_mesh_of_one_axis_and_a_large_one_are_drawn() -> None:
+    row = draw_mesh({"dp_shard": -1}, 4, Figure().add_subplot())
+    assert [text.get_text() for text in row.texts] == ["0", "1", "2", "3"] and row.get_xlabel() == "dp_shard"
+    large = draw_mesh({"pp": 64, "tp": 64}, 4096, Figure().add_subplot())
+    assert len(large.patches) == 32 * 32 and large.texts[32].get_text() == "64"
+    assert large.get_title() == "4096 ranks, the first 32 of 64 rows"
+    assert large.get_xlabel() == "tp, the first 32 of 64"
+    with pytest.raises(SpecError, match="mesh pp=3 needs 3 ranks, and there are 4"):
+        draw_mesh({"pp": 3}, 4)
+
+
+@pytest.mark.slow
+def test_matplotlib_is_not_needed_before_something_is_drawn() -> None:
+    code = """
+import sys
+import detrain_nb.parallel, detrain_nb.training
+from detrain_nb.parallel.pictures import draw_mesh
+assert "matplotlib" not in sys.modules
+sys.modules["matplotlib"] = None  # as where it is not installed
+print(detrain_nb.parallel.show_mesh({"pp": 2}, 2), detrain_nb.parallel.timeline("1F1B", 2, 4))
+try:
+    draw_mesh({"pp": 2}, 2)
+except ImportError as exc:
+    print("not drawn:", exc)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "ranks along pp=2" in ended.stdout and "bubble" in ended.stdout
+    assert "not drawn: " in ended.stdout and "matplotlib" in ended.stdout
 
 
 def test_what_cannot_be_is_told() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ import torch
 
 from detrain_nb import Session
 from detrain_nb import parallel as par
-from detrain_nb.errors import RankError, SessionError, SpecError
+from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionError, SpecError
 from detrain_nb.parallel import SCHEDULES, PipelineStages, split, stages_of_rank
+from detrain_nb.session.cells import CellObserver
 
 from .models import GPT
 from .test_splitter import TOKENS
@@ -31,9 +35,8 @@ def session() -> Iterator[Session]:
 @pytest.mark.parametrize(
     "schedule, is_tied",
     [
-        pytest.param(schedule, is_tied, marks=[] if schedule == "1F1B" and is_tied else pytest.mark.slow)
-        for schedule in SCHEDULES
-        for is_tied in (False, True)
+        *[pytest.param(schedule, True, marks=[] if schedule == "1F1B" else pytest.mark.slow) for schedule in SCHEDULES],
+        *[pytest.param(schedule, False, marks=pytest.mark.slow) for schedule in ("1F1B", "Interleaved1F1B")],
     ],
 )
 def test_every_schedule_gives_the_whole_models_losses_gradients_and_outputs(
@@ -137,16 +140,161 @@ def test_step_after_one_that_failed_is_whole(session: Session) -> None:
     assert max(session.run_cell("on_ranks.fail_once()").values.values()) < CLOSE
 
 
+# ---- what crosses a boundary
+
+LINEARS = ("linear",) * 4
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.parametrize("kind", ["transpose", "permute", "expand"])
+def test_views_and_gradients_in_other_layouts_cross_a_boundary(session: Session, schedule: str, kind: str) -> None:
+    """What a stage gives is no contiguous tensor, nor is the gradient of what it got."""
+    kinds = (kind,) * (2 if schedule == "1F1B" else 4)
+    found = session.run_cell(f"on_ranks.train_at_edges(on_ranks.turns(*{kinds}), {schedule!r})", timeout_s=30).values
+    assert sorted(name[0] for names, _ in found.values() for name in names if "weight" in name) == list(
+        "0123"[: len(kinds)]
+    )
+    assert max(apart for _, apart in found.values()) < CLOSE
+
+
+@pytest.mark.parametrize(
+    "kinds, schedule",
+    [
+        (("linear", "view"), "1F1B"),
+        (("linear", "view", "view", "linear"), "ZBVZeroBubble"),
+        (("linear", "view", "linear", "view"), "ZBVZeroBubble"),
+        (("linear", "view", "linear", "view"), "InterleavedZeroBubble"),
+    ],
+)
+def test_stage_may_be_a_view_alone(session: Session, kinds: tuple[str, ...], schedule: str) -> None:
+    """Without parameters, of what came in: as the last stage too, and as both stages of a rank."""
+    found = session.run_cell(f"on_ranks.train_at_edges(on_ranks.turns(*{kinds}), {schedule!r})", timeout_s=30).values
+    trained = sorted(name for names, _ in found.values() for name in names if "weight" in name)
+    assert trained == [f"{index}.linear.weight" for index, kind in enumerate(kinds) if kind == "linear"]
+    assert max(apart for _, apart in found.values()) < CLOSE
+
+
+@pytest.mark.parametrize(
+    "schedule, num_stages, num_frozen",
+    [("1F1B", 2, 1), ("ZBVZeroBubble", 4, 1), ("ZBVZeroBubble", 4, 3), ("Interleaved1F1B", 4, 3), ("DualPipeV", 4, 1)],
+)
+def test_first_stages_may_be_frozen(session: Session, schedule: str, num_stages: int, num_frozen: int) -> None:
+    code = f"on_ranks.train_at_edges(on_ranks.turns(*{LINEARS[:num_stages]}), {schedule!r}, num_frozen={num_frozen})"
+    found = session.run_cell(code, timeout_s=30).values
+    trained = sorted(name for names, _ in found.values() for name in names if "weight" in name)
+    assert trained == [f"{index}.linear.weight" for index in range(num_frozen, num_stages)]
+    assert max(apart for _, apart in found.values()) < CLOSE
+
+
+def test_stage_that_begins_with_dropout_evaluates(session: Session) -> None:
+    """There dropout gives what it got, and so does an identity."""
+    assert max(session.run_cell("on_ranks.evaluate_at_dropout()", timeout_s=30).values.values()) < 1e-6
+
+
+def test_dropout_of_stages_is_drawn_as_of_the_whole_model_in_microbatches(session: Session) -> None:
+    """Stages one after the other in one process draw what the whole model does: equal to the bit."""
+    found = session.run_cell("on_ranks.drop()", timeout_s=30).values
+    assert found[0] == found[1] == (0.0, 0.0, True)
+
+
+# ---- one rank fails, and the other waits for it
+
+FAILED = "rank 1 failed with ValueError: no loss today"
+
+
+class Watcher(CellObserver):
+    """Sees who is waited for, and presses stop when somebody has failed."""
+
+    def __init__(self) -> None:
+        self.reports: list[str] = []
+
+    def waiting(self, text: str) -> None:
+        self.reports += [text] if text else []
+        if "failed" in text:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def failing(session: Session) -> Iterator[Session]:
+    """Has ``stages`` whose loss fails on rank 1. After the test, with new groups, other stages work as ever."""
+    hang_s, session.hang_s = session.hang_s, 0.5
+    session.run_cell("stages = on_ranks.fail_on_the_last()")
+    yield session
+    session.hang_s = hang_s
+    assert max(session.run_cell("on_ranks.use_masks(6)", timeout_s=30).values.values()) < CLOSE
+
+
+def test_error_of_a_rank_is_told_where_the_other_waits_for_it_in_vain(failing: Session) -> None:
+    with pytest.raises(CellTimeout, match=f"did not end within 2 s; {FAILED}: rank 0 waited") as caught:
+        failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", timeout_s=2)
+    assert "rank 0 waited in step (line 1): freed" in str(caught.value)
+    assert str(caught.value).endswith("make again what was made with the old ones: stages")
+    with pytest.raises(
+        RankError, match="stages was made with process groups that have been ended since: make it again"
+    ):
+        failing.run_cell("stages.predict(on_ranks.draw(8, 8))", timeout_s=10)
+
+
+def test_error_of_a_rank_is_shown_when_the_wait_for_it_is_stopped(failing: Session) -> None:
+    """Before that, who waits is told beside who failed."""
+    watcher = Watcher()
+    with pytest.raises(CellInterrupted) as caught:
+        failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", observer=watcher, timeout_s=30)
+    assert watcher.reports[-1].endswith(FAILED)
+    assert caught.value.errors[0].interrupted and not caught.value.errors[1].interrupted
+    assert caught.value.errors[1].summary == "ValueError: no loss today"
+    shown = "\n".join(caught.value._render_traceback_())
+    assert re.search(r"--- rank 1 on .*in loss\n +raise ValueError.*\nValueError: no loss today", shown, re.DOTALL)
+    assert not any("pipelining" in line for line in caught.value.errors[1].traceback)
+    assert shown.startswith("--- rank 1 on "), "first who failed by itself, then who was interrupted"
+
+
+def test_error_of_a_rank_ends_the_cell_when_the_other_can_only_wait_for_it(
+    failing: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("detrain_nb.session.diagnosis.MESSAGE_LIMIT_S", 2.0)
+    with pytest.raises(RankError, match=r"^rank 1 on \S+: ValueError: no loss today; rank 0 on ") as caught:
+        failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", timeout_s=30)
+    assert not isinstance(caught.value, CellInterrupted)
+    assert caught.value.note.startswith("rank 0 waited in step (line 1): freed\n")
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+sys.path.insert(0, {folder!r})
+import on_ranks
+dist.init_process_group("gloo")
+stages = on_ranks.fail_on_the_last()
+stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))
+"""
+
+
+@pytest.mark.slow
+def test_error_of_a_rank_ends_a_script_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(folder=str(Path(__file__).parent)))
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert ended.returncode != 0
+    own = [line for line in ended.stderr.splitlines() if line.startswith("[rank1]:")]
+    assert own[-1] == "[rank1]: ValueError: no loss today"
+    assert not any("[rank0]: ValueError" in line for line in ended.stderr.splitlines())
+
+
+# ---- batches and pipelines of other sizes
+
+
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
 def test_last_batch_may_be_any(session: Session, schedule: str) -> None:
-    code = f"""
-from on_ranks import *
-stages = par.PipelineStages(
-    par.split(GPT(), tokens(2, 1), 4), schedule={schedule!r}, loss=TokenLoss(), num_microbatches=8, device="cpu"
-)
-[float(stages.train_step(tokens(rows, 1), tokens(rows, 2)) or 0) > 0 for rows in (8, 5, 3, 1)] == [stages.is_last] * 4
-"""
-    assert session.run_cell(code).values == {0: True, 1: True}
+    for losses, gradients in session.run_cell(f"on_ranks.end_in_any_batch({schedule!r})", timeout_s=60).values.values():
+        assert max(losses) < 1e-6 and gradients < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -154,6 +302,10 @@ stages = par.PipelineStages(
     [
         ("schedule='2F2B'", r"there is no schedule '2F2B': choose one of GPipe, 1F1B"),
         ("num_microbatches=1", "1F1B needs at least as many microbatches as stages: 1 are fewer than 2"),
+        (
+            "schedule='DualPipeV', num_microbatches=3",
+            "DualPipeV needs at least as many microbatches as stages: 3 are fewer than 4",
+        ),
         ("num_microbatches=-1", "-1 microbatches: a batch is cut into 1 or more"),
         ("schedule='zbvzerobubble'", "ZBVZeroBubble has two stages on each rank: 2 ranks need 4, not 2"),
     ],
@@ -162,7 +314,8 @@ def test_pipeline_that_cannot_be_is_told(session: Session, code: str, message: s
     with pytest.raises(RankError, match=message):
         session.run_cell(
             "from on_ranks import *\n"
-            f"par.PipelineStages(par.split(GPT(), tokens(2, 1), 2), loss=TokenLoss(), device='cpu', {code})"
+            f"par.PipelineStages(par.split(GPT(), tokens(2, 1), {4 if 'Dual' in code else 2}), loss=TokenLoss(), "
+            f"device='cpu', {code})"
         )
 
 

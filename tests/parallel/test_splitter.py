@@ -248,3 +248,28 @@ def test_layers_that_are_called_by_another_name_are_told() -> None:
 def test_stage_that_is_not_there_is_told() -> None:
     with pytest.raises(SpecError, match="stage 2: there are 2, from 0 on"):
         split(GPT(), TOKENS, 2).stage(2)
+
+
+class Scaled(nn.Module):
+    """A parameter of its own is used on both sides of the cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return x
+
+
+def test_stage_trains_after_inference() -> None:
+    """Zeros that stand for other stages are kept, and those of inference cannot be."""
+    model, x = Scaled().eval(), torch.randn(2, 4)
+    stage = split(model, x, at=["layers.2"]).stage(1)
+    with torch.inference_mode():
+        stage(x.clone(), x)
+    received = torch.randn(2, 4, requires_grad=True)
+    stage(received, x).sum().backward()
+    assert received.grad is not None

@@ -124,6 +124,53 @@ def test_weights_of_attention_matter_where_somebody_reads_them(is_read: bool) ->
         assert "it gives [(2, 3, 8), (2, 2, 3, 3)] in the place of" in plan.reasons["attention.out"]
 
 
+class Grouped(nn.Module):
+    """Queries, and fewer keys and values, come from one layer, as in Phi-3: its parts are not equally long."""
+
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, 4
+        self.qkv_proj = nn.Linear(16, (heads + 2 * kv_heads) * 4)
+        self.o_proj = nn.Linear(heads * 4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = [count * self.head_dim for count in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        q, k, v = (each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in self.qkv_proj(x).split(sizes, dim=-1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        result: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return result
+
+
+class GroupedBlock(nn.Module):
+    def __init__(self, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = Grouped(heads, kv_heads), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        result: Tensor = x + self.down(self.up(x).relu())
+        return result
+
+
+def test_fused_layer_of_unequal_parts_stays_whole() -> None:
+    """And the layers beside it are cut."""
+    model = made(GroupedBlock(4, 2))
+    plan = tp_plan(model, draw(2, 6, 16))
+    assert plan.roles == {"up": "colwise", "down": "rowwise"} and plan.checked == "proved"
+    assert plan.reasons["attention.qkv_proj"].startswith("not proved: RuntimeError: split_with_sizes expects")
+    assert plan.reasons["attention.o_proj"].startswith("not proved: ")
+    with pytest.raises(SpecError, match=r"'attention' cannot be cut over tp=2 ranks: not proved: RuntimeError: split_"):
+        tp_plan(model, draw(2, 6, 16), require=["attention"])
+
+
+def test_fused_layer_of_unequal_parts_is_not_proved_as_if_they_were_equal() -> None:
+    """As two parts of queries, one of keys and one of values it would run, with queries beside the wrong keys."""
+    attention = made(Grouped(4, 2))
+    numbers = (("", "num_heads", 2), ("", "num_kv_heads", 1))
+    plan = TensorPlan(2, known_modules(attention), [Pair(("qkv_proj",), "o_proj", packed=4, attributes=numbers)])
+    assert find_fault(attention, plan, call_of(draw(2, 6, 16))) == "its output is another"
+
+
 def test_experts_are_cut_each() -> None:
     model, call = MODELS["mixture"]()
     plan = tp_plan(model, call)

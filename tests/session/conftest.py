@@ -15,7 +15,7 @@ from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
 
 
-@pytest.fixture(scope="module", params=["here", pytest.param("ssh", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["here", "ssh"])
 def two_ranks(request: pytest.FixtureRequest) -> Callable[..., Session]:
     """A function that starts two ranks: on this machine, or one on each of two hosts, where all is the same."""
     if request.param == "here":
@@ -31,13 +31,18 @@ def session(two_ranks: Callable[[], Session]) -> Iterator[Session]:
         yield started
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that looks at the processes or files of its ranks does so on this machine only."""
-    items[:] = [item for item in items if not (item.get_closest_marker("here_only") and _is_elsewhere(item))]
+    """Over SSH all is slow, and what is the same there is left to `make test-thorough`, or runs here only."""
+    items[:] = [item for item in items if not (_is_elsewhere(item) and item.get_closest_marker("here_only"))]
+    for item in filter(_is_elsewhere, items):
+        rare = item.get_closest_marker("rare_elsewhere")
+        is_rare = rare is not None and not any(name in item.name for name in rare.args)
+        item.add_marker("thorough" if is_rare else "slow")
 
 
 def _is_elsewhere(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and item.callspec.params.get("two_ranks") == "ssh"
+    return hasattr(item, "callspec") and item.callspec.params.get("two_ranks") == "ssh"
 
 
 @pytest.fixture(autouse=True, scope="session")

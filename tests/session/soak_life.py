@@ -252,22 +252,26 @@ class Life:
 
         A press that comes when the session has done with it is not seen by anybody.
         """
-        timers = [threading.Timer(delay, press_stop) for delay in delays]
+
+        def press_all() -> None:
+            began = time.monotonic()
+            for delay in delays:
+                time.sleep(max(0.0, began + delay - time.monotonic()))
+                press_stop()
+
+        thread = threading.Thread(target=press_all)  # one: a press may come in start(), and ends the start of others
         raised: BaseException | None = None
         self._is_press_late = False
         try:
             try:
-                for timer in timers:
-                    timer.start()
+                thread.start()
                 act()
             finally:
                 self._is_press_late = True
         except (KeyboardInterrupt, CellTimeout, RankLost) as exc:
             raised = exc
         self._is_press_late = True  # the press may have come right before that was said above
-        for timer in timers:
-            with contextlib.suppress(RuntimeError):  # it was not started
-                timer.join()
+        thread.join()
         time.sleep(0.01)  # a signal that was sent has arrived
         assert raised is not None, "what never ends has ended"
         return raised
@@ -513,7 +517,7 @@ def raise_on_one_rank(life: Life) -> Outcome:
     odd = life.dice.randrange(RANKS)
     code = f"if rank == {odd}: raise ValueError('bad batch')\ndist.all_reduce(torch.ones(1))"
     try:
-        life.session.run_cell(code, timeout_s=0.5)
+        life.session.run_cell(code, timeout_s=1.5)
     except CellTimeout as exc:
         assert f"rank {odd} failed with ValueError: bad batch" in str(exc), exc
         return Outcome("ValueError on one rank", (), exc)

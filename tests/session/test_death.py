@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -18,6 +17,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import RankLost, SessionError
+from detrain_nb.wire import Message, NewGeneration, Pull, RunCell
 
 from ..node.cgroups import can_make_cgroups, memory_cgroup
 from .training import COLLECTIVE, STALE, Watcher, assert_works, equip
@@ -46,12 +46,14 @@ _DEATHS = {
 }
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(("death", "how"), _DEATHS.values(), ids=list(_DEATHS))
-def test_death_is_told_and_healed(equipped: Session, death: str, how: str, victim: int) -> None:
-    if "all_reduce" in death:
-        code = death if victim else death.replace("if rank else", "if not rank else")
-    else:
+@pytest.mark.rare_elsewhere("SIGKILL-0", "_exit")
+@pytest.mark.parametrize(
+    ("name", "victim"), [(name, victim) for name in _DEATHS for victim in ((0, 1) if name == "SIGKILL" else (1,))]
+)
+def test_death_is_told_and_healed(equipped: Session, name: str, victim: int) -> None:
+    death, how = _DEATHS[name]
+    code = death
+    if "all_reduce" not in death:
         code = f"if rank == {victim}:\n    print('last words', file=sys.stderr)\n    {death}\ndist.all_reduce(x)"
     before = equipped.pull("counter")
     pids = {rank.rank: rank.pid for rank in equipped.status().ranks}
@@ -87,6 +89,7 @@ _MEANWHILE = {
 }
 
 
+@pytest.mark.rare_elsewhere("all_reduce", "subprocess", "recv")
 @pytest.mark.parametrize("what", _MEANWHILE.values(), ids=list(_MEANWHILE))
 def test_others_are_freed_whatever_they_do(equipped: Session, what: str) -> None:
     code = f"if rank == 1:\n    time.sleep(0.3); os.kill(os.getpid(), 9)\n{what}"
@@ -96,6 +99,7 @@ def test_others_are_freed_whatever_they_do(equipped: Session, what: str) -> None
     assert equipped.run_cell("'counter' in globals()").values == {0: True, 1: False}
 
 
+@pytest.mark.rare_elsewhere("all_reduce")
 @pytest.mark.parametrize("others", ["dist.all_reduce(x)", "time.sleep(60)"])
 def test_rank_that_has_ended_the_cell_dies_while_the_others_run_it(equipped: Session, others: str) -> None:
     code = f"threading.Timer(0.3, os.kill, (os.getpid(), 9)).start() if rank == 1 else None\nif rank == 0: {others}"
@@ -140,17 +144,18 @@ def test_death_between_cells_is_told_by_the_next_one(equipped: Session) -> None:
     assert len(watcher.notices) == 1, "once"
 
 
+@pytest.mark.slow
 @pytest.mark.here_only
-def test_death_in_a_pull_is_the_pulls_error(equipped: Session) -> None:
+def test_death_in_a_pull_is_the_pulls_error(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     equipped.run_cell("class Deadly:\n    def __len__(self): return 1\nbig = torch.zeros(40_000_000)")
     pid = equipped.status().ranks[1].pid
-    threading.Timer(0.02, lambda: os.kill(pid, signal.SIGKILL)).start()
+    _after_the_first(Pull, equipped, monkeypatch, lambda: os.kill(pid, signal.SIGKILL))
     with pytest.raises(RankLost, match=rf"rank 1 .*\(pid {pid}\) ended with signal 9"):
-        for _ in range(50):
-            equipped.pull("big", ranks=1)
+        equipped.pull("big", ranks=1)
     assert_works(equipped)
 
 
+@pytest.mark.rare_elsewhere
 def test_cell_on_the_survivors_alone_does_not_wait(equipped: Session) -> None:
     with pytest.raises(RankLost):
         equipped.run_cell("os._exit(1)", ranks=1)
@@ -158,6 +163,7 @@ def test_cell_on_the_survivors_alone_does_not_wait(equipped: Session) -> None:
     assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
 
 
+@pytest.mark.slow
 def test_both_ranks_at_once(equipped: Session) -> None:
     with pytest.raises(RankLost) as caught:
         equipped.run_cell("os.kill(os.getpid(), 9)")
@@ -166,6 +172,8 @@ def test_both_ranks_at_once(equipped: Session) -> None:
     assert_works(equipped)
 
 
+@pytest.mark.rare_elsewhere
+@pytest.mark.slow
 def test_two_of_three_at_once() -> None:
     with Session.start(ranks=3, device="cpu") as session:
         session.run_cell("import os; kept = rank")
@@ -176,19 +184,19 @@ def test_two_of_three_at_once() -> None:
 
 
 @pytest.mark.here_only
-def test_cell_that_was_meant_for_a_dead_rank_does_not_run_on_the_fresh_one(equipped: Session) -> None:
+def test_cell_that_was_meant_for_a_dead_rank_does_not_run_on_the_fresh_one(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The agent is held up: news of the death and the cell cross there."""
     pid = equipped.status().ranks[1].pid
     agent = psutil.Process(pid).parents()[2]  # above worker and launcher
     assert "detrain_nb.node.agent" in agent.cmdline()
     agent.suspend()
-    goes_on = threading.Timer(1.0, agent.resume)
-    goes_on.start()
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.5)  # the fresh one is up by now
+    _after_the_first(RunCell, equipped, monkeypatch, agent.resume)
     with pytest.raises(RankLost, match="rank 1"):
         equipped.run_cell("was_here = True\ntime.sleep(2)")
-    goes_on.join()
     assert equipped.run_cell("'was_here' in globals()").values == {0: True, 1: False}
 
 
@@ -217,31 +225,19 @@ def test_stop_pressed_after_a_death_still_interrupts_the_others(
     assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
 
 
+@pytest.mark.slow
 @pytest.mark.here_only
-def test_death_while_the_group_is_made(equipped: Session) -> None:
+def test_death_while_the_group_is_made(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fresh rank is killed as soon as it is up: the others wait for it in the store, and are freed again."""
     equipped.run_cell("1")
     with pytest.raises(RankLost):
         equipped.run_cell("if rank == 1: os._exit(1)\ndist.barrier()")
-    seen: set[int] = set()
-
-    def kill_the_next_one() -> None:
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            up = equipped._inbox.up[1]
-            if up.pid not in seen and equipped._inbox.generation > generation:
-                os.kill(up.pid, signal.SIGKILL)
-                return
-            time.sleep(0.0005)
-
-    generation = equipped._inbox.generation
-    killer = threading.Thread(target=kill_the_next_one)
-    killer.start()
+    _after_the_first(NewGeneration, equipped, monkeypatch, lambda: os.kill(equipped._inbox.up[1].pid, signal.SIGKILL))
     assert equipped.run_cell("1").ranks == (0, 1)
-    killer.join()
     assert_works(equipped)
 
 
+@pytest.mark.rare_elsewhere
 @pytest.mark.slow
 def test_rank_that_dies_again_and_again_is_left_down() -> None:
     with Session.start(ranks=2, device="cpu") as session:
@@ -261,6 +257,7 @@ def test_rank_that_dies_again_and_again_is_left_down() -> None:
         assert session.pull("kept", ranks=0) == {0: 0}
 
 
+@pytest.mark.rare_elsewhere
 @pytest.mark.slow
 def test_finished_cells_make_deaths_forgotten() -> None:
     with Session.start(ranks=1, device="cpu", init=False) as session:
@@ -306,12 +303,14 @@ def test_broadcast_brings_variables_to_the_fresh_rank(equipped: Session) -> None
     assert result.values[1][:3] == (True, {"losses": [1.0, 2.0], "step": 7}, 2)
 
 
+@pytest.mark.rare_elsewhere
 def test_broadcast_from_any_rank_to_all(equipped: Session) -> None:
     equipped.run_cell("value = torch.full((30_000_000,), float(rank))")
     equipped.broadcast("value", source=1)
     assert equipped.run_cell("float(value.min()), float(value.max())").values == {0: (1.0, 1.0), 1: (1.0, 1.0)}
 
 
+@pytest.mark.rare_elsewhere
 def test_broadcast_refusals_leave_nobody_waiting(equipped: Session) -> None:
     with pytest.raises(SessionError, match=r"no variable 'nothing'"):
         equipped.broadcast("nothing")
@@ -343,8 +342,26 @@ def test_replay_runs_earlier_cells_on_the_fresh_rank_alone() -> None:
         assert session.pull("runs") == {0: 1, 1: 2}
 
 
+def _after_the_first(
+    kind: type[Message], session: Session, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
+) -> None:
+    """Act once, when the session has sent the first message of that kind to its ranks."""
+    send = session._ranks.send
+
+    def send_and_act(message: Message) -> None:
+        send(message)
+        if isinstance(message, kind):
+            monkeypatch.undo()
+            act()
+
+    monkeypatch.setattr(session._ranks, "send", send_and_act)
+
+
 def _runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _assert_soon(holds: Callable[[], bool], *, limit_s: float = 10.0) -> None:

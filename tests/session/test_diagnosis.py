@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -212,6 +213,9 @@ CASES = [
     Case("queue.get() in C is no store", (rank(0, asleep=FUTEX, call="SimpleQueue().get()"),), ("sleeps",)),
     Case("lock of the user", (rank(0, asleep=FUTEX, call="lock.acquire()"),), ("sleeps",)),
     Case("wait of the standard library", (rank(0, EVENT, call="waiter.wait()"),), ("sleeps",)),
+    Case("wait for a process of its own", (rank(0, call="os.wait()", asleep="do_wait"),), ("sleeps",)),
+    Case("the same by another name", (rank(0, call="wait()", asleep="do_wait"),), ("sleeps",)),
+    Case("wait for what it computes itself", (rank(0, asleep=FUTEX, call="torch._C.wait(future)"),), ("sleeps",)),
     Case("wait as an argument has ended", (rank(0, call="f(request.wait())", asleep=FUTEX),), ("sleeps",)),
     Case(
         "functional collective",
@@ -570,6 +574,58 @@ def test_stack_is_wanted_shortly_before_somebody_may_have_waited_for_long() -> N
     assert not watch.wants_stack(now=114.0)
     watch.note([Evidence(0, "idle")], now=120.0)
     assert not watch.wants_stack(now=130.0)
+
+
+def _gave_up_at(look: Callable[[float], list[Evidence]], *, hang_s: float = 5.0, first: int = 1) -> int:
+    """At which second of a cell there was no hope left, of a look each second from ``first`` on; 0 for never."""
+    watch = HangWatch(hang_s)
+    for count in range(first, first + 80):
+        ranks = look(float(count))
+        watch.note(ranks, now=100.0 + count)
+        if watch.is_hopeless(ranks, now=100.0 + count):
+            return count
+    return 0
+
+
+def _waiting(number: int, seconds: float, **changes: Any) -> Evidence:
+    return rank(number, ALL_REDUCE, seconds=seconds, collectives=(ended(), collective(seconds=seconds)), **changes)
+
+
+IDLE = Evidence(1, "idle", collectives=(ended(),))
+
+
+@pytest.mark.parametrize(
+    ("look", "hang_s", "expected"),
+    [
+        pytest.param(lambda s: [_waiting(0, s), IDLE], 5.0, 16, id="collective"),
+        pytest.param(lambda s: [_waiting(0, s), IDLE], 0.0, 4, id="reported at once"),
+        pytest.param(lambda s: [rank(0, RECV, seconds=s), IDLE], 5.0, 61, id="message"),
+        pytest.param(lambda s: [_waiting(0, s), IDLE, rank(2, RECV, seconds=s)], 5.0, 61, id="two"),
+        pytest.param(lambda s: [_waiting(0, s), IDLE, rank(2, RECV, share=s <= 5.0, seconds=s)], 5.0, 65, id="later"),
+        pytest.param(lambda s: [_waiting(0, s), IDLE, rank(2, share=1.0, seconds=s)], 5.0, 0, id="one computes"),
+        pytest.param(lambda s: [_waiting(0, s), IDLE, replace(LOADS, rank=2)], 5.0, 0, id="one sleeps"),
+        pytest.param(lambda s: [_waiting(0, s), IDLE, Evidence(2, "no answer")], 5.0, 0, id="one does not answer"),
+        pytest.param(lambda s: [_waiting(0, s), _waiting(1, s)], 5.0, 0, id="all have come"),
+        pytest.param(lambda s: [replace(IDLE, rank=0), IDLE], 5.0, 0, id="all have ended"),
+    ],
+)
+def test_there_is_no_hope_when_all_that_are_left_have_waited_for_long(
+    look: Callable[[float], list[Evidence]], hang_s: float, expected: int
+) -> None:
+    assert _gave_up_at(look, hang_s=hang_s) == expected
+
+
+def test_there_is_hope_at_the_first_look_however_long_the_cell_runs() -> None:
+    assert _gave_up_at(lambda s: [_waiting(0, s), IDLE], first=600) == 615
+    assert _gave_up_at(lambda s: [rank(0, RECV, seconds=s, operations=9), IDLE], first=600) == 660
+    assert _gave_up_at(lambda s: [rank(0, RECV, seconds=s, operations=int(s)), IDLE], first=600) == 0
+
+
+def test_there_is_hope_where_a_rank_has_not_answered_meanwhile() -> None:
+    def look(second: float) -> list[Evidence]:
+        return [Evidence(0, "no answer") if second == 10.0 else _waiting(0, second), IDLE]
+
+    assert _gave_up_at(look) == 11 + 15
 
 
 # ---- what a node says is checked

@@ -14,6 +14,7 @@ def _shown(session: Session, code: str) -> str:
     return "\n".join(caught.value._render_traceback_())
 
 
+@pytest.mark.rare_elsewhere
 def test_out_of_memory_names_the_largest_variables_and_frees_the_frames(session: Session) -> None:
     session.run_cell(
         "import weakref\n"

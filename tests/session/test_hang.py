@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from detrain_nb import Session
-from detrain_nb.errors import CellInterrupted, RankLost
+from detrain_nb.errors import CellInterrupted, RankError, RankLost
 from detrain_nb.session.cells import CellObserver
 from detrain_nb.session.whereabouts import Whereabouts
 
 DEADLINE_S = 40.0
 PREPARED = """
-import asyncio, os, pathlib, re, subprocess, sys, time
+import asyncio, contextlib, os, pathlib, re, subprocess, sys, time
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -184,28 +184,101 @@ def _case(name: str, code: str, words: str) -> Any:
     return pytest.param(code, words, id=name, marks=marks)
 
 
+@pytest.mark.rare_elsewhere("a rank that has ended the cell", "recv against recv", "other collective")
 @pytest.mark.parametrize(("code", "words"), [_case(name, *hang) for name, hang in HANGS.items()])
 def test_hang_is_reported_while_the_cell_runs(hanging: Session, code: str, words: str) -> None:
-    watcher = Watcher(is_report)
+    watcher = Watcher(lambda text: text == with_hosts(words, hanging))  # a rank that is held up may be told otherwise
     with pytest.raises(CellInterrupted):
         hanging.run_cell(code, observer=watcher, timeout_s=DEADLINE_S)
-    assert with_hosts(words, hanging) in watcher.reports
+    assert watcher.is_pressed, watcher.reports
 
 
 def test_cell_of_one_rank_that_calls_a_collective_of_all_is_a_hang(hanging: Session) -> None:
-    watcher = Watcher(is_report)
+    words = "rank 1 waits in barrier #N (line 1); rank 0 does not run the cell"
+    watcher = Watcher(lambda text: text == with_hosts(words, hanging))
     with pytest.raises(CellInterrupted):
         hanging.run_cell("dist.barrier()", ranks=1, observer=watcher, timeout_s=DEADLINE_S)
-    words = "rank 1 waits in barrier #N (line 1); rank 0 does not run the cell"
-    assert with_hosts(words, hanging) in watcher.reports
+    assert watcher.is_pressed, watcher.reports
 
 
+@pytest.mark.rare_elsewhere("dist.recv")
+@pytest.mark.parametrize(
+    ("wait", "is_watched"),
+    [
+        ("dist.all_reduce(torch.ones(1))", True),
+        pytest.param("dist.all_reduce(torch.ones(1))", False, marks=pytest.mark.slow),
+        pytest.param("dist.recv(torch.ones(1), 1)", True, marks=pytest.mark.slow),
+    ],
+)
+def test_who_waits_for_a_rank_that_has_failed_is_freed(
+    hanging: Session, monkeypatch: pytest.MonkeyPatch, wait: str, is_watched: bool
+) -> None:
+    monkeypatch.setattr("detrain_nb.session.diagnosis.MESSAGE_LIMIT_S", 2.0)
+    code = f"kept = rank + 1\nif rank == 1:\n    raise ValueError('a bad batch')\n{wait}"
+    with pytest.raises(RankError) as caught:
+        hanging.run_cell(code, observer=Watcher() if is_watched else None, timeout_s=DEADLINE_S)
+    error = caught.value
+    assert not isinstance(error, CellInterrupted)
+    assert re.match(r"rank 1 on \w+: ValueError: a bad batch; rank 0 on \w+: KeyboardInterrupt", str(error))
+    assert re.match(r"rank 0 waited in .*\(line 4\): freed\nall ranks stopped and kept their variables\n", error.note)
+    total = hanging.run_cell("x = torch.ones(1)\ndist.all_reduce(x)\nx.item() + kept", timeout_s=DEADLINE_S)
+    assert total.values == {0: 3.0, 1: 4.0}
+
+
+@pytest.mark.slow
+@pytest.mark.here_only
+def test_who_was_freed_is_given_time_to_end_the_cell(hanging: Session) -> None:
+    code = """
+if rank == 1:
+    raise ValueError("a bad batch")
+try:
+    dist.all_reduce(torch.ones(1))
+finally:
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        with contextlib.suppress(KeyboardInterrupt): time.sleep(0.1)
+    has_saved = True
+"""
+    with pytest.raises(RankError) as caught:
+        hanging.run_cell(code, timeout_s=DEADLINE_S)
+    assert ": freed\nall ranks stopped and kept their variables\n" in caught.value.note
+    assert hanging.pull("has_saved", ranks=0) == {0: True}
+
+
+@pytest.mark.slow
+@pytest.mark.here_only
+def test_stop_that_is_pressed_while_ranks_are_freed_is_the_first_press(
+    hanging: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(*args: object) -> None:
+        monkeypatch.delattr(hanging._core.rescue, "_free_who_waits")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hanging._core.rescue, "_free_who_waits", press)
+    with pytest.raises(RankError) as caught:
+        hanging.run_cell("if rank == 1:\n    raise ValueError('a bad batch')\ndist.barrier()", timeout_s=DEADLINE_S)
+    assert re.match(r"rank 0 waited in .*: freed\nall ranks stopped", caught.value.note)
+    assert hanging.run_cell("dist.barrier(); rank", timeout_s=DEADLINE_S).values == {0: 0, 1: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.here_only
+def test_who_has_work_left_is_let_be_when_another_has_failed(hanging: Session) -> None:
+    code = "if rank == 1:\n    raise ValueError('a bad batch')\ntime.sleep(4)\nis_done = True"
+    with pytest.raises(RankError) as caught:
+        hanging.run_cell(code, observer=Watcher(), timeout_s=DEADLINE_S)
+    assert set(caught.value.errors) == {1}
+    assert hanging.pull("is_done", ranks=0) == {0: True}
+
+
+@pytest.mark.rare_elsewhere
 def test_shapes_that_gloo_refuses_end_a_rank_with_its_words(hanging: Session) -> None:
     with pytest.raises(RankLost, match=r"(?s)signal 6 \(SIGABRT\).*Received data size doesn't match expected size"):
         hanging.run_cell("dist.all_reduce(torch.ones(4 + rank))", timeout_s=DEADLINE_S)
     hanging.run_cell(PREPARED)  # what the lost rank knew
 
 
+@pytest.mark.rare_elsewhere("messages")
 @pytest.mark.parametrize(
     "code",
     [
@@ -224,6 +297,7 @@ def test_healthy_work_is_not_reported(hanging: Session, code: str) -> None:
     assert not [*filter(is_report, watcher.reports)]
 
 
+@pytest.mark.rare_elsewhere
 def test_slow_but_matching_collective_is_not_reported(hanging: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detrain_nb.session.conduct.LOOK_GAP_S", 0.02)
     monkeypatch.setattr(hanging, "hang_s", 0.05)  # each takes several times as long
@@ -383,6 +457,7 @@ time.sleep(60)
 # ---- what was before does not confuse
 
 
+@pytest.mark.rare_elsewhere
 def test_collectives_of_an_ended_generation_are_forgotten(hanging: Session) -> None:
     many = "for _ in range(7): dist.all_reduce(torch.ones(2))\nif rank == 0: dist.all_reduce(torch.ones(2))"
     with pytest.raises(CellInterrupted):
@@ -394,6 +469,7 @@ def test_collectives_of_an_ended_generation_are_forgotten(hanging: Session) -> N
     assert not seen.mismatch
 
 
+@pytest.mark.rare_elsewhere
 def test_collectives_of_a_group_that_was_made_anew_are_not_taken_for_its_own(hanging: Session) -> None:
     code = """
 for _ in range(7): dist.broadcast(torch.ones(2), 0)

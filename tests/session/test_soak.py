@@ -1,7 +1,7 @@
-"""The soak: hundreds of random faults on one session, kernels killed among them; nothing is lost and nothing grows.
+"""The soak: random faults on one session, kernels killed among them; nothing is lost and nothing grows.
 
-``SOAK_SEED`` repeats a run, ``SOAK_FAULTS`` makes it shorter or longer. What happens in a life of the kernel stands in
-soak_life.py.
+80 faults are the same ones each time, 200 are others. ``SOAK_SEED`` repeats a run, ``SOAK_FAULTS`` makes it shorter or
+longer. What happens in a life of the kernel stands in soak_life.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from detrain_nb.session.session import end_session
 from ..node.cgroups import can_make_cgroups
 from .soak_life import Killed, Task, keeper_of
 
-_FAULTS = int(os.environ.get("SOAK_FAULTS", "200"))
+_OTHER_COUNT = os.environ.get("SOAK_FAULTS")
 _WARM_UP = 40  # faults, after which nothing may grow any more
 _LINE_LIMIT_S = 60.0
 _ROOT = Path(__file__).parents[2]
@@ -46,14 +46,18 @@ _SLACK = {
 _SPOOL_BYTES = 2 * (8 << 20)  # the segment that is written, and the one before it while its end is not acknowledged
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("faults", "seed"),
+    [pytest.param(80, "7", marks=pytest.mark.slow), pytest.param(200, "", marks=pytest.mark.thorough)],
+)
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_and_nothing_grows(
-    tmp_path: Path, runtime_folder: Path, processes: Callable[[], set[psutil.Process]]
+    faults: int, seed: str, tmp_path: Path, runtime_folder: Path, processes: Callable[[], set[psutil.Process]]
 ) -> None:
-    seed = os.environ.get("SOAK_SEED") or str(random.SystemRandom().randrange(10**6))
-    print(f"SOAK_SEED={seed} SOAK_FAULTS={_FAULTS}, rank {keeper_of(seed)} outlives all")
-    soak = _Soak(f"soak-{os.getpid()}", seed, tmp_path, runtime_folder, processes)
+    seed = os.environ.get("SOAK_SEED") or seed or str(random.SystemRandom().randrange(10**6))
+    faults = int(_OTHER_COUNT or faults)
+    print(f"SOAK_SEED={seed} SOAK_FAULTS={faults}, rank {keeper_of(seed)} outlives all")
+    soak = _Soak(f"soak-{os.getpid()}", faults, seed, tmp_path, runtime_folder, processes)
     try:
         soak.run()
     finally:
@@ -62,7 +66,7 @@ def test_nothing_is_lost_and_nothing_grows(
         for process in processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-    assert soak.counters[keeper_of(seed)] == _FAULTS
+    assert soak.counters[keeper_of(seed)] == faults
     _assert_nothing_grows(soak.samples)
 
 
@@ -72,6 +76,7 @@ class _Soak:
     def __init__(
         self,
         name: str,
+        faults: int,
         seed: str,
         folder: Path,
         runtime_folder: Path,
@@ -80,6 +85,7 @@ class _Soak:
         self.name = name
         self.counters: dict[int, int] = {}
         self.samples: dict[int, dict[str, float]] = {}  # after so many faults: what was measured
+        self._all_faults = faults
         self._seed = seed
         self._folder = folder
         self._runtime_folder = runtime_folder
@@ -92,14 +98,14 @@ class _Soak:
         dice = random.Random(self._seed)
         can_run_out_of_memory = can_make_cgroups()
         first = 1
-        while first <= _FAULTS:
-            last = min(first + dice.randint(4, 15), _FAULTS + 1)
+        while first <= self._all_faults:
+            last = min(first + dice.randint(4, 15), self._all_faults + 1)
             task = Task(
                 name=self.name,
                 seed=self._seed,
                 first=first,
                 last=last,
-                is_final=last > _FAULTS,
+                is_final=last > self._all_faults,
                 can_run_out_of_memory=can_run_out_of_memory,
                 counters={str(rank): count for rank, count in self.counters.items()},
                 killed=dataclasses.asdict(self._killed) if self._killed else None,
@@ -110,7 +116,7 @@ class _Soak:
             counters = {str(rank): count for rank, count in self.counters.items()}
             killed = dataclasses.asdict(self._killed)
             self._live(Task(self.name, self._seed, first, first, True, can_run_out_of_memory, counters, killed))
-        assert self._faults == _FAULTS
+        assert self._faults == self._all_faults
         _assert_soon(lambda: not self._processes())
 
     def _live(self, task: Task) -> None:

@@ -18,6 +18,7 @@ import pytest
 import detrain_nb
 from detrain_nb import Session
 from detrain_nb.errors import SessionError
+from detrain_nb.session import node_link
 from detrain_nb.session.cells import CellObserver
 
 from ..testbed.nodes import ssh_nodes
@@ -70,6 +71,22 @@ def test_cut_of_a_link_on_which_nothing_is_said_is_noticed_and_the_next_cell_wai
             assert [int(line) for line in session.log.text(result.cell, rank).split()] == list(range(100))
 
 
+@pytest.mark.thorough
+def test_cut_behind_a_host_that_is_gone_through_is_noticed(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection to the bastion is well, and its sshd knows nothing of the other one for a quarter of an hour."""
+    monkeypatch.setattr(node_link, "ALIVE_GAP_S", 1.0)
+    h0 = testbed.hosts[0]
+    behind = ssh_nodes(testbed)[1]
+    behind = type(behind)(behind.node.model_copy(update={"proxy_jump": h0.name}), config_path=behind._config_path)
+    with Session.start(1, sync=False, nodes=[behind], device="cpu", init=False) as session:
+        session.run_cell("kept = rank")
+        testbed.cut("h1", "h0")
+        began = time.monotonic()
+        _eventually(lambda: bool(session._core.ranks.broken_s(now=began)))
+        testbed.heal("h1", "h0")
+        assert session.run_cell("kept", timeout_s=60).values == {0: 0}
+
+
 # ---- the notebook is gone, for the node
 
 _NOTEBOOK = """
@@ -120,7 +137,7 @@ def _attach_programs(testbed: Testbed, host: str) -> set[int]:
     return {pid for pid, argv in testbed.processes(host).items() if "/dev/fd/3" in argv}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_notebook_that_vanished_lets_another_one_have_its_session_and_one_that_is_silent_keeps_it(
     testbed: Testbed,
 ) -> None:
@@ -167,7 +184,7 @@ with Session.start(1, sync=False, nodes=nodes, device="cpu", name="stopped") as 
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_notebook_that_stood_still_goes_on_where_it_was(testbed: Testbed) -> None:
     """A laptop that slept: the nodes have let go of it, and the ranks went on."""
     command = [sys.executable, "-c", _STOPPED_NOTEBOOK, testbed.inventory.ssh_config]

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from detrain_nb.errors import TransportError
+from detrain_nb.session import node_link
 from detrain_nb.session.node_link import Checkpoint, NodeEvents, NodeLink
-from detrain_nb.wire import Attach, FrameReader, Locate
+from detrain_nb.wire import Alive, Attach, FrameReader, Locate, Received, RunCell, to_frame
 
 _LIMIT_S = 10.0
 
@@ -96,3 +97,34 @@ def test_what_is_sent_meanwhile_holds_up_nobody(node: Node) -> None:
     reader, got = FrameReader(), 0
     while got < 2000:
         got += sum(isinstance(frame.message(), Locate) for frame in reader.feed(node.sock.recv(1 << 16)))
+
+
+def test_node_that_answers_no_sign_of_life_is_connected_to_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_link, "ALIVE_GAP_S", 0.05)
+    node.fail = lambda tries: monkeypatch.setattr(node_link, "ALIVE_GAP_S", 0.3)  # then there is time for the answers
+    node.link.send(Attach("mine", "holder"))
+    silent = node.sock
+    assert node.has_broken.wait(_LIMIT_S), "it was waited for, though it says nothing"
+    node.wait_until_connected()
+    silent.close()
+    node.has_broken.clear()
+    reader, answered = FrameReader(), 0
+    while answered < 2 + node_link._MOST_UNANSWERED:
+        signs = [frame for frame in reader.feed(node.sock.recv(1 << 16)) if isinstance(frame.message(), Alive)]
+        answered += len(signs)
+        node.sock.sendall(to_frame(Received(0)).to_bytes() * len(signs))
+    assert not node.has_broken.is_set(), "it answers"
+
+
+def test_what_is_under_way_on_a_slow_connection_gives_the_node_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_link, "ALIVE_GAP_S", 0.02)
+    node.link.send(Attach("mine", "holder"))
+    node.link.send(RunCell([0], [1], 1, "#" * 100_000))
+    began = time.monotonic()
+    reader, got = FrameReader(), 0
+    node.sock.settimeout(_LIMIT_S)
+    while got < 10 * node_link._MOST_UNANSWERED:
+        got += sum(isinstance(frame.message(), Alive) for frame in reader.feed(node.sock.recv(1 << 16)))
+    assert not node.has_broken.is_set(), f"given up after {time.monotonic() - began} s"

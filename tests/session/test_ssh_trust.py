@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -349,8 +349,16 @@ def before(testbed: Testbed) -> Iterator[dict[str, list[tuple[str, int]]]]:
     listening = {host.name: testbed.listening(host.name) for host in testbed.hosts}
     ours = _our_listeners()
     yield listening
-    assert {host.name: testbed.listening(host.name) for host in testbed.hosts} == listening
+    _wait_until(lambda: {host.name: testbed.listening(host.name) for host in testbed.hosts} == listening)
     assert _our_listeners() <= ours
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    """What ends with a session has hung up a moment before it is gone."""
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -369,8 +377,11 @@ def test_only_sshd_and_the_job_listen_each_on_the_one_address_of_its_node(
             assert {address for address, _ in listening} == {host.ip}, "on every address, or another"
         assert len(testbed.listening("h0")) >= 2, "the store listens there"
         assert _our_listeners() == ours
-    for host in testbed.hosts:
-        assert not [argv for argv in testbed.processes(host.name).values() if "detrain_nb" in " ".join(argv)]
+    _wait_until(lambda: not [argv for host in testbed.hosts for argv in _ours(testbed, host.name)])
+
+
+def _ours(testbed: Testbed, host: str) -> list[list[str]]:
+    return [argv for argv in testbed.processes(host).values() if "detrain_nb" in " ".join(argv)]
 
 
 def test_this_python_is_the_hosts(testbed: Testbed) -> None:

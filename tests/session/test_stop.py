@@ -19,7 +19,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionError
-from detrain_nb.session import rescue
+from detrain_nb.session import conduct, rescue
 from detrain_nb.wire import Message
 
 from .training import COLLECTIVE, STALE, Watcher, assert_works, equip, press_stop
@@ -60,6 +60,13 @@ def _stop(session: Session, code: str, *presses: float, ranks: str | None = None
     """Run a cell, stop it, and return what that raised."""
     with _presses(*(presses or (0.6,))), pytest.raises(CellInterrupted) as caught:
         session.run_cell(code, ranks=ranks)
+    return caught.value
+
+
+def _stop_when_begun(session: Session, code: str, *, ranks: int) -> CellInterrupted:
+    """The same, when so many ranks have said that they have begun."""
+    with pytest.raises(CellInterrupted) as caught:
+        session.run_cell(code, observer=Watcher(press_at="begun", ranks=ranks), timeout_s=60)
     return caught.value
 
 
@@ -123,19 +130,21 @@ _BLOCKED = {
 _LONG = {"the other in a DataLoader"}
 
 
+@pytest.mark.rare_elsewhere
 def test_group_that_a_cell_has_made_itself_is_ended_too(two_ranks: Callable[..., Session]) -> None:
     """In a session that makes none."""
     with two_ranks(init=False) as session:
         session.run_cell("import time\ncounter = rank")
-        hung = f"dist.init_process_group()\nif rank == 0: dist.barrier()\nelse:\n    {_NEVER}"
+        hung = f"dist.init_process_group()\nprint('begun')\nif rank == 0: dist.barrier()\nelse:\n    {_NEVER}"
         for _ in range(2):
-            stopped = _stop(session, hung, 1.0)
+            stopped = _stop_when_begun(session, hung, ranks=2)
             assert re.search(r"rank 0 waited in barrier.*: freed", stopped.note), stopped.note
             assert "the process groups were ended" in stopped.note and "anew" not in stopped.note
         assert session.pull("counter") == {0: 0, 1: 1}
         assert session.run_cell(f"dist.init_process_group()\n{COLLECTIVE}").values == {0: 2.0, 1: 2.0}
 
 
+@pytest.mark.rare_elsewhere("all_reduce on rank 0", "recv against recv", "fully_shard", "the other in a subprocess")
 @pytest.mark.parametrize(
     ("code", "story"),
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in _LONG)) for name, case in _BLOCKED.items()],
@@ -163,6 +172,7 @@ _FREE = {
 }
 
 
+@pytest.mark.rare_elsewhere("loop", "subprocess")
 @pytest.mark.parametrize("code", _FREE.values(), ids=list(_FREE))
 def test_ranks_that_wait_for_nobody_keep_their_groups(
     equipped: Session, caplog: pytest.LogCaptureFixture, code: str
@@ -186,6 +196,7 @@ _OUT_OF_STEP = {
 }
 
 
+@pytest.mark.rare_elsewhere("DDP and a mesh")
 @pytest.mark.parametrize("end", [_NEVER, "1 / 0"], ids=["stopped", "failed"])
 @pytest.mark.parametrize("code", _IN_STEP.values(), ids=list(_IN_STEP))
 def test_ranks_that_are_in_step_keep_their_groups(
@@ -197,6 +208,7 @@ def test_ranks_that_are_in_step_keep_their_groups(
     assert equipped.run_cell("ddp(x).sum().backward(); sharded(x).sum().item()").ranks == (0, 1), "as before"
 
 
+@pytest.mark.rare_elsewhere("begun by one rank alone")
 @pytest.mark.parametrize("end", [_NEVER, "1 / 0"], ids=["stopped", "failed"])
 @pytest.mark.parametrize("code", _OUT_OF_STEP.values(), ids=list(_OUT_OF_STEP))
 def test_collective_that_was_begun_never_meets_the_next_cell(equipped: Session, code: str, end: str) -> None:
@@ -222,13 +234,15 @@ def test_press_while_it_is_looked_who_is_in_step_ends_the_groups_without_asking(
     assert_works(equipped)
 
 
+@pytest.mark.here_only
 @pytest.mark.slow
 def test_rank_that_was_left_in_a_stopped_cell_is_looked_at_when_it_has_ended_it(
     equipped: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
-    code = f"if rank == 1:\n    work = dist.all_reduce(torch.ones(1000), async_op=True)\n    y = {_SLOW_C}\n{_NEVER}"
-    assert "process groups" not in _stop(equipped, code, 0.3).note
+    begun = "work = dist.all_reduce(torch.ones(1000), async_op=True)\n    print('begun')"
+    stopped = _stop_when_begun(equipped, f"if rank == 1:\n    {begun}\n    y = {_SLOW_C}\n{_NEVER}", ranks=1)
+    assert "process groups" not in stopped.note
     watcher = Watcher()
     assert equipped.run_cell(COLLECTIVE, observer=watcher).values == {0: 2.0, 1: 2.0}
     assert "make again what was made with the old ones" in "".join(watcher.notices)
@@ -236,12 +250,13 @@ def test_rank_that_was_left_in_a_stopped_cell_is_looked_at_when_it_has_ended_it(
 
 def _stop_or_fail(session: Session, code: str) -> RankError:
     if _NEVER in code:
-        return _stop(session, code, 0.3)
+        return _stop_when_begun(session, code.replace(_NEVER, f"print('begun')\n{_NEVER}"), ranks=2)
     with pytest.raises(RankError) as caught:
         session.run_cell(code)
     return caught.value
 
 
+@pytest.mark.here_only
 def test_rank_that_computes_is_named_and_the_group_is_left_alone(
     equipped: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +271,7 @@ def test_rank_that_computes_is_named_and_the_group_is_left_alone(
     assert equipped.run_cell("ddp(x).sum().item()").ranks == (0, 1), "the groups are the old ones"
 
 
+@pytest.mark.rare_elsewhere
 def test_sharded_tensors_can_be_made_again_after_a_stop(equipped: Session) -> None:
     """torch keeps what it has found out of a mesh, and finds it again by an equal one."""
     code = (
@@ -287,6 +303,7 @@ def test_backward_on_the_cpu_is_interrupted_when_it_returns(
     assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
 
 
+@pytest.mark.here_only
 @pytest.mark.slow
 def test_waiting_ranks_are_freed_at_once_beside_one_that_computes(
     equipped: Session, caplog: pytest.LogCaptureFixture
@@ -302,6 +319,7 @@ def test_waiting_ranks_are_freed_at_once_beside_one_that_computes(
     assert {rank: count - 1 for rank, count in _counters(equipped).items()} == before
 
 
+@pytest.mark.rare_elsewhere
 def test_rank_that_computes_can_be_replaced_alone(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
     _stop(equipped, f"if rank == 1: {_SLOW_C * 1}; {_SLOW_C}; {_SLOW_C}")
@@ -336,6 +354,7 @@ def test_third_press_replaces_the_ranks_that_have_not_come_back(equipped: Sessio
     assert_works(equipped)
 
 
+@pytest.mark.rare_elsewhere
 def test_old_wrappers_raise_at_once_and_say_why(equipped: Session) -> None:
     _stop(equipped, "if rank == 0: dist.barrier()")
     equipped.run_cell("old_loss = None")
@@ -359,13 +378,14 @@ def test_old_wrappers_raise_at_once_and_say_why(equipped: Session) -> None:
 def test_timeout_of_a_cell_frees_as_stop_does(equipped: Session, caplog: pytest.LogCaptureFixture) -> None:
     code = "if rank == 1: raise ValueError('bad batch')\ndist.all_reduce(torch.ones(1))"
     with pytest.raises(CellTimeout) as caught:
-        equipped.run_cell(code, timeout_s=0.5)
+        equipped.run_cell(code, timeout_s=2)
     assert "rank 0 waited in all_reduce" in str(caught.value)
     assert "rank 1 failed with ValueError: bad batch" in str(caught.value)
     assert _freed(caplog) == {0, 1}
     assert_works(equipped)
 
 
+@pytest.mark.here_only
 @pytest.mark.slow
 def test_next_cell_gives_up_on_a_rank_that_does_not_return(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
@@ -381,6 +401,7 @@ def test_next_cell_gives_up_on_a_rank_that_does_not_return(equipped: Session, mo
     assert_works(equipped)
 
 
+@pytest.mark.rare_elsewhere
 def test_garbage_of_the_cells_is_not_collected_where_generations_end(equipped: Session) -> None:
     """What a cell left may wait in its destructor, as a DataLoader does for its workers."""
     code = """
@@ -431,6 +452,16 @@ def test_stop_in_the_moment_a_cell_is_sent_is_found_out(equipped: Session, monke
     assert equipped.run_cell("'never' in globals()").values == {0: False, 1: False}
 
 
+def test_stop_while_it_is_waited_for_the_news_of_a_death_tells_what_was_raised(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conduct, "LOSS_LIMIT_S", 20.0)
+    began = time.monotonic()
+    with _presses(1.5), pytest.raises(RankError, match="Connection closed by peer"):
+        equipped.run_cell("raise RuntimeError('Connection closed by peer')")
+    assert time.monotonic() - began < 15
+
+
 @pytest.mark.here_only
 def test_stop_while_a_large_picture_is_sent_does_not_cut_it(equipped: Session) -> None:
     """The worker is held up meanwhile, so that the message waits half sent; the rank itself does what a stop does."""
@@ -458,6 +489,7 @@ time.sleep(600)
     assert_works(equipped)
 
 
+@pytest.mark.rare_elsewhere
 def test_stop_that_strikes_in_a_callback_of_ipython_is_not_lost(equipped: Session) -> None:
     """Whoever calls them there catches KeyboardInterrupt, says a word and goes on."""
     equipped.run_cell(_STRIKES_IN_A_CALLBACK.format(event="pre_run_cell"), ranks=1)
@@ -467,6 +499,7 @@ def test_stop_that_strikes_in_a_callback_of_ipython_is_not_lost(equipped: Sessio
     assert_works(equipped)
 
 
+@pytest.mark.rare_elsewhere
 def test_stop_that_strikes_when_the_code_has_failed_says_where_that_was(equipped: Session) -> None:
     """As torch's error of being freed does, which may come right before the interrupt."""
     equipped.run_cell(f"{_STRIKES_IN_A_CALLBACK.format(event='post_execute')}_skips = 1", ranks=1)
@@ -494,6 +527,7 @@ get_ipython().events.register("{event}", strike)
 # ---- destructors
 
 
+@pytest.mark.rare_elsewhere
 def test_interrupt_that_strikes_in_a_destructor_is_not_lost(equipped: Session) -> None:
     code = (
         "class Slow:\n"
@@ -511,6 +545,7 @@ def test_interrupt_that_strikes_in_a_destructor_is_not_lost(equipped: Session) -
     assert_works(equipped)
 
 
+@pytest.mark.rare_elsewhere
 def test_what_a_failed_cell_held_is_let_go_of_at_once(equipped: Session) -> None:
     equipped.run_cell(
         "import gc, weakref\n"
@@ -541,6 +576,7 @@ _WAITS_FOR_A_LOCK = (
 )
 
 
+@pytest.mark.rare_elsewhere
 def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(equipped: Session) -> None:
     with pytest.raises(RankError, match="ValueError"):
         equipped.run_cell(_WAITS_FOR_A_LOCK)
@@ -548,6 +584,7 @@ def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(equipp
     assert_works(equipped)
 
 
+@pytest.mark.here_only
 @pytest.mark.slow
 def test_destructor_that_waits_forever_is_given_up_after_a_while(equipped: Session) -> None:
     with pytest.raises(RankError, match="ValueError"):

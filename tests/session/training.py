@@ -50,17 +50,18 @@ def press_stop() -> None:
 
 
 class Watcher(CellObserver):
-    """Observes a cell; ``press_at`` presses stop when a rank has printed that."""
+    """Observes a cell; ``press_at`` presses stop when so many ranks have printed that."""
 
-    def __init__(self, *, press_at: str = "") -> None:
+    def __init__(self, *, press_at: str = "", ranks: int = 1) -> None:
         self.printed = ""
         self.waited: list[str] = []
         self.notices: list[str] = []
         self._press_at = press_at
+        self._ranks = ranks
 
     def output(self, rank: int, stream: str, text: str) -> None:
         self.printed += text
-        if self._press_at and self._press_at in self.printed:
+        if self._press_at and self.printed.count(self._press_at) >= self._ranks:
             self._press_at = ""
             threading.Timer(0.1, press_stop).start()
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from detrain_nb import parallel as par
 from detrain_nb import training
 from detrain_nb.errors import DetrainError
+from detrain_nb.parallel.tensor.apply import plan_of
 
 
 class Block(nn.Module):
@@ -213,6 +214,113 @@ def llama_through_stages(source: str, target: str) -> tuple[float, list[str]]:
     output = stages.predict(batch)
     names = training.export_safetensors(target, stages)
     return 0.0 if output is None else float(output["logits"].double().sum()), names
+
+
+# ---- laid out by parallelize
+
+
+def gpt2(seed: int) -> Any:
+    """Its queries, keys and values are one layer; its head is its embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 51, "n_positions": 8, "n_embd": 16, "n_layer": 4, "n_head": 4}
+    ends = {"bos_token_id": 1, "eos_token_id": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ends, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+
+
+def phi3(seed: int) -> Any:
+    """A Llama whose gate and up projections are one layer; its head is no other's."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+    lengths = {"max_position_embeddings": 32, "original_max_position_embeddings": 32}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return Phi3ForCausalLM(Phi3Config(vocab_size=51, **sizes, **lengths, **ends))
+
+
+FAMILIES = {"GPT-2": gpt2, "Phi-3": phi3}
+
+
+def call(rows: Tensor) -> dict[str, Any]:
+    return {"input_ids": rows, "use_cache": False}
+
+
+def loss_of_output(output: Any, targets: Tensor) -> Tensor:
+    return loss_of(output.logits, targets)
+
+
+class FamilyRun:
+    """A model of transformers with AdamW: plain, or laid out by parallelize over ``axes``, its layers by its plan."""
+
+    def __init__(self, family: str, axes: dict[str, int] | None, *, seed: int = 0) -> None:
+        self.model: Any = FAMILIES[family](seed)
+        self.replicas, self.replica = 1, 0
+        if axes is not None:
+            mesh = par.make_mesh(**axes, device_type="cpu")
+            self.model = par.parallelize(
+                self.model,
+                mesh,
+                example_inputs=call(tokens(0)[:2]),
+                loss=loss_of_output,
+                num_microbatches=2,
+                device="cpu",
+            )
+            self.replicas, self.replica = self.model.num_replicas, self.model.replica
+        self.optimizer = torch.optim.AdamW(list(self.model.parameters()), lr=1e-2, eps=1e-3)
+        self.step = 0
+
+    @property
+    def packed(self) -> list[str]:
+        """Parameters of fused layers, of which this rank's rows lie in another order than the whole model's."""
+        plans = [plan for module in getattr(self.model, "modules", ()) if (plan := plan_of(module)) is not None]
+        return sorted(name for plan in plans[:1] for name in plan.packed)
+
+    def train(self, steps: int) -> list[float]:
+        """The losses of whole batches; of stages on the rank of the last one."""
+        losses = []
+        for _ in range(steps):
+            x, y = (each.chunk(self.replicas)[self.replica] for each in (tokens(self.step), tokens(self.step + 100)))
+            if isinstance(self.model, nn.Module):
+                loss = loss_of_output(self.model(**call(x)), y)
+                loss.backward()
+            else:
+                loss = self.model.train_step(call(x), y)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+            losses += [] if loss is None else [float(loss.detach())]
+        return losses
+
+    def save(self, url: str) -> None:
+        training.save(url, self.model, self.optimizer, step=self.step)
+
+    def load(self, url: str) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "saved by . ranks")
+            self.step = training.load(url, self.model, self.optimizer).step
+
+    def everything(self) -> dict[str, Tensor]:
+        """Values, and AdamW's state, of a plain model by the names that parameters have in it."""
+        found = {name: value.clone() for name, value in self.model.state_dict().items()}
+        for (name, _), state in zip(self.model.named_parameters(), self.optimizer.state_dict()["state"].values()):
+            found |= {f"{key} of {name}": value.clone() for key, value in state.items()}
+        return found
+
+
+def go_on_laid_out(
+    family: str, axes: dict[str, int], source: str | None, again: str, target: str, *, steps: int
+) -> tuple[list[float], list[str]]:
+    """What is at ``source``, if that is anything, is saved ``again`` as it came; steps, and their end to ``target``."""
+    run = FamilyRun(family, axes, seed=0 if source is None else 7)
+    if source is not None:
+        run.train(1)
+        run.load(source)
+        run.save(again)
+    losses = run.train(steps)
+    run.save(target)
+    return losses, run.packed
 
 
 def with_ties(stages: par.PipelineStages, found: par.Split) -> par.PipelineStages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,10 +24,10 @@ from detrain_nb import Session
 from detrain_nb import parallel as par
 from detrain_nb.errors import NotFinite, SpecError
 from detrain_nb.metrics import log_metrics, read_metrics
-from detrain_nb.training import Callback, Trainer, make_scheduler
+from detrain_nb.training import Callback, Trainer, make_scheduler, set_seed
 from detrain_nb.training.recipe import make_optimizer
 
-from .trainer_ranks import classes, net
+from .trainer_ranks import TokenNet, classes, net
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +117,43 @@ def test_evaluation_is_over_every_sample() -> None:
     assert result.evaluations[-1]["loss"] == pytest.approx(float(F.cross_entropy(output, y)), rel=1e-6)
     assert result.evaluations[-1]["accuracy"] == int((output.argmax(1) == y).sum()) / 37
     assert "12 steps in" in str(result) and "accuracy" in str(result)
+
+
+class Labelled(nn.Linear):
+    """As models of transformers do, it has the loss in its output."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": F.cross_entropy(super().forward(x), labels)}
+
+
+class OfLabels(Trainer):
+    def unpack(self, given: Any) -> tuple[Any, Any]:
+        x, labels = given
+        return {"x": x, "labels": labels}, None
+
+
+def test_evaluation_of_a_model_that_makes_its_loss_is_over_every_sample() -> None:
+    """In microbatches, and with a last batch that is shorter."""
+    data = classes(20)
+    model = par.WholeModel(Labelled(8, 3), loss=lambda output, _: output["loss"], num_microbatches=4, device="cpu")
+    found = OfLabels(model, train=DataLoader(data, 8), steps=1).evaluate(DataLoader(data, 16))
+    with torch.no_grad():
+        expected = model.modules[0](*data.tensors)["loss"]
+    assert found == {"loss": pytest.approx(float(expected), rel=1e-6)}
+
+
+def test_target_that_is_forgotten_in_an_evaluation_is_told_on_every_rank() -> None:
+    class Forgets(Trainer):
+        def unpack(self, given: Any) -> tuple[Any, Any]:
+            return given[0], None
+
+    data = DataLoader(classes(8), 4)
+    model = par.WholeModel(net(), loss=F.cross_entropy, device="cpu")
+    predicted: list[Any] = []
+    model.predict = predicted.append  # type: ignore[method-assign]  # where other ranks would wait for this one
+    with pytest.raises(SpecError, match="cross_entropy compares the output with a target, and there is none"):
+        Forgets(model, train=data, steps=1).evaluate(data)
+    assert not predicted
 
 
 def test_prediction_before_leaves_no_layer_evaluating() -> None:
@@ -270,6 +309,88 @@ def test_schedules_rise_stay_and_fall() -> None:
     assert rates("constant", warmup_steps=4) == [0.25, 0.5, 0.75] + [1.0] * 8
 
 
+# ---- how fast it was
+
+
+def test_speed_is_told_in_samples_tokens_and_flops(metrics: Path) -> None:
+    """Of batches of 6 and 4 rows, in the result and in the lines; this rank could do 1e9 FLOPs a second."""
+    data = TensorDataset(torch.randint(0, 11, (10, 7)), torch.zeros(10, dtype=torch.long))
+    ours = trainer(model=TokenNet(), train=DataLoader(data, 6), steps=4, flops_per_sample=5e3, peak_flops=1e9)
+    result = ours.fit()
+    for record in result.history:
+        assert record["tokens_per_s"] == pytest.approx(7 * record["samples_per_s"])
+        assert record["mfu"] == pytest.approx(3 * 5e3 * record["samples_per_s"] / 1e9), "forward, and twice backward"
+    in_steps_s = sum(rows / record["samples_per_s"] for rows, record in zip((6, 4, 6, 4), result.history))
+    assert 0 < in_steps_s <= result.seconds
+    assert [line["mfu"] for line in read_metrics()] == [record["mfu"] for record in result.history]
+
+
+@pytest.mark.parametrize("given", [{}, {"flops_per_sample": 5e3}, {"peak_flops": 1e9}])
+def test_what_is_not_known_of_speed_is_left_out(given: dict[str, float]) -> None:
+    """Rows of floats are no tokens, and a share of FLOPs needs both numbers."""
+    record = trainer(steps=1, **given).fit().history[0]
+    assert "samples_per_s" in record and not {"mfu", "tokens_per_s"} & record.keys()
+
+
+# ---- seeds, optimizers and schedulers of the user's own
+
+
+def test_seed_is_that_of_every_generator() -> None:
+    def drawn(seed: int) -> list[float]:
+        set_seed(seed)
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    first = drawn(3)
+    assert drawn(3) == first
+    assert all(one != other for one, other in zip(drawn(4), first))
+    assert drawn(2**32 + 3)[1] == first[1], "numpy's seeds have 32 bits"
+
+
+def test_optimizer_and_scheduler_may_be_names_objects_or_functions() -> None:
+    """All three make the same steps; the rates of the last are the halves of a StepLR."""
+    named = trainer(optimizer="sgd", optimizer_options={"lr": 0.2, "momentum": 0.9}, scheduler="linear").fit()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    scheduler = make_scheduler("linear", optimizer, steps=12)
+    ours = trainer(model=model, optimizer=optimizer, optimizer_options=None, scheduler=scheduler)
+    assert ours.optimizer is optimizer and ours.scheduler is scheduler
+    assert ours.fit().losses == named.losses
+    made = trainer(
+        optimizer=functools.partial(torch.optim.SGD, momentum=0.9),
+        optimizer_options={"lr": 0.2},
+        scheduler=lambda optimizer: make_scheduler("linear", optimizer, steps=12),
+    )
+    assert made.fit().losses == named.losses
+    halves = trainer(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)).fit()
+    assert [record["lr"] for record in halves.history] == [0.02] * 4 + [0.01] * 4 + [0.005] * 4
+
+
+def _sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (lambda model: {"optimizer": _sgd(net())}, "the optimizer has parameters of another model"),
+        (lambda model: {"optimizer": _sgd(model), "optimizer_options": {"lr": 1}}, "lr were given beside an optimizer"),
+        (
+            lambda model: {"scheduler": torch.optim.lr_scheduler.StepLR(_sgd(model), 4)},
+            "the scheduler is of another optimizer: give a function of it",
+        ),
+        (
+            lambda model: {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+            "ReduceLROnPlateau goes by evaluations, and ours by steps",
+        ),
+        (lambda model: {"optimizer": "lbfgs"}, "LBFGS asks for the loss again within its step"),
+    ],
+)
+def test_optimizers_and_schedulers_that_cannot_be_are_told(options: Any, message: str) -> None:
+    model = net()
+    with pytest.raises(SpecError, match=message):
+        trainer(model=model, **{"optimizer_options": None, **options(model)})
+
+
 # ---- on ranks
 
 
@@ -308,6 +429,38 @@ def test_ranks_that_would_evaluate_unequal_numbers_of_batches_are_told(session: 
 
 def test_one_rank_may_stop_before_the_first_step(session: Session) -> None:
     assert session.run_cell("trainer_ranks.stop_at_once()", timeout_s=30).values == {0: 0, 1: 0}
+
+
+def test_prediction_is_on_the_rank_of_the_last_stage(session: Session) -> None:
+    """In evaluation mode, batch by batch; then the layers train again."""
+    found = session.run_cell("trainer_ranks.predict()", timeout_s=30).values
+    assert found[0] == ([], True)
+    apart, is_training = found[1]
+    assert len(apart) == 3 and max(apart) < 1e-6 and is_training
+
+
+@pytest.mark.parametrize("axes", ["pp", "dp_shard"])
+def test_optimizer_of_the_users_own_is_of_what_a_rank_has(session: Session, axes: str) -> None:
+    for named, given, made in session.run_cell(f"trainer_ranks.optimize({axes!r})", timeout_s=40).values.values():
+        assert named == given == made and named[-1] < named[0]
+
+
+@pytest.mark.parametrize("axes, replicas", [("pp", 1), ("dp_replicate", 2)])
+def test_speed_is_of_all_replicas_and_of_all_ranks(session: Session, axes: str, replicas: int) -> None:
+    """4 rows of 7 tokens in 2 s on each replica; 5000 FLOPs for a row, of 1e9 a second on each rank."""
+    for record in session.run_cell(f"trainer_ranks.report({axes!r})", timeout_s=30).values.values():
+        assert (record["samples_per_s"], record["tokens_per_s"]) == (2 * replicas, 14 * replicas)
+        assert record["mfu"] == pytest.approx(3 * 5e3 * 2 * replicas / (2 * 1e9))
+
+
+def test_bar_is_on_the_first_rank_alone(session: Session) -> None:
+    for axes in ("dp_replicate", "pp"):
+        cell = session.run_cell(f"trainer_ranks.show_bar({axes!r})", timeout_s=30).cell
+        shown = [session.log.text(cell, rank, "stderr") for rank in range(2)]
+        assert "training: 100%" in shown[0] and "3/3" in shown[0] and "loss=" in shown[0]
+        assert "training:" not in shown[1]
+    hidden = session.run_cell("trainer_ranks.show_bar('pp', show_progress=False)", timeout_s=30).cell
+    assert "training:" not in session.log.text(hidden, 0, "stderr")
 
 
 def test_rank_whose_gradient_is_no_number_is_named(session: Session) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from detrain_nb import parallel as par
 from detrain_nb import training
 from detrain_nb.parallel.tensor.apply import plan_of
+from detrain_nb.training.reports import Reports, Result
 
 
 def classes(samples: int) -> TensorDataset:
@@ -24,6 +27,19 @@ def classes(samples: int) -> TensorDataset:
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+class TokenNet(nn.Module):
+    """Takes tokens, whole numbers, as a language model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(11, 8), nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.head(self.table(tokens).mean(1))
+        return result
 
 
 def train(axes: dict[str, int], folder: str) -> dict[str, Any]:
@@ -145,3 +161,58 @@ def stop_at_once() -> int:
     loader = DataLoader(classes(20), 10)
     trainer = training.Trainer(stages(), train=loader, steps=2, callbacks=[StopsAtOnce()], show_progress=False)
     return trainer.fit().steps
+
+
+def predict() -> tuple[list[float], bool]:
+    """How far each batch's prediction is from the whole model's, and whether the layers are training afterwards."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+    whole = copy.deepcopy(model).eval()
+    laid_out = par.parallelize(
+        model, par.make_mesh(pp=2, device_type="cpu"), example_inputs=torch.zeros(2, 8), loss=F.cross_entropy,
+        pp=["1"], device="cpu",
+    )  # fmt: skip
+    trainer = training.Trainer(laid_out, train=DataLoader(classes(8), 8), steps=1, show_progress=False)
+    batches = [classes(10).tensors[0][begin : begin + 4] for begin in (0, 4, 8)]
+    with torch.no_grad():
+        apart = [float((found - whole(x)).abs().max()) for found, x in zip(trainer.predict(batches), batches)]
+    return apart, all(part.training for module in laid_out.modules for part in module.modules())
+
+
+def optimize(axes: str) -> list[list[float]]:
+    """Losses with SGD by its name, as an object over this rank's parameters, and as a function of them."""
+
+    def fit_with(choose: Any, **options: Any) -> list[float]:
+        mesh = par.make_mesh(**{axes: 2}, device_type="cpu")
+        model = par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
+        loader = DataLoader(classes(40), 8)
+        return training.Trainer(
+            model, train=loader, steps=5, optimizer=choose(model), show_progress=False, **options
+        ).fit().losses  # fmt: skip
+
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)
+    return [
+        fit_with(lambda model: "sgd", optimizer_options={"lr": 0.5}),
+        fit_with(lambda model: sgd(model.parameters())),
+        fit_with(lambda model: sgd),
+    ]
+
+
+def report(axes: str) -> dict[str, float]:
+    """What a rank says of a step of two seconds, with four rows of tokens on each replica."""
+    tokens = torch.zeros(4, 7, dtype=torch.long)
+    model = par.parallelize(
+        TokenNet(), par.make_mesh(**{axes: 2}, device_type="cpu"), example_inputs=tokens, loss=F.cross_entropy,
+        device="cpu",
+    )  # fmt: skip
+    reports = Reports(model, metrics_folder=None, flops_per_sample=5e3, peak_flops=1e9, show_progress=False)
+    reports.begin(Result(0))
+    record: dict[str, float] = {}
+    reports.step(1, record, tokens, seconds=2.0)
+    return record
+
+
+def show_bar(axes: str, *, show_progress: bool = True) -> None:
+    mesh = par.make_mesh(**{axes: 2}, device_type="cpu")
+    model = par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
+    training.Trainer(model, train=DataLoader(classes(40), 8), steps=3, show_progress=show_progress).fit()

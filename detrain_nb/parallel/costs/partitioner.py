@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +152,7 @@ def partition(
 
 
 class _Costs:
-    """What a stage would cost, for every pair of a first unit (rows) and a unit behind the last (columns)."""
+    """What a stage would cost, for every pair of a first unit (rows) and a unit behind the last (columns), or one."""
 
     def __init__(
         self,
@@ -186,22 +189,25 @@ class _Costs:
                 last_use[name] = index
         return sums
 
-    def stage_s(self, node: StageNode) -> Tensor:
-        travel_s = self._link_bytes / node.bytes_per_s + self._messages * node.latency_s
-        return torch.maximum(self._time_s / node.speed, travel_s)
+    def stage_s(self, node: StageNode, span: Any = ...) -> Tensor:
+        time_s = self._time_s[span] / node.speed
+        if math.isinf(node.bytes_per_s) and not node.latency_s:
+            return time_s
+        travel_s = self._link_bytes[span] / node.bytes_per_s + self._messages[span] * node.latency_s
+        return torch.maximum(time_s, travel_s)
 
-    def memory_bytes(self, stage: int) -> Tensor:
+    def memory_bytes(self, stage: int, span: Any = ...) -> Tensor:
         kept = min(self.num_microbatches, self.num_stages - stage) if self._is_training else 0
-        return self._parameter_bytes * self._state_factor + self._saved_bytes * kept
+        return self._parameter_bytes[span] * self._state_factor + self._saved_bytes[span] * kept
 
     def describe(self, nodes: Sequence[StageNode], bounds: Sequence[int]) -> Partition:
-        spans = list(zip(nodes, bounds, bounds[1:]))
+        spans = list(itertools.pairwise(bounds))
         return Partition(
             self.profile,
             tuple(nodes),
             tuple(bounds),
-            tuple(float(self.stage_s(node)[begin, end]) for node, begin, end in spans),
-            tuple(float(self.memory_bytes(stage)[begin, end]) for stage, (_, begin, end) in enumerate(spans)),
+            tuple(float(self.stage_s(node, span)) for node, span in zip(nodes, spans)),
+            tuple(float(self.memory_bytes(stage, span)) for stage, span in enumerate(spans)),
             self.num_microbatches,
         )
 
@@ -223,14 +229,18 @@ def _search(
     kinds = list(dict.fromkeys(nodes)) if is_order_free else list(nodes)
     counts = [nodes.count(kind) for kind in kinds] if is_order_free else [1] * len(kinds)
     size = len(costs.profile.units) + 1
-    is_span = torch.ones(size, size, dtype=torch.bool).triu(1)
-    stage_s = {kind: costs.stage_s(kind).masked_fill_(~is_span, math.inf) for kind in set(kinds)}
+    no_span = torch.ones(size, size, dtype=torch.bool).tril()
+
+    @functools.lru_cache(maxsize=len(kinds) if is_order_free else 1)  # each takes units squared
+    def stage_s(kind: StageNode) -> Tensor:
+        return costs.stage_s(kind).masked_fill_(no_span, math.inf)
+
     start = tuple(0 for _ in kinds)
     best = {start: torch.full((size,), math.inf, dtype=torch.float64)}
     best[start][0] = 0
     came_from: list[dict[tuple[int, ...], tuple[Tensor, Tensor]]] = []
     for stage in range(len(nodes)):
-        too_much = _find_too_much(costs, stage, kinds)
+        too_much = _find_too_much(costs, stage, kinds if is_order_free else kinds[stage : stage + 1])
         reached: dict[tuple[int, ...], Tensor] = {}
         steps: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         for used, slowest in best.items():
@@ -238,7 +248,7 @@ def _search(
                 if used[index] == counts[index]:
                     continue
                 kind = kinds[index]
-                total = torch.maximum(slowest[:, None], stage_s[kind])
+                total = torch.maximum(slowest[:, None], stage_s(kind))
                 if kind in too_much:
                     total.masked_fill_(too_much[kind], math.inf)
                 value, begin = total.min(dim=0)

@@ -27,6 +27,7 @@ from ..recording import (
     Recording,
     TensorLook,
     device_of,
+    fails_with_inputs,
     modules_around,
     random_state_kept,
     record,
@@ -140,10 +141,12 @@ def profile(model: nn.Module, example_inputs: ExampleInputs, *, measure: bool = 
     (``if x.sum() > 0``), or calls what cannot run without them, runs once for real instead, on copies of its buffers.
     ``measure``: take the time of each unit too, forward and backward, with the whole model where it is.
 
-    Raises: SpecError for a model that has no hooks, or that looks at values and has none.
+    Raises: SpecError for a model that has no hooks, or that looks at values and has none, and for inputs that it fails
+    on.
     """
     args, kwargs = as_call(example_inputs)
-    found = dataclasses.replace(profile_call(model, args, kwargs), shared_inputs=shared_inputs(example_inputs))
+    with fails_with_inputs(args, kwargs):
+        found = dataclasses.replace(profile_call(model, args, kwargs), shared_inputs=shared_inputs(example_inputs))
     if not measure:
         return found
     measured = measure_units(model, args, kwargs, found.cuts)

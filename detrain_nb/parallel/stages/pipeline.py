@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import SessionError, SpecError
 from ..deferred import fill, is_deferred, require_values
+from ..mesh import can_send_from
 from ..microbatches import Loss, Passage
 from ..model import Arrangement, ParallelModel, autocast_left
 from .boundaries import Boundaries
@@ -73,6 +74,7 @@ class PipelineStages(ParallelModel):
         shared_inputs = found.profile.shared_inputs
         super().__init__(loss, loss_weight, device=device, arrangement=arrangement, shared_inputs=shared_inputs)
         self._require_same_cuts(found)
+        self._link_device = self._find_link()
         require_values(found.model)
         self._boundaries = Boundaries(found, self.arrangement.boundary_dtype)
         self.tied_names = tuple(tuple(found.aliases(name)) for name in found.shared)
@@ -84,7 +86,7 @@ class PipelineStages(ParallelModel):
         else:  # not stage.to(): it would take the parameters of the user's model along
             fill(stages, device=self.device)
         self.modules = self._called = tuple(stages)
-        self._tied = TiedParameters(found, self.modules, self._group, self.schedule)
+        self._tied = TiedParameters(found, self.modules, self._group, self.schedule, link=self._link_device)
         if prepare is not None:
             lasts = (index == self.num_stages - 1 for index in self.indices)
             self._called = tuple(prepare(module, is_last) for module, is_last in zip(self.modules, lasts))
@@ -109,6 +111,24 @@ class PipelineStages(ParallelModel):
                 raise SpecError(
                     f"{other_count} microbatches on rank {rank}, and {count} on rank {first}: give all as many"
                 )
+
+    def _find_link(self) -> torch.device:
+        """Where tensors are on their way to another stage: on the CPU, where stages are on unlike devices.
+
+        Raises: SpecError, on every rank, where these would not agree what a layer gives.
+        """
+        kinds = set(self.gather(self.device.type, of_one_copy=True))
+        if len(kinds) > 1 and self.arrangement.autocast is not None:
+            raise SpecError(
+                f"bf16 beside stages on {' and '.join(sorted(kinds))}: autocast gives the output of some layers in "
+                "float32 on one of them alone; use precision='fp32' there, or a model whose parameters are bfloat16"
+            )
+        is_direct = len(kinds) == 1 and can_send_from(self.device.type, self._group)
+        return self.device if is_direct else torch.device("cpu")
+
+    @property
+    def link_device(self) -> torch.device:
+        return self._link_device
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -158,7 +178,7 @@ class PipelineStages(ParallelModel):
         else:
             boundaries = self._boundaries.find(*part, is_training=is_training)
             stages = [
-                _Stage(module, index, self.num_stages, self._device, self._group, boundaries)
+                _Stage(module, index, self.num_stages, self.device, self.link_device, self._group, boundaries)
                 for index, module in zip(self.indices, self._called)
             ]
             self._plans[key] = _Plan(stages, self.schedule, count, is_training=is_training)
@@ -185,7 +205,8 @@ def _look_of(leaf: Any) -> Any:
 class _Stage(PipelineStage):
     """A stage that gets the number of a microbatch, and looks up the rest.
 
-    A pass without a backward one leaves gradients alone, and asks for none.
+    A pass without a backward one leaves gradients alone, and asks for none. For torch the stage is where its tensors
+    are on their way; the module itself may be on another device.
     """
 
     passage: Passage
@@ -196,19 +217,22 @@ class _Stage(PipelineStage):
         index: int,
         num_stages: int,
         device: torch.device,
+        link: torch.device,
         group: dist.ProcessGroup,
         boundaries: Sequence[Tensor],
     ) -> None:
         """``boundaries``: what comes into the second and each further stage, on the meta device."""
         inputs = (boundaries[index - 1],) if index else ()
         outputs = boundaries[index] if index + 1 < num_stages else torch.empty(1, device="meta", requires_grad=True)
-        super().__init__(module, index, num_stages, device, input_args=inputs, output_args=(outputs,), group=group)
+        super().__init__(module, index, num_stages, link, input_args=inputs, output_args=(outputs,), group=group)
         self._promised = outputs
+        self._device = device
 
     def forward_maybe_with_nosync(self, *received: Tensor, microbatch: Tensor) -> Any:
         index = int(microbatch)
         args, kwargs = self.passage.parts[index]
-        output = super().forward_maybe_with_nosync(*received, *args, **kwargs)  # type: ignore[no-untyped-call]
+        here = (tensor.to(self._device) for tensor in received)
+        output = super().forward_maybe_with_nosync(*here, *args, **kwargs)  # type: ignore[no-untyped-call]
         if not self.is_last:
             if (output.shape, output.dtype) != (self._promised.shape, self._promised.dtype):
                 given, promised = _look_of(output), _look_of(self._promised)
@@ -216,14 +240,19 @@ class _Stage(PipelineStage):
                     f"stage {self.stage_index} gives {given}, and {promised} was expected: the model gives for this "
                     "batch what cannot be told from its shapes; use batches like the example"
                 )
-            return output
+            return output.to(self.device)
         self.passage.take(index, output)
+        if isinstance(output, Tensor):
+            return output
         leaves = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         return leaves if len(leaves) > 1 else leaves[0]
 
-    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        with autocast_left(self.device):
-            return super().backward_maybe_with_nosync(*args, **kwargs)
+    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
+        with autocast_left(self._device):
+            gradients, groups = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        if backward_type == "input":  # they are sent as they lie in memory; a whole backward pass lays them out itself
+            gradients = tuple(None if each is None else each.contiguous() for each in gradients)
+        return gradients, groups
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ...errors import SpecError
-from ..recording import ModuleOutput, first_float_tensor, modules_around, without_fused_layers
+from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
 from .stubs import End, Reached, StageState, Stub, ghost_of, shallow_copy
 
 __all__ = ["build_stage"]
@@ -44,10 +43,10 @@ class _StageForward(nn.Module):
     def _run(self, received: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
         if received is not None:
-            received = _MadeContiguous.apply(received)  # type: ignore[no-untyped-call]
             state.received = received.clone() if state.is_careful else received
-        place = next((leaf for leaf in tree_leaves((received, args, kwargs)) if isinstance(leaf, Tensor)), None)
-        state.move(state.device if place is None else place.device)
+            state.move(received.device)
+        else:
+            state.move(device_of((args, kwargs), state.device))
         state.is_taken = received is None
         try:
             with without_fused_layers():
@@ -67,21 +66,9 @@ class _StageForward(nn.Module):
 _OF_WRITING = ("single memory location", "modified inplace", "in-place operation")
 
 
-class _MadeContiguous(torch.autograd.Function):
-    """A boundary's tensor, and its gradient, are sent as they lie in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.contiguous() if not tensor.is_contiguous() else tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
-
-
 def _own(tensor: Tensor) -> Tensor:
-    """Contiguous, and no view: zero-bubble schedules detach it in place."""
-    is_plain = tensor.is_contiguous() and not tensor._is_view()
+    """Contiguous, and neither a view nor what was received: zero-bubble schedules detach it in place."""
+    is_plain = tensor.is_contiguous() and not tensor._is_view() and not (tensor.is_leaf and tensor.requires_grad)
     return tensor if is_plain else tensor.clone(memory_format=torch.contiguous_format)
 
 

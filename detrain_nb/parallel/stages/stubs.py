@@ -87,18 +87,19 @@ class Stub(nn.Module):
         key = (self.training, *_look_of(args, kwargs))
         if key not in self._known:
             self._known[key] = self._ask(args, kwargs)
-        known, device = self._known[key]
+        known = self._known[key]
         if isinstance(known, Tensor):  # as a rule; tree_map takes its time
-            return self._zeros(known, device)
-        return tree_map(lambda leaf: self._zeros(leaf, device) if isinstance(leaf, Tensor) else leaf, known)
+            return self._fresh(known)
+        return tree_map(lambda leaf: self._fresh(leaf) if isinstance(leaf, Tensor) else leaf, known)
 
-    def _zeros(self, like: Tensor, device: torch.device) -> Tensor:
+    def _fresh(self, zeros: Tensor) -> Tensor:
+        """Another tensor each time: code may mark what it gets."""
         if self._state.is_careful:
-            return torch.zeros(like.shape, dtype=like.dtype, device=device)
-        return zeros_without_memory(like, device)
+            return torch.zeros(zeros.shape, dtype=zeros.dtype, device=zeros.device)
+        return zeros.detach() if zeros.numel() > 1 else torch.zeros_like(zeros)  # which writes into one cannot harm
 
-    def _ask(self, args: Any, kwargs: Any) -> tuple[Any, torch.device]:
-        """What the module would give, on the meta device, and the device that it would be on."""
+    def _ask(self, args: Any, kwargs: Any) -> Any:
+        """What the module would give, as zeros without memory on the device that it would be on."""
         has_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
         device = device_of((args, kwargs)) if has_tensor else self._state.device
         on_meta, kwargs_on_meta = tree_map(TensorMemo(_on_meta), (args, kwargs))
@@ -108,7 +109,7 @@ class Stub(nn.Module):
                 known = self._ghost(*on_meta, **kwargs_on_meta)
         except RuntimeError as exc:  # it looks at values, as a mixture of experts does, or wants them
             known = self._answer_without_meta(args, kwargs, exc)
-        return known, device
+        return tree_map(lambda leaf: zeros_without_memory(leaf, device) if isinstance(leaf, Tensor) else leaf, known)
 
     def _answer_without_meta(self, args: Any, kwargs: Any, why: RuntimeError) -> Any:
         """As it was in the example; or of its own code, that runs on zeros; or else what it gets."""
@@ -185,7 +186,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def zeros_without_memory(like: Tensor, device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
+    with torch.inference_mode(False):  # they are kept, and a training pass may save them
+        return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -30,13 +30,13 @@ class _Tied:
     ranks: tuple[int, ...]
     copies: list[nn.Parameter]
 
-    def add_up(self, earlier: Sequence[Tensor | None], group: dist.ProcessGroup) -> None:
+    def add_up(self, earlier: Sequence[Tensor | None], group: dist.ProcessGroup, link: torch.device) -> None:
         """Give every copy the sum of all gradients, and what it had before. Collective: ``ranks``."""
         made = [copy.grad for copy in self.copies if copy.grad is not None]
         total = made[0].clone() if made else torch.zeros_like(self.copies[0])
         for grad in made[1:]:
             total.add_(grad)
-        _sum_over(_local(total), self.ranks, group)
+        _sum_over(_local(total), self.ranks, group, link)
         for copy, before in zip(self.copies, earlier):
             copy.grad = total.clone() if before is None else before.add_(total)
 
@@ -45,10 +45,19 @@ class TiedParameters:
     """Those of this rank's stages that other stages have too; sharding makes copies of them within a rank as well."""
 
     def __init__(
-        self, found: Split, modules: Sequence[nn.Module], group: dist.ProcessGroup, schedule: Schedule
+        self,
+        found: Split,
+        modules: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+        schedule: Schedule,
+        *,
+        link: torch.device,
     ) -> None:
-        """Give them the values that the lowest of their ranks has. Collective: all ranks of ``group``."""
-        self._group = group
+        """Give them the values that the lowest of their ranks has. Collective: all ranks of ``group``.
+
+        ``link``: the device from which they are sent.
+        """
+        self._group, self._link = group, link
         num_ranks = dist.get_world_size(group)
         rank_of = {
             stage: rank
@@ -61,7 +70,7 @@ class TiedParameters:
         }
         self._find(modules)
         for tied in self._tied:
-            _send_first(tied.copies[0].detach(), tied.ranks, group)
+            _send_first(tied.copies[0].detach(), tied.ranks, group, link)
 
     def find_again(self, modules: Sequence[nn.Module]) -> None:
         """Take the parameters that ``modules`` have now: sharding has made others. Collective: all ranks of ``group``.
@@ -115,7 +124,7 @@ class TiedParameters:
                     copy.grad = grad
             raise
         for tied, earlier in zip(trained, before):
-            tied.add_up(earlier, self._group)
+            tied.add_up(earlier, self._group, self._link)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -123,24 +132,26 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
-def _send_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+def _send_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, link: torch.device) -> None:
     """Give ``tensor`` on all ``ranks`` the value of the first of them."""
     first, *others = ranks
+    sent = tensor.to(link)
     if dist.get_rank(group) == first:
         for other in others:
-            dist.send(tensor, group=group, group_dst=other)
+            dist.send(sent, group=group, group_dst=other)
     else:
-        dist.recv(tensor, group=group, group_src=first)
+        dist.recv(sent, group=group, group_src=first)
+        tensor.copy_(sent)
 
 
-def _sum_over(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+def _sum_over(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, link: torch.device) -> None:
     """Make ``tensor`` the sum over ``ranks``, which is bit for bit the same on all of them."""
     first, *others = ranks
     if dist.get_rank(group) == first:
-        received = torch.empty_like(tensor)
+        received = torch.empty_like(tensor, device=link)
         for other in others:
             dist.recv(received, group=group, group_src=other)
-            tensor.add_(received)
+            tensor.add_(received.to(tensor.device))
     else:
-        dist.send(tensor, group=group, group_dst=first)
-    _send_first(tensor, ranks, group)
+        dist.send(tensor.to(link), group=group, group_dst=first)
+    _send_first(tensor, ranks, group, link)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,11 @@ __all__ = [
 ]
 
 _PLAN = "_tensor_plan"  # of a module that is cut
+
+# With dp_shard beside tp every rank would write pages of hints into the cell: how two collectives could be one.
+_hints = logging.getLogger("torch.distributed.tensor._redistribute")
+if _hints.level == logging.NOTSET:  # else the user has said what is wanted
+    _hints.setLevel(logging.ERROR)
 
 
 def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, replica: int = 0) -> nn.Module:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from ...errors import SpecError
 from ..costs.profiler import ExampleInputs, as_call
-from ..recording import first_float_tensor, modules_around
+from ..recording import fails_with_inputs, first_float_tensor, modules_around
 from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
 from .plan import LINEAR, Pair, PlannedModule, TensorPlan
 from .proof import Call, find_fault, keep_call
@@ -55,13 +55,15 @@ def tp_plan(
 
     The model runs once, evaluating, without gradients; then each kind of block runs in float64, on the CPU. The plan
     is the same on every rank that calls this with the same model.
-    Raises: SpecError for what is asked for by name and cannot be.
+    Raises: SpecError for what is asked for by name and cannot be, and for inputs that the model fails on.
     """
     if tp < 2:
         raise SpecError(f"tp={tp}: layers are cut over 2 ranks or more")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise SpecError("the model has parameters over a mesh already: plan before it is laid out")
-    planner = _Planner(model, as_call(example_inputs), tp)
+    call = as_call(example_inputs)
+    with fails_with_inputs(*call):
+        planner = _Planner(model, call, tp)
     planner.add_pairs()
     planner.add_embeddings()
     planner.add_experts()
