@@ -160,7 +160,7 @@ class CellRunner(InteractiveShell):
         """Let what the code raised before an interrupt came be its context; Python knows only what was handled then."""
         before = [error for error in self._unreported if error is not interrupt]
         raised = [error for error in before if not isinstance(error, KeyboardInterrupt)]
-        if before and not any(error in before for error in _chain(interrupt)):
+        if before and not any(error in before for error in chain_of(interrupt)):
             interrupt.__context__ = raised[-1] if raised else before[0]
 
     def complete_code(self, code: str, position: int) -> tuple[list[str], list[str], int, int]:
@@ -291,7 +291,7 @@ def user_traceback(error: BaseException, *, is_own_code_enough: bool = False) ->
 
     With ``is_own_code_enough``: not what happened inside libraries, nor what came before.
     """
-    chain = _chain(error)
+    chain = chain_of(error)
     if is_own_code_enough:  # an interrupt may come when the user's code has raised already: then that says where
         return next((own for step in chain if (own := _own_traceback(step, is_own_code_enough=True))), [])
     lines: list[str] = []
@@ -301,7 +301,7 @@ def user_traceback(error: BaseException, *, is_own_code_enough: bool = False) ->
     return lines + _own_traceback(error)
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def chain_of(error: BaseException) -> list[BaseException]:
     """An error, what caused it, and so on; it may be a ring."""
     chain = [error]
     while len(chain) < _LONGEST_CHAIN:

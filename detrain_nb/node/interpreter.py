@@ -65,7 +65,7 @@ from ..wire import (
     to_frame,
 )
 from .broadcast import broadcast
-from .cellrunner import Bundle, CellRunner, Screen, error_message, user_traceback
+from .cellrunner import Bundle, CellRunner, Screen, chain_of, error_message, user_traceback
 from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory
 from .generation import Generation
 from .interrupts import Interrupts
@@ -74,6 +74,7 @@ from .stale import StaleVariables
 
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
 _NAME_CHARS = 1000
+_OWN_END_LIMIT_S = 0.4  # after another rank's: shorter than the notebook waits for ranks that it freed
 
 _libc = ctypes.CDLL(None)
 
@@ -252,7 +253,7 @@ class _Interpreter:
             body = json_body(value) if value else b""
             self._send(CellDone(self._rank, message.cell, seconds, has_group, is_collective, body))
         else:
-            was_freed = self._interrupts.is_due and has_generation_ended
+            was_freed = self._was_freed(error, ended_before)
             self._report_failure(message.cell, seconds, error, was_freed=was_freed, is_collective=is_collective)
             held, error = [error], None
             self._interrupts.let_go_of(held)
@@ -269,6 +270,17 @@ class _Interpreter:
             self._interrupts.is_in_cell = False
             return {}, exc
         return outcome.value, outcome.error
+
+    def _was_freed(self, error: BaseException, ended_before: int) -> bool:
+        """A stop has ended the generation in which the cell waited.
+
+        A rank that waits for another is freed as soon as the other's end is: its own may come a little later.
+        """
+        if not self._interrupts.is_due:
+            return False
+        if any(isinstance(step, RuntimeError) for step in chain_of(error)):  # what torch raises of a closed connection
+            self._generation.wait_for_end(ended_before, _OWN_END_LIMIT_S)
+        return self._generation.ended > ended_before
 
     def _report_failure(
         self, cell: int, seconds: float, error: BaseException, *, was_freed: bool, is_collective: bool

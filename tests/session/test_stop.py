@@ -163,6 +163,22 @@ def test_blocked_rank_is_freed_and_keeps_its_variables(
     assert_works(equipped)
 
 
+@pytest.mark.rare_elsewhere
+def test_rank_that_another_ones_end_has_freed_tells_nothing_of_that(equipped: Session) -> None:
+    """A connection is shut from both ends; here the other rank is first."""
+    slow_end = "generation = dist.init_process_group.__self__\nend_now = generation.end"
+    slow_end += "\nif rank == 0: generation.end = lambda number: (time.sleep(0.2), end_now(number))[1]"
+    equipped.run_cell(slow_end)
+    try:
+        code = f"print('begun')\nif rank == 0: dist.all_reduce(torch.ones(1))\nelse:\n    {_NEVER}"
+        freed = _stop_when_begun(equipped, code, ranks=2).errors[0]
+    finally:
+        equipped.run_cell("generation.end = end_now", ranks=0)
+    assert freed.interrupted
+    assert "gloo" not in "\n".join([freed.message, *freed.traceback]), freed.traceback
+    assert_works(equipped)
+
+
 _FREE = {
     "loop": "while True: pass",
     "sleep": "time.sleep(60)",
