@@ -87,10 +87,15 @@ def two_nodes(nodes: list[OwnFolder]) -> Iterator[Session]:
         yield session
 
 
-def _later(act: Callable[[], None], after_s: float) -> threading.Thread:
+def _later(act: Callable[[], object], after_s: float) -> threading.Thread:
     thread = threading.Thread(target=lambda: (time.sleep(after_s), act()))
     thread.start()
     return thread
+
+
+def _broken_later(node: OwnFolder, after_s: float, *, for_s: float) -> threading.Thread:
+    """Cut and heal in one thread: two that wait for the same moment may come to it the other way round."""
+    return _later(lambda: (node.cut(), time.sleep(for_s), node.heal()), after_s)
 
 
 def _numbers(session: Session, cell: int, rank: int) -> list[int]:
@@ -129,9 +134,8 @@ def test_nothing_active_is_shown_from_another_machine(two_nodes: Session) -> Non
 def test_broken_connection_is_made_again_and_the_cell_does_not_notice(
     two_nodes: Session, nodes: list[OwnFolder]
 ) -> None:
-    threads = []
-    for node, after_s in ((nodes[1], 0.3), (nodes[0], 0.9), (nodes[1], 1.5)):
-        threads += [_later(node.cut, after_s), _later(node.heal, after_s + 0.4)]
+    breaks = ((nodes[1], 0.3), (nodes[0], 0.9), (nodes[1], 1.5))
+    threads = [_broken_later(node, after_s, for_s=0.4) for node, after_s in breaks]
     code = "import time\nfor i in range(500):\n    print(i)\n    time.sleep(0.005)\ndist.barrier()\nrank"
     faults: set[str] = set()
     has_ended = threading.Event()
@@ -185,16 +189,14 @@ def test_words_of_the_agent_do_not_cut_what_ranks_print(two_nodes: Session) -> N
 
 def test_values_that_were_under_way_are_asked_for_again(two_nodes: Session, nodes: list[OwnFolder]) -> None:
     two_nodes.run_cell("large = torch.zeros(50_000_000)")
-    cut = _later(nodes[1].cut, 0.05)
-    healed = _later(nodes[1].heal, 0.3)
+    healed = _broken_later(nodes[1], 0.05, for_s=0.25)
     try:
         found = two_nodes.pull("large", ranks=1)[1]
     except TransportError as exc:
         assert "right: the connection broke while values were under way: ask for them again" in str(exc)
     else:
         assert len(found) == 50_000_000  # it had all arrived before
-    cut.join(10)
-    healed.join(10)
+    healed.join(30)
     assert len(two_nodes.pull("large", ranks=1)[1]) == 50_000_000
 
 
