@@ -87,7 +87,7 @@ def two_nodes(nodes: list[OwnFolder]) -> Iterator[Session]:
         yield session
 
 
-def _later(act: Callable[[], object], after_s: float) -> threading.Thread:
+def _later(act: Callable[[], None], after_s: float) -> threading.Thread:
     thread = threading.Thread(target=lambda: (time.sleep(after_s), act()))
     thread.start()
     return thread
@@ -95,7 +95,13 @@ def _later(act: Callable[[], object], after_s: float) -> threading.Thread:
 
 def _broken_later(node: OwnFolder, after_s: float, *, for_s: float) -> threading.Thread:
     """Cut and heal in one thread: two that wait for the same moment may come to it the other way round."""
-    return _later(lambda: (node.cut(), time.sleep(for_s), node.heal()), after_s)
+
+    def break_it() -> None:
+        node.cut()
+        time.sleep(for_s)
+        node.heal()
+
+    return _later(break_it, after_s)
 
 
 def _numbers(session: Session, cell: int, rank: int) -> list[int]:
