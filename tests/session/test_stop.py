@@ -56,10 +56,14 @@ def _presses(*seconds: float) -> Iterator[None]:
             timer.join()
 
 
-def _stop(session: Session, code: str, *presses: float, ranks: str | None = None) -> CellInterrupted:
-    """Run a cell, stop it, and return what that raised."""
-    with _presses(*(presses or (0.6,))), pytest.raises(CellInterrupted) as caught:
-        session.run_cell(code, ranks=ranks)
+def _stop(session: Session, code: str, *presses: float) -> CellInterrupted:
+    """Run a cell, stop it so many seconds after all ranks have begun it, and return what that raised."""
+    watcher = Watcher(press_at="the cell begins", ranks=session.world_size, after_s=presses or (0.4,))
+    try:
+        with pytest.raises(CellInterrupted) as caught:
+            session.run_cell(f"print('the cell begins')\n{code}", observer=watcher, first_line=0, timeout_s=60)
+    finally:
+        watcher.press_no_more()
     return caught.value
 
 
@@ -353,7 +357,7 @@ def test_second_press_ends_the_generation_without_asking(
         "from torch.distributed.distributed_c10d import _get_default_store\n_get_default_store().get('nobody sets it')"
     )
     before = _counters(equipped)
-    stopped = _stop(equipped, code, 0.5, 1.5)
+    stopped = _stop(equipped, code, 0.3, 1.3)
     assert "all ranks stopped and kept their variables" in stopped.note
     assert "the process groups are made anew" in stopped.note
     assert _freed(caplog) == {0, 1}
@@ -364,7 +368,7 @@ def test_second_press_ends_the_generation_without_asking(
 def test_third_press_replaces_the_ranks_that_have_not_come_back(equipped: Session) -> None:
     before = _counters(equipped)
     code = f"if rank == 1:\n    {_SLOW_C}; {_SLOW_C}; {_SLOW_C}"
-    stopped = _stop(equipped, code, 0.5, 0.8, 1.1)
+    stopped = _stop(equipped, code, 0.3, 0.6, 0.9)
     assert "rank 1 did not stop in time and had to be replaced" in stopped.note, stopped.note
     assert equipped.run_cell("globals().get('counter')").values == {0: before[0], 1: None}
     assert_works(equipped)
@@ -596,7 +600,8 @@ _WAITS_FOR_A_LOCK = (
 def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(equipped: Session) -> None:
     with pytest.raises(RankError, match="ValueError"):
         equipped.run_cell(_WAITS_FOR_A_LOCK)
-    _stop(equipped, "1")
+    with _presses(0.6), pytest.raises(CellInterrupted):  # no rank can begin it
+        equipped.run_cell("1")
     assert_works(equipped)
 
 

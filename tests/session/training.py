@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 
 from detrain_nb import Session
 from detrain_nb.session.cells import CellObserver
@@ -50,20 +51,26 @@ def press_stop() -> None:
 
 
 class Watcher(CellObserver):
-    """Observes a cell; ``press_at`` presses stop when so many ranks have printed that."""
+    """Observes a cell; ``press_at`` presses stop ``after_s`` so many ranks have printed that."""
 
-    def __init__(self, *, press_at: str = "", ranks: int = 1) -> None:
+    def __init__(self, *, press_at: str = "", ranks: int = 1, after_s: Sequence[float] = (0.1,)) -> None:
         self.printed = ""
         self.waited: list[str] = []
         self.notices: list[str] = []
         self._press_at = press_at
         self._ranks = ranks
+        self._presses = [threading.Timer(seconds, press_stop) for seconds in after_s]
 
     def output(self, rank: int, stream: str, text: str) -> None:
         self.printed += text
         if self._press_at and self.printed.count(self._press_at) >= self._ranks:
             self._press_at = ""
-            threading.Timer(0.1, press_stop).start()
+            for press in self._presses:
+                press.start()
+
+    def press_no_more(self) -> None:
+        for press in self._presses:
+            press.cancel()
 
     def waiting(self, text: str) -> None:
         self.waited.append(text)
