@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..errors import format_ranks, short_ranks
 from ..wire import Interrupt, Position, Replace
 from .cells import CellRun
 from .diagnosis import Verdict, are_in_step, describe_mismatch, describe_wait, judge
+from .evidence import Evidence
 from .generations import Generations, describe_new_groups
 from .rank_link import RankLink
 
 PRESS_LIMIT_S = 0.15  # ranks that run Python end within that
 LOOK_GAP_S = 0.1  # between two looks that tell who uses the processor
+KNOWN_LIMIT_S = 1.0  # how long ranks that have ended a cell are asked how far they are in their groups
 FREED_LIMIT_S = 0.5  # from the end of a generation to the end of the cell on the ranks that waited in it
 COMPUTE_LIMIT_S = 4.0  # how long a stop waits for a rank that computes before it gives the prompt back
 REPLACE_LIMIT_S = 3.0
@@ -129,7 +131,8 @@ class Rescue:
             if any(verdict.waits for verdict in story.verdicts.values()):
                 self._free(story)
                 self._interrupt(run)
-                if not run.wait(FREED_LIMIT_S, ranks=story.freed):
+                returning = [rank for rank, verdict in story.verdicts.items() if verdict.kind != "computes"]
+                if not run.wait(FREED_LIMIT_S, ranks=returning):
                     story.verdicts = self._judge(story)
                 return
             if run.running:
@@ -154,12 +157,22 @@ class Rescue:
         if not run.is_collective:
             return
         try:
-            _, evidence = self._ranks.look(range(self._world_size), before={}, stack=False)
+            evidence = self._look_at_idle()
         except KeyboardInterrupt:  # pressed once more: then nobody is asked
             self._free(story)
             raise
         if not are_in_step(evidence):
             self._free(story)
+
+    def _look_at_idle(self) -> Sequence[Evidence]:
+        """What all ranks have begun with others; one that is slow to say so on a busy machine is asked again."""
+        deadline = time.monotonic() + KNOWN_LIMIT_S
+        while True:
+            _, evidence = self._ranks.look(range(self._world_size), before={}, stack=False)
+            is_worth_asking = any(each.state == "idle" and not each.is_known for each in evidence)
+            if not is_worth_asking or time.monotonic() >= deadline:
+                return evidence
+            time.sleep(0.02)
 
     def _free(self, story: _Story) -> None:
         story.freed = {rank: verdict for rank, verdict in story.verdicts.items() if verdict.waits}

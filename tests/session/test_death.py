@@ -17,10 +17,12 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import RankLost, SessionError
+from detrain_nb.session import conduct
 from detrain_nb.wire import Message, NewGeneration, Pull, RunCell
 
 from ..node.cgroups import can_make_cgroups, memory_cgroup
-from .training import COLLECTIVE, STALE, Watcher, assert_works, equip
+from .soon import assert_soon
+from .training import COLLECTIVE, STALE, Watcher, assert_works, be_patient, equip
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,8 @@ def equipped(two_ranks: Callable[[], Session]) -> Iterator[Session]:
 
 
 @pytest.fixture(autouse=True)
-def training(equipped: Session) -> None:
+def training(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
     equip(equipped)
 
 
@@ -101,7 +104,10 @@ def test_others_are_freed_whatever_they_do(equipped: Session, what: str) -> None
 
 @pytest.mark.rare_elsewhere("all_reduce")
 @pytest.mark.parametrize("others", ["dist.all_reduce(x)", "time.sleep(60)"])
-def test_rank_that_has_ended_the_cell_dies_while_the_others_run_it(equipped: Session, others: str) -> None:
+def test_rank_that_has_ended_the_cell_dies_while_the_others_run_it(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch, others: str
+) -> None:
+    monkeypatch.setattr(conduct, "LOSS_LIMIT_S", 20.0)
     code = f"threading.Timer(0.3, os.kill, (os.getpid(), 9)).start() if rank == 1 else None\nif rank == 0: {others}"
     equipped.run_cell("import threading")
     with pytest.raises(RankLost, match=r"rank 1 .*SIGKILL[\s\S]*rank 0 kept its variables") as caught:
@@ -125,7 +131,7 @@ def test_what_a_dead_rank_had_started_ends_with_it(
     started = equipped.pull("mine")
     with pytest.raises(RankLost):
         equipped.run_cell("if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()")
-    _assert_soon(lambda: not any(_runs(pid) for pid in started[1]))
+    assert_soon(lambda: not any(_runs(pid) for pid in started[1]))
     assert all(_runs(pid) for pid in started[0]), "the other rank's go on"
     equipped.run_cell("children[0].kill(); del loader", ranks=0)
 
@@ -134,7 +140,7 @@ def test_what_a_dead_rank_had_started_ends_with_it(
 def test_death_between_cells_is_told_by_the_next_one(equipped: Session) -> None:
     pid = equipped.status().ranks[1].pid
     os.kill(pid, signal.SIGKILL)
-    _assert_soon(lambda: equipped.status().ranks[1].pid != pid)
+    assert_soon(lambda: equipped.status().ranks[1].pid != pid)
     watcher = Watcher()
     assert equipped.run_cell(COLLECTIVE, observer=watcher).values == {0: 2.0, 1: 2.0}
     [notice] = watcher.notices
@@ -362,10 +368,3 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def _assert_soon(holds: Callable[[], bool], *, limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {limit_s} s"
-        time.sleep(0.05)

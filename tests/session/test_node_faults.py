@@ -7,8 +7,7 @@ import os
 import resource
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -17,7 +16,8 @@ from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, RankError, RankLost
 from detrain_nb.session import generations
 
-from .training import COLLECTIVE, Watcher
+from .soon import assert_soon
+from .training import COLLECTIVE, Watcher, be_patient
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,8 @@ def two_here() -> Iterator[Session]:
 
 
 @pytest.fixture(autouse=True)
-def counter(two_here: Session) -> None:
+def counter(two_here: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
     two_here.run_cell("import os, resource, socket, sys, threading, time\ncounter = 7")
 
 
@@ -42,13 +43,6 @@ def _stop(session: Session, code: str, *, ranks: int | None = None) -> str:
     return caught.value.note
 
 
-def _assert_soon(holds: Callable[[], bool], *, limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {limit_s} s"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("command", ["{}; true", "{} | cat", "cd / && {}", "trap '' INT; {}; true"])
 def test_stop_ends_all_that_a_command_has_started(two_here: Session, command: str) -> None:
     def sleepers() -> list[psutil.Process]:
@@ -60,7 +54,7 @@ def test_stop_ends_all_that_a_command_has_started(two_here: Session, command: st
         return found
 
     assert "kept their variables" in _stop(two_here, f"!echo begun; {command.format('sleep 61.25')}", ranks=0)
-    _assert_soon(lambda: not sleepers())
+    assert_soon(lambda: not sleepers())
     assert two_here.pull("counter") == {0: 7, 1: 7}
 
 
@@ -200,10 +194,12 @@ def test_generation_that_crossed_a_death_is_ended_on_the_fresh_rank(
     helds[0].suspend()
 
     def go_on() -> None:
-        _assert_soon(lambda: inbox.generation > before)
-        agent.resume()
-        _assert_soon(lambda: 1 in inbox.lost and two_here._core.generations._ended > before)
-        helds[0].resume()
+        try:
+            assert_soon(lambda: inbox.generation > before)
+            agent.resume()
+            assert_soon(lambda: 1 in inbox.lost and two_here._core.generations._ended > before)
+        finally:
+            helds[0].resume()
 
     going_on = threading.Thread(target=go_on)
     going_on.start()

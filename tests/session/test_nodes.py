@@ -20,6 +20,8 @@ from detrain_nb.errors import NodeLost, RankError, RankLost, SessionError, SpecE
 from detrain_nb.transport.local import LocalTransport
 from detrain_nb.wire import CellDone, Frame, RankUp, to_frame
 
+from .soon import assert_soon
+
 
 class OwnFolder(LocalTransport):
     """A node on this machine with agents in a folder of its own, over a connection that a test breaks."""
@@ -93,15 +95,19 @@ def _later(act: Callable[[], None], after_s: float) -> threading.Thread:
     return thread
 
 
-def _broken_later(node: OwnFolder, after_s: float, *, for_s: float) -> threading.Thread:
-    """Cut and heal in one thread: two that wait for the same moment may come to it the other way round."""
+def _broken_later(*nodes: OwnFolder, after_s: float, for_s: float) -> threading.Thread:
+    """One after the other, when the one before has its connection again; in one thread, which keeps the order."""
 
-    def break_it() -> None:
-        node.cut()
-        time.sleep(for_s)
-        node.heal()
+    def break_them() -> None:
+        for number, node in enumerate(nodes):
+            time.sleep(after_s if number else 0.0)
+            wanted = node.connections + 1
+            node.cut()
+            time.sleep(for_s)
+            node.heal()
+            assert_soon(lambda node=node, wanted=wanted: node.connections == wanted)  # type: ignore[misc]
 
-    return _later(break_it, after_s)
+    return _later(break_them, after_s)
 
 
 def _numbers(session: Session, cell: int, rank: int) -> list[int]:
@@ -140,8 +146,7 @@ def test_nothing_active_is_shown_from_another_machine(two_nodes: Session) -> Non
 def test_broken_connection_is_made_again_and_the_cell_does_not_notice(
     two_nodes: Session, nodes: list[OwnFolder]
 ) -> None:
-    breaks = ((nodes[1], 0.3), (nodes[0], 0.9), (nodes[1], 1.5))
-    threads = [_broken_later(node, after_s, for_s=0.4) for node, after_s in breaks]
+    threads = [_broken_later(nodes[1], nodes[0], nodes[1], after_s=0.2, for_s=0.3)]
     code = "import time\nfor i in range(500):\n    print(i)\n    time.sleep(0.005)\ndist.barrier()\nrank"
     faults: set[str] = set()
     has_ended = threading.Event()
@@ -195,7 +200,7 @@ def test_words_of_the_agent_do_not_cut_what_ranks_print(two_nodes: Session) -> N
 
 def test_values_that_were_under_way_are_asked_for_again(two_nodes: Session, nodes: list[OwnFolder]) -> None:
     two_nodes.run_cell("large = torch.zeros(50_000_000)")
-    healed = _broken_later(nodes[1], 0.05, for_s=0.25)
+    healed = _broken_later(nodes[1], after_s=0.05, for_s=0.25)
     try:
         found = two_nodes.pull("large", ranks=1)[1]
     except TransportError as exc:
@@ -208,12 +213,16 @@ def test_values_that_were_under_way_are_asked_for_again(two_nodes: Session, node
 
 def test_stop_works_while_a_node_cannot_be_reached(two_nodes: Session, nodes: list[OwnFolder]) -> None:
     two_nodes.run_cell("import time\nkept = rank")
-    cut = _later(nodes[1].cut, 0.3)
-    stop = _later(lambda: os.kill(os.getpid(), signal.SIGINT), 1.0)
+
+    def cut_and_stop() -> None:
+        nodes[1].cut()
+        assert_soon(lambda: two_nodes._ranks._links[1].broken_at is not None)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stop = _later(cut_and_stop, 0.5)
     with pytest.raises(RankError) as caught:
         two_nodes.run_cell("time.sleep(600)")
     assert "rank 1" in caught.value.note
-    cut.join(10)
     stop.join(10)
     nodes[1].heal()
     assert two_nodes.run_cell("kept").values == {0: 0, 1: 1}

@@ -15,7 +15,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from detrain_nb.session.session import end_session
 
 from ..node.cgroups import can_make_cgroups
 from .soak_life import Killed, Task, keeper_of
+from .soon import assert_soon
 
 _OTHER_COUNT = os.environ.get("SOAK_FAULTS")
 _WARM_UP = 40  # faults, after which nothing may grow any more
@@ -117,7 +117,7 @@ class _Soak:
             killed = dataclasses.asdict(self._killed)
             self._live(Task(self.name, self._seed, first, first, True, can_run_out_of_memory, counters, killed))
         assert self._faults == self._all_faults
-        _assert_soon(lambda: not self._processes())
+        assert_soon(lambda: not self._processes())
 
     def _live(self, task: Task) -> None:
         self._killed = None
@@ -279,10 +279,3 @@ def _table(samples: dict[int, dict[str, float]]) -> str:
         cells = (f"{found[what] / 1e6:.2f}" if is_bytes else f"{found[what]:.0f}" for found in samples.values())
         rows.append(f"{what.replace('_bytes', ' MB'):32}" + "".join(f"{cell:>9}" for cell in cells))
     return "\n".join(rows)
-
-
-def _assert_soon(holds: Callable[[], bool], *, limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {limit_s} s"
-        time.sleep(0.05)

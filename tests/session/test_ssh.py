@@ -235,8 +235,9 @@ def test_cut_between_nodes_ends_in_an_error_that_names_both(testbed: Testbed) ->
 
 def test_stop_frees_ranks_of_several_hosts(session: Session) -> None:
     session.run_cell("kept = rank")
-    with _later(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(RankError) as caught:
-        session.run_cell("if rank == 0:\n    dist.all_reduce(torch.ones(1))\nelse:\n    import time; time.sleep(600)")
+    code = "print('begun')\nif rank == 0:\n    dist.all_reduce(torch.ones(1))\nelse:\n    import time; time.sleep(600)"
+    with pytest.raises(RankError) as caught:
+        session.run_cell(code, observer=Watcher(press_at="begun", ranks=2, after_s=(0.5,)))
     assert "rank 0 waited in all_reduce #" in caught.value.note
     assert session.run_cell("dist.barrier()\nkept").values == {0: 0, 1: 1}
 

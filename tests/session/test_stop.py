@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -20,9 +21,9 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionError
 from detrain_nb.session import conduct, rescue
-from detrain_nb.wire import Message
+from detrain_nb.wire import Message, RunCell
 
-from .training import COLLECTIVE, STALE, Watcher, assert_works, equip, press_stop
+from .training import COLLECTIVE, STALE, Watcher, assert_works, be_patient, equip, press_stop
 
 _NEVER = "while True: time.sleep(0.01)"
 _SLOW_C = "sum(range(400_000_000))"  # holds the GIL for seconds and looks at no signal
@@ -35,8 +36,9 @@ def equipped(two_ranks: Callable[[], Session]) -> Iterator[Session]:
 
 
 @pytest.fixture(autouse=True)
-def training(equipped: Session, caplog: pytest.LogCaptureFixture) -> None:
+def training(equipped: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before every test; the log tells which generations ended."""
+    be_patient(monkeypatch)
     equip(equipped)
     caplog.set_level(logging.INFO, logger="detrain_nb.session")
     caplog.clear()
@@ -70,7 +72,7 @@ def _stop(session: Session, code: str, *presses: float) -> CellInterrupted:
 def _stop_when_begun(session: Session, code: str, *, ranks: int) -> CellInterrupted:
     """The same, when so many ranks have said that they have begun."""
     with pytest.raises(CellInterrupted) as caught:
-        session.run_cell(code, observer=Watcher(press_at="begun", ranks=ranks), timeout_s=60)
+        session.run_cell(code, observer=Watcher(press_at="begun", ranks=ranks, after_s=(0.3,)), timeout_s=60)
     return caught.value
 
 
@@ -172,6 +174,7 @@ def test_rank_that_another_ones_end_has_freed_tells_nothing_of_that(equipped: Se
     """A connection is shut from both ends; here the other rank is first."""
     slow_end = "generation = dist.init_process_group.__self__\nend_now = generation.end"
     slow_end += "\nif rank == 0: generation.end = lambda number: (time.sleep(0.2), end_now(number))[1]"
+    slow_end += "\nsys.modules['detrain_nb.node.interpreter']._OWN_END_LIMIT_S = 5"
     equipped.run_cell(slow_end)
     try:
         code = f"print('begun')\nif rank == 0: dist.all_reduce(torch.ones(1))\nelse:\n    {_NEVER}"
@@ -365,10 +368,20 @@ def test_second_press_ends_the_generation_without_asking(
     assert_works(equipped)
 
 
-def test_third_press_replaces_the_ranks_that_have_not_come_back(equipped: Session) -> None:
+def test_third_press_replaces_the_ranks_that_have_not_come_back(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = _counters(equipped)
     code = f"if rank == 1:\n    {_SLOW_C}; {_SLOW_C}; {_SLOW_C}"
-    stopped = _stop(equipped, code, 0.3, 0.6, 0.9)
+    press = equipped._core.rescue._press
+
+    def press_and_again(number: int, story: Any) -> None:
+        if number < 3:  # two presses that come together are one
+            threading.Timer(0.2, press_stop).start()
+        press(number, story)
+
+    monkeypatch.setattr(equipped._core.rescue, "_press", press_and_again)
+    stopped = _stop(equipped, code)
     assert "rank 1 did not stop in time and had to be replaced" in stopped.note, stopped.note
     assert equipped.run_cell("globals().get('counter')").values == {0: before[0], 1: None}
     assert_works(equipped)
@@ -499,13 +512,18 @@ time.sleep(0.2)
 display({"text/plain": "x" * 5_000_000}, raw=True)
 time.sleep(600)
 """
-    held_up = [threading.Timer(0.1, worker.suspend), threading.Timer(0.8, worker.resume)]
-    for act in held_up:
-        act.start()
+
+    def hold_up() -> None:
+        time.sleep(0.1)
+        worker.suspend()
+        time.sleep(0.7)
+        worker.resume()
+
+    holding_up = threading.Thread(target=hold_up)
+    holding_up.start()
     with pytest.raises(CellInterrupted):
         equipped.run_cell(code, ranks=1, timeout_s=60)
-    for act in held_up:
-        act.join()
+    holding_up.join()
     assert_works(equipped)
 
 
@@ -597,11 +615,22 @@ _WAITS_FOR_A_LOCK = (
 
 
 @pytest.mark.rare_elsewhere
-def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(equipped: Session) -> None:
+def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(RankError, match="ValueError"):
         equipped.run_cell(_WAITS_FOR_A_LOCK)
-    with _presses(0.6), pytest.raises(CellInterrupted):  # no rank can begin it
-        equipped.run_cell("1")
+    send = equipped._ranks.send
+
+    def send_and_press(message: Message) -> None:
+        send(message)
+        if isinstance(message, RunCell):
+            threading.Timer(0.5, press_stop).start()
+
+    monkeypatch.setattr(equipped._ranks, "send", send_and_press)
+    with pytest.raises(CellInterrupted):
+        equipped.run_cell("1")  # no rank can begin it
+    monkeypatch.setattr(equipped._ranks, "send", send)
     assert_works(equipped)
 
 

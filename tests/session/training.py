@@ -7,7 +7,10 @@ import signal
 import threading
 from collections.abc import Sequence
 
+import pytest
+
 from detrain_nb import Session
+from detrain_nb.session import generations, rescue
 from detrain_nb.session.cells import CellObserver
 
 EQUIP = """
@@ -45,6 +48,12 @@ def assert_works(session: Session) -> None:
     equip(session)
 
 
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer for ranks that are about to end a cell: what is told must not hang on how busy this machine is."""
+    monkeypatch.setattr(rescue, "FREED_LIMIT_S", 10.0)
+    monkeypatch.setattr(generations, "END_LIMIT_S", 10.0)
+
+
 def press_stop() -> None:
     """As Jupyter does: to the process, and so to its main thread."""
     os.kill(os.getpid(), signal.SIGINT)
@@ -69,8 +78,11 @@ class Watcher(CellObserver):
                 press.start()
 
     def press_no_more(self) -> None:
+        """None comes after this."""
         for press in self._presses:
             press.cancel()
+            if press.is_alive():
+                press.join()
 
     def waiting(self, text: str) -> None:
         self.waited.append(text)
