@@ -48,7 +48,7 @@ class Generation:
         self._groups_made = 0
         self._groups_seen = 0
         self._connections = Connections()
-        self._changing = threading.Condition(threading.Lock())
+        self._changing = threading.Lock()
         self._torch_init = dist.init_process_group
         self._torch_new_group = dist.distributed_c10d._new_process_group_helper
 
@@ -101,15 +101,13 @@ class Generation:
             if number < self.number or number <= self.ended:
                 return 0
             self.ended = number
-            try:
-                return self._abort()
-            finally:
-                self._changing.notify_all()
+            return self._abort()
 
     def wait_for_end(self, number: int, limit_s: float) -> None:
-        """Return when a generation after ``number`` has been ended, or has not been for so long."""
-        with self._changing:
-            self._changing.wait_for(lambda: self.ended > number, limit_s)
+        """Return when the end of a generation after ``number`` has begun, or has not for so long."""
+        deadline = time.monotonic() + limit_s
+        while self.ended <= number and time.monotonic() < deadline:
+            time.sleep(0.002)  # not for the lock: an abort may take its time
 
     def _abort(self) -> int:
         shut = self._connections.shut(self._world_size)
