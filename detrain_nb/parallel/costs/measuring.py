@@ -17,15 +17,16 @@ from ..recording import TensorMemo, attributes_kept, device_of, first_float_tens
 
 __all__ = ["measure_units"]
 
-NUM_REPEATS = 5
+_FEWEST_PASSES, _MOST_PASSES = 5, 30
+_ENOUGH_S = 1.0  # a small model runs oftener: what else the machine does lasts as long as one of its passes
 
 
 def measure_units(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cuts: Sequence[str]
 ) -> list[tuple[float, float]]:
-    """Take the seconds of each unit's forward and backward: the median of some passes, behind one that warms up.
+    """Take the seconds of each unit's forward and backward: the median of 5 passes, behind one that warms up.
 
-    The whole model runs, on its own device, to which copies of the inputs go; buffers, gradients and random numbers
+    Of a model whose passes take little, of as many more as go into a second, 30 at most. The whole model runs, on its own device, to which copies of the inputs go; buffers, gradients and random numbers
     stay as they were. Nothing is estimated: what runs beside it on the machine is in the times.
 
     Raises: SpecError for a model on the meta device.
@@ -34,10 +35,14 @@ def measure_units(
     if device.type == "meta":
         raise SpecError("nothing can be measured on the meta device: give a model with real parameters")
     with random_state_kept(device):
-        passes = [_Pass(device, cuts).run(model, args, kwargs) for _ in range(1 + NUM_REPEATS)]
+        _Pass(device, cuts).run(model, args, kwargs)
+        passes: list[list[tuple[float, float]]] = []
+        began = time.perf_counter()
+        while len(passes) < _FEWEST_PASSES or len(passes) < _MOST_PASSES and time.perf_counter() - began < _ENOUGH_S:
+            passes.append(_Pass(device, cuts).run(model, args, kwargs))
     return [
         (statistics.median(forward_s for forward_s, _ in of_unit), statistics.median(back_s for _, back_s in of_unit))
-        for of_unit in zip(*passes[1:])
+        for of_unit in zip(*passes)
     ]
 
 
