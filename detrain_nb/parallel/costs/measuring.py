@@ -26,8 +26,9 @@ def measure_units(
 ) -> list[tuple[float, float]]:
     """Take the seconds of each unit's forward and backward: the median of 5 passes, behind one that warms up.
 
-    Of a model whose passes take little, of as many more as go into a second, 30 at most. The whole model runs, on its own device, to which copies of the inputs go; buffers, gradients and random numbers
-    stay as they were. Nothing is estimated: what runs beside it on the machine is in the times.
+    Of a model whose passes take little, of as many more as go into a second, 30 at most. The whole model runs, on its
+    own device, to which copies of the inputs go; buffers, gradients and random numbers stay as they were. Nothing is
+    estimated: what runs beside it on the machine is in the times.
 
     Raises: SpecError for a model on the meta device.
     """
