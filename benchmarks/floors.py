@@ -40,18 +40,19 @@ while sock.recv(1):
 """
 
 
-def time_torchrun(ranks: int) -> float:
+def time_torchrun(ranks: int, *, program: str = RANK) -> float:
     """Seconds from starting the ``torchrun`` command until the last of its ranks has done one all_reduce."""
     with tempfile.TemporaryDirectory() as folder:
         ended, script, log_path = Path(folder, "ended"), Path(folder, "rank.py"), Path(folder, "log")
         ended.mkdir()
-        script.write_text(RANK, encoding="utf-8")
+        script.write_text(program, encoding="utf-8")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command.append("--local-addr=127.0.0.1")  # else it asks for this machine's name, which none may know
         with open(log_path, "wb") as log:
             started_at = time.time()
             torchrun = subprocess.Popen(
                 [*command, str(script), str(ended)],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,

@@ -70,6 +70,18 @@ def list_measures(sizes: Sizes) -> list[Measure]:
         Measure(
             "start_many", f"start {many} ranks, s", start_many, median, (TORCHRUN, start_many), "ratio", start_many_goal
         ),
+        Measure(
+            "restart_few",
+            f"restart {few} ranks, s",
+            f"restart_{few}_s",
+            median,
+            (TORCHRUN, start_few),
+            "ratio",
+            Goal(0.15, is_of_comparison=True),
+        ),
+        Measure(
+            "restart_many", f"restart {many} ranks, s", f"restart_{many}_s", median, (TORCHRUN, start_many), "ratio"
+        ),
         Measure("first_cell", f"first cell of a notebook, {ranks} ranks, s", "first_cell_s"),
     ]
     return measures if sizes == Sizes() else [replace(measure, goal=None) for measure in measures]

@@ -39,13 +39,17 @@ class SessionBenchmark(Benchmark[Sizes]):
     # ---- start
 
     def _measure_starts(self, ranks: int) -> None:
-        """From the call, in a Python that runs, until every rank has done one all_reduce: ours and torchrun's."""
+        """From the call, in a Python that runs, until every rank has done one all_reduce: ours and torchrun's.
+
+        A restart is measured from the stop of the session before it.
+        """
         self._begin(f"start of {ranks} ranks")
         _time_our_start(ranks)  # the first start of each reads files that no later one reads from the disk
         time_torchrun(ranks)
         for _ in range(self._sizes.starts):
             self.samples.add(US, f"start_{ranks}_s", _time_our_start(ranks))
             self.samples.add(TORCHRUN, f"start_{ranks}_s", time_torchrun(ranks))
+            self.samples.add(US, f"restart_{ranks}_s", _time_our_restart(ranks))
 
     # ---- one session
 
@@ -125,6 +129,16 @@ def _time_our_start(ranks: int) -> float:
     with Session.start(ranks=ranks) as session:
         session.run_cell(_ALL_REDUCE)
         return time.perf_counter() - started
+
+
+def _time_our_restart(ranks: int) -> float:
+    with Session.start(ranks=ranks, warm_s=60) as before:
+        before.run_cell(_ALL_REDUCE)
+        started = time.perf_counter()
+        before.stop()
+        with Session.start(ranks=ranks) as session:
+            session.run_cell(_ALL_REDUCE)
+            return time.perf_counter() - started
 
 
 def _time_pairs(kernel: Kernel, noop_cell: str, count: int) -> tuple[list[float], list[float]]:

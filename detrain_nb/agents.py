@@ -49,14 +49,12 @@ def start_agent(
     """
     if sys.platform != "linux":
         raise LaunchError(f"ranks on this machine need Linux: {sys.platform} can drive nodes, not be one")
-    remove_dead_agents(folder.parent)
-    lock = _claim(folder)
+    lock = claim_folder(folder, uses=uses)
     try:
-        (folder / USES_NAME).write_text(json.dumps(list(uses)), encoding="utf-8")
         agent = subprocess.Popen(
             [sys.executable, "-m", _AGENT_MODULE, str(folder), str(lock)],
             cwd=folder,
-            env=None if env is None else {**os.environ, **env},
+            env={**os.environ, **(env or {})},  # not what C libraries have set beside it, as readline does
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -75,11 +73,24 @@ def start_agent(
         raise
 
 
-def _claim(folder: Path) -> int:
-    """Make ``folder`` and hold its lock, which the agent is given: there is no moment in which it seems to be dead.
+def claim_folder(folder: Path, *, uses: Sequence[str] = ()) -> int:
+    """Make ``folder`` and hold its lock, which is its agent's: there is no moment in which that seems to be dead.
 
     Raises: LaunchError, SessionError.
     """
+    remove_dead_agents(folder.parent)
+    lock = _take_folder(folder)
+    try:
+        (folder / USES_NAME).write_text(json.dumps(list(uses)), encoding="utf-8")
+    except OSError as exc:
+        os.close(lock)
+        remove_dead_agent(folder)
+        raise LaunchError(f"the session's folder cannot be written: {exc}") from exc
+    return lock
+
+
+def _take_folder(folder: Path) -> int:
+    """Raises: LaunchError, SessionError."""
     began = time.monotonic()
     while True:
         try:

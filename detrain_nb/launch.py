@@ -14,9 +14,11 @@ __all__ = ["NodeLaunch", "RankConfig", "launch_node"]
 WORKER_MODULE = "detrain_nb.node.worker"
 LAUNCHER_MODULE = "detrain_nb.node.launcher"
 RENDEZVOUS_BACKEND = "detrain-bound"
+RANK_CONFIG_VARIABLE = "DETRAIN_NB_RANK_CONFIG"
 STORE_FD_VARIABLE = "DETRAIN_NB_STORE_FD"  # a bound socket that the agent hands to the launcher
+WARM_FD_VARIABLE = "DETRAIN_NB_WARM_FD"  # where the agent gives orders to its warm process
+GPUS_VARIABLE = "DETRAIN_NB_GPUS"  # which of the GPUs that the agent has counted: it writes CUDA_VISIBLE_DEVICES
 _RENDEZVOUS_LIMIT_S = 120  # the other nodes may be slower to import torch
-_CONFIG_VARIABLE = "DETRAIN_NB_RANK_CONFIG"
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,11 @@ class RankConfig:
     group_timeout_s: float = 0.0  # 0: torch's own
 
     def to_env(self) -> dict[str, str]:
-        return {_CONFIG_VARIABLE: json.dumps(asdict(self))}
+        return {RANK_CONFIG_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> RankConfig:
-        return cls(**json.loads(env[_CONFIG_VARIABLE]))
+        return cls(**json.loads(env[RANK_CONFIG_VARIABLE]))
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def launch_node(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONUNBUFFERED": "1",
-        **({} if node.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))}),
+        **({} if node.gpus is None else {GPUS_VARIABLE: ",".join(map(str, node.gpus))}),
         **extra_env,
         **config.to_env(),
     }

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from .errors import WireError
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
 MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
@@ -107,7 +107,30 @@ class Alive(Message):
 
 @dataclass(frozen=True)
 class EndSession(Message):
-    """End the ranks and the agent."""
+    """End the ranks and the agent.
+
+    With ``keep_s`` the agent stays for so long, with what its ranks have imported, for ``Begin`` on the same
+    connection; then ``Kept`` is the last that it says of this session.
+    """
+
+    keep_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Begin(Message):
+    """To an agent that was kept: serve session ``session`` in ``folder`` (empty: beside the last); see ``Begun``.
+
+    ``work_folder``: to be made there, if not empty; ``uses`` as in agents.py. On the notebook's machine ``starter`` is
+    what an agent would get from the notebook's process now, see node/surroundings.py, and ``env`` its environment;
+    elsewhere both are empty.
+    """
+
+    session: str
+    folder: str
+    work_folder: str
+    uses: list[str]
+    starter: dict[str, str]
+    env: dict[str, str] = field(repr=False)  # it may hold secrets
 
 
 # ---- notebook -> ranks
@@ -308,6 +331,19 @@ class Refused(Message):
 
 
 @dataclass(frozen=True)
+class Kept(Message):
+    """The session has ended, and nothing of it is left but the agent, which waits for ``Begin``."""
+
+
+@dataclass(frozen=True)
+class Begun(Message):
+    """The agent serves the session, or says why not: ``is_taken``, one of that name runs, else it is about to end."""
+
+    error: str = ""
+    is_taken: bool = False
+
+
+@dataclass(frozen=True)
 class Notice(Message):
     """Something the user should know that belongs to no cell: output was lost, a disk is full."""
 
@@ -425,7 +461,10 @@ class CellDone(Message):
 
 @dataclass(frozen=True)
 class CellFailed(Message):
-    """A cell raised; ``traceback`` has the user's lines. ``is_collective``: see ``CellDone``."""
+    """A cell raised; ``traceback`` has the user's lines. ``is_collective``: see ``CellDone``.
+
+    ``is_ending``: the process of the rank ends because of it.
+    """
 
     rank: int
     cell: int
@@ -436,6 +475,7 @@ class CellFailed(Message):
     message: str
     traceback: list[str]
     interrupted: bool
+    is_ending: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.display import display
 
+from ..deploy.kept import drop_kept, seconds_kept
 from ..deploy.known import known_sessions
 from ..errors import RankError, format_ranks, short_ranks
 from ..session.cells import CellRun
@@ -55,14 +56,16 @@ class SessionCommands:
         print(self._holder.start(StartOptions(**{**wanted, "env": tuple(args.env)})))
 
     def _stop(self, args: Any) -> None:
-        self._holder.end(args.name)
+        self._holder.end(args.name, cold=args.cold)
 
     def _restart(self, args: Any) -> None:
         if args.ranks is None:
-            print(self._holder.restart(args.count, env=args.env))
+            print(self._holder.restart(args.count, env=args.env, cold=args.cold))
             return
-        if args.env:
-            raise UsageError("%distributed restart: --env is for all ranks: leave out -r")
+        if args.env or args.cold:
+            raise UsageError(
+                f"%distributed restart: {'--env' if args.env else '--cold'} is for all ranks: leave out -r"
+            )
         session = self._holder.running()
         chosen = session.choose(args.ranks)
         session.restart_ranks(chosen)
@@ -79,6 +82,10 @@ class SessionCommands:
         lines = [
             f"{name}  {known}{'  (this notebook)' if name == own else ''}" for name, known in known_sessions().items()
         ]
+        if kept_s := seconds_kept():
+            lines.append(
+                f"torch stays imported for this notebook's next start, for {kept_s:.0f} s: stop --cold ends it"
+            )
         print("\n".join(lines) or "no session runs on this machine, or was started from it")
 
     def _attach(self, args: Any) -> None:
@@ -185,7 +192,9 @@ class SessionCommands:
             return
         holder.settings = holder.settings.changed(args.assignment)
         if holder.session is not None:
-            holder.session.hang_s = holder.settings.hang
+            holder.session.hang_s, holder.session.warm_s = holder.settings.hang, holder.settings.warm
+        if not holder.settings.warm:
+            drop_kept()
 
     def _log(self, args: Any) -> None:
         session = self._holder.running()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 
+from ..deploy.kept import drop_kept
 from ..deploy.known import StartedWith, known_sessions
 from ..errors import LaunchError, SessionError, TransportError
 from ..plan import DEVICES
@@ -129,13 +130,13 @@ class SessionHolder:
         self._started_with = replace(wanted, is_known=True)
         return self._hold(session)
 
-    def restart(self, count: int | None, *, env: Sequence[tuple[str, str]] = ()) -> Session:
+    def restart(self, count: int | None, *, env: Sequence[tuple[str, str]] = (), cold: bool = False) -> Session:
         """End the session and start another with the options of the last, also one that an earlier kernel has left.
 
-        ``env`` is added to what the ranks had. What of that is not known any more is said.
+        ``env`` is added to what the ranks had. What of that is not known any more is said. ``cold``: see ``end``.
         """
-        if self.session is not None:
-            self.end()
+        if self.session is not None or cold:
+            self.end(cold=cold)
         before = self._started_with
         if before is None and (left := known_sessions().get(self.name)):
             before = StartOptions.of_earlier(self.name, left.nodes, left.started)
@@ -178,6 +179,7 @@ class SessionHolder:
         if self.session is not None:
             self.session.detach()  # it has ended, or is this very session under an earlier connection
         session.hang_s, session.stop_gap_s = self.settings.hang, self._stop_gap_s
+        session.warm_s = self.settings.warm
         self.session = session
         return session
 
@@ -193,8 +195,13 @@ class SessionHolder:
         if session is not None:
             session.detach(is_seen=False)
 
-    def end(self, name: str | None = None) -> None:
-        """End the session, where one runs; with ``name``, one that this notebook does not hold."""
+    def end(self, name: str | None = None, *, cold: bool = False) -> None:
+        """End the session, where one runs; with ``name``, one that this notebook does not hold.
+
+        With ``cold`` nothing is kept for the next start, from an earlier session neither.
+        """
+        if cold:
+            drop_kept()
         if name is not None and (self.session is None or self.session.name != name):
             if name not in (there := known_sessions()):
                 raise _unknown_session(name, there)
@@ -202,7 +209,7 @@ class SessionHolder:
             return
         session, self.session = self.session, None
         if session is not None:
-            session.stop()
+            session.stop(cold=cold)
             if session.not_ended:
                 nodes = ", ".join(session.not_ended)
                 print(f"{nodes} could not be told: the ranks there end by themselves when nobody comes for some time")
@@ -211,8 +218,9 @@ class SessionHolder:
 
     def end_own(self) -> None:
         """End the session that this notebook holds, and no other."""
+        drop_kept()
         if self.session is not None:
-            self.end()
+            self.end(cold=True)
 
     def running(self) -> Session:
         """The session. Raises: UsageError where there is none."""

@@ -99,12 +99,16 @@ class Settings:
     max_chars: int = 200_000
     timeout: float = 0.0  # seconds; 0 is none
     hang: float = 5.0  # seconds that a rank waits for others before the cell says so
+    warm: float = 600.0  # seconds that nodes keep torch imported after a stop, for the next start; 0 is not at all
 
     @classmethod
     def from_env(cls) -> Settings:
-        """The defaults, with ``DETRAIN_NB_OUTPUT``."""
-        output = os.environ.get("DETRAIN_NB_OUTPUT")
-        return cls().changed(f"output={output}") if output else cls()
+        """The defaults, with ``DETRAIN_NB_OUTPUT`` and ``DETRAIN_NB_WARM``."""
+        settings = cls()
+        for key in ("output", "warm"):
+            if value := os.environ.get(f"DETRAIN_NB_{key.upper()}"):
+                settings = settings.changed(f"{key}={value}")
+        return settings
 
     def changed(self, assignment: str) -> Settings:
         """The settings after ``KEY=VALUE``. Raises: UsageError."""
@@ -118,7 +122,7 @@ class Settings:
             value = kinds[key](text)
         except ValueError:
             value = -1
-        if isinstance(value, (int, float)) and value < 0:
+        if isinstance(value, (int, float)) and not 0 <= value < math.inf:
             raise UsageError(f"%distributed config: {key} is a number, 0 or more, not {text!r}")
         return replace(self, **{key: value})
 
@@ -218,12 +222,14 @@ def session_parser() -> LineParser:
     commands.add_parser("where", help="for every rank its line, its stack, and the collective it waits in")
     stop = commands.add_parser("stop", help="end the ranks and all they started")
     stop.add_argument("name", nargs="?", metavar="NAME", help="a session that this notebook does not hold")
+    _add_cold(stop)
     again = commands.add_parser(
         "restart", bare=_MEANT_RANKS, help="end the ranks and start as many anew, with the same options"
     )
     which = again.add_mutually_exclusive_group()
     which.add_argument("-n", dest="count", type=_positive, metavar="N", help="how many ranks")
     which.add_argument("-r", "--ranks", metavar="RANKS", help="only these, fresh; the others keep their variables")
+    _add_cold(again)
     again.add_argument(
         "--env", type=_variable, action="append", default=[], metavar="K=V", help="added to those of the start"
     )
@@ -276,6 +282,11 @@ def session_parser() -> LineParser:
     log.add_argument("--follow", action="store_true", help="go on showing it until it ends")
     log.add_argument("-r", "--ranks", "--rank", dest="ranks", metavar="RANKS", help=_RANKS_HELP)
     return parser
+
+
+def _add_cold(parser: argparse.ArgumentParser) -> None:
+    cold = "end the process too that keeps torch imported for the next start (config warm=SECONDS)"
+    parser.add_argument("--cold", action="store_true", help=cold)
 
 
 def _add_start(parser: argparse.ArgumentParser) -> None:

@@ -7,17 +7,21 @@ is a failure unless its reason says GPU; so is a missing Debian package, unless 
 
 Fixtures of a room stand in ``tests/<room>/conftest.py``; those for any room, `testbed` and `make_testbed`, in
 ``tests/testbed/fixtures.py``.
+
+Which tests `.ci/run` never runs a second time stands here too: NEVER_RERUN.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -26,7 +30,7 @@ settings.register_profile("without a clock", deadline=None)  # a slow disk, or a
 settings.load_profile("without a clock")
 
 # Nothing where tests/test_skips.py has this file alone in a folder.
-pytest_plugins = [f"{__package__}.testbed.fixtures"] if __package__ else []
+pytest_plugins = [f"{__package__}.testbed.fixtures", f"{__package__}.checks.outcomes"] if __package__ else []
 
 # What shows that a package is there: a program, or a file. Other systems may bring it in their own way.
 DEBIAN = {
@@ -35,8 +39,58 @@ DEBIAN = {
     "iproute2": "ip",
     "openssh-server": "sshd",
 }
+# A failure here is never put down to chance: folders and modules that hold numbers against an oracle, or a promise of
+# SECURITY.md, or the tree against the design.
+NEVER_RERUN = {
+    "parallel",
+    "training",
+    "examples",
+    "test_agents.py",
+    "test_storage.py",
+    "test_values.py",
+    "session/test_hostile_node.py",
+    "session/test_safe_output.py",
+    "session/test_ssh_trust.py",
+    "session/test_warm.py",
+    "transport/test_known_hosts.py",
+    "deploy/test_leftovers.py",
+    "test_layout.py",
+    "test_environment.py",
+    "test_types.py",
+    "test_ci.py",
+}
 FOR_ADMINISTRATORS = "/usr/sbin:/sbin"  # programs here may be missing on a user's PATH
 ADVICE = "apt-get install"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_starts() -> Iterator[None]:
+    """A session of a test is started as a notebook's second one is: where nothing else is asked for, torch is there."""
+    with _started_with(warm_s=600.0):
+        yield
+
+
+@pytest.fixture
+def cold_starts() -> Iterator[None]:
+    """Sessions of this test leave nothing behind: as they are by default in plain Python."""
+    from detrain_nb.deploy.kept import drop_kept
+
+    drop_kept()
+    with _started_with(warm_s=0.0):
+        yield
+
+
+@contextlib.contextmanager
+def _started_with(*, warm_s: float) -> Iterator[None]:
+    from detrain_nb import Session
+
+    defaults: dict[str, Any] = Session.start.__func__.__kwdefaults__  # type: ignore[attr-defined]
+    before = defaults["warm_s"]
+    defaults["warm_s"] = warm_s
+    try:
+        yield
+    finally:
+        defaults["warm_s"] = before
 
 
 @pytest.fixture(scope="session")
@@ -55,10 +109,22 @@ def _is_there(sign: str) -> bool:
     return bool(shutil.which(sign) or shutil.which(sign, path=FOR_ADMINISTRATORS)) or Path(sign).exists()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--older-python", help="a Python that nodes may have and the notebook may not: make test-pythons")
+
+
 def pytest_configure() -> None:
     """Started in the background by a shell, Python and all it starts would ignore the stop that tests press."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(tests) if item.path.is_relative_to(tests) else item.path
+        if any(parent.as_posix() in NEVER_RERUN for parent in (path, *path.parents)):
+            item.add_marker("never_rerun")
 
 
 def pytest_collection_finish() -> None:

@@ -17,6 +17,7 @@ from ..errors import DetrainError, LaunchError, SessionError, SpecError, Transpo
 from ..transport import Transport
 from ..transport.local import LocalTransport
 from ..wire import Attach, EndSession, FrameReader, Refused, to_frame
+from .kept import begin_on_kept
 from .questions import Questions
 
 if TYPE_CHECKING:
@@ -110,14 +111,20 @@ def bring_up_agents(transports: Sequence[Transport], session: str) -> list[End]:
     left running then.
     """
     check_session_name(session)
-    ends = _on_all(transports, lambda transport: transport.start_agent(session), give_up=_end_agent)
+    ends = _on_all(transports, lambda transport: _start_agent(transport, session), give_up=_end_agent)
     try:
-        _check_same_torch(transports)
-        _check_addresses(transports)
+        reached = [end.transport for end in ends]
+        _check_same_torch(reached)
+        _check_addresses(reached)
     except BaseException:
         give_up_agents(ends)
         raise
     return ends
+
+
+def _start_agent(transport: Transport, session: str) -> tuple[Transport, socket.socket]:
+    """On an agent that was kept from the last session there, if it is as good as a fresh one."""
+    return begin_on_kept(transport, session) or (transport, transport.start_agent(session))
 
 
 def give_up_agents(ends: Sequence[End]) -> None:
@@ -143,7 +150,7 @@ def attach_to_agents(transports: Sequence[Transport], session: str) -> list[End]
     The first has to be there; another one that is not any more is said to be absent.
     """
     check_session_name(session)
-    act = lambda transport: transport.connect_agent(session)  # noqa: E731
+    act = lambda transport: (transport, transport.connect_agent(session))  # noqa: E731
     return _on_all(transports, act, give_up=socket.socket.close, can_be_absent=True)
 
 
@@ -204,23 +211,26 @@ def _end_agent(sock: socket.socket) -> None:
 
 def _on_all(
     transports: Sequence[Transport],
-    act: Callable[[Transport], socket.socket],
+    act: Callable[[Transport], tuple[Transport, socket.socket]],
     *,
     give_up: Callable[[socket.socket], None],
     can_be_absent: bool = False,
 ) -> list[End]:
-    """Every node's byte stream, or none: where one fails, the others are given up."""
+    """Every node's byte stream, or none: where one fails, the others are given up.
+
+    ``act`` returns the transport too: another one may reach the node already.
+    """
     if len(transports) == 1 and not transports[0].name:
-        return [End(transports[0], act(transports[0]))]
+        return [End(*act(transports[0]))]
     arrivals = _Arrivals(give_up)
 
-    def arrive(transport: Transport) -> socket.socket:
-        sock = act(transport)
-        arrivals.add(transport, sock)
-        return sock
+    def arrive(transport: Transport) -> End:
+        end = End(*act(transport))
+        arrivals.add(end.transport, end.sock)
+        return end
 
     pool = ThreadPoolExecutor(len(transports), thread_name_prefix="detrain_nb connect")
-    work: dict[Future[socket.socket], Transport] = {}
+    work: dict[Future[End], Transport] = {}
     try:
         for transport in transports:
             work[pool.submit(arrive, transport)] = transport
@@ -275,7 +285,7 @@ class _Arrivals:
             return self._there.pop() if self._there else None
 
 
-def _ends_of(work: Mapping[Future[socket.socket], Transport], *, can_be_absent: bool) -> list[End]:
+def _ends_of(work: Mapping[Future[End], Transport], *, can_be_absent: bool) -> list[End]:
     """Raises: what it has failed with, of all nodes; our own faults as they are."""
     absent = {future for future in list(work)[1:] if can_be_absent and isinstance(future.exception(), SessionError)}
     failures: list[tuple[Transport, DetrainError]] = []
@@ -288,9 +298,7 @@ def _ends_of(work: Mapping[Future[socket.socket], Transport], *, can_be_absent: 
         words = "\n".join(f"{transport.name}: {exc}" for transport, exc in failures)
         raise (kinds.pop() if len(kinds) == 1 else LaunchError)(words)
     return [
-        End(transport, _ended_socket(), absent=str(future.exception()))
-        if future in absent
-        else End(transport, future.result())
+        End(transport, _ended_socket(), absent=str(future.exception())) if future in absent else future.result()
         for future, transport in work.items()
     ]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from ..errors import DetrainError, LaunchError, SessionError, TransportError
 from ..spec.node import Node
-from ..transport.ssh import AskPassphrase, SshConnection
-from ..transport.ssh_config import SshTarget
+from ..transport.ssh import AskPassphrase, SshConnection, find_route
+from ..transport.ssh_config import HostSettings, SshTarget, default_config, read_config
 from ..transport.ssh_stream import Stream
 
 __all__ = ["RemoteProgram", "as_text", "connect_to"]
@@ -46,10 +46,18 @@ def connect_to(
     limit_s: float = _CONNECT_LIMIT_S,
 ) -> SshConnection:
     """Connect to ``node``: as it says, else as ssh_config does. Raises: TransportError, SpecError."""
-    target = SshTarget(
+    return SshConnection.open(_target(node), ask_passphrase=ask_passphrase, config_path=config_path, limit_s=limit_s)
+
+
+def find_way_to(node: Node, *, config_path: Path | None = None) -> tuple[HostSettings, ...]:
+    """How ``node`` would be reached now, hop by hop. Raises: SpecError."""
+    return find_route(_target(node), read_config(config_path or default_config()))
+
+
+def _target(node: Node) -> SshTarget:
+    return SshTarget(
         node.host, port=node.port, user=node.user, identity_file=node.identity_file, proxy_jump=node.proxy_jump
     )
-    return SshConnection.open(target, ask_passphrase=ask_passphrase, config_path=config_path, limit_s=limit_s)
 
 
 class RemoteProgram:

@@ -25,10 +25,11 @@ from ..node.files import MAGIC as FILES_MAGIC
 from ..plan import NodeOffer
 from ..spec.node import Node
 from ..storage import locate
+from ..transport import AgentFolders
 from ..transport.ssh import SshConnection
 from ..wire import SILENCE_LIMIT_S
 from .questions import Questions
-from .remote_program import RemoteProgram, as_text, connect_to
+from .remote_program import RemoteProgram, as_text, connect_to, find_way_to
 from .trust import trust_file, trusted_host_keys
 
 if TYPE_CHECKING:
@@ -93,10 +94,11 @@ class SshNode:
         self.node = node
         self.name = node.name
         self.python = self.address = self.interface = self._work_folder = ""
-        self.env = {name: os.environ[name] for name in node.env if name in os.environ}
         self.facts: NodeFacts | None = None
         self.folder_state: tuple[object, object] = ("", "")  # see deploy/sync.py
         self._code = ""  # the folder of ours there
+        self._digests: list[str] = []
+        self._place: object = None
         self.questions = questions
         self._config_path = config_path
         self._connection: SshConnection | None = None
@@ -104,6 +106,19 @@ class SshNode:
         self._connecting = threading.Lock()
 
     # ---- as a transport
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Those variables of this process that the node is to have."""
+        return {name: os.environ[name] for name in self.node.env if name in os.environ}
+
+    @property
+    def place(self) -> object:
+        """The node as it was described, and the way to it when it was reached, else now. Raises: SpecError."""
+        return self._place or self._find_place()
+
+    def _find_place(self) -> object:
+        return self.node, find_way_to(self.node, config_path=self._config_path)
 
     @property
     def torch(self) -> str:
@@ -117,6 +132,16 @@ class SshNode:
     def connect_agent(self, session: str) -> socket.socket:
         """Connect to an agent that runs there, over a fresh connection. Raises as ``start_agent``."""
         return self._reach(session, "attach")
+
+    def begin(self, session: str) -> AgentFolders:
+        """Beside the folder of the last session, on the connection that there is. Raises: DetrainError."""
+        assert self.facts is not None and self._connection is not None
+        self.is_trusted = False
+        self._find_trust(self._connection.host_key_fingerprint)
+        self._choose_work_folder(self.facts, session)
+        self.folder_state = ("", "")  # known when the files are compared
+        code = [posixpath.join(self.facts.cache, digest) for digest in self._digests]
+        return {"folder": "", "work_folder": self._work_folder, "uses": [*code, self._work_folder]}
 
     def offer(self, gpus: int) -> NodeOffer:
         """What the node has and the user wants of it."""
@@ -156,6 +181,7 @@ class SshNode:
         with self._connecting:
             times_left = self._times_left
             self._hang_up()
+            self._place = self._find_place()
             connection = connect_to(self.node, ask_passphrase=self.questions, config_path=self._config_path)
             try:
                 self._find_trust(connection.host_key_fingerprint)
@@ -188,6 +214,7 @@ class SshNode:
             facts = self.facts = NodeFacts.read(talk.hear("facts"))
             self._settle(facts, connection, session)
             digests = self._bring_code(facts, connection, talk)
+            self._digests = digests
             self._code = posixpath.join(facts.cache, digests[0])
             order = {"session": session, "action": action, "work_folder": self._work_folder, "code": digests}
             talk.say(type="go", silence_s=SILENCE_LIMIT_S, **order)
@@ -232,13 +259,16 @@ class SshNode:
 
     def _settle(self, facts: NodeFacts, connection: SshConnection, session: str) -> None:
         self.python = facts.python
-        self._work_folder = _expand(self.node.workdir or f"{facts.cache}/work/{session}", facts.home)
+        self._choose_work_folder(facts, session)
         self.address, self.interface = choose_address(
             self.node, facts.addresses, reached_at=facts.reached_at, peer_address=connection.peer_address
         )
         if not facts.versions.get("torch"):
             install = f"install it there ({facts.python} -m pip install torch)"
             raise LaunchError(f"torch is missing in {facts.python}: {install}, or name another python")
+
+    def _choose_work_folder(self, facts: NodeFacts, session: str) -> None:
+        self._work_folder = _expand(self.node.workdir or f"{facts.cache}/work/{session}", facts.home)
 
     def _bring_code(self, facts: NodeFacts, connection: SshConnection, talk: RemoteProgram) -> list[str]:
         """Our code is there when this returns, IPython where the node has none; returns the digests."""

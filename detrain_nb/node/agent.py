@@ -16,16 +16,16 @@ import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 import traceback
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
-from ..agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, READY, SOCKET_NAME
-from ..errors import WireError
-from ..launch import STORE_FD_VARIABLE, usable_cpus
+from ..agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, READY, SOCKET_NAME, claim_folder, remove_dead_agent
+from ..errors import DetrainError, LaunchError, SessionError, WireError
+from ..launch import GPUS_VARIABLE, usable_cpus
 from ..locks import take_lock
 from ..wire import (
     ALIVE_GAP_S,
@@ -36,8 +36,11 @@ from ..wire import (
     Alive,
     Attach,
     Attached,
+    Begin,
+    Begun,
     EndSession,
     Frame,
+    Kept,
     Launch,
     LauncherEnded,
     Link,
@@ -54,47 +57,74 @@ from ..wire import (
     WorkerUp,
     to_frame,
 )
-from .gpus import count_gpus
+from .gpus import count_gpus, list_gpus, name_gpus
+from .launching import LauncherEnd, Launching
 from .loop import Loop
 from .memory import Memory
-from .processes import adopt_orphans, descendants, die_with_parent, end_descendants
+from .processes import adopt_orphans
 from .spool import Spool
+from .surroundings import ImportedFiles, read_starter
 
 _ATTACH_LIMIT_S = 30.0
-_END_LIMIT_S = 4.0
 _LONGEST_WAIT_S = 3600.0
 _FULL_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 16
 _CONFIRM_GAP_S = 0.02
-_LOG_TAIL_BYTES = 4000
 _STORE_BACKLOG = 128
 
 
 def main(folder: Path, lock: int | None = None) -> None:
-    """Serve one session in ``folder``, then remove it. ``lock``: the folder's, where who starts us holds it."""
-    users_umask = os.umask(0o077)
+    """Serve one session in ``folder``, then remove it; and, where its notebook wants to keep us, those that follow.
+
+    ``lock``: the folder's, where who starts us holds it.
+    """
+    process = _Process(users_umask=os.umask(0o077))
     os.chdir(folder)
     if lock is None:
         lock = take_lock(folder / LOCK_NAME, is_new=True)
         if lock is None:
             sys.exit(f"another agent serves {folder}")
     os.set_inheritable(lock, False)  # it is held as long as we live, and no longer
-    agent = _Agent(folder, users_umask)
-    try:
-        Path(PID_NAME).write_text(str(os.getpid()), encoding="ascii")
-        os.write(1, READY)  # in one piece: the starter hangs up when it has read it
-        _leave_the_starter()
-        agent.run()
-    except Exception as exc:
-        agent.say_last_words(f"the agent failed: {exc!r}, at {traceback.extract_tb(exc.__traceback__)[-1]}")
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is under way
-        ended = _free_the_name(folder)
-        agent.end()
-        if ended:
-            _let_go_of_files(lock)
-            shutil.rmtree(ended, ignore_errors=True)
+    agent: _Agent | None = _Agent(folder, lock, process)
+    while agent:
+        agent.serve()
+        agent = agent.wait_for_next()
+    process.launching.end()
+
+
+class _Process:
+    """What an agent has for all of its sessions."""
+
+    def __init__(self, *, users_umask: int) -> None:
+        self.users_umask = users_umask
+        self._has_said_ready = False
+        self.launching = Launching(users_umask)
+        self.starter = {**read_starter(), "umask": f"{users_umask:04o}"}
+        self.imported = ImportedFiles()
+        self.child_ended, child_signal = os.pipe()
+        os.set_blocking(self.child_ended, False)
+        os.set_blocking(child_signal, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(child_signal, warn_on_full_buffer=False)
+        adopt_orphans()
+
+    def say_ready(self) -> None:
+        """To who started it, which hangs up when it has read that."""
+        if not self._has_said_ready:
+            os.write(1, READY)  # in one piece
+            self._has_said_ready = True
+
+    def why_not_again(self, starter: dict[str, str]) -> str:
+        """Empty when an agent that is started now, by ``starter`` where that is known, would be as this one is."""
+        if path := self.imported.find_changed():
+            return f"{path} has changed"
+        now = {**read_starter(), "umask": f"{self.users_umask:04o}"}
+        for wanted in (starter, self.starter):
+            for name, value in wanted.items():
+                if now.get(name) != value:
+                    return f"its {name} is another"
+        return ""
 
 
 def _free_the_name(folder: Path) -> Path | None:
@@ -110,9 +140,14 @@ def _free_the_name(folder: Path) -> Path | None:
 
 
 class _Agent:
-    def __init__(self, folder: Path, users_umask: int) -> None:
+    """One session."""
+
+    def __init__(self, folder: Path, lock: int, process: _Process) -> None:
         self._folder = folder
-        self._users_umask = users_umask
+        self._lock = lock
+        self._process = process
+        self._launching = process.launching
+        self._keep_s = 0.0  # after its end
         self._incarnation = uuid.uuid4().hex
         self._loop = Loop()
         self._spool = Spool(Path(), known_as=folder)  # relative: another session may get the name before it is removed
@@ -124,26 +159,42 @@ class _Agent:
         self._store: socket.socket | None = None
         self._ends_at: float | None = time.monotonic() + _ATTACH_LIMIT_S  # unless a notebook attaches before
         self._workers: dict[int, Link] = {}
-        self._launcher: subprocess.Popen[bytes] | None = None
         self._is_ending = False
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         self._listener = socket.socket(socket.AF_UNIX)
         Path(SOCKET_NAME).unlink(missing_ok=True)
         self._listener.bind(SOCKET_NAME)  # relative: the path of a folder may be longer than a socket's may be
         self._listener.listen(64)
         self._listener.setblocking(False)
-        self._child_ended, child_signal = os.pipe()
-        os.set_blocking(self._child_ended, False)
-        os.set_blocking(child_signal, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.set_wakeup_fd(child_signal, warn_on_full_buffer=False)
-        adopt_orphans()
+
+    def serve(self) -> None:
+        """Serve the session to its end; nothing is left of it then but, perhaps, the connection to its notebook."""
+        try:
+            Path(PID_NAME).write_text(str(os.getpid()), encoding="ascii")
+            self._process.say_ready()
+            _write_to_the_log()
+            self.run()
+        except BaseException as exc:
+            self._keep_s = 0.0
+            if isinstance(exc, Exception):
+                where = traceback.extract_tb(exc.__traceback__)[-1]
+                self.say_last_words(f"the agent failed: {exc!r}, at {where}")
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is under way
+            ended = _free_the_name(self._folder)
+            self.end()
+            _let_go_of_files(self._lock)
+            if ended:
+                shutil.rmtree(ended, ignore_errors=True)
+            os.chdir("/")
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def run(self) -> None:
         """Serve until the session ends, or its notebook has been gone for too long."""
         self._loop.add(self._listener.fileno(), self._accept)
-        self._loop.add(self._child_ended, self._on_child_ended)
+        self._loop.add(self._process.child_ended, self._on_child_ended)
+        self._loop.add(self._launching.channel.fileno(), lambda: self._note_end(self._launching.take_answer()))
         while not self._is_ending:
             self._loop.once(_seconds_until(self._ends_at, self._confirm_at))
             self._feed_notebook()
@@ -172,12 +223,68 @@ class _Agent:
             with contextlib.suppress(LinkClosed):
                 link.flush()
             link.close()  # a worker takes this as the end, and ends its rank
-        if self._launcher:
-            _wait_for_workers(self._launcher)
-            self._launcher.kill()  # torchrun's engine waits for other nodes, which may be lost
-        end_descendants()
+        self._launching.end(keep_warm=self._keep_s > 0)
         self._spool.close()
         self._listener.close()
+        self._loop.close()
+
+    def wait_for_next(self) -> _Agent | None:
+        """Stay for the notebook's next session, as long as it wanted; None when there is none."""
+        link, deadline = self._notebook, time.monotonic() + self._keep_s
+        if not self._keep_s or link is None or not self._launching.is_warm:
+            return None
+        following: list[_Agent] = []
+        self._loop = Loop()
+        with contextlib.suppress(WireError), contextlib.closing(self._loop):
+            link.send(Kept())
+            self._loop.add(self._process.child_ended, self._on_child_ended)
+            self._loop.add(link, lambda: following.extend(self._begin_next(link)))
+            while not following and self._launching.is_warm and (left_s := deadline - time.monotonic()) > 0:
+                self._loop.once(min(left_s, _LONGEST_WAIT_S))
+        return following[0] if following else None
+
+    def _begin_next(self, link: Link) -> Iterator[_Agent]:
+        """The next session, when the notebook asks for one. Raises: WireError when it has gone, or is refused."""
+        for frame in link.receive():
+            message = frame.message()
+            if not isinstance(message, Begin):
+                continue  # a sign of life, or what was on its way at the end of the last session
+            if why_not := self._process.why_not_again(message.starter):
+                link.send(Begun(why_not))
+                raise WireError(why_not)
+            try:
+                following = self._make_next(message)
+            except DetrainError as exc:
+                link.send(Begun(str(exc), is_taken=isinstance(exc, SessionError)))
+                continue
+            following.expect(link)
+            link.send(Begun())
+            yield following
+            return
+
+    def _make_next(self, message: Begin) -> _Agent:
+        """Raises: DetrainError."""
+        folder = Path(message.folder) if message.folder else self._folder.with_name(message.session)
+        if message.env:
+            os.environ.clear()
+            os.environ.update(message.env)
+            list_gpus.cache_clear()
+        lock = claim_folder(folder, uses=message.uses)
+        os.set_inheritable(lock, False)
+        try:
+            if message.work_folder:
+                Path(message.work_folder).mkdir(parents=True, exist_ok=True)
+            os.chdir(folder)
+            return _Agent(folder, lock, self._process)
+        except OSError as exc:
+            os.chdir("/")
+            os.close(lock)
+            remove_dead_agent(folder)
+            raise LaunchError(f"the session's folder cannot be used: {exc}") from exc
+
+    def expect(self, link: Link) -> None:
+        """Take ``link`` as a connection of which it is not known yet who it is."""
+        self._loop.add(link, lambda: self._first_message(link))
 
     # ---- connections
 
@@ -318,7 +425,7 @@ class _Agent:
         elif isinstance(message, Launch):
             self._launch(message)
         elif isinstance(message, EndSession):
-            self._is_ending = True
+            self._is_ending, self._keep_s = True, max(0.0, message.keep_s)
         elif isinstance(message, Alive):
             self._confirm_at = time.monotonic()  # an answer, which says that we are there
         else:
@@ -346,30 +453,13 @@ class _Agent:
 
     def _launch(self, message: Launch) -> None:
         self._spool.limit_bytes = message.spool_limit_bytes
-        agent_pid = os.getpid()
-        handed = (self._store.fileno(),) if self._store else ()
         env = {**os.environ, **message.env}
         if "PYTHONPATH" in message.env and (own := os.environ.get("PYTHONPATH")):  # our code may be there
             env["PYTHONPATH"] = os.pathsep.join([own, message.env["PYTHONPATH"]])
-        if self._store:
-            env[STORE_FD_VARIABLE] = str(self._store.fileno())
-        with open("launcher.log", "wb") as log:
-            try:
-                self._launcher = subprocess.Popen(
-                    message.argv,
-                    env=env,
-                    pass_fds=handed,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    umask=self._users_umask,  # what a rank saves, others may read as ever
-                    preexec_fn=lambda: die_with_parent(agent_pid),  # noqa: PLW1509  the agent has one thread
-                )
-            except OSError as exc:
-                self._say(LauncherEnded(127, f"{message.argv[0]} cannot be started: {exc}"))
-        if self._store:
-            self._store.close()
-            self._store = None
+        if GPUS_VARIABLE in message.env and "CUDA_VISIBLE_DEVICES" not in message.env:
+            env["CUDA_VISIBLE_DEVICES"] = name_gpus(message.env[GPUS_VARIABLE], list_gpus())
+        store, self._store = self._store, None
+        self._note_end(self._launching.start(message.argv, env, store))
 
     # ---- workers -> notebook
 
@@ -381,7 +471,9 @@ class _Agent:
             self._hang_up(link)
             for rank in [rank for rank, worker in self._workers.items() if worker is link]:
                 del self._workers[rank]
-                if self._launcher and not isinstance(exc, LinkClosed):  # one that ends takes the launcher with it
+                if self._launching.is_launched and not isinstance(
+                    exc, LinkClosed
+                ):  # one that ends takes the launcher with it
                     gone = f"its worker is gone: {exc}"
                     end = to_frame(RankEnded(rank, 0, 0, 0, -1, "", gone, False, gone))
                     self._memory.note_up(end)
@@ -425,31 +517,19 @@ class _Agent:
 
     def _on_child_ended(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(self._child_ended, 4096)
-        if self._launcher and self._launcher.poll() is not None and not self._is_ending:
-            exit_code, self._launcher = self._launcher.returncode, None
-            end_descendants()
-            self._say(LauncherEnded(exit_code, _log_tail()))
+            os.read(self._process.child_ended, 4096)
+        self._note_end(self._launching.take_end())
 
-
-def _wait_for_workers(launcher: subprocess.Popen[bytes]) -> None:
-    """Wait until what the launcher has started has ended, as it does when the agent hangs up."""
-    deadline = time.monotonic() + _END_LIMIT_S
-    while launcher.poll() is None and descendants(launcher.pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    def _note_end(self, end: LauncherEnd | None) -> None:
+        if end and not self._is_ending:
+            self._launching.end_ranks()
+            self._say(LauncherEnded(end.exit_code, end.log_tail))
 
 
 def _seconds_until(*times: float | None) -> float | None:
     """How long to wait now for the first of them; a system knows a longest wait."""
     first = min((at for at in times if at is not None), default=None)
     return None if first is None else min(_LONGEST_WAIT_S, max(0.0, first - time.monotonic()))
-
-
-def _log_tail() -> str:
-    with open("launcher.log", "rb") as log:
-        log.seek(0, os.SEEK_END)
-        log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
-        return log.read().decode(errors="replace")
 
 
 def _is_same_user(sock: socket.socket) -> bool:
@@ -468,7 +548,7 @@ def _let_go_of_files(lock: int) -> None:
     os.close(lock)
 
 
-def _leave_the_starter() -> None:
+def _write_to_the_log() -> None:
     """Keep nothing of who started us: its end must not end us, nor our output reach it."""
     nothing = os.open(os.devnull, os.O_RDWR)
     log = os.open("agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -14,10 +14,11 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from IPython.core.async_helpers import get_asyncio_loop
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.core.displayhook import DisplayHook
@@ -28,6 +29,7 @@ from traitlets.config import Config
 
 from ..wire import MAX_BUNDLE_VALUES, count_values, json_body
 from .processes import stop_with_descendants
+from .rings import break_rings
 
 Bundle = dict[str, Any]
 _MAX_BUNDLE_BYTES = 32 << 20
@@ -121,6 +123,7 @@ class CellRunner(InteractiveShell):
         config.InteractiveShell.cache_size = 0
         config.InteractiveShell.enable_tip = False
         config.Completer.use_jedi = False  # its first answer takes seconds; the objects themselves are here to ask
+        config.InteractiveShell.loop_runner = _run_in_loop
         runner: CellRunner = cls.instance(config=config, user_module=main)
         runner.screen = screen
         runner.cell_value = {}
@@ -141,20 +144,34 @@ class CellRunner(InteractiveShell):
         try:
             result: ExecutionResult = self.run_cell(code, store_history=False)
             error = result.error_before_exec or result.error_in_exec
-            result.error_before_exec = result.error_in_exec = None  # else it keeps all that the functions held
+            _forget_error(result)
             if isinstance(error, KeyboardInterrupt):
                 self._say_what_came_before(error)
             elif error is None:
-                for earlier in self._unreported:  # %run and the like show an error and go on
-                    sys.stderr.write("\n".join([*user_traceback(earlier), error_summary(earlier)]) + "\n")
+                self._show_unreported()
             value, self.cell_value = self.cell_value, {}
+            self._let_go_of_all_but(error)
             outcome = CellOutcome({} if error else value, error)
         except KeyboardInterrupt as interrupt:  # it came in what IPython does after the code, or above
             self._say_what_came_before(interrupt)
+            self._let_go_of_all_but(interrupt)
             self._unreported = []
             raise
         self._unreported = []
         return outcome
+
+    def _show_unreported(self) -> None:
+        """%run and the like show an error and go on."""
+        for earlier in self._unreported:
+            sys.stderr.write("\n".join([*user_traceback(earlier), error_summary(earlier)]) + "\n")
+
+    def _let_go_of_all_but(self, error: BaseException | None) -> None:
+        """Of errors after which IPython went on, and of the one that it keeps: after an interrupt it may be another."""
+        for earlier in self._unreported:
+            if earlier is not error:
+                break_rings(earlier)
+        if self.last_execution_result is not None:
+            _forget_error(self.last_execution_result)
 
     def _say_what_came_before(self, interrupt: KeyboardInterrupt) -> None:
         """Let what the code raised before an interrupt came be its context; Python knows only what was handled then."""
@@ -242,6 +259,28 @@ class CellRunner(InteractiveShell):
 
     def ask_exit(self) -> None:
         print("a rank ends with its session: %distributed stop", file=sys.stderr)
+
+
+def _forget_error(result: ExecutionResult) -> None:
+    """Else it keeps all that the functions held."""
+    result.error_before_exec = result.error_in_exec = None
+
+
+def _run_in_loop(coroutine: Coroutine[Any, Any, ExecutionResult]) -> ExecutionResult:
+    """Run a cell that awaits; when it is interrupted, cancel it: else the next one that awaits would go on with it."""
+    loop = get_asyncio_loop()
+    cell = loop.create_task(coroutine)
+    interrupt: BaseException | None = None
+    while not cell.done():
+        try:
+            loop.run_until_complete(cell)
+        except (KeyboardInterrupt, SystemExit) as exc:  # it came while all waited, or one of the user's tasks raised it
+            interrupt = exc
+            cell.cancel()
+    if interrupt is not None:
+        raise interrupt
+    result: ExecutionResult = cell.result()
+    return result
 
 
 def sendable_bundle(data: Bundle) -> Bundle:

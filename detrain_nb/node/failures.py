@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from .rings import errors_behind
+
 _SHOWN = 5
 _MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _CUDA = re.compile(r"CUDA error|device-side assert|illegal memory access|cudaError", re.IGNORECASE)
@@ -23,11 +25,9 @@ def is_out_of_memory(error: BaseException, text: str) -> bool:
 
 def free_frames(error: BaseException) -> None:
     """Let go of what the functions in the traceback held, on the GPU too; the text of it must have been made."""
-    cause: BaseException | None = error
-    while cause is not None and cause.__traceback__ is not None:  # where it is None we have been: causes may be a ring
-        traceback.clear_frames(cause.__traceback__)
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
+    for each in errors_behind(error):
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

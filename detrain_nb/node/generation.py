@@ -24,6 +24,7 @@ from .connections import Connections
 from .stale import forget_meshes
 
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
+ON_NCCL = "/nccl"  # behind a group's name: NCCL counts its operations apart from those of gloo in the same group
 GROUP_NAMES = 1000  # names of groups, which are numbers, between one default group and the next
 _MOST_GROUPS = 1000  # default groups in one generation
 _STORE_TIMEOUT = datetime.timedelta(minutes=5)
@@ -51,6 +52,7 @@ class Generation:
         self._changing = threading.Lock()
         self._torch_init = dist.init_process_group
         self._torch_new_group = dist.distributed_c10d._new_process_group_helper
+        self._torch_split_group = dist.distributed_c10d.split_group
 
     @property
     def has_group(self) -> bool:
@@ -63,11 +65,10 @@ class Generation:
 
     @property
     def sequences(self) -> dict[str, int]:
-        """The same of each group by its name, without its making."""
+        """The same of each group by its name, without its making; what is on NCCL stands apart."""
         found: dict[str, int] = {}
         for group in list(dist.distributed_c10d._world.pg_map):
-            with contextlib.suppress(RuntimeError):  # a backend that does not count
-                found[group.group_name] = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            found.update({group.group_name + of: number for of, number in count_operations(group).items()})
         return found
 
     def start(self, number: int) -> None:
@@ -122,6 +123,8 @@ class Generation:
         for module in modules:
             module.init_process_group = self._replace_group
         modules[1]._new_process_group_helper = self._new_group
+        for module in (*modules, dist.device_mesh):
+            module.split_group = self._split_group
         torch.multiprocessing.spawn = _refuse_spawn
 
     def _replace_group(self, backend: str | None = None, init_method: str | None = None, **options: Any) -> None:
@@ -169,13 +172,33 @@ class Generation:
             raise SessionError(f"generation {self.number} was ended while it was made")
 
     def _new_group(self, *args: Any, **options: Any) -> Any:
-        """Every group is made here: default, ``new_group``, of a mesh."""
+        """Every group is made here or in ``_split_group``: default, ``new_group``, of a mesh."""
         self._groups_seen += 1
         with self._connections.recording():
             return self._torch_new_group(*args, **options)
 
+    def _split_group(self, *args: Any, **options: Any) -> Any:
+        """On NCCL a mesh makes its groups of the default one, without ``_new_group``."""
+        self._groups_seen += 1
+        with self._connections.recording():
+            return self._torch_split_group(*args, **options)
+
 
 _KNOWN_BY_THE_SESSION = ("world_size", "rank", "store")
+
+
+def count_operations(group: dist.ProcessGroup) -> dict[str, int]:
+    """How many were begun in a group: on gloo under "", on NCCL under ``ON_NCCL``; it may have both.
+
+    The group itself would say NCCL's number alone.
+    """
+    found: dict[str, int] = {}
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # there is none for it, it is being ended, or it does not count
+            backend = group._get_backend(torch.device(device))
+            number: int = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            found[ON_NCCL if "nccl" in backend.name().lower() else ""] = number
+    return found
 
 
 def _refuse_spawn(*args: object, **kwargs: object) -> None:

@@ -1,4 +1,4 @@
-"""How many GPUs a node has, asked without CUDA: a process that has called CUDA cannot fork ranks that use it."""
+"""Which GPUs a node has, asked without CUDA: a process that has called CUDA cannot fork ranks that use it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,40 @@ import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
+
+
+def count_gpus() -> int:
+    """How many GPUs a process started here may use."""
+    return len(list_gpus())
 
 
 @functools.cache
-def count_gpus() -> int:
-    """The GPUs that a process started here may use, without a CUDA call: NVML counts, nvidia-smi does without it.
+def list_gpus() -> tuple[str, ...]:
+    """The GPUs that a process started here may use, as CUDA_VISIBLE_DEVICES names them, without a CUDA call.
 
-    Once in a process: a driver may take long, and a notebook that attaches again waits for the answer.
+    NVML counts, nvidia-smi does without it. Once in a process: a driver may take long, and a notebook that attaches
+    again waits for the answer.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        chosen = [device for device in visible.split(",") if device.strip() not in ("", "-1")]
-        return min(len(chosen), _count_with_nvml())
-    return _count_with_nvml()
+    return read_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), _count_with_nvml())
+
+
+def read_visible(variable: str | None, there: int) -> tuple[str, ...]:
+    """What of ``there`` GPUs the variable leaves, as CUDA reads it: up to the first name that is none of a GPU here."""
+    if variable is None:
+        return tuple(map(str, range(there)))
+    names: list[str] = []
+    for name in map(str.strip, variable.split(",")):
+        if not name or name.startswith("-") or name.isdecimal() and int(name) >= there:
+            break
+        names.append(name)
+    return tuple(names[:there])
+
+
+def name_gpus(positions: str, visible: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES for those at ``positions`` ("0,2") of ``visible``, which is itself a choice at times."""
+    indices = [int(position) for position in positions.split(",")]
+    return ",".join(visible[index] if index < len(visible) else str(index) for index in indices)
 
 
 def _count_with_nvml() -> int:

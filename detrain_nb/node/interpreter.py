@@ -70,6 +70,7 @@ from .failures import describe_largest, free_frames, is_context_broken, is_out_o
 from .generation import Generation
 from .interrupts import Interrupts
 from .recorder import look_inside
+from .rings import break_rings
 from .stale import StaleVariables
 
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
@@ -256,7 +257,8 @@ class _Interpreter:
             was_freed = self._was_freed(error, ended_before)
             self._report_failure(message.cell, seconds, error, was_freed=was_freed, is_collective=is_collective)
             held, error = [error], None
-            self._interrupts.let_go_of(held)
+            self._interrupts.let_go_by(lambda: break_rings(held[0]))
+            self._interrupts.let_go_by(held.clear)
 
     def _run_code(self, message: RunCell) -> tuple[Bundle, BaseException | None]:
         """The value of a cell, or what it raised."""
@@ -310,10 +312,14 @@ class _Interpreter:
                 _bounded(text),
                 _bounded_lines(traceback),
                 isinstance(error, KeyboardInterrupt),
+                is_broken,
             )
         )
         if is_broken:
-            os.write(2, f"no CUDA call works in this process after {type(error).__name__}: it is replaced\n".encode())
+            # the news of its end may come first, and then nothing else of the error is told
+            summary = _bounded(text.strip().partition("\n")[0], limit=_NAME_CHARS)
+            words = f"{type(error).__name__}: {summary}: no CUDA call works in this process any more: it is replaced"
+            os.write(2, f"{words}\n".encode())
             os._exit(1)
 
     def _explain(self, error: BaseException, text: str, *, is_broken: bool) -> Iterator[str]:

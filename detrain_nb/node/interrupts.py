@@ -66,8 +66,8 @@ class Interrupts:
                 self._has_come = False
                 self._strike()
 
-    def let_go_of(self, held: list[Any]) -> None:
-        """Empty ``held``, which has what a cell held that has failed.
+    def let_go_by(self, act: Callable[[], None]) -> None:
+        """Call ``act``, which lets go of what a cell held that has failed.
 
         An interrupt can leave a lock locked for which a destructor waits then: in here any interrupt is raised, one at
         a time, and one comes by itself after ``_LETTING_GO_LIMIT_S``. None gets out of here: nobody is left who would
@@ -76,7 +76,7 @@ class Interrupts:
         self._strike_in(_LETTING_GO_LIMIT_S)
         try:
             self._is_letting_go = True
-            held.clear()
+            act()
             self._is_letting_go = False
         except KeyboardInterrupt:
             self._is_letting_go = False

@@ -67,6 +67,12 @@ class Loop:
             if events & selectors.EVENT_READ and watched:
                 watched.on_readable()
 
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self._selector.close()
+        self._watched.clear()
+        self._links.clear()
+
     def _register(self, source: Source) -> None:
         watched = self._watched[source]
         wanted = 0 if watched.is_paused else selectors.EVENT_READ

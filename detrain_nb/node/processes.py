@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -27,14 +27,14 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def end_descendants(*, limit_s: float = 5.0) -> None:
-    """Kill every process below this one, and reap those that became its children."""
+def end_descendants(*, spare: Collection[int] = (), limit_s: float = 5.0) -> None:
+    """Kill every process below this one, and reap those that became its children; ``spare`` are left alone."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        below = descendants(os.getpid())
+        below = [pid for pid in descendants(os.getpid()) if pid not in spare]
         if not below:
             return
         for pid in below:

@@ -8,7 +8,6 @@ NCCL are left out: torch does not note when those of a batch have ended.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -16,34 +15,45 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from .generation import GROUP_NAMES
+from .generation import GROUP_NAMES, ON_NCCL, count_operations
 from .mainthread import read_awaited, read_call
 
 _T = TypeVar("_T")
 _KEPT = 16  # entries of either kind: those that are pending, and some that ended, to compare between ranks
 _MAX_CHARS = 200
 _DEFAULT = "0"
-_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_OF = "recorder"  # in an entry: what its recorder's numbers are of
+_DUMPS = {"_dump_fr_trace_json": "", "_dump_nccl_trace_json": ON_NCCL}
 
 
 def look_inside(*, since_ns: int, before_cell: Mapping[str, int]) -> dict[str, Any]:
     """All that the notebook is told, as JSON.
 
-    ``entries`` are those of ``read_collectives``; ``members``: the ranks of each group among them that is not the
-    default one; ``steps``: how many operations were begun in each group, and -1 where the last cell began other ones
-    than collectives in it, or that is not known (``before_cell`` has their numbers when it began); ``operations`` grows
-    with all that is begun with other ranks; ``call`` and ``awaited`` are of the main thread.
+    ``entries`` are those of ``read_collectives``, which names groups; ``members``: the ranks of each group among them
+    that is not the default one; ``steps``: how many operations were begun in each group, and -1 where the last cell
+    began other ones than collectives in it, or that is not known (``before_cell`` has their numbers when it began);
+    ``operations`` grows with all that is begun with other ranks; ``call`` and ``awaited`` are of the main thread.
     """
     recorded: list[dict[str, Any]] = _or_nothing(lambda: _dump(since_ns), [])
     groups: dict[str, _Group] | None = _or_nothing(_read_groups, None)
     entries: list[list[Any]] = _or_nothing(lambda: _last_of(recorded), [])
     named = {entry[2] for entry in entries} - {_DEFAULT}
     groups_read = groups or {}
+    steps = {
+        name + of: _steps(group.name, of, number, recorded, before_cell)
+        for name, group in groups_read.items()
+        for of, number in group.sequences.items()
+    }
     return {
         "entries": entries,
-        "members": {name: group.ranks for name, group in groups_read.items() if name in named},
-        "steps": {name: _steps(group, recorded, before_cell) for name, group in groups_read.items()},
-        "operations": -1 if groups is None else sum(1 + group.sequence for group in groups.values()),
+        "members": {
+            label: group.ranks
+            for name, group in groups_read.items()
+            for label in (name, name + ON_NCCL)
+            if name != _DEFAULT and label in named
+        },
+        "steps": steps,
+        "operations": -1 if groups is None else sum(1 + sum(group.sequences.values()) for group in groups.values()),
         "call": _or_nothing(read_call, None),
         "awaited": _or_nothing(read_awaited, None),
     }
@@ -53,15 +63,15 @@ def read_collectives(*, since_ns: int) -> list[list[Any]]:
     """The last collectives that were enqueued after ``since_ns`` (Unix time), oldest first.
 
     Each is ``[op, sequence number, group, its description, tensors, is pending, seconds since it was enqueued]``;
-    ``group`` is a number or, where torch makes one of its ranks, a hash; "0" is the default group. Empty where this
-    torch has no recorder.
+    ``group`` is a number or, where torch makes one of its ranks, a hash; "0" is the default group; what NCCL counts
+    has ``ON_NCCL`` behind it. Empty where this torch has no recorder.
     """
     return _last_of(_dump(since_ns))
 
 
 def _last_of(dumped: list[dict[str, Any]]) -> list[list[Any]]:
     recorded = {
-        (entry["process_group"][0], entry["collective_seq_id"], entry["time_created_ns"]): entry
+        (_label(entry), entry["collective_seq_id"], entry["time_created_ns"]): entry
         for entry in dumped
         if not entry["is_p2p"]
     }
@@ -84,11 +94,11 @@ def _or_nothing(read: Callable[[], _T], nothing: _T) -> _T:
 
 
 def _describe(entry: dict[str, Any], now_ns: int) -> list[Any]:
-    name, description = entry["process_group"]
+    description = entry["process_group"][1]
     return [
         entry["profiling_name"].rpartition(":")[2],
         entry["collective_seq_id"],
-        _short(name),
+        _label(entry),
         "" if description in ("undefined", "default_pg") else description,
         _describe_tensors(entry["input_dtypes"], entry["input_sizes"]),
         not entry["retired"],
@@ -105,35 +115,41 @@ def _describe_tensors(dtypes: list[str], sizes: list[list[int]]) -> str:
 def _dump(since_ns: int) -> list[dict[str, Any]]:
     from torch._C import _distributed_c10d
 
-    dumps = [getattr(_distributed_c10d, name, None) for name in _DUMPS]
-    entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries") or []]
-    return [entry for entry in entries if entry["time_created_ns"] >= since_ns]
+    entries: list[dict[str, Any]] = []
+    for name, of in _DUMPS.items():
+        if dump := getattr(_distributed_c10d, name, None):
+            found = json.loads(dump(True, False)).get("entries") or []
+            entries += ({**entry, _OF: of} for entry in found if entry["time_created_ns"] >= since_ns)
+    return entries
+
+
+def _label(entry: dict[str, Any]) -> str:
+    """The group of an entry, as all of its ranks call it."""
+    return _short(entry["process_group"][0]) + str(entry[_OF])
 
 
 class _Group(NamedTuple):
     name: str
     ranks: list[int]
-    sequence: int  # on gloo of all that was begun in it, on NCCL of collectives
+    sequences: dict[str, int]  # on gloo of all that was begun in it, on NCCL of collectives
 
 
 def _read_groups() -> dict[str, _Group]:
     groups = {}
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
-        with contextlib.suppress(RuntimeError):  # it is being ended, or its backend does not count
-            sequence = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-            groups[_short(group.group_name)] = _Group(
-                group.group_name, sorted(world.pg_group_ranks.get(group, ())), sequence
-            )
+        ranks = sorted(world.pg_group_ranks.get(group, ()))
+        if sequences := count_operations(group):
+            groups[_short(group.group_name)] = _Group(group.group_name, ranks, sequences)
     return groups
 
 
-def _steps(group: _Group, dumped: list[dict[str, Any]], before_cell: Mapping[str, int]) -> int:
-    """The recorder numbers collectives: where gloo's number is larger, there were messages from rank to rank."""
-    own = [entry for entry in dumped if entry["process_group"][0] == group.name]
+def _steps(name: str, of: str, number: int, dumped: list[dict[str, Any]], before_cell: Mapping[str, int]) -> int:
+    """The recorder numbers collectives: where gloo's ``number`` is larger, there were messages from rank to rank."""
+    own = [entry for entry in dumped if entry["process_group"][0] == name and entry[_OF] == of]
     collectives = max((entry["collective_seq_id"] for entry in own), default=0)
-    is_known = group.sequence in (before_cell.get(group.name, 0), collectives)
-    return group.sequence if is_known and not any(entry["is_p2p"] for entry in own) else -1
+    is_known = number in (before_cell.get(name + of, 0), collectives)
+    return number if is_known and not any(entry["is_p2p"] for entry in own) else -1
 
 
 def _short(name: str) -> str:

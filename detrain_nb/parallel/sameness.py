@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -27,13 +28,18 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
     ranks and the first thing that differs.
     """
     tapes = tapes_of(model)
-    lines = [*_describe(model), *(f"values of {len(tape)} operations ({tape.fingerprint()[:8]})" for tape in tapes)]
+    more = [f"values of {len(tape)} operations ({tape.fingerprint()[:8]})" for tape in tapes]
+    lines, lines_without_code = ([*_describe(model, has_code=has_code), *more] for has_code in (True, False))
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     figures = [*map(_figures, tensors), *(tape.drawn_from() for tape in tapes)]
-    every = _gather(mesh, (_digest("\n".join(lines)), _digest(" ".join(figures))))
-    if len({kind for kind, _ in every.values()}) > 1:
+    kinds = tuple(_digest("\n".join(each)) for each in (lines, lines_without_code))
+    every = _gather(mesh, (sys.version_info[:2], *kinds, _digest(" ".join(figures))))
+    pythons, with_code, without_code, values = (set(each) for each in zip(*every.values()))
+    if len(pythons) > 1:  # each compiles the same code in its own way
+        with_code, lines = without_code, lines_without_code
+    if len(with_code) > 1:
         _raise_difference(mesh, lines)
-    if len({values for _, values in every.values()}) > 1:
+    if len(values) > 1:
         with torch.no_grad():
             for tensor in tensors:
                 tensor.copy_(_of_first(mesh, tensor.detach(), device))
@@ -74,9 +80,9 @@ def _raise_difference(mesh: DeviceMesh, lines: list[str]) -> None:
     raise SpecError(f"the model on {named} is another one: {difference}; run the same code with the same data on all")
 
 
-def _describe(model: nn.Module) -> Iterator[str]:
+def _describe(model: nn.Module, *, has_code: bool) -> Iterator[str]:
     for name, module in model.named_modules():
-        forward = getattr(type(module).forward, "__code__", None)
+        forward = getattr(type(module).forward, "__code__", None) if has_code else None
         code = _digest(forward.co_code.hex() + repr(forward.co_names))[:8] if forward is not None else "-"
         yield f"{name or 'the model'}: {type(module).__qualname__} (forward {code}) {module.extra_repr()}".strip()
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):

@@ -93,6 +93,19 @@ class CellRun:
             if not self.lost:
                 self.news.wait(max(0.0, deadline - time.monotonic()))
 
+    def wait_for_ending(self, limit_s: float) -> None:
+        """Wait until the ranks that end because of what they raised have ended: that takes a GPU's process a while."""
+        deadline = time.monotonic() + limit_s
+        while self.ending - self.lost.keys() and not self.is_over and time.monotonic() < deadline:
+            self.news.clear()
+            if self.ending - self.lost.keys():
+                self.news.wait(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def ending(self) -> set[int]:
+        """The ranks whose process ends because of what they raised."""
+        return {rank for rank, outcome in self.outcomes.items() if getattr(outcome, "is_ending", False)}
+
     @property
     def running(self) -> tuple[int, ...]:
         """The ranks that have not ended the cell."""
@@ -111,8 +124,8 @@ class CellRun:
 
     @property
     def may_have_lost_a_rank(self) -> bool:
-        """A rank failed as it does when another one hangs up; that the other one ended may be told later."""
-        return any(
+        """A rank ends, or failed as it does when another one hangs up; that one of them ended may be told later."""
+        return bool(self.ending) or any(
             isinstance(outcome, CellFailed) and not outcome.interrupted and HUNG_UP.search(outcome.message)
             for outcome in self.outcomes.values()
         )

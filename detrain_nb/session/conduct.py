@@ -16,6 +16,7 @@ from .rank_link import RankLink
 from .rescue import Rescue
 
 LOOK_GAP_S = 1.0
+ENDING_LIMIT_S = 10.0  # from what a rank raised to its end, where that follows: a driver takes back what it had
 LOSS_LIMIT_S = 0.5  # from what the others raise to the news that a rank has ended
 
 
@@ -76,9 +77,12 @@ class Conductor:
                 raise CellInterrupted(run.errors(), world_size=len(run.ranks), note=note) from None
         if run.is_done:
             with contextlib.suppress(KeyboardInterrupt):  # there is nothing left to stop: what ranks raised is told
+                run.wait_for_ending(ENDING_LIMIT_S)
                 run.wait_for_loss(LOSS_LIMIT_S)
         if run.lost:
             self._rescue.after_death(run)
+            if not run.running and run.lost.keys() <= run.ending:  # what they raised says why, and where
+                return "\n".join(self._told_of_fresh(run))
             raise self._rank_lost(run)
         if run.running and self._inbox.failure:
             raise self._inbox.failure
@@ -121,9 +125,7 @@ class Conductor:
     def _rank_lost(self, run: CellRun) -> RankLost:
         """What is known of the ranks that were lost, what became of the others, and what to do."""
         hosts = {rank: up.host for rank, up in self._inbox.up.items()}
-        for rank in run.lost:
-            self._inbox.fresh.pop(rank, None)
-        lines = [describe_ends(run.lost, hosts=hosts), *advice(run.lost)]
+        lines = [describe_ends(run.lost, hosts=hosts), *self._told_of_fresh(run)]
         kept = [rank for rank in run.ranks if rank not in run.lost]
         if still := [rank for rank in kept if rank in run.running]:
             lines.append(f"{self._ranks.where(still)} still in the cell: the next cell waits for it")
@@ -132,6 +134,12 @@ class Conductor:
         if stale := self._generations.stale:
             lines.append(f"make again what was made with the old process groups: {', '.join(stale)}")
         return RankLost("\n".join(lines), ranks=run.lost)
+
+    def _told_of_fresh(self, run: CellRun) -> list[str]:
+        """What to do about the ranks that were lost: the user is told it now."""
+        for rank in run.lost:
+            self._inbox.fresh.pop(rank, None)
+        return advice(run.lost)
 
 
 class _Watch:

@@ -11,6 +11,7 @@ from ..wire import Position
 from .safe_output import one_line
 
 DEFAULT_GROUP = "0"
+_BACKEND = "/"  # in the name of a group whose operations have numbers of their own
 _BUSY_SHARE = 0.2  # of a processor: a rank that uses more is computing
 _FRESH_S = 2.0  # what a rank said of its collectives longer ago is not evidence
 _STATES = ("starting", "idle", "running", "down")
@@ -21,7 +22,10 @@ _HASH_CHARS = 8  # of the names that torch makes of a group's ranks
 
 @dataclass(frozen=True)
 class Collective:
-    """One entry of a rank's flight recorder; ``seconds`` since it was enqueued."""
+    """One entry of a rank's flight recorder; ``seconds`` since it was enqueued.
+
+    ``group``: what is on NCCL has "/nccl" behind its name, and numbers of its own.
+    """
 
     op: str
     sequence: int
@@ -34,9 +38,10 @@ class Collective:
     @property
     def of_group(self) -> str:
         """In words, with a space before; empty for the default group."""
-        if self.group == DEFAULT_GROUP:
+        name = self.group.partition(_BACKEND)[0]
+        if name == DEFAULT_GROUP:
             return ""
-        name = self.group if self.group.isdecimal() else self.group[:_HASH_CHARS]
+        name = name if name.isdecimal() else name[:_HASH_CHARS]
         return f" of group {name}" + (f" ({self.description})" if self.description else "")
 
     def __str__(self) -> str:

@@ -26,10 +26,8 @@ class SessionFiles:
 
         Not ``takes_over``: as FolderSync has it.
         """
-        self._transports = list(transports)
         self._folder = folder
-        # A transport that runs no programs is of this machine, and so is its folder.
-        self._elsewhere: list[Any] = [transport for transport in transports if hasattr(transport, "run_files")]
+        self.reach_by(transports)
         self._sync: FolderSync | None = None
         if is_synced and self._elsewhere:
             from ..deploy.folder import list_folder
@@ -37,6 +35,12 @@ class SessionFiles:
 
             list_folder(folder)
             self._sync = FolderSync(folder, takes_over=takes_over)
+
+    def reach_by(self, transports: Sequence[Transport]) -> None:
+        """Reach the nodes by these from now on."""
+        self._transports = list(transports)
+        # A transport that runs no programs is of this machine, and so is its folder.
+        self._elsewhere: list[Any] = [transport for transport in transports if hasattr(transport, "run_files")]
 
     @property
     def is_synced(self) -> bool:

@@ -29,6 +29,7 @@ from ..wire import (
     Attached,
     EndSession,
     Frame,
+    Kept,
     Link,
     LinkClosed,
     Message,
@@ -98,6 +99,8 @@ class NodeLink:
         self._woken.setblocking(False)
         self.is_closed = False
         self._is_ending = False
+        self._wants_to_keep = False
+        self.is_kept = False  # the agent has ended the session, and waits for another one
         self._is_seen = True
         self.is_hung_up_on = False  # the other end is gone, or has done with us
         self.is_taken = False  # it serves another notebook
@@ -110,13 +113,18 @@ class NodeLink:
         self._thread = threading.Thread(target=self._run, name="detrain_nb node link", daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def end(self, *, keep_s: float = 0.0) -> None:
         """Ask the agent to end. When it has heard that, its end is no reason for another connection.
 
+        With ``keep_s`` it may stay for another session: then ``take_socket`` gives the connection to it.
         Raises: TransportError.
         """
-        self._is_ending = True
-        self.send(EndSession())
+        self._is_ending, self._wants_to_keep = True, keep_s > 0
+        self.send(EndSession(keep_s))
+
+    def take_socket(self) -> socket.socket:
+        """The connection to an agent that ``is_kept``, when this link has ended."""
+        return self._link.sock
 
     def send(self, message: Message) -> None:
         """Have the background thread send ``message``. Raises: TransportError.
@@ -215,7 +223,7 @@ class NodeLink:
             selector.register(self._link, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             events = selectors.EVENT_READ
-            while not self.is_closed:
+            while not self.is_closed and not self.is_kept:
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.waiting_bytes else 0)
                 if wanted != events:
                     selector.modify(self._link, wanted)
@@ -231,14 +239,16 @@ class NodeLink:
                 if self._connect is not None and time.monotonic() >= self._alive_at:
                     self._give_sign_of_life()
             self._send_the_rest()
-            self._acknowledge_the_last()
-            self._send_the_rest()
-            self._wait_until_received()
+            if not self.is_kept:
+                self._acknowledge_the_last()
+                self._send_the_rest()
+                self._wait_until_received()
 
     def _end(self, reason: str) -> None:
         with self._sending:
             self.is_closed = True
-            self._link.close()
+            if not self.is_kept:
+                self._link.close()
         for sock in (self._wake, self._woken):
             sock.close()
         self._events.closed(reason)
@@ -280,6 +290,11 @@ class NodeLink:
         message = frame.message()
         if isinstance(message, Received):
             self._forget_up_to(message.number)
+            return
+        if isinstance(message, Kept):
+            if not self._wants_to_keep:
+                raise WireError("an agent stays that nobody has asked to stay")
+            self.is_kept = True
             return
         if isinstance(message, Attached):
             self._incarnation = message.incarnation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -82,16 +83,23 @@ class RankLink:
                 gone = NodeLost(f"the agent of session {self._session!r} is gone: {exc}")
                 raise self.inbox.failure or gone from exc
 
-    def end(self, *, limit_s: float) -> list[int]:
-        """Ask the agents to end everything, and wait until they have hung up; returns the nodes whose agent has not."""
+    def end(self, *, limit_s: float, keep_s: float = 0.0) -> list[int]:
+        """Ask the agents to end everything, and wait until they have; returns the nodes whose agent has not.
+
+        With ``keep_s`` an agent may stay so long for another session, see ``take_kept``.
+        """
         for link in self._links:
             with contextlib.suppress(TransportError):
-                link.end()
+                link.end(keep_s=keep_s)
         deadline = time.monotonic() + limit_s
         for link in self._links:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
         self._close(is_seen=True)
-        return [node for node, link in enumerate(self._links) if not link.is_hung_up_on]
+        return [node for node, link in enumerate(self._links) if not link.is_hung_up_on and not link.is_kept]
+
+    def take_kept(self, node: int) -> socket.socket | None:
+        """After the end: the connection to the agent of ``node``, if that has stayed."""
+        return self._links[node].take_socket() if self._links[node].is_kept else None
 
     def _close(self, *, is_seen: bool) -> None:
         for link in self._links:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import socket
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, TypedDict
 
 from ..plan import NodeOffer
+
+
+class AgentFolders(TypedDict):
+    """Where an agent that was kept serves the next session; fields of wire.Begin."""
+
+    folder: str
+    work_folder: str
+    uses: list[str]
 
 
 class Transport(Protocol):
@@ -13,7 +22,8 @@ class Transport(Protocol):
 
     ``name`` is the user's name for it, empty for this machine. Other nodes reach it at ``address``, through its
     ``interface``; its ranks get ``env``. ``can_resume``: a connection that breaks says nothing of the agent, which can
-    be connected to again. ``is_trusted``: the user lets it show active HTML, as this machine may.
+    be connected to again. ``is_trusted``: the user lets it show active HTML, as this machine may. ``place`` is equal
+    for transports to the same node, by the same way.
     """
 
     name: str
@@ -23,11 +33,22 @@ class Transport(Protocol):
     python: str
     address: str
     interface: str
-    env: dict[str, str]
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """What the ranks get, as it is now."""
+        ...
+
+    @property
+    def place(self) -> object: ...
 
     @property
     def torch(self) -> str:
         """The version of torch there; empty where it is not known."""
+        ...
+
+    def begin(self, session: str) -> AgentFolders:
+        """The agent, which was kept, is to serve ``session`` from now on; returns where. Raises: DetrainError."""
         ...
 
     def start_agent(self, session: str) -> socket.socket:

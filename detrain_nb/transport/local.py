@@ -21,6 +21,7 @@ from ..agents import (
 )
 from ..errors import SessionError
 from ..plan import NodeOffer
+from . import AgentFolders
 
 
 class LocalTransport:
@@ -34,6 +35,7 @@ class LocalTransport:
     address = "127.0.0.1"
     interface = "lo"
     torch = ""
+    place = "this machine"
 
     def __init__(self) -> None:
         self.env: dict[str, str] = {}
@@ -59,6 +61,11 @@ class LocalTransport:
             known = ", ".join(running_sessions()) or "none"
             raise SessionError(f"no session {session!r} runs on this machine; those that run: {known}")
         return connect(self._folder)
+
+    def begin(self, session: str) -> AgentFolders:
+        """In the folder that a fresh agent would have."""
+        self._folder = runtime_folder() / session
+        return {"folder": str(self._folder), "work_folder": "", "uses": []}
 
     def offer(self, gpus: int) -> NodeOffer:
         """All there is."""

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import SpecError
 from .known_hosts import DEFAULT_PORT
 
-__all__ = ["HostSettings", "SshTarget", "list_hosts", "read_config"]
+__all__ = ["HostSettings", "SshTarget", "default_config", "list_hosts", "read_config"]
 
 _NESTING_LIMIT = 16
 _NEEDS_SHLEX = re.compile(r"[\"'\\]|[^\S \t]")
@@ -28,6 +28,11 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9._:-]+")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _USER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")
 _HOP = re.compile(r"(?:(?P<user>.+)@)?(?:\[(?P<bracketed>[^]]*)\]|(?P<host>[^@:]*))(?::(?P<port>\d+))?")
+
+
+def default_config() -> Path:
+    """The user's own."""
+    return Path.home() / ".ssh" / "config"
 
 
 @dataclass(frozen=True)

@@ -339,7 +339,7 @@ def test_version_is_the_package_s(place: Place) -> None:
     assert done.stdout == f"detrain-nb {__version__}\n"
 
 
-def test_sessions_names_what_runs(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_names_what_runs(cold_starts: None, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert place.run("sessions") == (0, "no session runs on this machine\n", "")
     monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", place.env["DETRAIN_NB_RUNTIME_DIR"])
     with Session.start(ranks=1, device="cpu", name="mine", init=False):

@@ -158,8 +158,8 @@ def test_tree_goes_there_and_back_as_it_is(where: str, testbed: Testbed, tmp_pat
     ("options", "sftp", "brought"),
     [
         ([], "/bin/false", [False, False]),
-        (["MaxSessions 1"], "internal-sftp", [False, False]),
-        (["MaxSessions 1"], "/bin/false", [False, False]),
+        pytest.param(["MaxSessions 1"], "internal-sftp", [False, False], marks=pytest.mark.slow),
+        pytest.param(["MaxSessions 1"], "/bin/false", [False, False], marks=pytest.mark.slow),
         (["MaxSessions 2"], "internal-sftp", None),
     ],
 )

@@ -172,14 +172,14 @@ def test_three_machines_each_start_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sorter_sorts(tmp_path: Path) -> None:
-    code, out, err = torchrun(tmp_path, "gpt_sorter/main.py", 2, "--epochs=2", "--samples=8000", "--report=10")
+    code, out, err = torchrun(tmp_path, "gpt_sorter/main.py", 2, "--epochs=1", "--samples=10400", "--report=10")
     assert code == 0, err
     [saved] = re.findall(r"^saved sorter.safetensors: test (.*)$", out, re.MULTILINE)
     assert told(saved)["sorted"] > 0.95
     module = load("gpt_sorter/main.py")
     model = module.make_model()
     model.load_state_dict(load_file(tmp_path / "sorter.safetensors"))
-    rows, _ = module.make_data(8000)[1].tensors
+    rows, _ = module.make_data(10400)[1].tensors
     questions = rows[:100, : module.DIGITS].tolist()
     right = sum(module.sort(model, digits) == sorted(digits) for digits in questions)
     assert right / 100 == pytest.approx(told(saved)["sorted"], abs=0.05)

@@ -113,8 +113,8 @@ def test_ranks_are_replaced_by_command(kernel: Any) -> None:
     assert shown.rich() == ["[0-1] False"]
 
 
-def test_where_shows_every_rank(kernel: Any) -> None:
-    html = kernel.run("%distributed where").rich("text/html")[0]
+def test_where_shows_every_rank(unharmed_kernel: Any) -> None:
+    html = unharmed_kernel.run("%distributed where").rich("text/html")[0]
     assert "no cell runs" in html
     assert html.count("<tr>") == 3
 

@@ -18,7 +18,7 @@ strike = f"import os, time\\nwhile True: os.kill({os.getpid()}, 2); time.sleep(0
 storm = subprocess.Popen([sys.executable, "-c", strike])
 for count in range(20_000):
     held = [object()]
-    interrupts.let_go_of(held)
+    interrupts.let_go_by(held.clear)
     assert not held
 storm.kill()
 storm.wait()
@@ -41,7 +41,8 @@ from detrain_nb.node.interrupts import Interrupts
 interrupts = Interrupts(mmap.mmap(-1, 8))
 runner = CellRunner.create(Screen(lambda *shown: None, lambda wait: None))
 runner.events.trigger = interrupts.raised_after(runner.events.trigger)
-DELIVERED_AFTER = ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
+DELIVERED_AFTER = ("RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
+sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for this when settrace is called
 
 def trace(frame, event, argument):
     global left, has_raised

@@ -322,7 +322,7 @@ def require_the_same(session: Session, axes: dict[str, int], **options: Any) -> 
         pytest.param({"pp": 2}, {"other_seed": True, "schedule": "ZBVZeroBubble"}, marks=pytest.mark.slow),
         pytest.param({"tp": 2}, {}, marks=pytest.mark.slow),
         pytest.param({"tp": 2}, {"family": "GPT-2"}, marks=pytest.mark.slow),
-        pytest.param({"pp": 2}, {"family": "Llama"}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, {"family": "Llama"}, marks=pytest.mark.thorough),
     ],
 )
 def test_two_ranks_have_their_parts(two_ranks: Session, axes: dict[str, int], options: dict[str, Any]) -> None:
@@ -330,15 +330,15 @@ def test_two_ranks_have_their_parts(two_ranks: Session, axes: dict[str, int], op
     require_the_same(two_ranks, axes, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes, options",
     [
-        ({"dp_shard": 4}, {}),
-        ({"dp_replicate": 2, "dp_shard": 2}, {}),
-        ({"dp_shard": 2, "tp": 2}, {"family": "GPT-2"}),
-        ({"pp": 2, "tp": 2}, {}),
-        ({"pp": 2, "dp_shard": 2}, {"schedule": "Interleaved1F1B"}),
+        pytest.param({"dp_shard": 4}, {}, marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 2, "tp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 2, "tp": 2}, {"family": "GPT-2"}, marks=pytest.mark.thorough),
+        pytest.param({"pp": 2, "tp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp_shard": 2}, {"schedule": "Interleaved1F1B"}, marks=pytest.mark.slow),
     ],
 )
 def test_four_ranks_have_their_parts(four_ranks: Session, axes: dict[str, int], options: dict[str, Any]) -> None:

@@ -155,9 +155,19 @@ def transformers() -> Any:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", OF_TRANSFORMERS)
+# "eager" is nobody's default: one decoder and one encoder have it, the others are left to `make test-thorough`.
+WITH_ATTENTION = [
+    pytest.param(
+        family,
+        attention,
+        marks=pytest.mark.slow if attention == "sdpa" or family in ("Llama", "Bert") else pytest.mark.thorough,
+    )
+    for family in OF_TRANSFORMERS
+    for attention in ("eager", "sdpa")
+]
+
+
+@pytest.mark.parametrize("family, attention", WITH_ATTENTION)
 def test_models_of_transformers_compute_what_the_whole_does(family: str, attention: str, transformers: Any) -> None:
     make, inputs, tied, cut = OF_TRANSFORMERS[family]
     torch.manual_seed(0)

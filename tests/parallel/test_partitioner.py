@@ -136,7 +136,17 @@ def test_free_order_puts_the_quick_node_where_the_work_is() -> None:
     assert [node.name for node in found.nodes] == ["slow", "quick"] and found.stage_s == (1.0, 2.0)
 
 
-@pytest.mark.parametrize("nodes", [64, [StageNode(str(index), memory_bytes=1e9 + index) for index in range(64)]])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        64,
+        pytest.param(
+            [StageNode(str(index), memory_bytes=1e9 + index) for index in range(64)],
+            marks=pytest.mark.slow,
+            id="unlike",
+        ),
+    ],
+)
 def test_many_units_on_many_stages(nodes: int | list[StageNode]) -> None:
     found = partition(plain(1000), nodes, times_s=[1.0] * 1000)
     assert max(found.stage_s) == math.ceil(1000 / 64)

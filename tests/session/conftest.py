@@ -21,7 +21,9 @@ def two_ranks(request: pytest.FixtureRequest) -> Callable[..., Session]:
     if request.param == "here":
         return lambda **options: Session.start(ranks=2, device="cpu", **options)
     testbed: Testbed = request.getfixturevalue("testbed_of_two")
-    return lambda **options: Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu", **options)
+    return lambda **options: Session.start(
+        1, **{"sync": False, "nodes": ssh_nodes(testbed), "device": "cpu", "warm_s": 0.0, **options}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,10 @@ def session(two_ranks: Callable[[], Session]) -> Iterator[Session]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Over SSH all is slow, and what is the same there is left to `make test-thorough`, or runs here only."""
+    if not config.getoption("--older-python"):
+        items[:] = [item for item in items if "older_python" not in getattr(item, "fixturenames", ())]
     items[:] = [item for item in items if not (_is_elsewhere(item) and item.get_closest_marker("here_only"))]
     for item in filter(_is_elsewhere, items):
         rare = item.get_closest_marker("rare_elsewhere")
@@ -58,7 +62,7 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def processes(runtime_folder: Path) -> Callable[[], set[psutil.Process]]:
+def processes(cold_starts: None, runtime_folder: Path) -> Callable[[], set[psutil.Process]]:
     """The processes of the test's sessions and all they started, whoever their parent is: their environment tells."""
     before = _processes_of(runtime_folder)
     return lambda: _processes_of(runtime_folder) - before

@@ -47,11 +47,18 @@ _DEATHS = {
         "signal 6 (SIGABRT)",
     ),
 }
+# From outside, and by a library whose last words name the cause; the others are slow.
+_TELLING_DEATHS = {("SIGKILL", 0), ("abort in C++", 1)}
 
 
 @pytest.mark.rare_elsewhere("SIGKILL-0", "_exit")
 @pytest.mark.parametrize(
-    ("name", "victim"), [(name, victim) for name in _DEATHS for victim in ((0, 1) if name == "SIGKILL" else (1,))]
+    ("name", "victim"),
+    [
+        pytest.param(name, victim, marks=[] if (name, victim) in _TELLING_DEATHS else pytest.mark.slow)
+        for name in _DEATHS
+        for victim in ((0, 1) if name == "SIGKILL" else (1,))
+    ],
 )
 def test_death_is_told_and_healed(equipped: Session, name: str, victim: int) -> None:
     death, how = _DEATHS[name]
@@ -90,10 +97,18 @@ _MEANWHILE = {
     "fully_shard": "sharded(x).sum().backward()",
     "recv": "dist.recv(x, src=1)",
 }
+# In no collective, in one, in one of a library, and beside the dead one alone; the others are slow.
+_TELLING_WORK = {"subprocess", "all_reduce", "DDP", "recv"}
 
 
 @pytest.mark.rare_elsewhere("all_reduce", "subprocess", "recv")
-@pytest.mark.parametrize("what", _MEANWHILE.values(), ids=list(_MEANWHILE))
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, id=name, marks=[] if name in _TELLING_WORK else pytest.mark.slow)
+        for name, what in _MEANWHILE.items()
+    ],
+)
 def test_others_are_freed_whatever_they_do(equipped: Session, what: str) -> None:
     code = f"if rank == 1:\n    time.sleep(0.3); os.kill(os.getpid(), 9)\n{what}"
     with pytest.raises(RankLost, match="rank 0 kept its variables"):
@@ -195,7 +210,7 @@ def test_cell_that_was_meant_for_a_dead_rank_does_not_run_on_the_fresh_one(
 ) -> None:
     """The agent is held up: news of the death and the cell cross there."""
     pid = equipped.status().ranks[1].pid
-    agent = psutil.Process(pid).parents()[2]  # above worker and launcher
+    agent = psutil.Process(pid).parents()[3]  # above worker, launcher and warm process
     assert "detrain_nb.node.agent" in agent.cmdline()
     agent.suspend()
     os.kill(pid, signal.SIGKILL)
@@ -368,3 +383,16 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.here_only
+@pytest.mark.parametrize("module", ["dist", "dist.device_mesh"])
+def test_cell_that_splits_a_group_needs_the_others(module: str) -> None:
+    """As a mesh on NCCL does it, without any other operation; gloo refuses, after it was asked."""
+    with Session.start(1, device="cpu") as session:
+        session.run_cell("alone = 1")
+        code = f"try:\n    {module}.split_group(split_ranks=[[0]])\nexcept Exception as exc:\n    print(exc)"
+        assert session.run_cell(code).stdout[0]
+        session.restart_ranks(0)
+        assert list(session.replay(0).values()) == [None]
+        assert session.run_cell("alone").values == {0: 1}

@@ -335,6 +335,15 @@ CASES = [
         (rank(0, DATA_LOADER, is_cuda=True, asleep=POLL, **PENDING), rank(1, share=1.0, is_cuda=True)),
         ("sleeps", "computes"),
     ),
+    Case(
+        "CUDA: on gloo the other has begun more, and not what is waited for on NCCL",
+        (
+            rank(0, SYNCHRONIZE, share=1.0, is_cuda=True, collectives=(ended(sequence=9), collective(group="0/nccl"))),
+            rank(1, share=1.0, is_cuda=True, collectives=(ended(sequence=9), ended(group="0/nccl"))),
+        ),
+        ("waits all_reduce #6", "computes"),
+        missing=(1,),
+    ),
     Case("CUDA: new_group in the store", (rank(0, NEW_GROUP, is_cuda=True, asleep=POLL),), ("waits new_group",)),
     Case(
         "subgroup: only its members are waited for",

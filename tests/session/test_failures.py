@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from detrain_nb import Session
-from detrain_nb.errors import CellTimeout, RankError
+from detrain_nb.errors import CellTimeout, RankError, RankLost
 
 
 def _shown(session: Session, code: str) -> str:
@@ -69,3 +69,38 @@ def test_other_errors_are_left_alone(session: Session) -> None:
     )
     assert "its text cannot be made" in shown
     assert session.run_cell("1", ranks=0).values == {0: 1}
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
+def test_broken_cuda_context_is_told_once_and_the_next_cell_meets_the_fresh_rank(
+    session: Session, seconds: float
+) -> None:
+    """No GPU is needed: the rank is told what torch says after an assert on the device, and how long its end takes."""
+    code = (
+        "import os, time\n"
+        "text, end = 'CUDA error: device-side assert triggered\\nCompile with TORCH_USE_CUDA_DSA', os._exit\n"
+        "def fail(): raise RuntimeError(text)\n"
+        "torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, fail\n"
+        f"os._exit = lambda status: (time.sleep({seconds}), end(status))\n"
+        "fail()"
+    )
+    shown = _shown(session, code)
+    for words in ("device-side assert", "line 6", "it is replaced", "rank 0 is fresh, its variables are gone"):
+        assert words in shown
+    assert session.run_cell("'text' in globals()", ranks=0).values == {0: False}
+    assert session.pop_news() == "", "it was told"
+
+
+def test_broken_cuda_context_of_one_rank_frees_the_others(session: Session) -> None:
+    code = (
+        "def fail(): raise RuntimeError('CUDA error: device-side assert triggered')\n"
+        "if rank == 0:\n"
+        "    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, fail\n"
+        "    fail()\n"
+        "kept = rank\n"
+        "dist.all_reduce(torch.ones(1))"
+    )
+    with pytest.raises((RankError, RankLost), match="device-side assert"):
+        session.run_cell(code, timeout_s=60)
+    code = "t = torch.ones(1); dist.all_reduce(t); globals().get('kept'), t.item()"
+    assert session.run_cell(code, timeout_s=60).values == {0: (None, 2.0), 1: (1, 2.0)}

@@ -178,10 +178,13 @@ HANGS = {
         "rank 0 waits in barrier #N of group 1 (line 2); rank 1 is in load_earlier (line 3)",
     ),
 }
+# Who has ended, who has another order, another collective or other shapes, a line of the user's in a library's hang.
+TELLING_HANGS = {"a rank that has ended the cell", "recv against recv", "other collective", "backward of DDP"}
 
 
 def _case(name: str, code: str, words: str) -> Any:
     marks = [pytest.mark.here_only] if "own_file" in code else []
+    marks += [] if name in TELLING_HANGS else [pytest.mark.slow]
     return pytest.param(code, words, id=name, marks=marks)
 
 

@@ -184,7 +184,7 @@ def test_generation_that_crossed_a_death_is_ended_on_the_fresh_rank(
     monkeypatch.setattr(generations, "GROUP_LIMIT_S", 6.0)
     two_here.run_cell("dist.destroy_process_group()")
     inbox, interpreter = two_here._inbox, psutil.Process(_pid(two_here, 1))
-    worker, agent = interpreter.parent(), interpreter.parents()[2]
+    worker, agent = interpreter.parent(), interpreter.parents()[3]
     assert "detrain_nb.node.agent" in agent.cmdline()
     before, helds = inbox.generation, []
     agent.suspend()

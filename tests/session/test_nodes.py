@@ -33,6 +33,7 @@ class OwnFolder(LocalTransport):
         super().__init__()
         self.name = name
         self._base = base / name
+        self.place = str(self._base)
         self._base.mkdir(mode=0o700, exist_ok=True)
         self._connection: socket.socket | None = None
         self.is_reachable = True
@@ -303,7 +304,7 @@ def _tidy_up(node: OwnFolder) -> None:
     assert not node._folder.exists()
 
 
-def test_first_node_takes_the_session_with_it(nodes: list[OwnFolder]) -> None:
+def test_first_node_takes_the_session_with_it(cold_starts: None, nodes: list[OwnFolder]) -> None:
     session = Session.start(1, nodes=nodes, device="cpu")
     there = psutil.Process(nodes[1].agent_pid).children(recursive=True)
     killed = _later(lambda: os.kill(nodes[0].agent_pid, signal.SIGKILL), 0.5)

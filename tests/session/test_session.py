@@ -421,16 +421,17 @@ def test_crash_in_c_says_where_down_to_the_cells_line() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["agent", "launcher", "worker"])
+@pytest.mark.parametrize("victim", ["agent", "warm process", "launcher", "worker"])
 def test_death_of_what_holds_the_ranks_is_told_and_leaves_nothing(
     victim: str, processes: Callable[[], set[psutil.Process]]
 ) -> None:
     session = Session.start(ranks=2, device="cpu")
     try:
         agent = next(p for p in processes() if "detrain_nb.node.agent" in p.cmdline())
-        launcher = agent.children()[0]
-        worker = launcher.children()[0]
-        threading.Timer(0.5, {"agent": agent, "launcher": launcher, "worker": worker}[victim].kill).start()
+        warm = agent.children()[0]
+        launcher = warm.children()[0]
+        above = {"agent": agent, "warm process": warm, "launcher": launcher, "worker": launcher.children()[0]}
+        threading.Timer(0.5, above[victim].kill).start()
         with pytest.raises((NodeLost, RankLost)):
             session.run_cell("import subprocess\nsubprocess.run(['sleep', '60'])")
     finally:
@@ -459,7 +460,9 @@ def test_end_leaves_no_process_that_the_cells_started(processes: Callable[[], se
     )
     assert_soon(lambda: [process.name() for process in processes()].count("sleep") == 6)
     names = [process.name() for process in processes()]
-    assert len(names) >= 1 + 1 + 2 + 2 + 6 + 4, "agent, launcher, workers, interpreters, sleeps, loader workers"
+    assert len(names) >= 1 + 1 + 1 + 2 + 2 + 6 + 4, (
+        "agent, warm process, launcher, workers, interpreters, sleeps, loader workers"
+    )
     session.stop()
     assert_soon(lambda: not processes())
 

@@ -153,7 +153,8 @@ class _Soak:
         interpreters = {rank: psutil.Process(pid) for rank, pid in pids.items()}
         workers = {rank: _parent(process) for rank, process in interpreters.items()}
         launcher = _parent(workers[0])
-        roles = {"agent": _parent(launcher), "launcher": launcher}
+        warm = _parent(launcher)
+        roles = {"agent": _parent(warm), "warm process": warm, "launcher": launcher}
         roles |= {f"worker {rank}": process for rank, process in workers.items()}
         roles |= {f"interpreter {rank}": process for rank, process in interpreters.items()}
         found: dict[str, float] = {

@@ -115,7 +115,7 @@ def test_ipython_travels_to_where_it_is_missing(session: Session, bare_python: s
     assert "/.cache/" not in installed[1]
 
 
-_AS_ELSEWHERE = {
+AS_ELSEWHERE = {
     "value": "torch.arange(3)",
     "rich value": "from IPython.display import display, Markdown as M\ndisplay(M('*a*'), display_id='d')\nM('b')",
     "shell": "!echo $HOME; echo error >&2; exit 3\n_exit_code",
@@ -129,7 +129,7 @@ _AS_ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("code", _AS_ELSEWHERE.values(), ids=_AS_ELSEWHERE.keys())
+@pytest.mark.parametrize("code", AS_ELSEWHERE.values(), ids=AS_ELSEWHERE.keys())
 def test_cell_shows_there_what_it_shows_elsewhere(session: Session, code: str) -> None:
     result = session.run_cell(code)
     here, there = result

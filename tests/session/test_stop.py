@@ -50,12 +50,22 @@ def _presses(*seconds: float) -> Iterator[None]:
     timers = [threading.Timer(delay, press_stop) for delay in seconds]
     for timer in timers:
         timer.start()
-    try:
+    with _none_is_left_of(timers):
         yield
-    finally:
-        for timer in timers:
-            timer.cancel()
-            timer.join()
+
+
+@contextlib.contextmanager
+def _none_is_left_of(presses: list[threading.Timer]) -> Iterator[None]:
+    """A press that no cell has taken fails the test; to pytest it would be the end of all tests."""
+    try:
+        try:
+            yield
+        finally:
+            for press in presses:
+                press.cancel()
+                press.join()
+    except KeyboardInterrupt:
+        pytest.fail("stop was pressed when no cell ran")
 
 
 def _stop(session: Session, code: str, *presses: float) -> CellInterrupted:
@@ -133,7 +143,15 @@ _BLOCKED = {
 }
 
 
-_LONG = {"the other in a DataLoader"}
+# One of each kind: a collective, messages, groups in another order, FSDP, a subprocess, code that catches the error.
+_TELLING = {
+    "all_reduce on rank 0",
+    "recv against recv",
+    "two groups crossed",
+    "fully_shard",
+    "the other in a subprocess",
+    "RuntimeError is caught",
+}
 
 
 @pytest.mark.rare_elsewhere
@@ -153,7 +171,10 @@ def test_group_that_a_cell_has_made_itself_is_ended_too(two_ranks: Callable[...,
 @pytest.mark.rare_elsewhere("all_reduce on rank 0", "recv against recv", "fully_shard", "the other in a subprocess")
 @pytest.mark.parametrize(
     ("code", "story"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in _LONG)) for name, case in _BLOCKED.items()],
+    [
+        pytest.param(*case, id=name, marks=[] if name in _TELLING else pytest.mark.slow)
+        for name, case in _BLOCKED.items()
+    ],
 )
 def test_blocked_rank_is_freed_and_keeps_its_variables(
     equipped: Session, caplog: pytest.LogCaptureFixture, code: str, story: str
@@ -583,24 +604,87 @@ def test_interrupt_that_strikes_in_a_destructor_is_not_lost(equipped: Session) -
     assert_works(equipped)
 
 
-@pytest.mark.rare_elsewhere
-def test_what_a_failed_cell_held_is_let_go_of_at_once(equipped: Session) -> None:
+_FAILS = {
+    "function": ("fail()", "ValueError"),
+    "await": ("async def wait(): fail()\nawait wait()", "ValueError"),
+    "cause": ("try: fail()\nexcept ValueError as exc: raise KeyError from exc", "KeyError"),
+    "handled before": ("def handle():\n  try: fail()\n  except ValueError: 1 / 0\nhandle()", "ZeroDivisionError"),
+    "from None": ("def hide():\n  try: fail()\n  except ValueError: raise KeyError from None\nhide()", "KeyError"),
+    "exit": ("fail(SystemExit)", "SystemExit"),
+    "exit in await": ("async def wait(): fail(SystemExit)\nawait wait()", "SystemExit"),
+    "KeyboardInterrupt": ("fail(KeyboardInterrupt)", "KeyboardInterrupt"),
+    "magic": ("%time fail()", "ValueError"),
+    "out of memory": ("try: fail()\nexcept ValueError: raise MemoryError", "MemoryError"),
+    "picture of a value": ("class Shown:\n  def _repr_html_(self): fail()\nShown()", ""),
+    "callback": (
+        "def call_back(*_):\n"
+        "  get_ipython().events.unregister('post_execute', call_back)\n"
+        "  fail()\n"
+        "get_ipython().events.register('post_execute', call_back)",
+        "",
+    ),
+}
+
+
+@pytest.fixture
+def holding(equipped: Session) -> Iterator[Session]:
+    """``fail(ERROR)`` holds what ``known`` refers to; no garbage is collected."""
     equipped.run_cell(
-        "import gc, weakref\n"
+        "import asyncio, gc, weakref\n"
         "gc.disable()\n"
         "class Big: pass\n"
-        "def fail():\n"
+        "def fail(error=ValueError):\n"
         "    global known\n"
         "    big = Big(); known = weakref.ref(big)\n"
-        "    raise ValueError"
+        "    raise error\n"
     )
     try:
-        for code in ("fail()", "async def wait(): fail()\nawait wait()"):
-            with pytest.raises(RankError, match="ValueError"):
-                equipped.run_cell(code)
-            assert equipped.run_cell("known() is None").values == {0: True, 1: True}
+        yield equipped
     finally:
         equipped.run_cell("gc.enable()")
+
+
+@pytest.mark.rare_elsewhere
+@pytest.mark.parametrize(("code", "error"), _FAILS.values(), ids=list(_FAILS))
+def test_what_a_failed_cell_held_is_let_go_of_at_once(holding: Session, code: str, error: str) -> None:
+    holding.run_cell("known = None")
+    with pytest.raises((RankError, CellInterrupted), match=error) if error else contextlib.nullcontext():
+        holding.run_cell(code)
+    assert holding.run_cell("known is not None and known() is None").values == {0: True, 1: True}
+
+
+_HOLDS = {
+    "function": "def hold():\n{big}    time.sleep(60)\nhold()",
+    "await": "async def hold():\n{big}    await asyncio.sleep(60)\nawait hold()",
+    "function in await": "async def hold():\n{big}    time.sleep(60)\nawait hold()",
+}
+
+
+@pytest.mark.rare_elsewhere
+@pytest.mark.parametrize("code", _HOLDS.values(), ids=list(_HOLDS))
+def test_what_a_stopped_cell_held_is_let_go_of_at_once(holding: Session, code: str) -> None:
+    big = "    global known\n    big = Big(); known = weakref.ref(big)\n"
+    _stop(holding, code.format(big=big))
+    assert holding.run_cell("known() is None").values == {0: True, 1: True}
+
+
+@pytest.mark.rare_elsewhere
+def test_stopped_cell_that_awaits_does_not_go_on_with_the_next(equipped: Session) -> None:
+    code = (
+        "import asyncio\n"
+        "went_on = has_cleaned_up = False\n"
+        "try:\n"
+        "    await asyncio.sleep(1)\n"
+        "    went_on = True\n"
+        "finally:\n"
+        "    has_cleaned_up = True"
+    )
+    stopped = _stop(equipped, code)
+    for error in stopped.errors.values():
+        assert re.search(r"cell \d+, line 4, in <module>", "\n".join(error.traceback)), "where it waited"
+    assert equipped.run_cell("await asyncio.sleep(1.2)\nwent_on, has_cleaned_up").values == dict.fromkeys(
+        (0, 1), (False, True)
+    )
 
 
 _WAITS_FOR_A_LOCK = (
@@ -621,14 +705,16 @@ def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(
     with pytest.raises(RankError, match="ValueError"):
         equipped.run_cell(_WAITS_FOR_A_LOCK)
     send = equipped._ranks.send
+    presses: list[threading.Timer] = []
 
     def send_and_press(message: Message) -> None:
         send(message)
         if isinstance(message, RunCell):
-            threading.Timer(0.5, press_stop).start()
+            presses.append(threading.Timer(0.5, press_stop))
+            presses[-1].start()
 
     monkeypatch.setattr(equipped._ranks, "send", send_and_press)
-    with pytest.raises(CellInterrupted):
+    with _none_is_left_of(presses), pytest.raises(CellInterrupted):
         equipped.run_cell("1")  # no rank can begin it
     monkeypatch.setattr(equipped._ranks, "send", send)
     assert_works(equipped)

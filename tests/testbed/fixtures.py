@@ -7,6 +7,7 @@ hosts takes `make_testbed`. Both skip with the reason where this machine cannot 
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
@@ -23,19 +24,21 @@ class MakeTestbed(Protocol):
 
 
 @pytest.fixture(scope="session")
-def testbed_of_two(needs_debian: Callable[..., None]) -> Generator[Testbed]:
+def testbed_of_two(needs_debian: Callable[..., None], request: pytest.FixtureRequest) -> Generator[Testbed]:
     """Two hosts for all tests. A test takes `testbed` instead, which is whole again after it."""
     _skip_where_unavailable(needs_debian)
+    older = request.config.getoption("--older-python")
+    share = _folders_of_python(older) if older else []
     testbed = Testbed(f"t{os.getpid()}")  # so runs may go on side by side
     try:
-        testbed.up(2, ttl_s=_TTL_S, owner_pid=os.getpid())
+        testbed.up(2, ttl_s=_TTL_S, owner_pid=os.getpid(), share=share)
         yield testbed
     finally:
         testbed.down()
 
 
 @pytest.fixture
-def testbed(testbed_of_two: Testbed) -> Generator[Testbed]:
+def testbed(cold_starts: None, testbed_of_two: Testbed) -> Generator[Testbed]:
     """Two hosts. After the test: links healed, sshd started, a dead host booted; files and processes stay."""
     try:
         yield testbed_of_two
@@ -44,7 +47,7 @@ def testbed(testbed_of_two: Testbed) -> Generator[Testbed]:
 
 
 @pytest.fixture
-def make_testbed(needs_debian: Callable[..., None]) -> Generator[MakeTestbed]:
+def make_testbed(cold_starts: None, needs_debian: Callable[..., None]) -> Generator[MakeTestbed]:
     """Return a function that brings up another testbed, of its own size and options, for this test."""
     made: list[Testbed] = []
 
@@ -60,6 +63,12 @@ def make_testbed(needs_debian: Callable[..., None]) -> Generator[MakeTestbed]:
     finally:
         for testbed in made:
             testbed.down()
+
+
+def _folders_of_python(python: str) -> list[str]:
+    code = "import os, sys\nfor path in (sys.prefix, sys.base_prefix): print(path, os.path.realpath(path), sep='\\n')"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.splitlines()
 
 
 def _skip_where_unavailable(needs_debian: Callable[..., None], **options: Any) -> None:

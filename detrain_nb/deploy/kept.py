@@ -1,0 +1,175 @@
+"""Agents that stay between two sessions of this process, with what their ranks have imported: the next start is quick.
+
+At most one for each node. Its connection keeps it: it ends with this process, or after the time that was asked for, or
+when the node says more than it has to.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+
+from ..errors import DetrainError, SessionError, TransportError, WireError
+from ..node.surroundings import read_starter
+from ..transport import Transport
+from ..wire import ALIVE_GAP_S, Alive, Begin, Begun, FrameReader, to_frame
+from .remote_program import as_text
+
+__all__ = ["begin_on_kept", "drop_kept", "keep", "seconds_kept"]
+
+_ANSWER_LIMIT_S = 10.0
+_END_LIMIT_S = 5.0
+_READ_BYTES = 1 << 16
+_MOST_BYTES = 1 << 20  # of answers to signs of life
+
+_changing = threading.Lock()
+_there: list[_KeptAgent] = []
+
+
+class _KeptAgent:
+    """One agent, and the thread that keeps it."""
+
+    def __init__(self, transport: Transport, sock: socket.socket, keep_s: float) -> None:
+        self.transport = transport
+        self.sock = sock
+        self.until = time.monotonic() + keep_s
+        self._wake, self._woken = socket.socketpair()
+        self._is_taken = False
+        self._thread = threading.Thread(target=self._stay, name="detrain_nb kept agent", daemon=True)
+        self._thread.start()
+
+    def take(self) -> bool:
+        """Nobody but the caller uses the connection from now on; False when it is gone."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b"w")
+        self._thread.join(_END_LIMIT_S + _ANSWER_LIMIT_S)
+        return self._is_taken
+
+    def _stay(self) -> None:
+        """Give signs of life, where a connection that says nothing is taken for gone, until somebody takes it."""
+        try:
+            with contextlib.suppress(OSError):
+                self._is_taken = self._wait()
+        finally:
+            with _changing:
+                if self in _there:
+                    _there.remove(self)
+            self._wake.close()
+            self._woken.close()
+            if not self._is_taken:
+                self.end()
+
+    def _wait(self) -> bool:
+        """False when the time is over, or the agent has gone. Raises: OSError likewise."""
+        alive_at, left_bytes = time.monotonic(), _MOST_BYTES
+        self.sock.setblocking(False)
+        while (now := time.monotonic()) < self.until and left_bytes > 0:
+            if now >= alive_at:
+                alive_at = now + ALIVE_GAP_S
+                if self.transport.can_resume:
+                    self.sock.send(to_frame(Alive()).to_bytes())
+            ready, _, _ = select.select([self._woken, self.sock], [], [], min(alive_at, self.until) - now)
+            if self._woken in ready:
+                return True
+            if self.sock in ready:
+                data = self.sock.recv(_READ_BYTES)
+                left_bytes -= len(data)
+                if not data:
+                    return False
+        return False
+
+    def end(self) -> None:
+        self.sock.close()
+        with contextlib.suppress(DetrainError, OSError):
+            self.transport.wait_for_end(limit_s=_END_LIMIT_S)
+
+
+def keep(transport: Transport, sock: socket.socket, *, keep_s: float) -> None:
+    """Keep the agent behind ``sock`` for the next session on its node, ``keep_s`` at most; it has said ``Kept``."""
+    before = _take(transport)
+    if before is not None:
+        before.end()
+    with _changing:
+        _there.append(_KeptAgent(transport, sock, keep_s))
+
+
+def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket.socket] | None:
+    """Have the agent that was kept on the node of ``transport`` serve ``session``.
+
+    Returns the transport that reaches it and the byte stream to it; None when there is none, or when one that is
+    started now would not be the same. Raises: SessionError when a session of that name runs there.
+    """
+    kept = _take(transport)
+    if kept is None:
+        return None
+    is_here = kept.transport.is_this_machine
+    env, starter = (dict(os.environ), read_starter()) if is_here else ({}, {})
+    try:
+        begun = _ask(kept.sock, Begin(session, **kept.transport.begin(session), starter=starter, env=env))
+    except (OSError, WireError, ValueError, TransportError):
+        kept.end()
+        return None
+    except BaseException:  # an interrupt
+        kept.end()
+        raise
+    if not begun.error:
+        kept.sock.settimeout(None)
+        return kept.transport, kept.sock
+    if begun.is_taken:
+        keep(kept.transport, kept.sock, keep_s=max(0.0, kept.until - time.monotonic()))
+        raise SessionError(begun.error)
+    kept.end()
+    return None
+
+
+def drop_kept() -> int:
+    """End all agents that are kept; returns how many there were."""
+    dropped = 0
+    while (kept := _take(None)) is not None:
+        kept.end()
+        dropped += 1
+    return dropped
+
+
+def seconds_kept() -> float:
+    """For how long an agent is kept still; 0 when none is."""
+    with _changing:
+        return max((kept.until - time.monotonic() for kept in _there), default=0.0)
+
+
+def _take(transport: Transport | None) -> _KeptAgent | None:
+    """The one of the node that ``transport`` reaches, or any."""
+    while True:
+        with _changing:
+            fitting = (kept for kept in _there if transport is None or kept.transport.place == transport.place)
+            found = next(fitting, None)
+            if found is not None:
+                _there.remove(found)
+        if found is None or found.take():
+            return found
+
+
+def _ask(sock: socket.socket, message: Begin) -> Begun:
+    """Raises: OSError, WireError, ValueError when no answer comes."""
+    reader, deadline, left_bytes = FrameReader(), time.monotonic() + _ANSWER_LIMIT_S, _MOST_BYTES
+    sock.settimeout(_ANSWER_LIMIT_S)
+    sock.sendall(to_frame(message).to_bytes())
+    while left_bytes > 0 and (left_s := deadline - time.monotonic()) > 0:
+        sock.settimeout(left_s)
+        data = sock.recv(_READ_BYTES)
+        if not data:
+            break
+        left_bytes -= len(data)
+        for frame in reader.feed(data):
+            answer = frame.message()
+            if isinstance(answer, Begun):
+                return Begun(as_text(answer.error), answer.is_taken)
+    raise OSError("the agent that was kept does not answer")
+
+
+atexit.register(drop_kept)

@@ -1,0 +1,215 @@
+"""The agent's hold on its launcher: started by itself, or forked by the warm process, which stays for the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..launch import LAUNCHER_MODULE, STORE_FD_VARIABLE, WARM_FD_VARIABLE
+from .processes import descendants, die_with_parent, end_descendants
+from .surroundings import read_surroundings, without_session_variables
+from .warm import MOST_ANSWER_BYTES
+
+_END_LIMIT_S = 4.0
+_LOG_NAME = "launcher.log"
+_LOG_TAIL_BYTES = 4000
+
+
+@dataclass
+class _Order:
+    """What is to be launched, until it is."""
+
+    argv: list[str]
+    env: dict[str, str]
+    store: socket.socket | None
+
+
+@dataclass(frozen=True)
+class LauncherEnd:
+    """It ended, or could not be started."""
+
+    exit_code: int
+    log_tail: str
+
+
+class Launching:
+    """One per agent; outlives its sessions. ``channel`` is where a warm process answers."""
+
+    def __init__(self, users_umask: int) -> None:
+        self._users_umask = users_umask
+        self._process: subprocess.Popen[bytes] | None = None  # the warm process, or plain torchrun
+        self.channel, self._its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel.setblocking(False)
+        self._imported_with: tuple[str, dict[str, str]] | None = None  # Python and environment; None: plain torchrun
+        self._order: _Order | None = None
+        self._launcher_pid = 0
+
+    @property
+    def is_warm(self) -> bool:
+        """There is a process that can fork the next launcher."""
+        return self._process is not None and self._process.poll() is None and self._imported_with is not None
+
+    @property
+    def is_launched(self) -> bool:
+        """A launcher runs, or is about to."""
+        return bool(self._launcher_pid or self._order)
+
+    def start(
+        self, argv: list[str], env: dict[str, str], store: socket.socket | None, *, anew: bool = False
+    ) -> LauncherEnd | None:
+        """Start the launcher that ``argv`` is; returns why it cannot be. ``store`` is its own from now on.
+
+        With ``anew`` everything is imported again first.
+        """
+        order = self._order = _Order(argv, env, store)
+        try:
+            if LAUNCHER_MODULE not in argv:
+                self._imported_with = None
+                self._start_process(order)
+                self._launcher_pid = self._process.pid if self._process else 0
+                self._forget_order()
+            elif not anew and self.is_warm and self._fits(order):
+                self._send_order(order)
+            else:
+                self._start_warm_process(order)
+        except OSError as exc:
+            self._forget_order()
+            return LauncherEnd(127, f"{argv[0]} cannot be started: {exc}")
+        return None
+
+    def take_answer(self) -> LauncherEnd | None:
+        """Read what the warm process says; returns the launcher's end, if it is that."""
+        try:
+            said: dict[str, Any] = json.loads(self.channel.recv(MOST_ANSWER_BYTES))
+        except BlockingIOError:
+            return None
+        if "started" in said:
+            self._launcher_pid = said["started"]
+            self._forget_order()
+        elif said.get("ended") == self._launcher_pid:  # not of an earlier session
+            self._launcher_pid = 0
+            return LauncherEnd(said["exit_code"], _log_tail())
+        elif "failed" in said:
+            self._forget_order()
+            return LauncherEnd(127, said["failed"])
+        elif "stale" in said and self._order:
+            return self.start(self._order.argv, self._order.env, self._order.store, anew=True)
+        return None
+
+    def take_end(self) -> LauncherEnd | None:
+        """After a child of the agent has ended: the launcher's end, if it was that, or what forks it."""
+        if self._process is None or self._process.poll() is None:
+            return None
+        if end := self.take_answer():  # the last it said
+            return end
+        exit_code, had_launcher = self._process.returncode, self.is_launched
+        self._process, self._launcher_pid = None, 0
+        self._forget_order()
+        return LauncherEnd(exit_code, _log_tail()) if had_launcher else None
+
+    def end(self, *, keep_warm: bool = False) -> None:
+        """End the launcher and all below the agent; with ``keep_warm`` not the warm process, if it is ready."""
+        is_ready = self.is_warm and self._order is None
+        self._forget_order()
+        if self._process is not None:
+            self._wait_for_workers()
+            if not (keep_warm and is_ready):
+                self._process.kill()  # torchrun's engine waits for other nodes, which may be lost
+        self.end_ranks()
+        self._launcher_pid = 0
+
+    def end_ranks(self) -> None:
+        """Kill whatever is left below the agent, the warm process aside."""
+        end_descendants(spare={self._process.pid} if self.is_warm and self._process else ())
+
+    # ---- starting
+
+    def _start_warm_process(self, order: _Order) -> None:
+        """Import everything anew, in a process that then takes ``order``. Raises: OSError."""
+        for end in (self.channel, self._its_end):  # what the one before has not read, or said too late
+            with contextlib.suppress(BlockingIOError):
+                while end.recv(1, socket.MSG_DONTWAIT):
+                    pass
+        self._imported_with = _what_imports_see(order)
+        self._start_process(order)
+        self._send_order(order)
+
+    def _start_process(self, order: _Order) -> None:
+        """Raises: OSError."""
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_LIMIT_S)
+        agent_pid = os.getpid()
+        env, handed = dict(order.env), []
+        if self._imported_with is not None:
+            handed.append(self._its_end.fileno())
+            env[WARM_FD_VARIABLE] = str(self._its_end.fileno())
+        elif order.store:
+            handed.append(order.store.fileno())
+            env[STORE_FD_VARIABLE] = str(order.store.fileno())
+        with open(_LOG_NAME, "wb") as log:
+            self._process = subprocess.Popen(
+                order.argv,
+                env=env,
+                pass_fds=handed,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                umask=self._users_umask,  # what a rank saves, others may read as ever
+                preexec_fn=lambda: die_with_parent(agent_pid),  # noqa: PLW1509  the agent has one thread
+            )
+
+    def _send_order(self, order: _Order) -> None:
+        argv = order.argv[order.argv.index(LAUNCHER_MODULE) + 1 :]
+        said = json.dumps({"argv": argv, "env": order.env, "umask": self._users_umask}).encode()
+        with contextlib.ExitStack() as opened:
+            file = opened.enter_context(open(os.memfd_create("order"), "wb"))
+            file.write(said)
+            file.flush()
+            log = opened.enter_context(open(_LOG_NAME, "ab"))
+            folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY)
+            opened.callback(os.close, folder)
+            stores = [order.store.fileno()] if order.store else []
+            socket.send_fds(self.channel, [b"o"], [file.fileno(), log.fileno(), folder, *stores])
+
+    def _fits(self, order: _Order) -> bool:
+        """The warm process is what one that is started now would become; whether its files changed, it says itself."""
+        assert self._process is not None
+        with contextlib.suppress(OSError):
+            is_same_place = read_surroundings() == read_surroundings(self._process.pid)
+            return is_same_place and self._imported_with == _what_imports_see(order)
+        return False
+
+    # ---- ending
+
+    def _forget_order(self) -> None:
+        if self._order and self._order.store:
+            self._order.store.close()
+        self._order = None
+
+    def _wait_for_workers(self) -> None:
+        """Wait until what the launcher has started has ended, as it does when the agent hangs up."""
+        deadline = time.monotonic() + _END_LIMIT_S
+        while self._launcher_pid and descendants(self._launcher_pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _what_imports_see(order: _Order) -> tuple[str, dict[str, str]]:
+    return order.argv[0], without_session_variables(order.env)
+
+
+def _log_tail() -> str:
+    try:
+        with open(_LOG_NAME, "rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace")
+    except OSError as exc:
+        return f"its log cannot be read: {exc}"

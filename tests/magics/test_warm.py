@@ -1,0 +1,70 @@
+"""``%distributed restart`` keeps what the ranks have imported; ``--cold`` and ``config warm=0`` do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+
+_PID = "%%distributed -r 0\nimport os\nprint(os.getpid())"
+
+
+def _warm_process(kernel: Any) -> psutil.Process:
+    return psutil.Process(int(kernel.run(_PID).text().split()[-1])).parents()[2]
+
+
+@pytest.fixture
+def kernel(start_kernel: Any) -> Any:
+    kernel = start_kernel()
+    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    return kernel
+
+
+def test_restart_and_stop_then_start_are_warm_and_cold_says_no(kernel: Any) -> None:
+    warm = _warm_process(kernel)
+    assert kernel.run("%%distributed\nx = 1").status == "ok"
+    assert "1 ranks" in kernel.run("%distributed restart").text()
+    assert _warm_process(kernel) == warm
+    assert "NameError" in kernel.run("%%distributed\nx").error
+    assert kernel.run("%distributed stop").status == "ok"
+    listed = kernel.run("%distributed list").text()
+    assert "torch stays imported for this notebook's next start, for" in listed
+    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    assert _warm_process(kernel) == warm
+    assert kernel.run("%distributed restart --cold").status == "ok"
+    assert _warm_process(kernel) != warm
+    assert not warm.is_running()
+    last = _warm_process(kernel)
+    assert kernel.run("%distributed stop --cold").status == "ok"
+    assert not last.is_running()
+    assert "torch stays" not in kernel.run("%distributed list").text()
+
+
+@pytest.mark.slow
+def test_what_is_kept_ends_with_the_setting_and_with_the_kernel(kernel: Any) -> None:
+    warm = _warm_process(kernel)
+    assert kernel.run("%distributed stop").status == "ok"
+    assert warm.is_running()
+    assert "warm=600.0" in kernel.run("%distributed config").text()
+    assert kernel.run("%distributed config warm=0").status == "ok"
+    psutil.wait_procs([warm], timeout=10)
+    assert not warm.is_running()
+    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    cold = _warm_process(kernel)
+    assert kernel.run("%distributed stop").status == "ok"
+    assert not cold.is_running()
+    for wrong in ("warm=-1", "warm=inf", "warm=nan", "warm=soon"):
+        assert "warm is a number, 0 or more" in kernel.run(f"%distributed config {wrong}").error
+    assert kernel.run("%distributed config warm=60").status == "ok"
+    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    last = _warm_process(kernel)
+    assert kernel.run("%distributed stop").status == "ok"
+    assert last.is_running()
+    kernel.close(now=True)
+    psutil.wait_procs([last], timeout=10)
+    assert not last.is_running()
+
+
+def test_cold_is_for_all_ranks(kernel: Any) -> None:
+    assert "--cold is for all ranks: leave out -r" in kernel.run("%distributed restart -r 0 --cold").error

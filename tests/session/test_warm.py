@@ -1,0 +1,595 @@
+"""Warm starts: what stays between two sessions of one process, when it is used again, and when it must not be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.deploy.kept import drop_kept, keep, seconds_kept
+from detrain_nb.errors import LaunchError, NodeLost, SessionError, SpecError
+from detrain_nb.transport.local import LocalTransport
+from detrain_nb.wire import ALIVE_GAP_S, SILENCE_LIMIT_S, Begin, FrameReader, Kept, to_frame
+
+from ..testbed.nodes import ssh_nodes
+from ..testbed.testbed import Testbed
+from .soon import assert_soon
+
+Processes = Callable[[], set[psutil.Process]]
+Start = Callable[..., Session]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_kept(cold_starts: None) -> Iterator[None]:
+    yield
+    drop_kept()
+
+
+def _start(**options: object) -> Session:
+    return Session.start(**{"ranks": 2, "device": "cpu", "init": False, "warm_s": 60.0, **options})  # type: ignore[arg-type]
+
+
+def _warm_process(session: Session) -> psutil.Process:
+    """Above interpreter, worker and launcher."""
+    pid = session.run_cell("import os\nos.getpid()", ranks=0).values[0]
+    return psutil.Process(pid).parents()[2]
+
+
+def _session_stopped(**options: object) -> psutil.Process:
+    """The warm process that a session has left."""
+    with _start(**options) as session:
+        return _warm_process(session)
+
+
+@contextlib.contextmanager
+def _is_warm(before: psutil.Process, **options: object) -> Iterator[Session]:
+    with _start(**options) as session:
+        assert _warm_process(session) == before
+        yield session
+
+
+@contextlib.contextmanager
+def _is_cold(before: psutil.Process, **options: object) -> Iterator[Session]:
+    with _start(**options) as session:
+        assert _warm_process(session) != before
+        assert_soon(lambda: not before.is_running())
+        yield session
+
+
+# ---- what is the same, and what is not
+
+
+def test_next_session_has_the_warm_process_and_nothing_else_of_the_last() -> None:
+    with _start() as first:
+        warm = _warm_process(first)
+        agent = warm.parent()
+        first.run_cell(
+            "import os\nx = 1\nos.environ['LEFT'] = 'yes'\nos.chdir('/')\ntorch.set_default_dtype(torch.float64)"
+        )
+    with _is_warm(warm) as second:
+        assert warm.parent() == agent
+        left = second.run_cell(
+            "import os\n'x' in globals(), os.environ.get('LEFT'), os.getcwd() == '/', str(torch.get_default_dtype())"
+        )
+        assert left.values[1] == (False, None, False, "torch.float32")
+        assert second.name != first.name
+        assert not second.run_cell("import sys\n[p for p in sys.path if 'python-' in p]", ranks=0).values[0]
+
+
+def test_warm_session_computes_what_a_cold_one_does() -> None:
+    code = "import random\n(torch.rand(3).tolist(), random.random(), rank, world_size)"
+    with _start(seed=5, init=True) as cold:
+        expected = cold.run_cell(code).values
+    with _start(seed=5, init=True) as warm:
+        assert warm.run_cell(code).values == expected
+        assert warm.run_cell("t = torch.ones(1); dist.all_reduce(t); t.item()").values == {0: 2.0, 1: 2.0}
+
+
+@pytest.mark.slow
+def test_number_of_ranks_and_folder_are_those_of_the_new_session(tmp_path: Path) -> None:
+    warm = _session_stopped()
+    with _is_warm(warm, ranks=3, folder=str(tmp_path)) as session:
+        assert session.run_cell("import os\nos.getcwd(), world_size").values[2] == (str(tmp_path), 3)
+
+
+def test_warm_process_has_one_thread_and_ranks_have_no_more_descriptors_than_cold_ones() -> None:
+    look = "import os\nlen(os.listdir('/proc/self/fd'))"
+    with _start(ranks=1) as session:
+        cold, warm = session.run_cell(look).values, _warm_process(session)
+        assert warm.num_threads() == 1
+    with _is_warm(warm, ranks=1) as session:
+        assert session.run_cell(look).values == cold
+
+
+@pytest.mark.slow
+def test_twenty_warm_starts_leave_no_descriptor_and_no_process_behind(processes: Processes) -> None:
+    warm = _session_stopped(ranks=1)
+    agent = warm.parent()
+    assert agent is not None
+    before = {process: process.num_fds() for process in (warm, agent)}
+    for _ in range(20):
+        with _start(ranks=1) as session:
+            session.run_cell("1")
+    assert {process: process.num_fds() for process in (warm, agent)} == before
+    assert processes() == {warm, agent}
+    assert len(agent.open_files()) == 0
+
+
+# ---- what stays, and when it ends
+
+
+def test_after_a_stop_the_agent_and_the_warm_process_are_all_that_is_left(
+    processes: Processes, runtime_folder: Path
+) -> None:
+    session = _start()
+    session.run_cell("import subprocess\nsubprocess.Popen(['sleep', '600'], start_new_session=True)")
+    warm = _warm_process(session)
+    session.stop()
+    assert processes() == {warm, warm.parent()}
+    assert not (runtime_folder / session.name).exists()
+    assert not [c for process in processes() for c in process.net_connections("all") if c.status == psutil.CONN_LISTEN]
+    assert 0 < seconds_kept() <= 60
+    assert drop_kept() == 1
+    assert_soon(lambda: not processes())
+
+
+@pytest.mark.parametrize("how", ["cold", "never warm", "its time is over"])
+def test_nothing_is_left_where_nothing_is_to_be_kept(how: str, processes: Processes) -> None:
+    session = _start(warm_s={"cold": 60.0, "never warm": 0.0, "its time is over": 0.3}[how])
+    session.run_cell("1")
+    session.stop(cold=how == "cold")
+    assert_soon(lambda: not processes(), limit_s=20)
+    assert seconds_kept() == 0
+
+
+@pytest.mark.slow
+def test_agent_ends_by_itself_when_its_time_is_over(processes: Processes) -> None:
+    """Here as everywhere the other end may be stopped, or forget it."""
+    session = _start(warm_s=0.5)
+    agent = _warm_process(session).parent()
+    link = session._ranks._links[0]
+    session._ranks.end(limit_s=10, keep_s=0.5)
+    assert link.is_kept
+    assert agent is not None
+    assert_soon(lambda: not processes())
+    link.take_socket().close()
+    session.stop()
+
+
+@pytest.mark.slow
+def test_kill_of_the_notebooks_process_ends_what_it_kept(processes: Processes) -> None:
+    code = """
+        import time
+        from detrain_nb import Session
+        with Session.start(1, device="cpu", init=False, warm_s=600) as session:
+            session.run_cell("1")
+        print("stopped", flush=True)
+        time.sleep(600)
+    """
+    notebook = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE)
+    try:
+        assert notebook.stdout is not None
+        assert notebook.stdout.readline() == b"stopped\n"
+        assert len(processes()) == 3
+    finally:
+        notebook.kill()
+        notebook.communicate()
+    assert_soon(lambda: not processes())
+
+
+@pytest.mark.slow
+def test_end_of_a_program_ends_what_it_kept(processes: Processes) -> None:
+    code = "from detrain_nb import Session\ns = Session.start(1, device='cpu', init=False, warm_s=600)\ns.stop()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert not processes()
+
+
+@pytest.mark.slow
+def test_of_two_sessions_one_is_kept_for_the_next(processes: Processes) -> None:
+    with _start(ranks=1) as first, _start(ranks=1) as second:
+        assert _warm_process(first) != (kept := _warm_process(second).pid)
+    assert_soon(lambda: len(processes()) == 2)
+    with _start(ranks=1) as third:
+        assert _warm_process(third).pid != kept, "the first was stopped last"
+
+
+def test_name_that_is_taken_is_refused_and_the_warm_process_stays() -> None:
+    with _start(ranks=1, name="mine"):
+        warm = _session_stopped(ranks=1)
+        with pytest.raises(SessionError, match="'mine' runs already"):
+            _start(ranks=1, name="mine")
+        with _is_warm(warm, ranks=1, name="yours"):
+            pass
+
+
+@pytest.mark.slow
+def test_session_that_is_attached_to_can_be_kept() -> None:
+    first = _start(ranks=1, name="left")
+    warm = _warm_process(first)
+    first.detach()
+    again = Session.attach("left")
+    again.warm_s = 60.0
+    again.stop()
+    with _is_warm(warm, ranks=1, name="left"):
+        pass
+
+
+@pytest.mark.parametrize("warm_s", [-1, float("inf"), float("nan")])
+def test_time_that_is_none_is_refused(warm_s: float) -> None:
+    with pytest.raises(SpecError, match="give a number of seconds"):
+        _start(warm_s=warm_s)
+
+
+# ---- what must not be used again
+
+
+def test_environment_of_the_notebook_is_that_of_a_cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEFORE", "1")
+    warm = _session_stopped()
+    monkeypatch.setenv("NEW", "2")
+    monkeypatch.delenv("BEFORE")
+    with _is_cold(warm) as session:
+        assert session.run_cell("import os\nos.environ.get('BEFORE'), os.environ.get('NEW')").values[1] == (None, "2")
+
+
+@pytest.mark.slow
+def test_variable_of_a_session_is_there_at_the_import() -> None:
+    warm = _session_stopped()
+    with _is_cold(warm, env={"TORCH_SHOW_CPP_STACKTRACES": "1"}):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["affinity", "limits", "umask", "priority"])
+def test_what_a_process_inherits_is_that_of_a_cold_start(what: str, tmp_path: Path) -> None:
+    """What the notebook's process has at the start, not what it had when torch was imported."""
+    cpus, (soft, hard) = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    change: dict[str, Callable[[], object]] = {
+        "affinity": lambda: os.sched_setaffinity(0, {min(cpus)}),
+        "limits": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard)),
+        "umask": lambda: os.umask(0o077),
+        "priority": lambda: subprocess.run(["renice", "-n", "1", "-p", str(os.getpid())], check=True),
+    }
+    look = {
+        "affinity": f"os.sched_getaffinity(0) == {{{min(cpus)}}}",
+        "limits": f"__import__('resource').getrlimit(__import__('resource').RLIMIT_NOFILE)[0] == {soft - 1}",
+        "umask": "os.umask(0o077) == 0o077",
+        "priority": "os.getpriority(os.PRIO_PROCESS, 0) == 1",
+    }
+    warm = _session_stopped(ranks=1)
+    umask = os.umask(0o022)
+    os.umask(umask)
+    try:
+        change[what]()
+        with _is_cold(warm, ranks=1) as session:
+            assert session.run_cell(f"import os\n{look[what]}").values == {0: True}
+    finally:
+        os.sched_setaffinity(0, cpus)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.umask(umask)
+        if what == "priority":
+            subprocess.run(["renice", "-n", "0", "-p", str(os.getpid())], check=True)
+
+
+@pytest.fixture
+def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of ``sys.path`` whose ``sitecustomize`` every process of the ranks imports."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("import library\n")
+    (folder / "library.py").write_text("VERSION = 1\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["a module", "its date alone", "a folder of sys.path", "a module has gone"])
+def test_what_was_imported_and_has_changed_is_imported_anew(change: str, imported: Path) -> None:
+    warm = _session_stopped(ranks=1)
+    library = imported / "library.py"
+    if change == "a module":
+        library.write_text("VERSION = 'two'\n")
+    elif change == "its date alone":
+        os.utime(library, ns=(0, library.stat().st_mtime_ns + 1))
+    elif change == "a folder of sys.path":
+        (imported / "another.py").write_text("")
+    else:
+        (imported / "sitecustomize.py").write_text("")
+        library.unlink()
+    with _is_cold(warm, ranks=1) as session:
+        version = session.run_cell("import sys\ngetattr(sys.modules.get('library'), 'VERSION', None)").values[0]
+        assert version == {"a module": "two", "a module has gone": None}.get(change, 1)
+
+
+@pytest.mark.slow
+def test_torch_that_was_installed_anew_is_imported_anew() -> None:
+    """Not only what is written in Python: torch is mostly shared libraries."""
+    import torch
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_python.so"
+    state = library.stat()
+    warm = _session_stopped(ranks=1)
+    try:
+        os.utime(library, ns=(state.st_atime_ns, state.st_mtime_ns + 1_000_000))
+        with _is_cold(warm, ranks=1):
+            pass
+    finally:
+        os.utime(library, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+@pytest.mark.slow
+def test_plain_torchrun_between_two_warm_starts() -> None:
+    warm = _session_stopped(ranks=1)
+    with _start(ranks=1, start="exec") as session:
+        assert session.run_cell("1 + 1").values == {0: 2}
+    assert_soon(lambda: not warm.is_running())
+    with _start(ranks=1) as session:
+        assert session.run_cell("1 + 1").values == {0: 2}
+
+
+# ---- faults
+
+
+_AT_FORK = """
+import os, signal, sys
+import library
+if "detrain_nb.node.launcher" in " ".join(sys.orig_argv):
+    warm_pid, flag = os.getpid(), {flag!r}
+    def is_due():
+        return os.path.exists(flag) and os.getpid() == warm_pid
+    {what}
+"""
+_WHAT = {
+    "before the fork": "os.register_at_fork(before=lambda: is_due() and os.kill(warm_pid, signal.SIGKILL))",
+    "after the fork": "os.register_at_fork(after_in_parent=lambda: is_due() and os.kill(warm_pid, signal.SIGKILL))",
+    "in the fork": "os.register_at_fork(after_in_child=lambda: os.path.exists(flag) and os.kill(warm_pid, 9))",
+}
+
+
+_REFUSE_FORK = """
+    fork = os.fork
+    def refuse():
+        if is_due():
+            raise OSError(12, "Cannot allocate memory")
+        return fork()
+    os.fork = refuse
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", _WHAT)
+def test_warm_process_that_is_killed_in_a_fork_leaves_nothing_and_the_next_start_is_cold(
+    moment: str, imported: Path, tmp_path: Path, processes: Processes
+) -> None:
+    flag = tmp_path / "now"
+    (imported / "sitecustomize.py").write_text(_AT_FORK.format(flag=str(flag), what=_WHAT[moment]))
+    warm = _session_stopped(ranks=1)
+    flag.touch()
+    with pytest.raises(LaunchError, match="the ranks did not start"):
+        _start(ranks=1)
+    assert_soon(lambda: not processes())
+    flag.unlink()
+    with _is_cold(warm, ranks=1) as session:
+        assert session.run_cell("1 + 1").values == {0: 2}
+
+
+@pytest.mark.slow
+def test_fork_that_the_system_refuses_is_told_and_the_next_start_works(
+    imported: Path, tmp_path: Path, processes: Processes
+) -> None:
+    """A stand-in for a system that is short of memory: nothing but the call itself is replaced."""
+    flag = tmp_path / "now"
+    (imported / "sitecustomize.py").write_text(_AT_FORK.format(flag=str(flag), what=_REFUSE_FORK))
+    _session_stopped(ranks=1)
+    flag.touch()
+    with pytest.raises(LaunchError, match=r"no process can be forked for the launcher: .*Cannot allocate memory"):
+        _start(ranks=1)
+    assert_soon(lambda: not processes())
+    flag.unlink()
+    with _start(ranks=1) as session:
+        assert session.run_cell("1 + 1").values == {0: 2}
+
+
+def test_warm_process_that_is_killed_while_it_waits_is_not_missed(processes: Processes) -> None:
+    warm = _session_stopped(ranks=1)
+    warm.kill()
+    assert_soon(lambda: not processes())
+    with _start(ranks=1) as session:
+        assert session.run_cell("1 + 1").values == {0: 2}
+
+
+@pytest.mark.slow
+def test_warm_process_that_is_killed_takes_the_ranks_along_and_is_told(processes: Processes) -> None:
+    session = _start()
+    _warm_process(session).kill()
+    assert_soon(lambda: not session.is_alive)
+    with session, pytest.raises(NodeLost, match="ended"):
+        session.run_cell("1")
+    assert_soon(lambda: not processes())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_full_disk_is_told_and_what_was_kept_serves_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: Processes
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k,mode=700", "tmpfs", str(disk)], check=True)
+    try:
+        monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(disk))
+        _session_stopped(ranks=1)
+        with contextlib.suppress(OSError), open(disk / "full", "wb") as file:
+            while file.write(b"x" * 4096):
+                file.flush()
+        with pytest.raises(LaunchError, match="No space left on device"):
+            _start(ranks=1)
+        (disk / "full").unlink()
+        with _start(ranks=1) as session:
+            assert session.run_cell("1 + 1").values == {0: 2}
+        drop_kept()
+        assert not [path for path in disk.iterdir() if not path.name.startswith(".log-")]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_memory_of_a_session_is_given_back_between_warm_starts() -> None:
+    warm = _session_stopped(ranks=1)
+    before = warm.memory_info().rss
+    for _ in range(5):
+        with _start(ranks=1) as session:
+            session.run_cell("x = torch.ones(1 << 24)")
+    assert warm.memory_info().rss < before + (8 << 20)
+
+
+# ---- hosts over SSH
+
+
+@pytest.fixture
+def start_on_hosts(testbed: Testbed) -> Start:
+    return lambda **options: Session.start(
+        1, **{"nodes": ssh_nodes(testbed), "device": "cpu", "sync": False, "warm_s": 60.0, **options}
+    )
+
+
+_ABOVE = """
+import os
+def stat(pid):
+    return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
+pid = os.getpid()
+for _ in ("worker", "launcher", "warm process"):
+    pid = int(stat(pid)[1])
+pid, stat(pid)[19]
+"""
+
+
+def _warm_processes(session: Session) -> dict[int, tuple[int, str]]:
+    """Number and time of the start of each rank's, where the rank is: hosts count their processes themselves."""
+    return session.run_cell(_ABOVE).values
+
+
+def _agents(testbed: Testbed) -> list[str]:
+    """The hosts on which something of ours runs, as often as it does."""
+    running = {host.name: testbed.processes(host.name).values() for host in testbed.hosts}
+    return [name for name, lines in running.items() for line in lines if "detrain_nb.node.agent" in line]
+
+
+@pytest.mark.slow
+def test_hosts_keep_their_warm_processes_and_the_connection(start_on_hosts: Start, testbed: Testbed) -> None:
+    with start_on_hosts(name="first") as first:
+        warm = _warm_processes(first)
+    with start_on_hosts(name="second") as second:
+        assert _warm_processes(second) == warm
+        code = "import os\nt = torch.ones(1); dist.all_reduce(t)\nt.item(), os.getcwd().rpartition('/')[2]"
+        assert second.run_cell(code).values == {0: (2.0, "second"), 1: (2.0, "second")}
+    assert _agents(testbed) == ["h0", "h1"]
+    assert drop_kept() == 2
+    assert_soon(lambda: not _agents(testbed))
+
+
+@pytest.mark.slow
+def test_host_that_hears_nothing_but_signs_of_life_keeps_its_warm_process(start_on_hosts: Start) -> None:
+    """For longer than a host waits for a notebook that has gone without a word."""
+    with start_on_hosts() as first:
+        warm = _warm_processes(first)
+    ended = threading.Event()
+    assert not ended.wait(SILENCE_LIMIT_S + 2 * ALIVE_GAP_S)
+    with start_on_hosts() as second:
+        assert _warm_processes(second) == warm
+
+
+@pytest.mark.slow
+def test_host_whose_connection_broke_meanwhile_starts_cold(start_on_hosts: Start, testbed: Testbed) -> None:
+    with start_on_hosts() as first:
+        warm = _warm_processes(first)
+    testbed.kill_sessions("h1")
+    assert_soon(lambda: _agents(testbed) == ["h0"])
+    with start_on_hosts() as second:
+        now = _warm_processes(second)
+        assert now[0] == warm[0]
+        assert now[1] != warm[1]
+
+
+@pytest.mark.slow
+def test_node_that_is_described_otherwise_is_another(testbed: Testbed, start_on_hosts: Start) -> None:
+    with start_on_hosts() as first:
+        warm = _warm_processes(first)
+    with start_on_hosts(nodes=ssh_nodes(testbed, setup=["export SET=1"])) as second:
+        assert not _warm_processes(second).items() & warm.items()
+        assert second.run_cell("import os\nos.environ['SET']").values == {0: "1", 1: "1"}
+
+
+# ---- what an agent says that was kept
+
+
+class _Agent(LocalTransport):
+    """One that this test plays."""
+
+    def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
+        pass
+
+
+@pytest.fixture
+def agent_side() -> Iterator[tuple[_Agent, object]]:
+    import socket
+
+    ours, theirs = socket.socketpair()
+    transport = _Agent()
+    keep(transport, ours, keep_s=30.0)
+    yield transport, theirs
+    theirs.close()
+
+
+def test_agent_that_talks_without_end_is_hung_up_on(agent_side) -> None:
+    _, theirs = agent_side
+    theirs.settimeout(20)
+    with pytest.raises(OSError, match=r"Broken pipe|reset"):
+        while True:
+            theirs.sendall(bytes(1 << 16))
+    assert_soon(lambda: seconds_kept() == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"\xff" * 100, to_frame(Kept()).to_bytes() * 100, b'{"x"' + bytes(2 << 20)],
+    ids=["hangs up", "no frame", "another message", "too much"],
+)
+def test_agent_that_does_not_answer_is_replaced_by_a_fresh_one(answer: bytes, agent_side) -> None:
+    _, theirs = agent_side
+
+    def play() -> None:
+        reader = FrameReader()
+        while not any(isinstance(frame.message(), Begin) for frame in reader.feed(theirs.recv(1 << 16))):
+            pass
+        with contextlib.suppress(OSError):
+            theirs.sendall(answer)
+        theirs.close()
+
+    player = threading.Thread(target=play)
+    player.start()
+    with _start(ranks=1) as session:
+        assert session.run_cell("1 + 1").values == {0: 2}
+    player.join(10)
+    assert not player.is_alive()
+
+
+@pytest.mark.slow
+def test_stop_signal_ends_an_agent_that_is_kept(processes: Processes) -> None:
+    agent = _session_stopped(ranks=1).parent()
+    assert agent is not None
+    agent.send_signal(signal.SIGTERM)
+    assert_soon(lambda: not processes())
