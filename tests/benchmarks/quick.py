@@ -38,7 +38,7 @@ def run_quickly(name: str, tmp_path: Path, *options: str, limit_s: float) -> dic
     assert {"cores", "versions"} <= set(report["machine"])
     assert len(report["load_average"]["before"]) == 3
     assert not list(scratch.iterdir()), "the run left files behind"
-    _, left = psutil.wait_procs(_processes_with(scratch), timeout=10)
+    _, left = psutil.wait_procs(processes_with(scratch), timeout=10)
     assert not left, "the run left processes behind"
     return report
 
@@ -47,7 +47,7 @@ def rows_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["key"]: row for row in report["rows"]}
 
 
-def _processes_with(scratch: Path) -> list[psutil.Process]:
+def processes_with(scratch: Path) -> list[psutil.Process]:
     """Those whose folder for temporary files is in ``scratch``: all that the run started."""
     found = []
     for process in psutil.process_iter():
