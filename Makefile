@@ -7,6 +7,15 @@ TORCH_INDEX ?=
 # Debian packages are installed where the user is root; SYSTEM_DEPS=no leaves them alone.
 SYSTEM_DEPS ?= yes
 PYTEST_ARGS ?=
+# Two files of tests side by side; PYTEST_ARGS='-n 0 ...' runs one after the other, with its output as it comes.
+PYTEST := $(VENV)/bin/pytest -n 2 --dist loadfile
+GPU_ARGS ?=
+# What `make test-near` compares with.
+BASE ?= HEAD
+# What `make test-all` begins anew, and which rooms it is kept to.
+FRESH ?=
+ROOMS ?=
+COMMA := ,
 LAB_ARGS ?=
 
 NOTEBOOK := notebooks/01_quickstart.ipynb
@@ -16,6 +25,15 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --constraint constraints.txt
 HAS_ENSUREPIP := '$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null
 # What runs on a node: checked once more as Python 3.10, whose standard library mypy knows.
 ON_NODE = $(shell sed -n 's/^    on a node: *//p' docs/design.md | tr -d ,)
+# A Python that the code is for: the notebook's side, or, as on a node, an older one.
+OLDEST := 3.11
+# Beside that of $(VENV): each has an environment of its own, .venv-3.12. Where it is not installed, it is named and left out.
+OTHER_PYTHONS := 3.12 3.13
+NODE_PYTHON := 3.10
+# What differs between Pythons: frames, tracebacks, signals, pickles, and torch itself.
+SMOKE := tests/test_values.py tests/test_wire.py tests/test_launch.py tests/node tests/session/test_session.py \
+  tests/session/test_failures.py tests/session/test_stop.py tests/session/test_death.py tests/magics/test_distributed.py \
+  tests/parallel/test_splitter.py tests/parallel/test_pipeline.py tests/training/test_trainer.py
 VENV_PACKAGE = $$('$(PYTHON)' -c 'import sys; print("python3.%d-venv" % sys.version_info[1])')
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -26,11 +44,12 @@ unexport PYTHONPATH PYTHONHOME
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install venv quickstart lab data test test-slow test-thorough test-deps lint ruff mypy bench clean
+.PHONY: help install venv quickstart lab data test test-slow test-thorough test-near test-all test-gpu test-pythons test-smoke test-node \
+  test-deps lint ruff mypy bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo '  variables:        VENV=$(VENV) PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) SYSTEM_DEPS=$(SYSTEM_DEPS)'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo '  variables:         VENV=$(VENV) PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) SYSTEM_DEPS=$(SYSTEM_DEPS)'
 
 install: $(DONE)/quickstart ## the package in a virtual environment, with what the quickstart needs
 venv: install
@@ -45,18 +64,51 @@ data:
 	@$(call debian,dataset-fashion-mnist,the quickstart trains on the digits of scikit-learn instead)
 
 test: $(DONE)/test test-deps ## unit, real-process and notebook tests: at most 15 minutes on 2 cores
-	$(VENV)/bin/pytest -m 'not slow and not thorough' $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m tests.checks.flaky
+	$(PYTEST) -m 'not slow and not thorough' $(PYTEST_ARGS)
 
 test-slow: $(DONE)/test test-deps ## the tests that take longer
-	$(VENV)/bin/pytest -m 'slow and not thorough' $(PYTEST_ARGS)
+	$(PYTEST) -m 'slow and not thorough' $(PYTEST_ARGS)
 
 test-thorough: $(DONE)/test test-deps ## the widest of all, before a release: left out of .ci/run
-	$(VENV)/bin/pytest -m thorough $(PYTEST_ARGS)
+	$(PYTEST) -m thorough $(PYTEST_ARGS)
+
+# Both, whatever becomes of the first. Where nothing can be installed: python benchmarks/gpu.py
+test-gpu: $(DONE)/test ## on a machine with GPUs: what only these can show; the figures go to benchmarks/results
+	status=0; $(VENV)/bin/pytest -m gpu $(PYTEST_ARGS) || status=1; \
+	  $(VENV)/bin/python benchmarks/gpu.py $(GPU_ARGS) || status=1; exit $$status
+
+test-all: $(DONE)/test test-deps ## everything, a room after the other, at most 90 minutes; goes on where it was: FRESH=1, ROOMS='spec cli'
+	@$(VENV)/bin/python -m tests.checks.everything $(if $(FRESH),--fresh) --rooms '$(ROOMS)' -- -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-near: $(DONE)/test test-deps ## the quick tests near what changed since HEAD, or BASE=rev: for a look, it decides nothing
+	@$(VENV)/bin/python -m tests.checks.near '$(BASE)' $(PYTEST_ARGS)
+
+test-pythons: test-deps ## the quickstart and a part of the tests on Python 3.12 and 3.13, and a rank on 3.10
+	@verdict=; status=0; \
+	for version in $(OTHER_PYTHONS) $(NODE_PYTHON); do \
+	  python=$$($(call find_python,$$version)); started=$$(date +%s); \
+	  if [ -z "$$python" ]; then \
+	    verdict="$$verdict\n  Python $$version: skipped, no python$$version runs from PATH and pyenv has none"; continue; fi; \
+	  if [ $$version = $(NODE_PYTHON) ]; then \
+	    $(MAKE) test-node NODE="$$python" NODE_VENV=$(VENV)-$$version; \
+	  else $(MAKE) test-smoke VENV=$(VENV)-$$version PYTHON="$$python"; fi && outcome=passed || { outcome=FAILED; status=1; }; \
+	  verdict="$$verdict\n  Python $$version: $$outcome after $$(($$(date +%s) - started)) s, $$python"; \
+	done; printf "\nmake test-pythons$$verdict\n"; exit $$status
+
+test-smoke: $(DONE)/test
+	$(PYTEST) -m 'not slow and not thorough' $(SMOKE) $(PYTEST_ARGS)
+	$(VENV)/bin/pytest tests/notebooks -k 01_quickstart $(PYTEST_ARGS)
+
+# The notebook is the Python of $(VENV), one of its ranks is $(NODE) on another host.
+test-node: $(DONE)/test
+	$(MAKE) VENV=$(NODE_VENV) PYTHON='$(NODE)' OLDEST=$(NODE_PYTHON) $(NODE_VENV)/.done/node
+	$(VENV)/bin/pytest tests/session/test_ssh_older_python.py --older-python '$(abspath $(NODE_VENV))/bin/python' $(PYTEST_ARGS)
 
 test-deps:
 	@$(call debian,chromium dataset-fashion-mnist iproute2 openssh-server,the tests that need them are skipped)
 
-lint: ruff mypy ## ruff and mypy --strict
+lint: ruff mypy ## ruff, then mypy --strict as Python 3.11 and, what runs on a node, as 3.10
 
 ruff: $(DONE)/test
 	$(VENV)/bin/ruff check .
@@ -66,9 +118,15 @@ ruff: $(DONE)/test
 mypy: $(DONE)/test
 	@rm -rf build/mypy
 	@$(VENV)/bin/python -c 'import setuptools; setuptools.setup()' --quiet build_py --build-lib build/mypy
-	MYPYPATH=build/mypy $(VENV)/bin/mypy --package detrain_nb
-	MYPYPATH=build/mypy $(VENV)/bin/mypy --python-version 3.10 --follow-imports silent --no-warn-unused-ignores \
-	  $$(for room in $(ON_NODE); do ls -d build/mypy/detrain_nb/$$room build/mypy/detrain_nb/$$room.py 2>/dev/null; done)
+# Both runs at once, each on a core; what the second says is shown when the first has found nothing.
+	@export MYPYPATH=build/mypy; \
+	  echo '$(VENV)/bin/mypy --python-version 3.10  # on a node: $(ON_NODE)'; \
+	  $(VENV)/bin/mypy --python-version 3.10 --follow-imports silent --no-warn-unused-ignores \
+	    $$(for room in $(ON_NODE); do ls -d build/mypy/detrain_nb/$$room build/mypy/detrain_nb/$$room.py 2>/dev/null; done) \
+	    >build/mypy/on-node.txt 2>&1 & on_node=$$!; trap 'kill $$on_node; exit 1' INT TERM HUP; \
+	  echo '$(VENV)/bin/mypy --package detrain_nb'; \
+	  $(VENV)/bin/mypy --package detrain_nb || { wait $$on_node; exit 1; }; \
+	  wait $$on_node; status=$$?; cat build/mypy/on-node.txt; exit $$status
 
 bench: $(DONE)/bench ## the benchmarks, side by side with peers
 	$(VENV)/bin/python benchmarks/session.py
@@ -79,13 +137,15 @@ bench: $(DONE)/bench ## the benchmarks, side by side with peers
 	  $(VENV)/bin/python benchmarks/ssh.py
 
 clean: ## remove what was built; the virtual environment too, if it is the default one
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(filter .venv,$(VENV))
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(filter .venv,$(VENV)) $(addsuffix -*,$(filter .venv,$(VENV)))
 
 $(DONE)/venv:
 	@command -v '$(PYTHON)' >/dev/null || { \
-	  echo '$(PYTHON) is not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
-	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "$$('$(PYTHON)' --version) is too old: install Python 3.11 or newer and name it: make PYTHON=python3.11" >&2; exit 1; }
+	  echo '$(PYTHON) is not found: install Python $(OLDEST) or newer, or name one: make PYTHON=/path/to/python$(OLDEST)' >&2; \
+	  exit 1; }
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < ($(subst .,$(COMMA) ,$(OLDEST))))' || { \
+	  echo "$$('$(PYTHON)' --version) is too old: install Python $(OLDEST) or newer and name it: make PYTHON=python$(OLDEST)" >&2; \
+	  exit 1; }
 	@$(HAS_ENSUREPIP) || $(call debian,$(VENV_PACKAGE),no virtual environment can be made)
 	@$(HAS_ENSUREPIP) || { \
 	  echo "$(PYTHON) lacks ensurepip: on Debian and Ubuntu run 'apt-get install $(VENV_PACKAGE)' as root" >&2; exit 1; }
@@ -105,9 +165,20 @@ $(DONE)/test: $(DONE)/torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[quickstart,test]'
 	@touch $@
 
+# What the user of a node installs there.
+$(DONE)/node: $(DONE)/torch
+	$(PIP_INSTALL) ipython numpy
+	@touch $@
+
 $(DONE)/bench: $(DONE)/torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[quickstart,bench]'
 	@touch $@
+
+# $(call find_python,VERSION): say where a Python is that runs: a shim of pyenv may be there and lead nowhere.
+define find_python
+for python in "$$(command -v python$(1))" "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$(1).*/bin/python$(1); do \
+  "$$python" -c 'import sys; print(sys.executable)' 2>/dev/null && break; done
+endef
 
 # $(call debian,PACKAGES,WITHOUT): install Debian packages where we may, else say what their absence means and go on.
 define debian

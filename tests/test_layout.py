@@ -197,6 +197,13 @@ def find_faults(root: Path, rules: Rules) -> list[str]:
     return list(dict.fromkeys(faults))  # `from x import a, b` is one fault, not two
 
 
+def names_in(module: Module, source: str) -> list[tuple[int, str]]:
+    """What a module imports and the attributes it takes of that, by their full names, each with its line."""
+    uses = _Uses(module)
+    uses.visit(ast.parse(source))
+    return [(use.line, use.target) for use in uses.imports + uses.names]
+
+
 def _find_strangers(root: Path, rules: Rules) -> Iterator[str]:
     gitignore = root / ".gitignore"
     lines = gitignore.read_text().splitlines() if gitignore.exists() else []

@@ -107,6 +107,7 @@ def test_nothing_is_said_when_all_is_there(make) -> None:
 
 def test_ci_runs_every_part_and_fails_with_any(tmp_path: Path) -> None:
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
+    shutil.copytree(ROOT / "tests/checks", tmp_path / "tests/checks")
     (tmp_path / "Makefile").write_text("lint test-slow:\n\t@echo $@ $$DETRAIN_NB_CI\ntest:\n\t@cat; exit 1\n")
     done = subprocess.run(
         [tmp_path / ".ci/run"],
@@ -121,3 +122,20 @@ def test_ci_runs_every_part_and_fails_with_any(tmp_path: Path) -> None:
     assert "test-slow 1" in done.stdout
     assert "make lint: passed" in done.stdout
     assert "make test: FAILED" in done.stdout
+
+
+def test_other_python_that_is_not_installed_is_named_and_left_out(make) -> None:
+    """A shim of pyenv is on PATH for every version that is installed, and may lead nowhere."""
+    shim = "echo 'pyenv: python3.12: command not found' >&2; exit 127"
+    status, output = make("test-pythons", "SYSTEM_DEPS=no", date="echo 0", **{"python3.12": shim})
+    assert status == 0, output
+    for version in ("3.12", "3.13", "3.10"):
+        assert f"Python {version}: skipped, no python{version} runs from PATH and pyenv has none\n" in output
+
+
+def test_other_python_whose_tests_fail_makes_all_fail(make, tmp_path: Path) -> None:
+    status, output = make("test-pythons", "SYSTEM_DEPS=no", date="echo 0", **{"python3.12": "echo python3.12; exit 0"})
+    assert status != 0
+    assert "Python 3.12: FAILED after 0 s, python3.12\n" in output
+    assert "Python 3.13: skipped" in output
+    assert not (tmp_path / "venv").exists()
