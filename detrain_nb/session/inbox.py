@@ -199,7 +199,7 @@ class Inbox:
         elif isinstance(message, StoreOpened):
             self.store_opened.take_from(agent_of(node), message)
         elif isinstance(message, Refused):
-            if self._takes_all_with_it(node):
+            if message.is_taken or self._takes_all_with_it(node):  # a session has one holder, whoever tells us first
                 self.fail(SessionError(f"{self._on(node)}{message.reason}"))
             self.lose_node(node, message.reason)
         elif isinstance(message, LauncherEnded):

@@ -67,6 +67,7 @@ from detrain_nb.wire import (
 )
 
 from .hostile import IDLE, INFO, FakeNode
+from .soon import assert_soon
 
 pytestmark = pytest.mark.timeout(60)
 MOST_GROWTH_BYTES = 64 << 20
@@ -371,6 +372,14 @@ def test_node_that_refuses_later_takes_only_its_own_ranks_with_it(pair: Pair) ->
     pair.bad.say(Refused("no\x1b]0;title\x07 more"), is_numbered=False)
     pair.assert_hung_up("no more") if pair.bad.wait_until_hung_up_on(0.5) else None
     pair.assert_others_go_on()
+
+
+def test_node_that_serves_another_notebook_ends_the_session_here_also_where_it_tells_that_first(pair: Pair) -> None:
+    taken = "session 'mine' was taken over by two: %distributed attach --steal takes it back"
+    pair.bad.say(Refused(taken, is_taken=True), is_numbered=False)
+    assert_soon(lambda: pair.session.failure is not None)
+    with pytest.raises(SessionError, match="^bad: session 'mine' was taken over by two: %distributed attach --steal"):
+        pair.session.run_cell("1")
 
 
 def test_log_of_a_launcher_cannot_hold_up_the_notebook(pair: Pair) -> None:
