@@ -124,8 +124,8 @@ mypy: $(DONE)/test
 	  $(VENV)/bin/mypy --python-version 3.10 --follow-imports silent --no-warn-unused-ignores \
 	    $$(for room in $(ON_NODE); do ls -d build/mypy/detrain_nb/$$room build/mypy/detrain_nb/$$room.py 2>/dev/null; done) \
 	    >build/mypy/on-node.txt 2>&1 & on_node=$$!; trap 'kill $$on_node; exit 1' INT TERM HUP; \
-	  echo '$(VENV)/bin/mypy --package detrain_nb'; \
-	  $(VENV)/bin/mypy --package detrain_nb || { wait $$on_node; exit 1; }; \
+	  echo '$(VENV)/bin/mypy --package detrain_nb --package tests.checks'; \
+	  $(VENV)/bin/mypy --package detrain_nb --package tests.checks || { wait $$on_node; exit 1; }; \
 	  wait $$on_node; status=$$?; cat build/mypy/on-node.txt; exit $$status
 
 bench: $(DONE)/bench ## the benchmarks, side by side with peers

@@ -105,7 +105,8 @@ def read_rules(design: str) -> Rules:
 
 
 def _read_rooms(block: str) -> tuple[frozenset[str], frozenset[str]]:
-    top_level, in_package = set(), set()
+    top_level: set[str] = set()
+    in_package: set[str] = set()
     for line in block.splitlines():
         if match := re.match(r" {6}([^\s,]+(?:, [^\s,]+)*)", line):
             in_package.update(match[1].split(", "))

@@ -20,11 +20,10 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-from ..agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, READY, SOCKET_NAME, claim_folder, remove_dead_agent
-from ..errors import DetrainError, LaunchError, SessionError, WireError
+from ..agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, SOCKET_NAME
+from ..errors import WireError
 from ..launch import GPUS_VARIABLE, usable_cpus
 from ..locks import take_lock
 from ..wire import (
@@ -36,11 +35,8 @@ from ..wire import (
     Alive,
     Attach,
     Attached,
-    Begin,
-    Begun,
     EndSession,
     Frame,
-    Kept,
     Launch,
     LauncherEnded,
     Link,
@@ -58,15 +54,14 @@ from ..wire import (
     to_frame,
 )
 from .gpus import count_gpus, list_gpus, name_gpus
-from .launching import LauncherEnd, Launching
+from .kept import LONGEST_WAIT_S, AgentProcess
+from .launching import LauncherEnd
 from .loop import Loop
 from .memory import Memory
-from .processes import adopt_orphans
+from .processes import drain
 from .spool import Spool
-from .surroundings import ImportedFiles, read_starter
 
 _ATTACH_LIMIT_S = 30.0
-_LONGEST_WAIT_S = 3600.0
 _FULL_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 16
 _CONFIRM_GAP_S = 0.02
@@ -78,7 +73,7 @@ def main(folder: Path, lock: int | None = None) -> None:
 
     ``lock``: the folder's, where who starts us holds it.
     """
-    process = _Process(users_umask=os.umask(0o077))
+    process = AgentProcess(users_umask=os.umask(0o077))
     os.chdir(folder)
     if lock is None:
         lock = take_lock(folder / LOCK_NAME, is_new=True)
@@ -90,41 +85,6 @@ def main(folder: Path, lock: int | None = None) -> None:
         agent.serve()
         agent = agent.wait_for_next()
     process.launching.end()
-
-
-class _Process:
-    """What an agent has for all of its sessions."""
-
-    def __init__(self, *, users_umask: int) -> None:
-        self.users_umask = users_umask
-        self._has_said_ready = False
-        self.launching = Launching(users_umask)
-        self.starter = {**read_starter(), "umask": f"{users_umask:04o}"}
-        self.imported = ImportedFiles()
-        self.child_ended, child_signal = os.pipe()
-        os.set_blocking(self.child_ended, False)
-        os.set_blocking(child_signal, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.set_wakeup_fd(child_signal, warn_on_full_buffer=False)
-        adopt_orphans()
-
-    def say_ready(self) -> None:
-        """To who started it, which hangs up when it has read that."""
-        if not self._has_said_ready:
-            os.write(1, READY)  # in one piece
-            self._has_said_ready = True
-
-    def why_not_again(self, starter: dict[str, str]) -> str:
-        """Empty when an agent that is started now, by ``starter`` where that is known, would be as this one is."""
-        if path := self.imported.find_changed():
-            return f"{path} has changed"
-        now = {**read_starter(), "umask": f"{self.users_umask:04o}"}
-        for wanted in (starter, self.starter):
-            for name, value in wanted.items():
-                if now.get(name) != value:
-                    return f"its {name} is another"
-        return ""
 
 
 def _free_the_name(folder: Path) -> Path | None:
@@ -142,7 +102,8 @@ def _free_the_name(folder: Path) -> Path | None:
 class _Agent:
     """One session."""
 
-    def __init__(self, folder: Path, lock: int, process: _Process) -> None:
+    def __init__(self, folder: Path, lock: int, process: AgentProcess, link: Link | None = None) -> None:
+        """In ``folder``, which is the current one. ``link``: a connection of which it is not known yet who it is."""
         self._folder = folder
         self._lock = lock
         self._process = process
@@ -166,6 +127,8 @@ class _Agent:
         self._listener.bind(SOCKET_NAME)  # relative: the path of a folder may be longer than a socket's may be
         self._listener.listen(64)
         self._listener.setblocking(False)
+        if link:
+            self._watch(link)
 
     def serve(self) -> None:
         """Serve the session to its end; nothing is left of it then but, perhaps, the connection to its notebook."""
@@ -230,61 +193,14 @@ class _Agent:
 
     def wait_for_next(self) -> _Agent | None:
         """Stay for the notebook's next session, as long as it wanted; None when there is none."""
-        link, deadline = self._notebook, time.monotonic() + self._keep_s
-        if not self._keep_s or link is None or not self._launching.is_warm:
+        if not self._keep_s or self._notebook is None:
             return None
-        following: list[_Agent] = []
-        self._loop = Loop()
-        with contextlib.suppress(WireError), contextlib.closing(self._loop):
-            link.send(Kept())
-            self._loop.add(self._process.child_ended, self._on_child_ended)
-            self._loop.add(link, lambda: following.extend(self._begin_next(link)))
-            while not following and self._launching.is_warm and (left_s := deadline - time.monotonic()) > 0:
-                self._loop.once(min(left_s, _LONGEST_WAIT_S))
-        return following[0] if following else None
-
-    def _begin_next(self, link: Link) -> Iterator[_Agent]:
-        """The next session, when the notebook asks for one. Raises: WireError when it has gone, or is refused."""
-        for frame in link.receive():
-            message = frame.message()
-            if not isinstance(message, Begin):
-                continue  # a sign of life, or what was on its way at the end of the last session
-            if why_not := self._process.why_not_again(message.starter):
-                link.send(Begun(why_not))
-                raise WireError(why_not)
-            try:
-                following = self._make_next(message)
-            except DetrainError as exc:
-                link.send(Begun(str(exc), is_taken=isinstance(exc, SessionError)))
-                continue
-            following.expect(link)
-            link.send(Begun())
-            yield following
-            return
-
-    def _make_next(self, message: Begin) -> _Agent:
-        """Raises: DetrainError."""
-        folder = Path(message.folder) if message.folder else self._folder.with_name(message.session)
-        if message.env:
-            os.environ.clear()
-            os.environ.update(message.env)
-            list_gpus.cache_clear()
-        lock = claim_folder(folder, uses=message.uses)
-        os.set_inheritable(lock, False)
-        try:
-            if message.work_folder:
-                Path(message.work_folder).mkdir(parents=True, exist_ok=True)
-            os.chdir(folder)
-            return _Agent(folder, lock, self._process)
-        except OSError as exc:
-            os.chdir("/")
-            os.close(lock)
-            remove_dead_agent(folder)
-            raise LaunchError(f"the session's folder cannot be used: {exc}") from exc
-
-    def expect(self, link: Link) -> None:
-        """Take ``link`` as a connection of which it is not known yet who it is."""
-        self._loop.add(link, lambda: self._first_message(link))
+        return self._process.wait_for_next(
+            self._notebook,
+            keep_s=self._keep_s,
+            beside=self._folder,
+            make=lambda folder, lock: _Agent(folder, lock, self._process, self._notebook),
+        )
 
     # ---- connections
 
@@ -298,7 +214,9 @@ class _Agent:
             return
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        link = Link(sock, max_header_bytes=MAX_ORDER_HEADER_BYTES)
+        self._watch(Link(sock, max_header_bytes=MAX_ORDER_HEADER_BYTES))
+
+    def _watch(self, link: Link) -> None:
         self._loop.add(link, lambda: self._first_message(link))
 
     def _first_message(self, link: Link) -> None:
@@ -516,8 +434,7 @@ class _Agent:
     # ---- the launcher
 
     def _on_child_ended(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._process.child_ended, 4096)
+        drain(self._process.child_ended)
         self._note_end(self._launching.take_end())
 
     def _note_end(self, end: LauncherEnd | None) -> None:
@@ -529,7 +446,7 @@ class _Agent:
 def _seconds_until(*times: float | None) -> float | None:
     """How long to wait now for the first of them; a system knows a longest wait."""
     first = min((at for at in times if at is not None), default=None)
-    return None if first is None else min(_LONGEST_WAIT_S, max(0.0, first - time.monotonic()))
+    return None if first is None else min(LONGEST_WAIT_S, max(0.0, first - time.monotonic()))
 
 
 def _is_same_user(sock: socket.socket) -> bool:

@@ -27,6 +27,29 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def watch_children() -> int:
+    """A descriptor that can be read when a child has ended: ``drain`` it, then see which."""
+    ended, told = os.pipe()
+    os.set_blocking(ended, False)
+    os.set_blocking(told, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    return ended
+
+
+def drain(fd: int) -> None:
+    """Read what ``watch_children`` tells."""
+    with contextlib.suppress(BlockingIOError):
+        os.read(fd, 4096)
+
+
+def forget_children(ended: int) -> None:
+    """In a forked process: close what ``watch_children`` of its parent has opened."""
+    os.close(signal.set_wakeup_fd(-1))
+    os.close(ended)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def end_descendants(*, spare: Collection[int] = (), limit_s: float = 5.0) -> None:
     """Kill every process below this one, and reap those that became its children; ``spare`` are left alone."""
     deadline = time.monotonic() + limit_s

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from ..launch import STORE_FD_VARIABLE
-from .processes import die_with_parent
+from .processes import die_with_parent, drain, forget_children, watch_children
 from .surroundings import ImportedFiles
 
 MOST_ANSWER_BYTES = 1 << 16
@@ -43,12 +43,8 @@ class WarmProcess:
         self._set_by_imports = {name: value for name, value in os.environ.items() if env_before.get(name) != value}
         self._launcher = 0
         self._files = ImportedFiles()
-        self._child_ended, child_signal = os.pipe()
-        os.set_blocking(self._child_ended, False)
-        os.set_blocking(child_signal, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._child_ended = watch_children()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.set_wakeup_fd(child_signal, warn_on_full_buffer=False)
 
     def serve(self) -> None:
         """Fork a launcher for every order, until the agent hangs up."""
@@ -98,9 +94,7 @@ class WarmProcess:
         status = 1
         try:
             die_with_parent(warm_pid)
-            os.close(signal.set_wakeup_fd(-1))
-            os.close(self._child_ended)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            forget_children(self._child_ended)
             self._channel.close()
             os.umask(order["umask"])
             os.fchdir(folder)
@@ -128,8 +122,7 @@ class WarmProcess:
             os._exit(status)
 
     def _reap(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._child_ended, 4096)
+        drain(self._child_ended)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._launcher:

@@ -47,7 +47,15 @@ from ..wire import (
 from .locator import WHERE_SIGNAL, Locator
 from .loop import Loop, Source
 from .oom import OomWatch
-from .processes import adopt_orphans, close_inherited_sockets, die_with_parent, end_descendants
+from .processes import (
+    adopt_orphans,
+    close_inherited_sockets,
+    die_with_parent,
+    drain,
+    end_descendants,
+    forget_children,
+    watch_children,
+)
 
 _PIPE_BYTES = 1 << 20
 _SMALL_READ_BYTES = 1 << 16
@@ -117,12 +125,8 @@ class _Worker:
         self._read_bytes = _SMALL_READ_BYTES
         self._incarnations = 0
         self._ends: list[float] = []  # when interpreters ended since a cell ended last
-        self._child_ended, child_signal = os.pipe()
-        os.set_blocking(self._child_ended, False)
-        os.set_blocking(child_signal, False)
+        self._child_ended = watch_children()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(child_signal, warn_on_full_buffer=False)
         self._interrupted_cell = mmap.mmap(-1, 8)  # shared with the interpreter: which cell a SIGINT is meant for
         self._agent.send(WorkerUp(rank, os.getpid()))
         self._interpreter = self._fork_interpreter()
@@ -172,8 +176,7 @@ class _Worker:
         if pid == 0:
             status = 1
             try:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                forget_children(self._child_ended)
                 writing = {name: write for name, (_, write) in pipes.items()}
                 self._become_interpreter(theirs, their_control, writing, parent_pid)
                 status = 0
@@ -224,8 +227,7 @@ class _Worker:
             self._loop.remove(source)
 
     def _on_child_ended(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._child_ended, 4096)
+        drain(self._child_ended)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans of the rank come here too
                 if ended[0] == self._interpreter.pid:
@@ -321,8 +323,7 @@ class _Worker:
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(interpreter.pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
                     selector.select(deadline - time.monotonic())
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._child_ended, 4096)
+                    drain(self._child_ended)
 
     # ---- agent -> interpreter
 

@@ -378,7 +378,7 @@ def test_node_that_serves_another_notebook_ends_the_session_here_also_where_it_t
     taken = "session 'mine' was taken over by two: %distributed attach --steal takes it back"
     pair.bad.say(Refused(taken, is_taken=True), is_numbered=False)
     assert_soon(lambda: pair.session.failure is not None)
-    with pytest.raises(SessionError, match="^bad: session 'mine' was taken over by two: %distributed attach --steal"):
+    with pytest.raises(SessionError, match=r"^bad: session 'mine' was taken over by two: %distributed attach --steal"):
         pair.session.run_cell("1")
 
 

@@ -153,6 +153,26 @@ def test_nothing_is_left_where_nothing_is_to_be_kept(how: str, processes: Proces
     assert seconds_kept() == 0
 
 
+def test_session_of_a_program_keeps_nothing_unless_it_is_asked_to(processes: Processes) -> None:
+    """In a process of its own: the tests' sessions are asked to."""
+    code = """
+from detrain_nb import Session
+from detrain_nb.deploy.kept import seconds_kept
+
+with Session.start(1, device="cpu") as session:
+    session.run_cell("1")
+print(session.warm_s, seconds_kept())
+input()
+"""
+    program = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "0.0 0.0\n"
+        assert_soon(lambda: {process.pid for process in processes()} == {program.pid})
+    finally:
+        program.communicate("\n", timeout=30)
+
+
 @pytest.mark.slow
 def test_agent_ends_by_itself_when_its_time_is_over(processes: Processes) -> None:
     """Here as everywhere the other end may be stopped, or forget it."""

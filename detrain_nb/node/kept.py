@@ -1,0 +1,121 @@
+"""What an agent has for all of its sessions, and what it does between two of them. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from ..agents import READY, claim_folder, remove_dead_agent
+from ..errors import DetrainError, LaunchError, SessionError, WireError
+from ..wire import Begin, Begun, Kept, Link
+from .gpus import list_gpus
+from .launching import Launching
+from .loop import Loop
+from .processes import adopt_orphans, drain, watch_children
+from .surroundings import ImportedFiles, read_starter
+
+LONGEST_WAIT_S = 3600.0  # that a system knows
+
+_Session = TypeVar("_Session")
+_Make = Callable[[Path, int], _Session]
+
+
+class AgentProcess:
+    """Made when the agent has imported all it needs, by the umask of who started it."""
+
+    def __init__(self, *, users_umask: int) -> None:
+        self.launching = Launching(users_umask)
+        self.child_ended = watch_children()
+        self._users_umask = users_umask
+        self._has_said_ready = False
+        self._starter = self._read_starter()
+        self._imported = ImportedFiles()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        adopt_orphans()
+
+    def say_ready(self) -> None:
+        """To who started it, which hangs up when it has read that."""
+        if not self._has_said_ready:
+            os.write(1, READY)  # in one piece
+            self._has_said_ready = True
+
+    def why_not_again(self, starter: dict[str, str]) -> str:
+        """Empty when an agent that is started now, by ``starter`` where that is known, would be as this one is."""
+        if path := self._imported.find_changed():
+            return f"{path} has changed"
+        now = self._read_starter()
+        for wanted in (starter, self._starter):
+            for name, value in wanted.items():
+                if now.get(name) != value:
+                    return f"its {name} is another"
+        return ""
+
+    def wait_for_next(
+        self, link: Link, *, keep_s: float, beside: Path, make: Callable[[Path, int], _Session]
+    ) -> _Session | None:
+        """Stay for ``keep_s`` for the session that the notebook at ``link`` begins next; None when there is none.
+
+        ``make`` takes its folder, which is the current one then, and the folder's lock. ``beside``: the last one's.
+        """
+        if not self.launching.is_warm:
+            return None
+        following: list[_Session] = []
+        loop, deadline = Loop(), time.monotonic() + keep_s
+        with contextlib.suppress(WireError), contextlib.closing(loop):
+            link.send(Kept())
+            loop.add(self.child_ended, self._on_child_ended)
+            loop.add(link, lambda: following.extend(self._begin_next(link, beside, make)))
+            while not following and self.launching.is_warm and (left_s := deadline - time.monotonic()) > 0:
+                loop.once(min(left_s, LONGEST_WAIT_S))
+        return following[0] if following else None
+
+    def _begin_next(self, link: Link, beside: Path, make: _Make[_Session]) -> Iterator[_Session]:
+        """The next session, when the notebook asks for one. Raises: WireError when it has gone, or is refused."""
+        for frame in link.receive():
+            message = frame.message()
+            if not isinstance(message, Begin):
+                continue  # a sign of life, or what was on its way at the end of the last session
+            if why_not := self.why_not_again(message.starter):
+                link.send(Begun(why_not))
+                raise WireError(why_not)
+            try:
+                following = _make_next(message, beside, make)
+            except DetrainError as exc:
+                link.send(Begun(str(exc), is_taken=isinstance(exc, SessionError)))
+                continue
+            link.send(Begun())
+            yield following
+            return
+
+    def _on_child_ended(self) -> None:
+        drain(self.child_ended)
+        self.launching.take_end()
+
+    def _read_starter(self) -> dict[str, str]:
+        return {**read_starter(), "umask": f"{self._users_umask:04o}"}
+
+
+def _make_next(message: Begin, beside: Path, make: _Make[_Session]) -> _Session:
+    """Raises: DetrainError."""
+    folder = Path(message.folder) if message.folder else beside.with_name(message.session)
+    if message.env:
+        os.environ.clear()
+        os.environ.update(message.env)
+        list_gpus.cache_clear()
+    lock = claim_folder(folder, uses=message.uses)
+    os.set_inheritable(lock, False)
+    try:
+        if message.work_folder:
+            Path(message.work_folder).mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
+        return make(folder, lock)
+    except OSError as exc:
+        os.chdir("/")
+        os.close(lock)
+        remove_dead_agent(folder)
+        raise LaunchError(f"the session's folder cannot be used: {exc}") from exc
