@@ -10,7 +10,7 @@ from .quick import rows_of, run_quickly
 
 ROWS = [
     *("noop", "noop_per_rank", "print", "print_p95", "flood", "flood_end", "flood_lost", "flood_wire"),
-    *("pull", "push", "push_all", "start_few", "start_many", "first_cell"),
+    *("pull", "push", "push_all", "start_few", "start_many", "restart_few", "restart_many", "first_cell"),
 ]
 
 

@@ -41,6 +41,7 @@ from detrain_nb.wire import (
     Frame,
     GenerationEnded,
     GenerationReady,
+    Kept,
     Launch,
     LauncherEnded,
     Locate,
@@ -372,6 +373,11 @@ def test_node_that_refuses_later_takes_only_its_own_ranks_with_it(pair: Pair) ->
     pair.bad.say(Refused("no\x1b]0;title\x07 more"), is_numbered=False)
     pair.assert_hung_up("no more") if pair.bad.wait_until_hung_up_on(0.5) else None
     pair.assert_others_go_on()
+
+
+def test_node_that_would_stay_though_nobody_has_asked_it_to_is_hung_up_on(pair: Pair) -> None:
+    pair.bad.say(Kept(), is_numbered=False)
+    pair.assert_hung_up("an agent stays that nobody has asked to stay")
 
 
 def test_node_that_serves_another_notebook_ends_the_session_here_also_where_it_tells_that_first(pair: Pair) -> None:

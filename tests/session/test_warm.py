@@ -6,25 +6,31 @@ import contextlib
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
 from detrain_nb import Session
+from detrain_nb.deploy import kept
 from detrain_nb.deploy.kept import drop_kept, keep, seconds_kept
 from detrain_nb.errors import LaunchError, NodeLost, SessionError, SpecError
+from detrain_nb.node.surroundings import read_starter
 from detrain_nb.transport.local import LocalTransport
 from detrain_nb.wire import ALIVE_GAP_S, SILENCE_LIMIT_S, Begin, FrameReader, Kept, to_frame
 
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
 from .soon import assert_soon
+
+_MOST_TAKEN_BYTES = 8 << 20  # of an agent that says more than it has to, with what the system holds
 
 Processes = Callable[[], set[psutil.Process]]
 Start = Callable[..., Session]
@@ -218,10 +224,10 @@ def test_end_of_a_program_ends_what_it_kept(processes: Processes) -> None:
 @pytest.mark.slow
 def test_of_two_sessions_one_is_kept_for_the_next(processes: Processes) -> None:
     with _start(ranks=1) as first, _start(ranks=1) as second:
-        assert _warm_process(first) != (kept := _warm_process(second).pid)
+        assert _warm_process(first) != (left := _warm_process(second).pid)
     assert_soon(lambda: len(processes()) == 2)
     with _start(ranks=1) as third:
-        assert _warm_process(third).pid != kept, "the first was stopped last"
+        assert _warm_process(third).pid != left, "the first was stopped last"
 
 
 def test_name_that_is_taken_is_refused_and_the_warm_process_stays() -> None:
@@ -271,7 +277,7 @@ def test_variable_of_a_session_is_there_at_the_import() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["affinity", "limits", "umask", "priority"])
+@pytest.mark.parametrize("what", ["affinity", "limits", "umask", "priority", "who is killed first"])
 def test_what_a_process_inherits_is_that_of_a_cold_start(what: str, tmp_path: Path) -> None:
     """What the notebook's process has at the start, not what it had when torch was imported."""
     cpus, (soft, hard) = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -280,13 +286,17 @@ def test_what_a_process_inherits_is_that_of_a_cold_start(what: str, tmp_path: Pa
         "limits": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard)),
         "umask": lambda: os.umask(0o077),
         "priority": lambda: subprocess.run(["renice", "-n", "1", "-p", str(os.getpid())], check=True),
+        "who is killed first": lambda: killed_first.write_text("300"),
     }
     look = {
         "affinity": f"os.sched_getaffinity(0) == {{{min(cpus)}}}",
         "limits": f"__import__('resource').getrlimit(__import__('resource').RLIMIT_NOFILE)[0] == {soft - 1}",
         "umask": "os.umask(0o077) == 0o077",
         "priority": "os.getpriority(os.PRIO_PROCESS, 0) == 1",
+        "who is killed first": "int(open(f'/proc/{os.getppid()}/oom_score_adj').read()) == 300",
     }
+    killed_first = Path("/proc/self/oom_score_adj")
+    score = killed_first.read_text()
     warm = _session_stopped(ranks=1)
     umask = os.umask(0o022)
     os.umask(umask)
@@ -298,8 +308,33 @@ def test_what_a_process_inherits_is_that_of_a_cold_start(what: str, tmp_path: Pa
         os.sched_setaffinity(0, cpus)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         os.umask(umask)
+        killed_first.write_text(score)
         if what == "priority":
             subprocess.run(["renice", "-n", "0", "-p", str(os.getpid())], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cgroup", "python"])
+def test_trait_that_cannot_be_changed_here_is_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process tells of itself is another; the process is not."""
+    warm = _session_stopped(ranks=1)
+    monkeypatch.setattr(kept, "read_starter", lambda: {**read_starter(), name: "another"})
+    with _is_cold(warm, ranks=1):
+        pass
+
+
+def test_traits_that_are_compared() -> None:
+    wanted = {"cgroup", "limits", "oom_score_adj", "affinity", "priority", "python", "umask"}
+    assert read_starter().keys() == wanted
+    assert all(read_starter().values())
+
+
+@pytest.mark.slow
+def test_warm_process_that_was_moved_is_not_used() -> None:
+    warm = _session_stopped(ranks=1)
+    warm.nice(1)
+    with _is_cold(warm, ranks=1) as session:
+        assert session.run_cell("import os\nos.getpriority(os.PRIO_PROCESS, 0)").values == {0: 0}
 
 
 @pytest.fixture
@@ -318,6 +353,8 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("change", ["a module", "its date alone", "a folder of sys.path", "a module has gone"])
 def test_what_was_imported_and_has_changed_is_imported_anew(change: str, imported: Path) -> None:
     warm = _session_stopped(ranks=1)
+    agent = warm.parent()
+    assert agent is not None
     library = imported / "library.py"
     if change == "a module":
         library.write_text("VERSION = 'two'\n")
@@ -330,6 +367,7 @@ def test_what_was_imported_and_has_changed_is_imported_anew(change: str, importe
         library.unlink()
     with _is_cold(warm, ranks=1) as session:
         version = session.run_cell("import sys\ngetattr(sys.modules.get('library'), 'VERSION', None)").values[0]
+        assert not agent.is_running(), "it has imported the library too"
         assert version == {"a module": "two", "a module has gone": None}.get(change, 1)
 
 
@@ -563,48 +601,60 @@ class _Agent(LocalTransport):
 
 
 @pytest.fixture
-def agent_side() -> Iterator[tuple[_Agent, object]]:
-    import socket
-
+def agent_side() -> Iterator[socket.socket]:
+    """The other end of the connection to an agent that is kept."""
     ours, theirs = socket.socketpair()
-    transport = _Agent()
-    keep(transport, ours, keep_s=30.0)
-    yield transport, theirs
-    theirs.close()
-
-
-def test_agent_that_talks_without_end_is_hung_up_on(agent_side) -> None:
-    _, theirs = agent_side
+    keep(_Agent(), ours, keep_s=600.0)
     theirs.settimeout(20)
+    with theirs:
+        yield theirs
+
+
+def _talk_until_hung_up_on(agent_side: socket.socket) -> None:
     with pytest.raises(OSError, match=r"Broken pipe|reset"):
-        while True:
-            theirs.sendall(bytes(1 << 16))
+        for _ in range(_MOST_TAKEN_BYTES // (1 << 16)):
+            agent_side.sendall((to_frame(Kept()).to_bytes() * (1 << 16))[: 1 << 16])
+
+
+def test_agent_that_talks_without_end_is_hung_up_on(agent_side: socket.socket) -> None:
+    _talk_until_hung_up_on(agent_side)
+    assert_soon(lambda: seconds_kept() == 0)
+
+
+def test_agent_whose_time_is_over_is_hung_up_on_though_it_would_stay() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.settimeout(20)
+        keep(_Agent(), ours, keep_s=0.2)
+        assert theirs.recv(1) == b""
     assert_soon(lambda: seconds_kept() == 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "answer",
-    [b"", b"\xff" * 100, to_frame(Kept()).to_bytes() * 100, b'{"x"' + bytes(2 << 20)],
-    ids=["hangs up", "no frame", "another message", "too much"],
-)
-def test_agent_that_does_not_answer_is_replaced_by_a_fresh_one(answer: bytes, agent_side) -> None:
-    _, theirs = agent_side
+@pytest.mark.parametrize("how", ["hangs up", "no frame", "another message", "talks on", "says nothing"])
+def test_agent_that_does_not_answer_is_replaced_by_a_fresh_one(
+    how: str, agent_side: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "_ANSWER_LIMIT_S", 2.0 if how == "says nothing" else 600.0)
 
     def play() -> None:
         reader = FrameReader()
-        while not any(isinstance(frame.message(), Begin) for frame in reader.feed(theirs.recv(1 << 16))):
+        while not any(isinstance(frame.message(), Begin) for frame in reader.feed(agent_side.recv(1 << 16))):
             pass
-        with contextlib.suppress(OSError):
-            theirs.sendall(answer)
-        theirs.close()
+        if how == "talks on":
+            _talk_until_hung_up_on(agent_side)
+        elif how == "says nothing":
+            assert agent_side.recv(1) == b""
+        else:
+            said = {"hangs up": b"", "no frame": b"\xff" * 100, "another message": to_frame(Kept()).to_bytes() * 100}
+            agent_side.sendall(said[how])
+            agent_side.close()
 
-    player = threading.Thread(target=play)
-    player.start()
-    with _start(ranks=1) as session:
-        assert session.run_cell("1 + 1").values == {0: 2}
-    player.join(10)
-    assert not player.is_alive()
+    with ThreadPoolExecutor() as pool:
+        playing = pool.submit(play)
+        with _start(ranks=1) as session:
+            assert session.run_cell("1 + 1").values == {0: 2}
+        playing.result(10)
 
 
 @pytest.mark.slow
