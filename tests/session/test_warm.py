@@ -611,9 +611,10 @@ def agent_side() -> Iterator[socket.socket]:
 
 
 def _talk_until_hung_up_on(agent_side: socket.socket) -> None:
+    frames = to_frame(Kept()).to_bytes() * 1000
     with pytest.raises(OSError, match=r"Broken pipe|reset"):
-        for _ in range(_MOST_TAKEN_BYTES // (1 << 16)):
-            agent_side.sendall((to_frame(Kept()).to_bytes() * (1 << 16))[: 1 << 16])
+        for _ in range(_MOST_TAKEN_BYTES // len(frames)):
+            agent_side.sendall(frames)
 
 
 def test_agent_that_talks_without_end_is_hung_up_on(agent_side: socket.socket) -> None:
