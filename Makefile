@@ -38,6 +38,8 @@ VENV_PACKAGE = $$('$(PYTHON)' -c 'import sys; print("python3.%d-venv" % sys.vers
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+# A shell reads them as they were given.
+export ROOMS BASE
 # What belongs to another environment stays out of this one.
 unexport PYTHONPATH PYTHONHOME
 
@@ -79,10 +81,10 @@ test-gpu: $(DONE)/test ## on a machine with GPUs: what only these can show; the 
 	  $(VENV)/bin/python benchmarks/gpu.py $(GPU_ARGS) || status=1; exit $$status
 
 test-all: $(DONE)/test test-deps ## everything, a room after the other, at most 90 minutes; goes on where it was: FRESH=1, ROOMS='spec cli'
-	@$(VENV)/bin/python -m tests.checks.everything $(if $(FRESH),--fresh) --rooms '$(ROOMS)' -- -n 2 --dist loadfile $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m tests.checks.everything $(if $(FRESH),--fresh) --rooms "$$ROOMS" -- -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-near: $(DONE)/test test-deps ## the quick tests near what changed since HEAD, or BASE=rev: for a look, it decides nothing
-	@$(VENV)/bin/python -m tests.checks.near '$(BASE)' $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m tests.checks.near "$$BASE" $(PYTEST_ARGS)
 
 test-pythons: test-deps ## the quickstart and a part of the tests on Python 3.12 and 3.13, and a rank on 3.10
 	@verdict=; status=0; \

@@ -254,6 +254,8 @@ def main() -> int:
             place = Place(args.device, gpus, folder / str(number))
             entries.append(_run_or_say_why_not(check, place, about, folder / f"{number}.log"))
     print(format_table(entries))
+    if not any(entry["outcome"] in (PASSED, FAILED) for entry in entries):
+        print("nothing was checked: the column why says what is missing here")
     missing = [name for name in dict.fromkeys([*FOR_A_SESSION, *FOR_LAYOUTS]) if not _is_there(name)]
     if missing:
         print(f"missing here: {', '.join(missing)}")

@@ -80,7 +80,7 @@ def run_rooms(
     deadline = time.monotonic() + limit_s
     rooms = list_rooms(root)
     if unknown := [name for name in names if name not in rooms]:
-        raise ValueError(f"{', '.join(unknown)}: no room of tests/, which has {', '.join(rooms)}")
+        raise ValueError(f"{' '.join(unknown)}: no room of tests/, which has {' '.join(rooms)}")
     folder = root / "build" / "test-all"
     if is_fresh:
         shutil.rmtree(folder, ignore_errors=True)
@@ -183,7 +183,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs is ended on the way out
     pytest = [str(Path(sys.executable).with_name("pytest")), *arguments.pytest_args]
     try:
-        verdicts = run_rooms(ROOT, arguments.rooms.split(), pytest, is_fresh=arguments.fresh)
+        verdicts = run_rooms(ROOT, arguments.rooms.replace(",", " ").split(), pytest, is_fresh=arguments.fresh)
     except ValueError as exc:
         print(exc, file=sys.stderr)
         return 2

@@ -67,6 +67,9 @@ def list_repeated(failures: Iterable[ChanceFailure]) -> list[str]:
 def main(path: Path = FLAKY) -> int:
     try:
         faults = list_repeated(read_flaky(path))
+    except FileNotFoundError:
+        print(f"{path} is missing: git checkout {path} brings it back", file=sys.stderr)
+        return 1
     except (OSError, ValueError) as exc:
         print(exc, file=sys.stderr)
         return 1

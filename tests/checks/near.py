@@ -41,7 +41,7 @@ BESIDE_ROOMS_OF_THE_PACKAGE = {"__init__": ["tests/test_environment.py"], "__mai
 def list_changed(root: Path, base: str) -> list[str]:
     """Return the files that differ from ``base``, with those that git does not know yet and those that are gone."""
     asked = (
-        ["diff", "--name-only", "--no-renames", "--relative", "-z", base, "--"],
+        ["diff", "--name-only", "--no-renames", "--relative", "-z", "--end-of-options", base, "--"],
         ["ls-files", "--others", "--exclude-standard", "-z"],
     )
     found = []
@@ -123,11 +123,12 @@ def main(base: str, *pytest_args: str) -> int:
     except ValueError as exc:
         print(exc, file=sys.stderr)
         return 2
+    count = "1 file" if len(changed) == 1 else f"{len(changed)} files"
     near = list_near(changed, tree, read_rules((ROOT / "docs/design.md").read_text(encoding="utf-8")))
     if not near:
-        print(f"{len(changed)} files changed since {base}, and no test is near them: BASE=rev compares with another")
+        print(f"{count} changed since {base}, and no test is near them: BASE=rev compares with another")
         return 0
-    print(f"{len(changed)} files changed since {base}; near them:", *near, sep="\n  ", flush=True)
+    print(f"{count} changed since {base}; near them:", *near, sep="\n  ", flush=True)
     return _become_pytest(["-m", QUICK, *near, *pytest_args])
 
 
