@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.display import display
 
-from ..deploy.kept import drop_kept, seconds_kept
+from ..deploy.kept import drop_kept, seconds_kept, shorten_kept
 from ..deploy.known import known_sessions
-from ..errors import RankError, format_ranks, short_ranks
+from ..errors import RankError, SessionError, format_ranks, short_ranks
 from ..session.cells import CellRun
 from ..session.session import Session
 from . import options
@@ -53,14 +54,17 @@ class SessionCommands:
                 "to start them anew, %distributed restart (their variables are lost)"
             )
         wanted = {name: value for name, value in vars(args).items() if name in StartOptions.__dataclass_fields__}
-        print(self._holder.start(StartOptions(**{**wanted, "env": tuple(args.env)})))
+        with _interrupted("start", "nothing of it runs on"):
+            print(self._holder.start(StartOptions(**{**wanted, "env": tuple(args.env)})))
 
     def _stop(self, args: Any) -> None:
-        self._holder.end(args.name, cold=args.cold)
+        with _interrupted("stop", "the ranks end in the background"):
+            self._holder.end(args.name, cold=args.cold)
 
     def _restart(self, args: Any) -> None:
         if args.ranks is None:
-            print(self._holder.restart(args.count, env=args.env, cold=args.cold))
+            with _interrupted("restart", "no ranks are left, nor their variables; %distributed restart starts them"):
+                print(self._holder.restart(args.count, env=args.env, cold=args.cold))
             return
         if args.env or args.cold:
             raise UsageError(
@@ -193,7 +197,9 @@ class SessionCommands:
         holder.settings = holder.settings.changed(args.assignment)
         if holder.session is not None:
             holder.session.hang_s, holder.session.warm_s = holder.settings.hang, holder.settings.warm
-        if not holder.settings.warm:
+        if holder.settings.warm:
+            shorten_kept(holder.settings.warm)
+        else:
             drop_kept()
 
     def _log(self, args: Any) -> None:
@@ -224,6 +230,15 @@ class SessionCommands:
         while run.running and not run.is_over:
             run.wait(0.5)
         return run
+
+
+@contextlib.contextmanager
+def _interrupted(command: str, left: str) -> Iterator[None]:
+    """Say what is left where the stop button was pressed meanwhile. Raises: SessionError."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SessionError(f"%distributed {command} was interrupted: {left}") from None
 
 
 def _show_errors(run: CellRun, screen: Screen, *, world_size: int, except_of: set[int]) -> None:

@@ -98,9 +98,13 @@ class SessionHolder:
         self.settings = Settings.from_env()
         self.name = session_name(ipython.user_ns)  # of the notebook: its session's, unless told otherwise
         self._started_with: StartOptions | None = None
+        self._ended: Session | None = None  # perhaps its stop was interrupted, and goes on
 
     def start(self, wanted: StartOptions) -> Session:
         """Start the session of this notebook; with ``fresh``, end first what an earlier kernel has left of it."""
+        if self._ended is not None:
+            self._ended.stop()
+            self._ended = None
         name = wanted.name or self.name
         if wanted.fresh and name in known_sessions():
             with contextlib.suppress(SessionError):  # one on nodes may have ended by itself
@@ -200,21 +204,21 @@ class SessionHolder:
 
         With ``cold`` nothing is kept for the next start, from an earlier session neither.
         """
-        if cold:
-            drop_kept()
         if name is not None and (self.session is None or self.session.name != name):
             if name not in (there := known_sessions()):
                 raise _unknown_session(name, there)
             end_session(name, holder=self.name, ask_passphrase=ask_passphrase)
-            return
-        session, self.session = self.session, None
-        if session is not None:
-            session.stop(cold=cold)
-            if session.not_ended:
-                nodes = ", ".join(session.not_ended)
+        elif ended := self.session or self._ended:
+            self._ended, self.session = ended, None
+            ended.stop(cold=cold)
+            self._ended = None
+            if ended.not_ended:
+                nodes = ", ".join(ended.not_ended)
                 print(f"{nodes} could not be told: the ranks there end by themselves when nobody comes for some time")
-        elif name is None and self.name in known_sessions():
+        elif self.name in known_sessions():
             end_session(self.name, holder=self.name, ask_passphrase=ask_passphrase)
+        if cold:
+            drop_kept()
 
     def end_own(self) -> None:
         """End the session that this notebook holds, and no other."""

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
+from ..deploy.kept import LONGEST_WARM_S
+
 
 class HelpShown(Exception):
     """``--help`` was asked for; the text is the message."""
@@ -107,23 +109,25 @@ class Settings:
         settings = cls()
         for key in ("output", "warm"):
             if value := os.environ.get(f"DETRAIN_NB_{key.upper()}"):
-                settings = settings.changed(f"{key}={value}")
+                settings = settings.changed(f"{key}={value}", of=f"DETRAIN_NB_{key.upper()}")
         return settings
 
-    def changed(self, assignment: str) -> Settings:
-        """The settings after ``KEY=VALUE``. Raises: UsageError."""
+    def changed(self, assignment: str, *, of: str = "%distributed config") -> Settings:
+        """The settings after ``KEY=VALUE``, which ``of`` says. Raises: UsageError."""
         key, equals, text = assignment.partition("=")
         kinds = {f.name: type(getattr(self, f.name)) for f in fields(self)}
         if not equals or key not in kinds:
-            raise UsageError(f"%distributed config: {assignment!r}: give KEY=VALUE with KEY one of {', '.join(kinds)}")
+            raise UsageError(f"{of}: {assignment!r}: give KEY=VALUE with KEY one of {', '.join(kinds)}")
         if key in _CHOICES and text not in _CHOICES[key]:
-            raise UsageError(f"%distributed config: {key} is one of {', '.join(_CHOICES[key])}, not {text!r}")
+            raise UsageError(f"{of}: {key} is one of {', '.join(_CHOICES[key])}, not {text!r}")
         try:
             value = kinds[key](text)
         except ValueError:
             value = -1
         if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            raise UsageError(f"%distributed config: {key} is a number, 0 or more, not {text!r}")
+            raise UsageError(f"{of}: {key} is a number, 0 or more, not {text!r}")
+        if key == "warm" and value > LONGEST_WARM_S:
+            raise UsageError(f"{of}: {key} is at most {LONGEST_WARM_S:.0f} seconds, a day, not {text!r}")
         return replace(self, **{key: value})
 
     def __str__(self) -> str:

@@ -20,12 +20,15 @@ from ..transport import Transport
 from ..wire import ALIVE_GAP_S, Alive, Begin, Begun, FrameReader, to_frame
 from .remote_program import as_text
 
-__all__ = ["begin_on_kept", "drop_kept", "keep", "seconds_kept"]
+__all__ = ["begin_on_kept", "drop_kept", "keep", "seconds_kept", "shorten_kept"]
 
+LONGEST_WARM_S = 86_400.0
 _ANSWER_LIMIT_S = 10.0
 _END_LIMIT_S = 5.0
 _READ_BYTES = 1 << 16
 _MOST_BYTES = 1 << 20  # of answers to signs of life
+
+_TAKE, _LOOK = b"t", b"l"  # what the thread of one is woken for
 
 _changing = threading.Lock()
 _there: list[_KeptAgent] = []
@@ -38,6 +41,7 @@ class _KeptAgent:
         self.transport = transport
         self.sock = sock
         self.until = time.monotonic() + keep_s
+        self.is_claimed = False  # for a session that begins
         self._wake, self._woken = socket.socketpair()
         self._is_taken = False
         self._thread = threading.Thread(target=self._stay, name="detrain_nb kept agent", daemon=True)
@@ -45,10 +49,23 @@ class _KeptAgent:
 
     def take(self) -> bool:
         """Nobody but the caller uses the connection from now on; False when it is gone."""
-        with contextlib.suppress(OSError):
-            self._wake.send(b"w")
+        self._say(_TAKE)
         self._thread.join(_END_LIMIT_S + _ANSWER_LIMIT_S)
         return self._is_taken
+
+    def shorten(self, limit_s: float) -> None:
+        """Stay no longer than ``limit_s`` from now on."""
+        self.until = min(self.until, time.monotonic() + limit_s)
+        self._say(_LOOK)
+
+    def _say(self, what: bytes) -> None:
+        with contextlib.suppress(OSError):  # it is gone
+            self._wake.send(what)
+
+    def forget(self) -> None:
+        """In a forked process, which has the descriptors, and not the thread."""
+        for sock in (self.sock, self._wake, self._woken):
+            sock.close()
 
     def _stay(self) -> None:
         """Give signs of life, where a connection that says nothing is taken for gone, until somebody takes it."""
@@ -56,13 +73,11 @@ class _KeptAgent:
             with contextlib.suppress(OSError):
                 self._is_taken = self._wait()
         finally:
-            with _changing:
-                if self in _there:
-                    _there.remove(self)
             self._wake.close()
             self._woken.close()
             if not self._is_taken:
-                self.end()
+                _unlist(self)
+                self._hang_up()
 
     def _wait(self) -> bool:
         """False when the time is over, or the agent has gone. Raises: OSError likewise."""
@@ -74,7 +89,7 @@ class _KeptAgent:
                 if self.transport.can_resume:
                     self.sock.send(to_frame(Alive()).to_bytes())
             ready, _, _ = select.select([self._woken, self.sock], [], [], min(alive_at, self.until) - now)
-            if self._woken in ready:
+            if self._woken in ready and self._woken.recv(1) == _TAKE:
                 return True
             if self.sock in ready:
                 data = self.sock.recv(_READ_BYTES)
@@ -84,6 +99,14 @@ class _KeptAgent:
         return False
 
     def end(self) -> None:
+        """End the agent, whatever it does."""
+        if self.take():
+            self._hang_up()
+        _unlist(self)
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)  # also where a process has it that was forked meanwhile
         self.sock.close()
         with contextlib.suppress(DetrainError, OSError):
             self.transport.wait_for_end(limit_s=_END_LIMIT_S)
@@ -91,8 +114,7 @@ class _KeptAgent:
 
 def keep(transport: Transport, sock: socket.socket, *, keep_s: float) -> None:
     """Keep the agent behind ``sock`` for the next session on its node, ``keep_s`` at most; it has said ``Kept``."""
-    before = _take(transport)
-    if before is not None:
+    if before := _claim(transport):
         before.end()
     with _changing:
         _there.append(_KeptAgent(transport, sock, keep_s))
@@ -104,7 +126,7 @@ def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket
     Returns the transport that reaches it and the byte stream to it; None when there is none, or when one that is
     started now would not be the same. Raises: SessionError when a session of that name runs there.
     """
-    kept = _take(transport)
+    kept = _claim(transport)
     if kept is None:
         return None
     is_here = kept.transport.is_this_machine
@@ -118,9 +140,11 @@ def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket
         kept.end()
         raise
     if not begun.error:
+        _unlist(kept)  # not before: where an interrupt comes, it is still there to be ended
         kept.sock.settimeout(None)
         return kept.transport, kept.sock
     if begun.is_taken:
+        _unlist(kept)
         keep(kept.transport, kept.sock, keep_s=max(0.0, kept.until - time.monotonic()))
         raise SessionError(begun.error)
     kept.end()
@@ -130,10 +154,17 @@ def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket
 def drop_kept() -> int:
     """End all agents that are kept; returns how many there were."""
     dropped = 0
-    while (kept := _take(None)) is not None:
+    while kept := next(iter(_there), None):
         kept.end()
         dropped += 1
     return dropped
+
+
+def shorten_kept(limit_s: float) -> None:
+    """Keep what is kept now no longer than ``limit_s``."""
+    with _changing:
+        for kept in _there:
+            kept.shorten(limit_s)
 
 
 def seconds_kept() -> float:
@@ -142,16 +173,22 @@ def seconds_kept() -> float:
         return max((kept.until - time.monotonic() for kept in _there), default=0.0)
 
 
-def _take(transport: Transport | None) -> _KeptAgent | None:
-    """The one of the node that ``transport`` reaches, or any."""
+def _claim(transport: Transport) -> _KeptAgent | None:
+    """The one of the node that ``transport`` reaches, which nobody else gets; it stays listed."""
     while True:
         with _changing:
-            fitting = (kept for kept in _there if transport is None or kept.transport.place == transport.place)
-            found = next(fitting, None)
+            free = (kept for kept in _there if not kept.is_claimed and kept.transport.place == transport.place)
+            found = next(free, None)
             if found is not None:
-                _there.remove(found)
+                found.is_claimed = True
         if found is None or found.take():
             return found
+
+
+def _unlist(kept: _KeptAgent) -> None:
+    with _changing:
+        if kept in _there:
+            _there.remove(kept)
 
 
 def _ask(sock: socket.socket, message: Begin) -> Begun:
@@ -172,4 +209,14 @@ def _ask(sock: socket.socket, message: Begin) -> Begun:
     raise OSError("the agent that was kept does not answer")
 
 
+def _forget_after_fork() -> None:
+    """What is kept is the parent's: its end is none of our business, nor would our hold on it outlive the parent."""
+    global _changing
+    _changing = threading.Lock()  # another thread of the parent may have held it
+    while _there:
+        _there.pop().forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
 atexit.register(drop_kept)

@@ -9,6 +9,7 @@ nobody has shown. It starts the launcher, and with its end ends every process of
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import platform
@@ -20,6 +21,7 @@ import sys
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from ..agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, SOCKET_NAME
@@ -83,7 +85,9 @@ def main(folder: Path, lock: int | None = None) -> None:
     agent: _Agent | None = _Agent(folder, lock, process)
     while agent:
         agent.serve()
-        agent = agent.wait_for_next()
+        wait_for_next = agent.leave()
+        agent = None  # what it remembers of the session goes
+        agent = wait_for_next()
     process.launching.end()
 
 
@@ -191,16 +195,13 @@ class _Agent:
         self._listener.close()
         self._loop.close()
 
-    def wait_for_next(self) -> _Agent | None:
-        """Stay for the notebook's next session, as long as it wanted; None when there is none."""
-        if not self._keep_s or self._notebook is None:
-            return None
-        return self._process.wait_for_next(
-            self._notebook,
-            keep_s=self._keep_s,
-            beside=self._folder,
-            make=lambda folder, lock: _Agent(folder, lock, self._process, self._notebook),
-        )
+    def leave(self) -> Callable[[], _Agent | None]:
+        """How to stay for the notebook's next session, as long as it wanted; that gives None when there is none."""
+        link, process = self._notebook, self._process
+        if not self._keep_s or link is None:
+            return lambda: None
+        make = functools.partial(_Agent, process=process, link=link)
+        return functools.partial(process.wait_for_next, link, keep_s=self._keep_s, beside=self._folder, make=make)
 
     # ---- connections
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -64,6 +65,7 @@ class AgentProcess:
         """
         if not self.launching.is_warm:
             return None
+        gc.collect()  # the last session's
         following: list[_Session] = []
         loop, deadline = Loop(), time.monotonic() + keep_s
         with contextlib.suppress(WireError), contextlib.closing(loop):
@@ -85,9 +87,12 @@ class AgentProcess:
                 raise WireError(why_not)
             try:
                 following = _make_next(message, beside, make)
-            except DetrainError as exc:
-                link.send(Begun(str(exc), is_taken=isinstance(exc, SessionError)))
+            except SessionError as exc:  # of that name
+                link.send(Begun(str(exc), is_taken=True))
                 continue
+            except (DetrainError, ValueError) as exc:
+                link.send(Begun(f"the session cannot begin: {exc}"))
+                raise WireError(str(exc)) from exc
             link.send(Begun())
             yield following
             return
@@ -101,8 +106,10 @@ class AgentProcess:
 
 
 def _make_next(message: Begin, beside: Path, make: _Make[_Session]) -> _Session:
-    """Raises: DetrainError."""
-    folder = Path(message.folder) if message.folder else beside.with_name(message.session)
+    """Raises: DetrainError, ValueError for text that the system does not take."""
+    folder = Path(message.folder) if message.folder else beside.parent / message.session
+    if not message.folder and (folder.name != message.session or message.session == ".."):
+        raise LaunchError(f"{message.session!r} is no name of a session")
     if message.env:
         os.environ.clear()
         os.environ.update(message.env)

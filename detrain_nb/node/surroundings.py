@@ -6,10 +6,12 @@ import contextlib
 import os
 import re
 import sys
+from pathlib import Path
 
 from ..launch import GPUS_VARIABLE, RANK_CONFIG_VARIABLE, STORE_FD_VARIABLE, WARM_FD_VARIABLE
 
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
+_RIGHTS = re.compile(r"^(Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp):[ \t]*(.*)$", re.MULTILINE)
 
 # What differs between two starts and is read by nothing that a warm process imports: by the worker and its interpreter.
 PER_SESSION_VARIABLES = frozenset(
@@ -25,14 +27,15 @@ PER_SESSION_VARIABLES = frozenset(
 
 
 def read_surroundings(pid: int | None = None) -> dict[str, str]:
-    """What a process of this node would hand down to one that it starts: cgroup, limits, CPU affinity, priority.
+    """What a process of this node would hand down to one that it starts: its rights, cgroup, limits, CPUs, priority.
 
     ``pid``: of another process than this one. Raises: OSError when there is no such process.
     """
     folder = f"/proc/{pid or 'self'}"
     found = {name: _read(f"{folder}/{name}") for name in ("cgroup", "limits", "oom_score_adj")}
     found["affinity"] = ",".join(map(str, sorted(os.sched_getaffinity(pid or 0))))
-    found["priority"] = str(os.getpriority(os.PRIO_PROCESS, pid or 0))
+    found["priority"] = f"{os.sched_getscheduler(pid or 0)} {os.getpriority(os.PRIO_PROCESS, pid or 0)}"
+    found["rights"] = str(_RIGHTS.findall(_read(f"{folder}/status")))
     return found
 
 
@@ -50,27 +53,40 @@ def without_session_variables(env: dict[str, str]) -> dict[str, str]:
 
 
 class ImportedFiles:
-    """Every file that this process has imported or mapped, and every folder of ``sys.path``, as they are now.
+    """Every file that this process has imported or mapped, and every folder where an import looks, as they are now.
 
+    What a module reads besides, at its import, is not known.
     The folder in which ``python -m`` was started is taken out of ``sys.path``: it is a session's, and goes with that.
     """
 
     def __init__(self) -> None:
         sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]
-        files = {str(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
-        self._stamps = {path: _stamp(path) for path in sorted({*files, *sys.path, *_mapped_files()} - {""})}
+        modules = list(sys.modules.values())
+        files = {str(module.__file__) for module in modules if getattr(module, "__file__", None)}
+        packages = {path for module in modules for path in _folders_of(module)}
+        files.update(str(path) for folder in sys.path for path in Path(folder).glob("*.pth"))
+        self._stamps = {path: _stamp(path) for path in sorted({*files, *packages, *sys.path, *_mapped_files()} - {""})}
 
     def find_changed(self) -> str:
         """A path that is not as it was: another import could bring something else. Empty when there is none."""
         return next((path for path, stamp in self._stamps.items() if _stamp(path) != stamp), "")
 
 
-def _stamp(path: str) -> tuple[int, int] | None:
+def _folders_of(module: object) -> list[str]:
+    """Of a package, one without an ``__init__.py`` too; torch has things in ``sys.modules`` that have any attribute."""
+    path = getattr(module, "__dict__", {}).get("__path__", ())
+    with contextlib.suppress(TypeError):
+        return [] if isinstance(path, str) else [str(folder) for folder in path]
+    return []
+
+
+def _stamp(path: str) -> tuple[int, ...] | None:
+    """What changes with a file's content; of a folder, with the names in it."""
     try:
         state = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return None
-    return state.st_mtime_ns, state.st_size
+    return state.st_ino, state.st_mtime_ns, state.st_ctime_ns, state.st_size
 
 
 def _mapped_files() -> set[str]:

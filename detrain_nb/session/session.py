@@ -9,7 +9,6 @@ with Session.start(ranks=2) as session:
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import threading
 import time
@@ -29,7 +28,7 @@ from ..deploy import (
     leave_agents,
     transports_to,
 )
-from ..deploy.kept import keep
+from ..deploy.kept import LONGEST_WARM_S, keep
 from ..deploy.known import StartedWith, forget
 from ..errors import DetrainError, RankError, SessionError, SpecError, TransportError
 from ..plan import Plan, plan_nodes, plan_one_node
@@ -112,7 +111,9 @@ class Session:
 
         ``init`` makes the default process group (``backend``, by default gloo, with NCCL for CUDA tensors). The ranks
         start in ``folder`` (the current one), with ``env`` added to the environment. ``start`` is "fork" (torch is
-        imported once) or "exec" (the plain torchrun command). Rank r is seeded with ``seed + r``.
+        imported once) or "exec" (the plain torchrun command). Rank r is seeded with ``seed + r``. The ranks of a node
+        share its processors; ``OMP_NUM_THREADS``, in ``env`` or in this process's environment for ranks on this
+        machine, is how many threads torch uses in each.
 
         With ``sync`` nodes have the files of ``folder`` that .gitignore and .detrainignore do not leave out, before the
         ranks start and before each cell.
@@ -128,7 +129,7 @@ class Session:
         """
         if ranks is not None and ranks < 1:
             raise SpecError(f"{ranks} ranks: a session needs at least 1")
-        folder = os.path.abspath(folder or os.getcwd())
+        folder = os.path.abspath(folder or _current_folder())
         transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         if group_timeout_s is None:
             group_timeout_s = GROUP_TIMEOUT_S if len(transports) > 1 else 0.0
@@ -192,7 +193,7 @@ class Session:
             transports = find_nodes(name, ask_passphrase=ask_passphrase)
         else:
             transports = transports_to(nodes, ask_passphrase=ask_passphrase)
-        files = SessionFiles(transports, os.getcwd(), is_synced=sync, takes_over=False)
+        files = SessionFiles(transports, _current_folder(), is_synced=sync, takes_over=False)
         ends = _attach_to(name, transports, is_known=nodes is None)
         try:
             session = cls(name, ends, files, holder=holder)
@@ -499,8 +500,28 @@ class Session:
         """End the ranks and everything they started. Does nothing the second time.
 
         For ``warm_s`` a process stays on each node that has imported torch, for the next start; not if ``cold``.
+        An interrupt leaves nothing half-ended: the stop goes on in the background, and the next call waits for it.
         """
         keep_s = 0.0 if cold else self.warm_s
+        failures: list[Exception] = []
+
+        def end() -> None:
+            try:
+                self._end(keep_s)
+            except Exception as exc:  # noqa: BLE001  it is raised where the stop was called
+                failures.append(exc)
+
+        ending = threading.Thread(target=end, name="detrain_nb stop", daemon=True)
+        try:
+            ending.start()
+        except RuntimeError:  # Python itself ends, or there is no room for a thread
+            end()
+        else:
+            ending.join()
+        if failures:
+            raise failures[0]
+
+    def _end(self, keep_s: float) -> None:
         with self._stopping:
             if self._core.is_stopped:
                 return
@@ -520,7 +541,7 @@ class Session:
                     transport.wait_for_end(limit_s=END_LIMIT_S, is_ours=is_ours[node] and not is_taken[node])
 
     def _stop_at_exit(self) -> None:
-        self.stop(cold=True)
+        self._end(0.0)
 
     def __enter__(self) -> Session:
         return self
@@ -532,7 +553,8 @@ class Session:
         state = "running" if self.is_alive else "ended"
         hosts = [name for name, ranks in self.plan.hosts.items() if ranks]
         where = f" of {', '.join(hosts) if len(hosts) <= _MOST_HOSTS else f'{len(hosts)} nodes'}" if hosts else ""
-        return f"<Session {self.name!r}: {self.world_size} ranks on {self.plan.device}{where}, {state}>"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"<Session {self.name!r}: {ranks} on {self.plan.device}{where}, {state}>"
 
     def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float) -> Message | None:
         idle = set(range(self.world_size)) - set(self._inbox.busy) - set(self._inbox.lost)
@@ -549,9 +571,16 @@ class Session:
                 self._core.tell(words, observer)
 
 
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise SpecError("the current folder was removed: change to another one, or give `folder`") from None
+
+
 def _check_warm(warm_s: float) -> None:
-    if not 0 <= warm_s < math.inf:
-        raise SpecError(f"warm_s {warm_s}: give a number of seconds, 0 or more")
+    if not 0 <= warm_s <= LONGEST_WARM_S:
+        raise SpecError(f"warm_s {warm_s}: give a number of seconds, 0 to {LONGEST_WARM_S:.0f}, a day")
 
 
 def _attach_to(name: str, transports: Sequence[Transport], *, is_known: bool) -> list[End]:

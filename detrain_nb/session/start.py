@@ -60,8 +60,10 @@ class RankStart:
         """What the agent of a node is told: the launcher's command, and what it remembers for a later notebook."""
         node = plan.nodes[node_rank]
         ranks = list(node.ranks)
-        wanted_threads = self.env.get("OMP_NUM_THREADS", "")
-        threads = int(wanted_threads) if wanted_threads.isdigit() else threads_per_rank(len(ranks), cpus=cpus)
+        own = os.environ if transport.is_this_machine else {}
+        wanted_threads = self.env.get("OMP_NUM_THREADS") or own.get("OMP_NUM_THREADS", "")
+        threads = int(wanted_threads) if wanted_threads.isdigit() else 0
+        threads = threads or threads_per_rank(len(ranks), cpus=cpus)
         config = RankConfig(
             agent_socket="agent.sock",
             folder=transport.work_folder(self.folder),

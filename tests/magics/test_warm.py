@@ -6,6 +6,8 @@ from typing import Any
 
 import psutil
 import pytest
+from detrain_nb.magics.options import Settings
+from IPython.core.error import UsageError
 
 _PID = "%%distributed -r 0\nimport os\nprint(os.getpid())"
 
@@ -24,7 +26,7 @@ def kernel(start_kernel: Any) -> Any:
 def test_restart_and_stop_then_start_are_warm_and_cold_says_no(kernel: Any) -> None:
     warm = _warm_process(kernel)
     assert kernel.run("%%distributed\nx = 1").status == "ok"
-    assert "1 ranks" in kernel.run("%distributed restart").text()
+    assert "1 rank on cpu" in kernel.run("%distributed restart").text()
     assert _warm_process(kernel) == warm
     assert "NameError" in kernel.run("%%distributed\nx").error
     assert kernel.run("%distributed stop").status == "ok"
@@ -54,6 +56,14 @@ def test_what_is_kept_ends_with_the_setting_and_with_the_kernel(kernel: Any) -> 
     cold = _warm_process(kernel)
     assert kernel.run("%distributed stop").status == "ok"
     assert not cold.is_running()
+    assert kernel.run("%distributed config warm=60").status == "ok"
+    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    soon_over = _warm_process(kernel)
+    assert kernel.run("%distributed stop").status == "ok"
+    assert kernel.run("%distributed config warm=1").status == "ok"
+    psutil.wait_procs([soon_over], timeout=10)
+    assert not soon_over.is_running()
+    assert "at most 86400 seconds, a day" in kernel.run("%distributed config warm=1e99").error
     for wrong in ("warm=-1", "warm=inf", "warm=nan", "warm=soon"):
         assert "warm is a number, 0 or more" in kernel.run(f"%distributed config {wrong}").error
     assert kernel.run("%distributed config warm=60").status == "ok"
@@ -63,6 +73,27 @@ def test_what_is_kept_ends_with_the_setting_and_with_the_kernel(kernel: Any) -> 
     assert last.is_running()
     kernel.close(now=True)
     psutil.wait_procs([last], timeout=10)
+    assert not last.is_running()
+
+
+def test_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DETRAIN_NB_WARM", "soon")
+    with pytest.raises(UsageError, match=r"^DETRAIN_NB_WARM: warm is a number, 0 or more, not 'soon'$"):
+        Settings.from_env()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["restart", "stop"])
+def test_interrupted_command_says_what_is_left_and_the_next_cell_starts_ranks(kernel: Any, command: str) -> None:
+    warm = _warm_process(kernel)
+    press = "import os, signal, threading\nthreading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+    ended = kernel.run(f"{press}%distributed {command}")
+    assert f"%distributed {command} was interrupted: " in ended.error
+    assert kernel.run("%%distributed -n 1\nprint('up')").status == "ok"
+    last = _warm_process(kernel)
+    assert kernel.run("%distributed stop --cold").status == "ok"
+    psutil.wait_procs([warm, last], timeout=10)
+    assert not warm.is_running()
     assert not last.is_running()
 
 

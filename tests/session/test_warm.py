@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -222,6 +223,93 @@ def test_end_of_a_program_ends_what_it_kept(processes: Processes) -> None:
 
 
 @pytest.mark.slow
+def test_forked_process_leaves_what_is_kept_to_its_parent(processes: Processes) -> None:
+    code = """
+import os, sys
+from detrain_nb import Session
+from detrain_nb.deploy.kept import seconds_kept
+
+Session.start(1, device="cpu", init=False, warm_s=600).stop()
+child = os.fork()
+if child == 0:
+    assert seconds_kept() == 0
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(seconds_kept() > 0)
+with Session.start(1, device="cpu", init=False) as session:
+    pass
+"""
+    program = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (program.stdout, program.returncode) == ("True\n", 0), program.stderr
+    assert not processes()
+
+
+@pytest.mark.slow
+def test_forked_process_does_not_hold_what_is_kept_when_its_parent_is_killed(processes: Processes) -> None:
+    code = """
+import os, time
+from detrain_nb import Session
+
+Session.start(1, device="cpu", init=False, warm_s=600).stop()
+if child := os.fork():
+    print(child, flush=True)
+time.sleep(600)
+"""
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    child = psutil.Process(int(program.stdout.readline()))
+    try:
+        assert len(processes()) == 4
+        program.kill()
+        program.wait(10)
+        assert_soon(lambda: processes() == {child})
+    finally:
+        program.stdout.close()
+        child.kill()
+
+
+@contextlib.contextmanager
+def _interrupted(after_s: float) -> Iterator[Callable[[], None]]:
+    """What it gives begins the time after which what runs here is interrupted, as by the stop button."""
+    begun, here = threading.Event(), threading.get_ident()
+
+    def press() -> None:
+        if begun.wait(60):
+            time.sleep(after_s)
+            signal.pthread_kill(here, signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield begun.set
+        time.sleep(30)  # it was quicker
+    pressing.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.2])
+def test_interrupted_stop_goes_on_to_its_end(after_s: float, processes: Processes) -> None:
+    session = _start(ranks=1)
+    with _interrupted(after_s) as begin:
+        begin()
+        session.stop()
+    session.stop()
+    assert len(processes()) == 2
+    assert drop_kept() == 1
+    assert_soon(lambda: not processes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.2, 0.3])
+def test_interrupted_warm_start_leaves_nothing_but_what_is_kept(after_s: float, processes: Processes) -> None:
+    _session_stopped(ranks=1)
+    with _interrupted(after_s) as begin:
+        begin()
+        _start(ranks=1).stop()
+    assert_soon(lambda: drop_kept() == 0 and not processes())  # a stop that was interrupted goes on meanwhile
+
+
+@pytest.mark.slow
 def test_of_two_sessions_one_is_kept_for_the_next(processes: Processes) -> None:
     with _start(ranks=1) as first, _start(ranks=1) as second:
         assert _warm_process(first) != (left := _warm_process(second).pid)
@@ -251,7 +339,7 @@ def test_session_that_is_attached_to_can_be_kept() -> None:
         pass
 
 
-@pytest.mark.parametrize("warm_s", [-1, float("inf"), float("nan")])
+@pytest.mark.parametrize("warm_s", [-1, 1e9, float("inf"), float("nan")])
 def test_time_that_is_none_is_refused(warm_s: float) -> None:
     with pytest.raises(SpecError, match="give a number of seconds"):
         _start(warm_s=warm_s)
@@ -314,7 +402,7 @@ def test_what_a_process_inherits_is_that_of_a_cold_start(what: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cgroup", "python"])
+@pytest.mark.parametrize("name", ["cgroup", "python", "rights"])
 def test_trait_that_cannot_be_changed_here_is_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process tells of itself is another; the process is not."""
     warm = _session_stopped(ranks=1)
@@ -324,7 +412,7 @@ def test_trait_that_cannot_be_changed_here_is_compared(name: str, monkeypatch: p
 
 
 def test_traits_that_are_compared() -> None:
-    wanted = {"cgroup", "limits", "oom_score_adj", "affinity", "priority", "python", "umask"}
+    wanted = {"cgroup", "limits", "oom_score_adj", "affinity", "priority", "rights", "python", "umask"}
     assert read_starter().keys() == wanted
     assert all(read_starter().values())
 
@@ -342,7 +430,10 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of ``sys.path`` whose ``sitecustomize`` every process of the ranks imports."""
     folder = tmp_path / "site"
     folder.mkdir()
-    (folder / "sitecustomize.py").write_text("import library\n")
+    (folder / "package").mkdir(parents=True)
+    (folder / "package/__init__.py").write_text("")
+    (folder / "paths.pth").write_text("# one\n")
+    (folder / "sitecustomize.py").write_text("import library, package\n")
     (folder / "library.py").write_text("VERSION = 1\n")
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
@@ -350,7 +441,18 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["a module", "its date alone", "a folder of sys.path", "a module has gone"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "a module",
+        "its date alone",
+        "another of its date and size",
+        "a folder of sys.path",
+        "a package",
+        "paths.pth",
+        "a module has gone",
+    ],
+)
 def test_what_was_imported_and_has_changed_is_imported_anew(change: str, imported: Path) -> None:
     warm = _session_stopped(ranks=1)
     agent = warm.parent()
@@ -360,6 +462,17 @@ def test_what_was_imported_and_has_changed_is_imported_anew(change: str, importe
         library.write_text("VERSION = 'two'\n")
     elif change == "its date alone":
         os.utime(library, ns=(0, library.stat().st_mtime_ns + 1))
+    elif change == "another of its date and size":
+        state, other = library.stat(), imported.parent / "other.py"
+        other.write_text("VERSION = 3\n")
+        os.utime(other, ns=(state.st_atime_ns, state.st_mtime_ns))
+        folder = imported.stat()
+        other.replace(library)
+        os.utime(imported, ns=(folder.st_atime_ns, folder.st_mtime_ns))
+    elif change == "a package":
+        (imported / "package/more.py").write_text("")
+    elif change == "paths.pth":
+        (imported / change).write_text("# two\n")
     elif change == "a folder of sys.path":
         (imported / "another.py").write_text("")
     else:
@@ -368,7 +481,8 @@ def test_what_was_imported_and_has_changed_is_imported_anew(change: str, importe
     with _is_cold(warm, ranks=1) as session:
         version = session.run_cell("import sys\ngetattr(sys.modules.get('library'), 'VERSION', None)").values[0]
         assert not agent.is_running(), "it has imported the library too"
-        assert version == {"a module": "two", "a module has gone": None}.get(change, 1)
+        wanted = {"a module": "two", "a module has gone": None, "another of its date and size": 3}
+        assert version == wanted.get(change, 1)
 
 
 @pytest.mark.slow
