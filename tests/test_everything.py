@@ -171,5 +171,5 @@ def test_pytest_that_crashes_has_not_passed(run: Run, root: Path) -> None:
 
 
 def test_unknown_room_is_an_error(run: Run) -> None:
-    with pytest.raises(ValueError, match="nodes: no room of tests/, which has top, node, spec"):
+    with pytest.raises(ValueError, match="nodes: no room of tests/, which has top node spec"):
         run("nodes")

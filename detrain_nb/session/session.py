@@ -575,7 +575,7 @@ def _current_folder() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        raise SpecError("the current folder was removed: change to another one, or give `folder`") from None
+        raise SpecError("the current folder was removed: change to another one") from None
 
 
 def _check_warm(warm_s: float) -> None:

@@ -632,12 +632,3 @@ def test_threads_of_a_rank_are_what_the_environment_says(monkeypatch: pytest.Mon
         assert session.run_cell("torch.get_num_threads()").values == {0: 3}
     with Session.start(1, device="cpu", init=False, env={"OMP_NUM_THREADS": "2"}) as session:
         assert session.run_cell("torch.get_num_threads()").values == {0: 2}
-
-
-def test_folder_that_was_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    with pytest.raises(SpecError, match="the current folder was removed: change to another one"):
-        Session.start(1, device="cpu")

@@ -11,6 +11,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.agents import running_sessions
+from detrain_nb.errors import SpecError
 
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
@@ -37,12 +38,12 @@ def test_start_in_another_folder_is_no_matter(nowhere: None, tmp_path: Path) -> 
 
 
 def test_start_and_attach_that_cannot_be_leave_nothing(nowhere: None, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(SpecError, match="the current folder was removed"):
         Session.start(ranks=1, device="cpu", init=False)
     assert not _links() and not running_sessions()
     with Session.start(ranks=1, device="cpu", init=False, folder=str(tmp_path), name="mine") as session:
         links = _links()
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(SpecError, match="the current folder was removed"):
             Session.attach("mine", steal=True)
         assert _links() == links
         assert session.run_cell("1").values == {0: 1}
@@ -57,7 +58,7 @@ def test_attach_over_ssh_that_cannot_be_leaves_no_connection(testbed: Testbed, t
         os.rmdir(tmp_path / "removed")
         (node,) = ssh_nodes(testbed, 1)
         try:
-            with pytest.raises(FileNotFoundError):
+            with pytest.raises(SpecError, match="the current folder was removed"):
                 Session.attach("far", nodes=[node], steal=True)
         finally:
             os.chdir(before)
