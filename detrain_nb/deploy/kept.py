@@ -1,7 +1,7 @@
 """Agents that stay between two sessions of this process, with what their ranks have imported: the next start is quick.
 
-At most one for each node. Its connection keeps it: it ends with this process, or after the time that was asked for, or
-when the node says more than it has to.
+At most one for each node. Its connection keeps it: it ends with this process, after the time that was asked for, or
+when the agent sends more than answers to signs of life.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import socket
 import threading
 import time
 
-from ..errors import DetrainError, SessionError, TransportError, WireError
+from ..errors import DetrainError, SessionError, SpecError, TransportError, WireError
 from ..node.surroundings import read_starter
 from ..transport import Transport
 from ..wire import ALIVE_GAP_S, Alive, Begin, Begun, FrameReader, to_frame
 from .remote_program import as_text
 
-__all__ = ["begin_on_kept", "drop_kept", "keep", "seconds_kept", "shorten_kept"]
+__all__ = ["begin_on_kept", "check_warm", "drop_kept", "keep", "seconds_kept", "shorten_kept"]
 
-LONGEST_WARM_S = 86_400.0
+LONGEST_WARM_S = 86_400.0  # a day
 _ANSWER_LIMIT_S = 10.0
 _END_LIMIT_S = 5.0
 _READ_BYTES = 1 << 16
@@ -112,6 +112,12 @@ class _KeptAgent:
             self.transport.wait_for_end(limit_s=_END_LIMIT_S)
 
 
+def check_warm(warm_s: float) -> None:
+    """Raises: SpecError."""
+    if not 0 <= warm_s <= LONGEST_WARM_S:
+        raise SpecError(f"warm_s {warm_s}: give a number of seconds, 0 to {LONGEST_WARM_S:.0f}, a day")
+
+
 def keep(transport: Transport, sock: socket.socket, *, keep_s: float) -> None:
     """Keep the agent behind ``sock`` for the next session on its node, ``keep_s`` at most; it has said ``Kept``."""
     if before := _claim(transport):
@@ -168,21 +174,27 @@ def shorten_kept(limit_s: float) -> None:
 
 
 def seconds_kept() -> float:
-    """For how long an agent is kept still; 0 when none is."""
+    """How long an agent will still be kept; 0 when none is."""
     with _changing:
         return max((kept.until - time.monotonic() for kept in _there), default=0.0)
 
 
 def _claim(transport: Transport) -> _KeptAgent | None:
     """The one of the node that ``transport`` reaches, which nobody else gets; it stays listed."""
-    while True:
-        with _changing:
-            free = (kept for kept in _there if not kept.is_claimed and kept.transport.place == transport.place)
-            found = next(free, None)
-            if found is not None:
-                found.is_claimed = True
-        if found is None or found.take():
-            return found
+    found = None
+    try:
+        while True:
+            with _changing:
+                free = (kept for kept in _there if not kept.is_claimed and kept.transport.place == transport.place)
+                found = next(free, None)
+                if found is not None:
+                    found.is_claimed = True
+            if found is None or found.take():
+                return found
+    except BaseException:  # an interrupt: the next start may have it
+        if found is not None:
+            found.is_claimed = False
+        raise
 
 
 def _unlist(kept: _KeptAgent) -> None:
@@ -210,7 +222,7 @@ def _ask(sock: socket.socket, message: Begin) -> Begun:
 
 
 def _forget_after_fork() -> None:
-    """What is kept is the parent's: its end is none of our business, nor would our hold on it outlive the parent."""
+    """In a forked process: what is kept belongs to the parent, and ends with it, whatever becomes of this process."""
     global _changing
     _changing = threading.Lock()  # another thread of the parent may have held it
     while _there:

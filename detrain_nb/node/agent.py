@@ -390,9 +390,8 @@ class _Agent:
             self._hang_up(link)
             for rank in [rank for rank, worker in self._workers.items() if worker is link]:
                 del self._workers[rank]
-                if self._launching.is_launched and not isinstance(
-                    exc, LinkClosed
-                ):  # one that ends takes the launcher with it
+                is_faulty = not isinstance(exc, LinkClosed)  # one that ends takes the launcher with it
+                if is_faulty and self._launching.is_launched:
                     gone = f"its worker is gone: {exc}"
                     end = to_frame(RankEnded(rank, 0, 0, 0, -1, "", gone, False, gone))
                     self._memory.note_up(end)

@@ -53,12 +53,10 @@ class AgentProcess:
         for wanted in (starter, self._starter):
             for name, value in wanted.items():
                 if now.get(name) != value:
-                    return f"its {name} is another"
+                    return f"its {name} has changed"
         return ""
 
-    def wait_for_next(
-        self, link: Link, *, keep_s: float, beside: Path, make: Callable[[Path, int], _Session]
-    ) -> _Session | None:
+    def wait_for_next(self, link: Link, *, keep_s: float, beside: Path, make: _Make[_Session]) -> _Session | None:
         """Stay for ``keep_s`` for the session that the notebook at ``link`` begins next; None when there is none.
 
         ``make`` takes its folder, which is the current one then, and the folder's lock. ``beside``: the last one's.
@@ -121,7 +119,7 @@ def _make_next(message: Begin, beside: Path, make: _Make[_Session]) -> _Session:
             Path(message.work_folder).mkdir(parents=True, exist_ok=True)
         os.chdir(folder)
         return make(folder, lock)
-    except OSError as exc:
+    except (OSError, ValueError) as exc:
         os.chdir("/")
         os.close(lock)
         remove_dead_agent(folder)

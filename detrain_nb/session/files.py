@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["SessionFiles"]
 
 
+def current_folder() -> str:
+    """Raises: SpecError where it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise SpecError("the current folder was removed: change to another one") from None
+
+
 class SessionFiles:
     """The nodes of a session, by the transports that reach them; its ranks start in ``folder``, or its like."""
 

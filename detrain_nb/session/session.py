@@ -28,7 +28,7 @@ from ..deploy import (
     leave_agents,
     transports_to,
 )
-from ..deploy.kept import LONGEST_WARM_S, keep
+from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
 from ..errors import DetrainError, RankError, SessionError, SpecError, TransportError
 from ..plan import Plan, plan_nodes, plan_one_node
@@ -36,7 +36,7 @@ from ..wire import Complete, Completions, Inspect, Inspection, Message
 from .cells import CellObserver, CellRun
 from .core import Core, Ranks
 from .diagnosis import describe_mismatch, judge
-from .files import SessionFiles
+from .files import SessionFiles, current_folder
 from .log import OutputLog
 from .members import Members
 from .rank_link import IDLE_LIMIT_S
@@ -44,6 +44,7 @@ from .results import CellResult
 from .runs import Runs
 from .start import RankStart, attach, go_on, launch
 from .status import SessionStatus, look
+from .uncut import run_to_its_end
 from .whereabouts import Whereabouts
 
 if TYPE_CHECKING:
@@ -129,13 +130,13 @@ class Session:
         """
         if ranks is not None and ranks < 1:
             raise SpecError(f"{ranks} ranks: a session needs at least 1")
-        folder = os.path.abspath(folder or _current_folder())
+        folder = os.path.abspath(folder or current_folder())
         transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         if group_timeout_s is None:
             group_timeout_s = GROUP_TIMEOUT_S if len(transports) > 1 else 0.0
         how = RankStart(folder, env or {}, start, seed, init, linger_s, spool_limit_bytes, group_timeout_s)
         how.check()
-        _check_warm(warm_s)
+        check_warm(warm_s)
         name = check_session_name(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}")
         files = SessionFiles(transports, folder, is_synced=sync)
         ends = bring_up_agents(transports, name)
@@ -193,7 +194,7 @@ class Session:
             transports = find_nodes(name, ask_passphrase=ask_passphrase)
         else:
             transports = transports_to(nodes, ask_passphrase=ask_passphrase)
-        files = SessionFiles(transports, _current_folder(), is_synced=sync, takes_over=False)
+        files = SessionFiles(transports, current_folder(), is_synced=sync, takes_over=False)
         ends = _attach_to(name, transports, is_known=nodes is None)
         try:
             session = cls(name, ends, files, holder=holder)
@@ -503,23 +504,7 @@ class Session:
         An interrupt leaves nothing half-ended: the stop goes on in the background, and the next call waits for it.
         """
         keep_s = 0.0 if cold else self.warm_s
-        failures: list[Exception] = []
-
-        def end() -> None:
-            try:
-                self._end(keep_s)
-            except Exception as exc:  # noqa: BLE001  it is raised where the stop was called
-                failures.append(exc)
-
-        ending = threading.Thread(target=end, name="detrain_nb stop", daemon=True)
-        try:
-            ending.start()
-        except RuntimeError:  # Python itself ends, or there is no room for a thread
-            end()
-        else:
-            ending.join()
-        if failures:
-            raise failures[0]
+        run_to_its_end(lambda: self._end(keep_s), name="detrain_nb stop")
 
     def _end(self, keep_s: float) -> None:
         with self._stopping:
@@ -569,18 +554,6 @@ class Session:
             on = {names.get(rank, "") for rank in self._core.choose_idle(ranks, limit_s=IDLE_LIMIT_S)}
             for words in self._files.bring(on):
                 self._core.tell(words, observer)
-
-
-def _current_folder() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise SpecError("the current folder was removed: change to another one") from None
-
-
-def _check_warm(warm_s: float) -> None:
-    if not 0 <= warm_s <= LONGEST_WARM_S:
-        raise SpecError(f"warm_s {warm_s}: give a number of seconds, 0 to {LONGEST_WARM_S:.0f}, a day")
 
 
 def _attach_to(name: str, transports: Sequence[Transport], *, is_known: bool) -> list[End]:

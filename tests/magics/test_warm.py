@@ -12,6 +12,17 @@ from IPython.core.error import UsageError
 _PID = "%%distributed -r 0\nimport os\nprint(os.getpid())"
 
 
+# Presses the stop button when the ranks are being ended.
+_PRESS = """
+import os, signal, threading, time
+def press():
+    while not any(thread.name == "detrain_nb stop" for thread in threading.enumerate()):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press, daemon=True).start()
+"""
+
+
 def _warm_process(kernel: Any) -> psutil.Process:
     return psutil.Process(int(kernel.run(_PID).text().split()[-1])).parents()[2]
 
@@ -86,8 +97,7 @@ def test_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("command", ["restart", "stop"])
 def test_interrupted_command_says_what_is_left_and_the_next_cell_starts_ranks(kernel: Any, command: str) -> None:
     warm = _warm_process(kernel)
-    press = "import os, signal, threading\nthreading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
-    ended = kernel.run(f"{press}%distributed {command}")
+    ended = kernel.run(f"{_PRESS}%distributed {command}")
     assert f"%distributed {command} was interrupted: " in ended.error
     assert kernel.run("%%distributed -n 1\nprint('up')").status == "ok"
     last = _warm_process(kernel)

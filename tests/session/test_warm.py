@@ -773,6 +773,32 @@ def test_agent_that_does_not_answer_is_replaced_by_a_fresh_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("field", ["folder", "work_folder"])
+def test_text_that_the_system_does_not_take_is_answered_and_the_start_is_cold(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm = _session_stopped(ranks=1)
+    begin, ask, answers = LocalTransport.begin, kept._ask, []
+    monkeypatch.setattr(LocalTransport, "begin", lambda self, name: {**begin(self, name), field: "a\0b"})
+    monkeypatch.setattr(kept, "_ask", lambda *given: answers.append(ask(*given)) or answers[-1])
+    with _is_cold(warm, ranks=1):
+        assert "the session cannot begin" in answers[0].error
+
+
+def test_agent_lets_go_of_the_cells_of_the_last_session() -> None:
+    session = _start(ranks=1)
+    agent = _warm_process(session).parent()
+    assert agent is not None
+    before = agent.memory_info().rss
+    for number in range(8):
+        session.run_cell(f"# {str(number) * (2 << 20)}")
+    grown = agent.memory_info().rss - before
+    assert grown > 12 << 20, "it remembers them while the session lasts"
+    session.stop()
+    assert_soon(lambda: agent.memory_info().rss < before + grown / 2)
+
+
+@pytest.mark.slow
 def test_stop_signal_ends_an_agent_that_is_kept(processes: Processes) -> None:
     agent = _session_stopped(ranks=1).parent()
     assert agent is not None
