@@ -29,7 +29,7 @@ _LAST_WORDS_LIMIT_S = 30.0
 # Variables of whoever runs the benchmark that would change what a kernel does.
 _NOT_FOR_A_KERNEL = {
     *("DETRAIN_NB_OUTPUT", "DETRAIN_NB_NOTEBOOK", "DETRAIN_NB_LINGER"),
-    *("JPY_PARENT_PID", "PYTHONSTARTUP"),
+    *("JPY_PARENT_PID", "JPY_SESSION_NAME", "PYTHONSTARTUP"),
 }
 
 
@@ -140,7 +140,7 @@ class Kernel:
         own = {
             "PATH": programs,
             "IPYTHONDIR": str(folder / "ipython"),
-            "JPY_SESSION_NAME": str(folder / "notebook.ipynb"),  # as JupyterLab says it
+            "DETRAIN_NB_NOTEBOOK": str(folder / "notebook.ipynb"),  # not as a server says it: lines would be paced
         }
         with open(folder / "kernel.log", "ab") as log:
             self._manager.start_kernel(cwd=str(folder), env={**kept, **own}, stdout=log, stderr=log)
