@@ -92,9 +92,7 @@ def _run_part(target: str, *, module: str = "", timeout_s: float = PART_LIMIT_S)
 
 def _read_failure(target: str, line: dict[str, Any]) -> Failure:
     if line["when"] not in {"setup", "call"}:  # "teardown", "collect"; "???" is a worker's crash
-        why_red = {"teardown": "an error in a teardown", "collect": "could not be collected"}.get(
-            line["when"], "a crash"
-        )
+        why_red = NO_CHANCE.get(line["when"], "a crash")
     else:
         why_red = "marked never_rerun" if line["never_rerun"] else ""
     return Failure(target, line["name"], line["error"], why_red)

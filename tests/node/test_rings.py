@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ..failing_cells import FAILING_CELLS
+
 _RUN = """
 import gc, json, sys
 gc.disable()
@@ -44,12 +46,7 @@ open(sys.argv[2], "w").write(json.dumps(found))
 """
 # A cell, and the error that it ends with, if it does.
 _FAILS = {
-    "function": ("fail()", "ValueError"),
-    "await": ("async def wait(): fail()\nawait wait()", "ValueError"),
-    "cause": ("try: fail()\nexcept ValueError as exc: raise KeyError from exc", "KeyError"),
-    "handled before": ("def handle():\n  try: fail()\n  except ValueError: 1 / 0\nhandle()", "ZeroDivisionError"),
-    "from None": ("def hide():\n  try: fail()\n  except ValueError: raise KeyError from None\nhide()", "KeyError"),
-    "exit": ("fail(SystemExit)", "SystemExit"),
+    **FAILING_CELLS,
     "interrupt": ("fail(KeyboardInterrupt)", "KeyboardInterrupt"),
     "interrupt in await": ("async def wait(): fail(KeyboardInterrupt)\nawait wait()", "KeyboardInterrupt"),
     "debugger": ("fail(bdb.BdbQuit)", "BdbQuit"),

@@ -23,6 +23,7 @@ from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionEr
 from detrain_nb.session import conduct, rescue
 from detrain_nb.wire import Message, RunCell
 
+from ..failing_cells import FAILING_CELLS
 from .training import COLLECTIVE, STALE, Watcher, assert_works, be_patient, equip, press_stop
 
 _NEVER = "while True: time.sleep(0.01)"
@@ -605,12 +606,7 @@ def test_interrupt_that_strikes_in_a_destructor_is_not_lost(equipped: Session) -
 
 
 _FAILS = {
-    "function": ("fail()", "ValueError"),
-    "await": ("async def wait(): fail()\nawait wait()", "ValueError"),
-    "cause": ("try: fail()\nexcept ValueError as exc: raise KeyError from exc", "KeyError"),
-    "handled before": ("def handle():\n  try: fail()\n  except ValueError: 1 / 0\nhandle()", "ZeroDivisionError"),
-    "from None": ("def hide():\n  try: fail()\n  except ValueError: raise KeyError from None\nhide()", "KeyError"),
-    "exit": ("fail(SystemExit)", "SystemExit"),
+    **FAILING_CELLS,
     "exit in await": ("async def wait(): fail(SystemExit)\nawait wait()", "SystemExit"),
     "KeyboardInterrupt": ("fail(KeyboardInterrupt)", "KeyboardInterrupt"),
     "magic": ("%time fail()", "ValueError"),
