@@ -774,15 +774,17 @@ def test_agent_that_does_not_answer_is_replaced_by_a_fresh_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["folder", "work_folder"])
-def test_text_that_the_system_does_not_take_is_answered_and_the_start_is_cold(
-    field: str, monkeypatch: pytest.MonkeyPatch
+def test_text_that_the_system_does_not_take_is_answered_and_nothing_is_left(
+    field: str, monkeypatch: pytest.MonkeyPatch, runtime_folder: Path
 ) -> None:
     warm = _session_stopped(ranks=1)
-    begin, ask, answers = LocalTransport.begin, kept._ask, []
-    monkeypatch.setattr(LocalTransport, "begin", lambda self, name: {**begin(self, name), field: "a\0b"})
+    ask, answers = kept._ask, []
+    asked = {"folder": str(runtime_folder / "apart"), "work_folder": "", "uses": [], field: "a\0b"}
+    monkeypatch.setattr(LocalTransport, "begin", lambda *_: asked)
     monkeypatch.setattr(kept, "_ask", lambda *given: answers.append(ask(*given)) or answers[-1])
     with _is_cold(warm, ranks=1):
         assert "the session cannot begin" in answers[0].error
+    assert not (runtime_folder / "apart").exists()
 
 
 def test_agent_lets_go_of_the_cells_of_the_last_session() -> None:
