@@ -6,31 +6,26 @@ is a failure unless its reason says GPU; so is a missing Debian package, unless 
 (then the Makefile could not install it).
 
 Fixtures of a room stand in ``tests/<room>/conftest.py``; those for any room, `testbed` and `make_testbed`, in
-``tests/testbed/fixtures.py``.
+``tests/testbed/fixtures.py``, and how sessions start in ``tests/checks/starts.py``.
 
 Which tests `.ci/run` never runs a second time stands here too: NEVER_RERUN.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import settings
 
-settings.register_profile("without a clock", deadline=None)  # a slow disk, or another process, is no failure
-settings.load_profile("without a clock")
-
-# Nothing where tests/test_skips.py has this file alone in a folder.
-pytest_plugins = [f"{__package__}.testbed.fixtures", f"{__package__}.checks.outcomes"] if __package__ else []
+# Nothing where tests/test_skips.py has this file alone in a folder; tests/checks/small.py leaves the first two empty.
+_PLUGINS = ("testbed.fixtures", "checks.starts", "checks.outcomes")
+pytest_plugins = [f"{__package__}.{name}" for name in _PLUGINS] if __package__ else []
 
 # What shows that a package is there: a program, or a file. Other systems may bring it in their own way.
 DEBIAN = {
@@ -61,36 +56,6 @@ NEVER_RERUN = {
 }
 FOR_ADMINISTRATORS = "/usr/sbin:/sbin"  # programs here may be missing on a user's PATH
 ADVICE = "apt-get install"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def warm_starts() -> Iterator[None]:
-    """A session of a test is started as a notebook's second one is: where nothing else is asked for, torch is there."""
-    with _started_with(warm_s=600.0):
-        yield
-
-
-@pytest.fixture
-def cold_starts() -> Iterator[None]:
-    """Sessions of this test leave nothing behind: as they are by default in plain Python."""
-    from detrain_nb.deploy.kept import drop_kept
-
-    drop_kept()
-    with _started_with(warm_s=0.0):
-        yield
-
-
-@contextlib.contextmanager
-def _started_with(*, warm_s: float) -> Iterator[None]:
-    from detrain_nb import Session
-
-    defaults: dict[str, Any] = Session.start.__func__.__kwdefaults__  # type: ignore[attr-defined]
-    before = defaults["warm_s"]
-    defaults["warm_s"] = warm_s
-    try:
-        yield
-    finally:
-        defaults["warm_s"] = before
 
 
 @pytest.fixture(scope="session")
