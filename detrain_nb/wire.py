@@ -351,6 +351,13 @@ class Notice(Message):
 
 
 @dataclass(frozen=True)
+class StartedCold(Message):
+    """The warm process that was kept could not be used: ``reason`` says what has changed."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class LauncherEnded(Message):
     """The launcher of this node, and so every rank, ended without being asked to."""
 

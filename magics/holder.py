@@ -132,6 +132,9 @@ class SessionHolder:
                 raise type(exc)(f"{exc}\n{question}") from exc
             raise
         self._started_with = replace(wanted, is_known=True)
+        for words in session.notices:
+            print(words)
+        session.notices.clear()
         return self._hold(session)
 
     def restart(self, count: int | None, *, env: Sequence[tuple[str, str]] = (), cold: bool = False) -> Session:

@@ -47,11 +47,15 @@ Nodes: TypeAlias = str | os.PathLike[str] | Sequence[Union["Node", Transport]] |
 
 @dataclass(frozen=True)
 class End:
-    """A byte stream to the agent of a node; one that has ended where the agent is ``absent``, which says why."""
+    """A byte stream to the agent of a node; one that has ended where the agent is ``absent``, which says why.
+
+    ``why_cold``: why what was kept from the last session could not be used, where something was.
+    """
 
     transport: Transport
     sock: socket.socket
     absent: str = ""
+    why_cold: str = ""
 
 
 def check_session_name(name: str) -> str:
@@ -122,9 +126,12 @@ def bring_up_agents(transports: Sequence[Transport], session: str) -> list[End]:
     return ends
 
 
-def _start_agent(transport: Transport, session: str) -> tuple[Transport, socket.socket]:
+def _start_agent(transport: Transport, session: str) -> End:
     """On an agent that was kept from the last session there, if it is as good as a fresh one."""
-    return begin_on_kept(transport, session) or (transport, transport.start_agent(session))
+    begun = begin_on_kept(transport, session)
+    if isinstance(begun, str):
+        return End(transport, transport.start_agent(session), why_cold=begun)
+    return End(*begun)
 
 
 def give_up_agents(ends: Sequence[End]) -> None:
@@ -150,7 +157,7 @@ def attach_to_agents(transports: Sequence[Transport], session: str) -> list[End]
     The first has to be there; another one that is not any more is said to be absent.
     """
     check_session_name(session)
-    act = lambda transport: (transport, transport.connect_agent(session))  # noqa: E731
+    act = lambda transport: End(transport, transport.connect_agent(session))  # noqa: E731
     return _on_all(transports, act, give_up=socket.socket.close, can_be_absent=True)
 
 
@@ -211,21 +218,18 @@ def _end_agent(sock: socket.socket) -> None:
 
 def _on_all(
     transports: Sequence[Transport],
-    act: Callable[[Transport], tuple[Transport, socket.socket]],
+    act: Callable[[Transport], End],
     *,
     give_up: Callable[[socket.socket], None],
     can_be_absent: bool = False,
 ) -> list[End]:
-    """Every node's byte stream, or none: where one fails, the others are given up.
-
-    ``act`` returns the transport too: another one may reach the node already.
-    """
+    """Every node's end, or none: where one fails, the others are given up."""
     if len(transports) == 1 and not transports[0].name:
-        return [End(*act(transports[0]))]
+        return [act(transports[0])]
     arrivals = _Arrivals(give_up)
 
     def arrive(transport: Transport) -> End:
-        end = End(*act(transport))
+        end = act(transport)
         arrivals.add(end.transport, end.sock)
         return end
 

@@ -126,22 +126,22 @@ def keep(transport: Transport, sock: socket.socket, *, keep_s: float) -> None:
         _there.append(_KeptAgent(transport, sock, keep_s))
 
 
-def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket.socket] | None:
+def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket.socket] | str:
     """Have the agent that was kept on the node of ``transport`` serve ``session``.
 
-    Returns the transport that reaches it and the byte stream to it; None when there is none, or when one that is
-    started now would not be the same. Raises: SessionError when a session of that name runs there.
+    Returns the transport that reaches it and the byte stream to it; else why it cannot: one that is started now would
+    not be the same. That is empty when there is none. Raises: SessionError when a session of that name runs there.
     """
     kept = _claim(transport)
     if kept is None:
-        return None
+        return ""
     is_here = kept.transport.is_this_machine
     env, starter = (dict(os.environ), read_starter()) if is_here else ({}, {})
     try:
         begun = _ask(kept.sock, Begin(session, **kept.transport.begin(session), starter=starter, env=env))
-    except (OSError, WireError, ValueError, TransportError):
+    except (OSError, WireError, ValueError, TransportError) as exc:
         kept.end()
-        return None
+        return f"the agent that was kept has failed: {exc}"
     except BaseException:  # an interrupt
         kept.end()
         raise
@@ -154,7 +154,7 @@ def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket
         keep(kept.transport, kept.sock, keep_s=max(0.0, kept.until - time.monotonic()))
         raise SessionError(begun.error)
     kept.end()
-    return None
+    return begun.error
 
 
 def drop_kept() -> int:
@@ -218,7 +218,7 @@ def _ask(sock: socket.socket, message: Begin) -> Begun:
             answer = frame.message()
             if isinstance(answer, Begun):
                 return Begun(as_text(answer.error), answer.is_taken)
-    raise OSError("the agent that was kept does not answer")
+    raise OSError("it does not answer")
 
 
 def _forget_after_fork() -> None:

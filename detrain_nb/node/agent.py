@@ -50,6 +50,7 @@ from ..wire import (
     Received,
     Refused,
     Renumber,
+    StartedCold,
     StoreOpened,
     Value,
     WorkerUp,
@@ -438,6 +439,8 @@ class _Agent:
         self._note_end(self._launching.take_end())
 
     def _note_end(self, end: LauncherEnd | None) -> None:
+        if why_cold := self._launching.take_why_cold():
+            self._say(StartedCold(why_cold))
         if end and not self._is_ending:
             self._launching.end_ranks()
             self._say(LauncherEnded(end.exit_code, end.log_tail))

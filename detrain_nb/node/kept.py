@@ -18,7 +18,7 @@ from .gpus import list_gpus
 from .launching import Launching
 from .loop import Loop
 from .processes import adopt_orphans, drain, watch_children
-from .surroundings import ImportedFiles, read_starter
+from .surroundings import ImportedFiles, find_difference, read_starter
 
 LONGEST_WAIT_S = 3600.0  # that a system knows
 
@@ -48,12 +48,11 @@ class AgentProcess:
     def why_not_again(self, starter: dict[str, str]) -> str:
         """Empty when an agent that is started now, by ``starter`` where that is known, would be as this one is."""
         if path := self._imported.find_changed():
-            return f"{path} has changed"
+            return f"{path} changed"
         now = self._read_starter()
         for wanted in (starter, self._starter):
-            for name, value in wanted.items():
-                if now.get(name) != value:
-                    return f"its {name} has changed"
+            if wanted and (names := find_difference(wanted, now)):
+                return f"what a process inherits ({names}) changed"
         return ""
 
     def wait_for_next(self, link: Link, *, keep_s: float, beside: Path, make: _Make[_Session]) -> _Session | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..launch import LAUNCHER_MODULE, STORE_FD_VARIABLE, WARM_FD_VARIABLE
 from .processes import descendants, die_with_parent, end_descendants
-from .surroundings import read_surroundings, without_session_variables
+from .surroundings import find_difference, read_surroundings, without_session_variables
 from .warm import MOST_ANSWER_BYTES
 
 _END_LIMIT_S = 4.0
@@ -49,6 +49,7 @@ class Launching:
         self._imported_with: tuple[str, dict[str, str]] | None = None  # Python and environment; None: plain torchrun
         self._order: _Order | None = None
         self._launcher_pid = 0
+        self._why_cold = ""
 
     @property
     def is_warm(self) -> bool:
@@ -61,11 +62,11 @@ class Launching:
         return bool(self._launcher_pid or self._order)
 
     def start(
-        self, argv: list[str], env: dict[str, str], store: socket.socket | None, *, anew: bool = False
+        self, argv: list[str], env: dict[str, str], store: socket.socket | None, *, changed: str = ""
     ) -> LauncherEnd | None:
         """Start the launcher that ``argv`` is; returns why it cannot be. ``store`` is its own from now on.
 
-        With ``anew`` everything is imported again first.
+        Where something is known to have ``changed``, everything is imported again first.
         """
         order = self._order = _Order(argv, env, store)
         try:
@@ -74,10 +75,13 @@ class Launching:
                 self._start_process(order)
                 self._launcher_pid = self._process.pid if self._process else 0
                 self._forget_order()
-            elif not anew and self.is_warm and self._fits(order):
-                self._send_order(order)
-            else:
+            elif not self.is_warm:
                 self._start_warm_process(order)
+            elif changed := changed or self._find_difference(order):
+                self._why_cold = f"{changed} changed"
+                self._start_warm_process(order)
+            else:
+                self._send_order(order)
         except OSError as exc:
             self._forget_order()
             return LauncherEnd(127, f"{argv[0]} cannot be started: {exc}")
@@ -99,8 +103,13 @@ class Launching:
             self._forget_order()
             return LauncherEnd(127, said["failed"])
         elif "stale" in said and self._order:
-            return self.start(self._order.argv, self._order.env, self._order.store, anew=True)
+            return self.start(self._order.argv, self._order.env, self._order.store, changed=said["stale"])
         return None
+
+    def take_why_cold(self) -> str:
+        """Why the warm process that was there has not been used; empty where it was, or there was none."""
+        why, self._why_cold = self._why_cold, ""
+        return why
 
     def take_end(self) -> LauncherEnd | None:
         """After a child of the agent has ended: the launcher's end, if it was that, or what forks it."""
@@ -179,13 +188,19 @@ class Launching:
             stores = [order.store.fileno()] if order.store else []
             socket.send_fds(self.channel, [b"o"], [file.fileno(), log.fileno(), folder, *stores])
 
-    def _fits(self, order: _Order) -> bool:
-        """The warm process is what one that is started now would become; whether its files changed, it says itself."""
-        assert self._process is not None
-        with contextlib.suppress(OSError):
-            is_same_place = read_surroundings() == read_surroundings(self._process.pid)
-            return is_same_place and self._imported_with == _what_imports_see(order)
-        return False
+    def _find_difference(self, order: _Order) -> str:
+        """In what the warm process is not what one that is started now would be; its files it looks at itself."""
+        assert self._process is not None and self._imported_with is not None
+        python, env = _what_imports_see(order)
+        if python != self._imported_with[0]:
+            return "Python"
+        if names := find_difference(self._imported_with[1], env):
+            return f"the environment ({names})"
+        try:
+            names = find_difference(read_surroundings(self._process.pid), read_surroundings())
+        except OSError:  # it is gone
+            return "the warm process"
+        return f"what a process inherits ({names})" if names else ""
 
     # ---- ending
 

@@ -6,10 +6,12 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..launch import GPUS_VARIABLE, RANK_CONFIG_VARIABLE, STORE_FD_VARIABLE, WARM_FD_VARIABLE
 
+_MOST_NAMES = 3
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 _RIGHTS = re.compile(r"^(Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp):[ \t]*(.*)$", re.MULTILINE)
 
@@ -50,6 +52,13 @@ def read_starter() -> dict[str, str]:
 def without_session_variables(env: dict[str, str]) -> dict[str, str]:
     """The part of an environment that must be the same for two starts to share what was imported."""
     return {name: value for name, value in env.items() if name not in PER_SESSION_VARIABLES}
+
+
+def find_difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The names that two of these do not agree on, a few of them; empty when there are none."""
+    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 class ImportedFiles:

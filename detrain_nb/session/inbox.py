@@ -33,6 +33,7 @@ from ..wire import (
     Refused,
     RequestDone,
     RequestFailed,
+    StartedCold,
     StoreOpened,
     Unfinished,
     Value,
@@ -48,7 +49,17 @@ from .requests import Requests
 from .safe_output import cleaned, one_line
 
 # What is shown as it is; the words of the others are cleaned where they are used.
-_OF_WORDS = (RequestFailed, GenerationReady, LauncherEnded, Refused, Notice, Inspection, Completions, RankUp)
+_OF_WORDS = (
+    RequestFailed,
+    GenerationReady,
+    LauncherEnded,
+    Refused,
+    Notice,
+    Inspection,
+    Completions,
+    RankUp,
+    StartedCold,
+)
 _MOST_NOTICES, _LONGEST_NOTICE = 1000, 4000
 
 _Kept = TypeVar("_Kept")
@@ -206,6 +217,8 @@ class Inbox:
             self._take_end_of_launcher(message, node)
         elif isinstance(message, Notice):
             self._take_gap(replace(message, text=f"{self._on(node)}{message.text}"), number, node)
+        elif isinstance(message, StartedCold):
+            self.notice(f"{self._on(node)}started cold: {message.reason}")
 
     def _on(self, node: int) -> str:
         return f"{self.nodes[node]}: " if self.nodes[node] else ""

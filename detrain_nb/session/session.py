@@ -32,7 +32,7 @@ from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
 from ..errors import DetrainError, RankError, SessionError, SpecError, TransportError
 from ..plan import Plan, plan_nodes, plan_one_node
-from ..wire import Complete, Completions, Inspect, Inspection, Message
+from ..wire import Complete, Completions, Inspect, Inspection, Message, StartedCold
 from .cells import CellObserver, CellRun
 from .core import Core, Ranks
 from .diagnosis import describe_mismatch, judge
@@ -160,6 +160,9 @@ class Session:
                 StartedWith(ranks, device, backend, init, sync, of_env, seed, start, linger_s, group_timeout_s)
             )
             session.notices.extend(files.bring())
+            for number, end in enumerate(ends):
+                if end.why_cold:
+                    session._inbox.take(StartedCold(end.why_cold), node=number)
             launch(core, how, attached)
         except BaseException:
             session.stop(cold=True)
@@ -263,7 +266,7 @@ class Session:
 
     @property
     def notices(self) -> list[str]:
-        """What the user should know and no cell has said: output that was lost, a full disk."""
+        """What the user should know and no cell has said: output that was lost, a full disk, a start that was cold."""
         return self._inbox.notices
 
     def pop_news(self) -> str:

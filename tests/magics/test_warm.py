@@ -43,9 +43,12 @@ def test_restart_and_stop_then_start_are_warm_and_cold_says_no(kernel: Any) -> N
     assert kernel.run("%distributed stop").status == "ok"
     listed = kernel.run("%distributed list").text()
     assert "torch stays imported for this notebook's next start, for" in listed
-    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    assert "cold" not in kernel.run("%distributed start -n 1 --no-init").text()
     assert _warm_process(kernel) == warm
-    assert kernel.run("%distributed restart --cold").status == "ok"
+    changed = kernel.run("import os; os.environ['NEW'] = '1'\n%distributed restart").text()
+    assert changed.startswith("started cold: the environment (NEW) changed\n")
+    warm = _warm_process(kernel)
+    assert "started cold" not in kernel.run("%distributed restart --cold").text()
     assert _warm_process(kernel) != warm
     assert not warm.is_running()
     last = _warm_process(kernel)

@@ -21,11 +21,11 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.deploy import kept
-from detrain_nb.deploy.kept import drop_kept, keep, seconds_kept
+from detrain_nb.deploy.kept import begin_on_kept, drop_kept, keep, seconds_kept
 from detrain_nb.errors import LaunchError, NodeLost, SessionError, SpecError
 from detrain_nb.node.surroundings import read_starter
 from detrain_nb.transport.local import LocalTransport
-from detrain_nb.wire import ALIVE_GAP_S, SILENCE_LIMIT_S, Begin, FrameReader, Kept, to_frame
+from detrain_nb.wire import ALIVE_GAP_S, SILENCE_LIMIT_S, Begin, Begun, FrameReader, Kept, to_frame
 
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
@@ -355,6 +355,7 @@ def test_environment_of_the_notebook_is_that_of_a_cold_start(monkeypatch: pytest
     monkeypatch.delenv("BEFORE")
     with _is_cold(warm) as session:
         assert session.run_cell("import os\nos.environ.get('BEFORE'), os.environ.get('NEW')").values[1] == (None, "2")
+        assert session.notices == ["started cold: the environment (BEFORE, NEW) changed"], "names, and no values"
 
 
 @pytest.mark.slow
@@ -365,64 +366,36 @@ def test_variable_of_a_session_is_there_at_the_import() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["affinity", "limits", "umask", "priority", "who is killed first"])
-def test_what_a_process_inherits_is_that_of_a_cold_start(what: str, tmp_path: Path) -> None:
+def test_what_a_process_inherits_is_that_of_a_cold_start() -> None:
     """What the notebook's process has at the start, not what it had when torch was imported."""
-    cpus, (soft, hard) = os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
-    change: dict[str, Callable[[], object]] = {
-        "affinity": lambda: os.sched_setaffinity(0, {min(cpus)}),
-        "limits": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard)),
-        "umask": lambda: os.umask(0o077),
-        "priority": lambda: subprocess.run(["renice", "-n", "1", "-p", str(os.getpid())], check=True),
-        "who is killed first": lambda: killed_first.write_text("300"),
-    }
-    look = {
-        "affinity": f"os.sched_getaffinity(0) == {{{min(cpus)}}}",
-        "limits": f"__import__('resource').getrlimit(__import__('resource').RLIMIT_NOFILE)[0] == {soft - 1}",
-        "umask": "os.umask(0o077) == 0o077",
-        "priority": "os.getpriority(os.PRIO_PROCESS, 0) == 1",
-        "who is killed first": "int(open(f'/proc/{os.getppid()}/oom_score_adj').read()) == 300",
-    }
-    killed_first = Path("/proc/self/oom_score_adj")
-    score = killed_first.read_text()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     warm = _session_stopped(ranks=1)
-    umask = os.umask(0o022)
-    os.umask(umask)
     try:
-        change[what]()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
         with _is_cold(warm, ranks=1) as session:
-            assert session.run_cell(f"import os\n{look[what]}").values == {0: True}
+            found = session.run_cell("import resource\nresource.getrlimit(resource.RLIMIT_NOFILE)[0]").values
+            assert found == {0: soft - 1}
+            assert session.notices == ["started cold: what a process inherits (limits) changed"]
     finally:
-        os.sched_setaffinity(0, cpus)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        os.umask(umask)
-        killed_first.write_text(score)
-        if what == "priority":
-            subprocess.run(["renice", "-n", "0", "-p", str(os.getpid())], check=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cgroup", "python", "rights"])
-def test_trait_that_cannot_be_changed_here_is_compared(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trait_that_cannot_be_changed_here_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process tells of itself is another; the process is not."""
     warm = _session_stopped(ranks=1)
-    monkeypatch.setattr(kept, "read_starter", lambda: {**read_starter(), name: "another"})
+    monkeypatch.setattr(kept, "read_starter", lambda: {**read_starter(), "cgroup": "another"})
     with _is_cold(warm, ranks=1):
         pass
 
 
-def test_traits_that_are_compared() -> None:
-    wanted = {"cgroup", "limits", "oom_score_adj", "affinity", "priority", "rights", "python", "umask"}
-    assert read_starter().keys() == wanted
-    assert all(read_starter().values())
-
-
 @pytest.mark.slow
 def test_warm_process_that_was_moved_is_not_used() -> None:
-    warm = _session_stopped(ranks=1)
-    warm.nice(1)
+    warm, own = _session_stopped(ranks=1), os.getpriority(os.PRIO_PROCESS, 0)
+    warm.nice(own + 1)
     with _is_cold(warm, ranks=1) as session:
-        assert session.run_cell("import os\nos.getpriority(os.PRIO_PROCESS, 0)").values == {0: 0}
+        assert session.run_cell("import os\nos.getpriority(os.PRIO_PROCESS, 0)").values == {0: own}
+        assert session.notices == ["started cold: what a process inherits (priority) changed"]
 
 
 @pytest.fixture
@@ -430,10 +403,7 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of ``sys.path`` whose ``sitecustomize`` every process of the ranks imports."""
     folder = tmp_path / "site"
     folder.mkdir()
-    (folder / "package").mkdir(parents=True)
-    (folder / "package/__init__.py").write_text("")
-    (folder / "paths.pth").write_text("# one\n")
-    (folder / "sitecustomize.py").write_text("import library, package\n")
+    (folder / "sitecustomize.py").write_text("import library\n")
     (folder / "library.py").write_text("VERSION = 1\n")
     monkeypatch.setenv("PYTHONPATH", str(folder))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
@@ -441,48 +411,16 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        "a module",
-        "its date alone",
-        "another of its date and size",
-        "a folder of sys.path",
-        "a package",
-        "paths.pth",
-        "a module has gone",
-    ],
-)
-def test_what_was_imported_and_has_changed_is_imported_anew(change: str, imported: Path) -> None:
+def test_what_was_imported_and_has_changed_is_imported_anew(imported: Path) -> None:
+    """Which changes are seen: tests/node/test_surroundings.py."""
     warm = _session_stopped(ranks=1)
     agent = warm.parent()
     assert agent is not None
-    library = imported / "library.py"
-    if change == "a module":
-        library.write_text("VERSION = 'two'\n")
-    elif change == "its date alone":
-        os.utime(library, ns=(0, library.stat().st_mtime_ns + 1))
-    elif change == "another of its date and size":
-        state, other = library.stat(), imported.parent / "other.py"
-        other.write_text("VERSION = 3\n")
-        os.utime(other, ns=(state.st_atime_ns, state.st_mtime_ns))
-        folder = imported.stat()
-        other.replace(library)
-        os.utime(imported, ns=(folder.st_atime_ns, folder.st_mtime_ns))
-    elif change == "a package":
-        (imported / "package/more.py").write_text("")
-    elif change == "paths.pth":
-        (imported / change).write_text("# two\n")
-    elif change == "a folder of sys.path":
-        (imported / "another.py").write_text("")
-    else:
-        (imported / "sitecustomize.py").write_text("")
-        library.unlink()
+    (imported / "library.py").write_text("VERSION = 'two'\n")
     with _is_cold(warm, ranks=1) as session:
-        version = session.run_cell("import sys\ngetattr(sys.modules.get('library'), 'VERSION', None)").values[0]
+        assert session.run_cell("import library\nlibrary.VERSION").values == {0: "two"}
         assert not agent.is_running(), "it has imported the library too"
-        wanted = {"a module": "two", "a module has gone": None, "another of its date and size": 3}
-        assert version == wanted.get(change, 1)
+        assert session.notices == [f"started cold: {imported}/library.py changed"]
 
 
 @pytest.mark.slow
@@ -495,8 +433,8 @@ def test_torch_that_was_installed_anew_is_imported_anew() -> None:
     warm = _session_stopped(ranks=1)
     try:
         os.utime(library, ns=(state.st_atime_ns, state.st_mtime_ns + 1_000_000))
-        with _is_cold(warm, ranks=1):
-            pass
+        with _is_cold(warm, ranks=1) as session:
+            assert session.notices == [f"started cold: {library} changed"]
     finally:
         os.utime(library, ns=(state.st_atime_ns, state.st_mtime_ns))
 
@@ -731,6 +669,12 @@ def _talk_until_hung_up_on(agent_side: socket.socket) -> None:
             agent_side.sendall(frames)
 
 
+def _wait_for_begin(agent_side: socket.socket) -> None:
+    reader = FrameReader()
+    while not any(isinstance(frame.message(), Begin) for frame in reader.feed(agent_side.recv(1 << 16))):
+        pass
+
+
 def test_agent_that_talks_without_end_is_hung_up_on(agent_side: socket.socket) -> None:
     _talk_until_hung_up_on(agent_side)
     assert_soon(lambda: seconds_kept() == 0)
@@ -745,17 +689,23 @@ def test_agent_whose_time_is_over_is_hung_up_on_though_it_would_stay() -> None:
     assert_soon(lambda: seconds_kept() == 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["hangs up", "no frame", "another message", "talks on", "says nothing"])
-def test_agent_that_does_not_answer_is_replaced_by_a_fresh_one(
-    how: str, agent_side: socket.socket, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("hangs up", "does not answer"),
+        ("no frame", "more than any message has"),
+        ("another message", "does not answer"),
+        ("talks on", "does not answer"),
+        ("says nothing", "timed out"),
+    ],
+)
+def test_agent_that_does_not_answer_is_hung_up_on(
+    how: str, why: str, agent_side: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "_ANSWER_LIMIT_S", 2.0 if how == "says nothing" else 600.0)
+    monkeypatch.setattr(kept, "_ANSWER_LIMIT_S", 0.5 if how == "says nothing" else 600.0)
 
     def play() -> None:
-        reader = FrameReader()
-        while not any(isinstance(frame.message(), Begin) for frame in reader.feed(agent_side.recv(1 << 16))):
-            pass
+        _wait_for_begin(agent_side)
         if how == "talks on":
             _talk_until_hung_up_on(agent_side)
         elif how == "says nothing":
@@ -767,8 +717,23 @@ def test_agent_that_does_not_answer_is_replaced_by_a_fresh_one(
 
     with ThreadPoolExecutor() as pool:
         playing = pool.submit(play)
+        begun = begin_on_kept(_Agent(), "next")
+        assert isinstance(begun, str)
+        assert why in begun
+        playing.result(10)
+    assert seconds_kept() == 0
+
+
+def test_agent_that_refuses_is_replaced_by_a_fresh_one_and_its_words_are_text(agent_side: socket.socket) -> None:
+    def refuse() -> None:
+        _wait_for_begin(agent_side)
+        agent_side.sendall(to_frame(Begun("no\x1b]52;c;x\x07")).to_bytes())
+
+    with ThreadPoolExecutor() as pool:
+        playing = pool.submit(refuse)
         with _start(ranks=1) as session:
             assert session.run_cell("1 + 1").values == {0: 2}
+            assert session.notices == ["started cold: no?]52;c;x?"]
         playing.result(10)
 
 
