@@ -19,7 +19,7 @@ ROWS = [
 OF_A_PEER = ("mlp_32_4", "mlp_32_4_same")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_a_quick_run_has_every_row_and_losses_agree(tmp_path: Path) -> None:
     report = run_quickly("parallel", tmp_path, limit_s=280)

@@ -17,6 +17,7 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.agents import connect, live_agent, remove_dead_agents, start_agent
 from detrain_nb.errors import NodeLost, RankError, RankLost, SessionError, SpecError, TransportError
+from detrain_nb.transport import AgentFolders
 from detrain_nb.transport.local import LocalTransport
 from detrain_nb.wire import CellDone, Frame, RankUp, to_frame
 
@@ -40,9 +41,13 @@ class OwnFolder(LocalTransport):
         self.connections = 0
 
     def start_agent(self, session: str) -> socket.socket:
-        self._folder = self._base / session
+        self._folder, self.connections = self._base / session, 0
         self._agent, sock = start_agent(self._folder)
         return self._keep(sock)
+
+    def begin(self, session: str) -> AgentFolders:
+        self._folder, self.connections = self._base / session, 1
+        return {"folder": str(self._folder), "work_folder": "", "uses": []}
 
     def connect_agent(self, session: str) -> socket.socket:
         self._folder = self._base / session
@@ -71,17 +76,30 @@ class OwnFolder(LocalTransport):
         return int((self._folder / "agent.pid").read_text())
 
 
-@pytest.fixture
-def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def base_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nodes")
     folder.chmod(0o700)
-    yield folder
-    assert not [path for node in folder.iterdir() for path in node.iterdir()], "a session left its folder behind"
+    return folder
 
 
 @pytest.fixture
-def nodes(base: Path) -> list[OwnFolder]:
-    return [OwnFolder("left", base), OwnFolder("right", base)]
+def base(base_of_all: Path) -> Iterator[Path]:
+    yield base_of_all
+    assert not [path for node in base_of_all.iterdir() for path in node.iterdir()], "a session left its folder behind"
+
+
+@pytest.fixture(scope="module")
+def nodes_of_all(base_of_all: Path) -> list[OwnFolder]:
+    return [OwnFolder("left", base_of_all), OwnFolder("right", base_of_all)]
+
+
+@pytest.fixture
+def nodes(base: Path, nodes_of_all: list[OwnFolder]) -> list[OwnFolder]:
+    """The same for all tests: what stays of a session there serves the next one."""
+    for node in nodes_of_all:
+        node.heal()
+    return nodes_of_all
 
 
 @pytest.fixture
