@@ -59,6 +59,7 @@ from detrain_nb.wire import (
     Refused,
     RequestDone,
     RunCell,
+    StartedCold,
     StoreOpened,
     Unfinished,
     Value,
@@ -429,6 +430,14 @@ def test_text_that_cannot_be_encoded_is_shown_all_the_same(pair: Pair) -> None:
     _run(pair, _DONE, observer=eyes)
     assert eyes.bundles[0]["text/plain"] == "a\ufffdb"
     pair.session.notices[-1].encode()
+
+
+def test_reason_of_a_cold_start_is_text_and_no_longer_than_a_notice(pair: Pair) -> None:
+    pair.bad.say(StartedCold("\x1b]52;c;x\x07\ud800" + "n" * (1 << 19)), is_numbered=False)
+    _run(pair, _DONE)
+    [notice] = pair.session.notices
+    assert notice.startswith("bad: started cold: \ufffdnnn")
+    assert len(notice) <= 4000
 
 
 @pytest.mark.parametrize("is_update", [False, True])
