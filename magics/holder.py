@@ -132,10 +132,11 @@ class SessionHolder:
                 raise type(exc)(f"{exc}\n{question}") from exc
             raise
         self._started_with = replace(wanted, is_known=True)
+        self._hold(session)
         for words in session.notices:
             print(words)
         session.notices.clear()
-        return self._hold(session)
+        return session
 
     def restart(self, count: int | None, *, env: Sequence[tuple[str, str]] = (), cold: bool = False) -> Session:
         """End the session and start another with the options of the last, also one that an earlier kernel has left.
