@@ -20,7 +20,7 @@ from detrain_nb.errors import DetrainError, LaunchError, NodeLost, RankError, Ra
 from detrain_nb.session.node_link import NodeLink
 
 from ..testbed.fixtures import MakeTestbed
-from ..testbed.nodes import ssh_nodes
+from ..testbed.nodes import processes_of_sessions, ssh_nodes
 from ..testbed.testbed import Link, Testbed
 from .training import Watcher
 
@@ -57,7 +57,7 @@ def _ours(testbed: Testbed, host: str) -> list[list[str]]:
     """The processes of sessions on a host; what has just been told to end has a moment for it."""
     deadline = time.monotonic() + 10
     while True:
-        found = [argv for argv in testbed.processes(host).values() if "detrain_nb" in " ".join(argv)]
+        found = list(processes_of_sessions(testbed, host).values())
         if not found or time.monotonic() >= deadline:
             return found
         time.sleep(0.05)

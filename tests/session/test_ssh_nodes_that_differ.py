@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from detrain_nb import Session
 from detrain_nb.errors import LaunchError, RankError
 
-from ..testbed.nodes import ssh_nodes
+from ..testbed.nodes import processes_of_sessions, ssh_nodes
 from ..testbed.testbed import Testbed
 
 _LIMIT_S = 60.0
@@ -82,8 +82,7 @@ def nothing_starts(testbed: Testbed) -> Iterator[None]:
     """No process of ours is on the hosts after the test that was not there before, and no session is left."""
 
     def ours() -> set[tuple[str, int]]:
-        processes = ((host.name, testbed.processes(host.name)) for host in testbed.hosts)
-        return {(host, pid) for host, argvs in processes for pid, argv in argvs.items() if "detrain_nb" in str(argv)}
+        return {(host.name, pid) for host in testbed.hosts for pid in processes_of_sessions(testbed, host.name)}
 
     before = ours()
     yield

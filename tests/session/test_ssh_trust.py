@@ -27,7 +27,7 @@ from detrain_nb.spec.node import Node
 from detrain_nb.spec.nodes_file import parse_nodes, read_nodes
 from detrain_nb.transport.ssh_config import SshTarget
 
-from ..testbed.nodes import ssh_nodes
+from ..testbed.nodes import processes_of_sessions, ssh_nodes
 from ..testbed.testbed import Testbed
 
 _CACHE = "~/.cache/detrain_nb"
@@ -377,11 +377,7 @@ def test_only_sshd_and_the_job_listen_each_on_the_one_address_of_its_node(
             assert {address for address, _ in listening} == {host.ip}, "on every address, or another"
         assert len(testbed.listening("h0")) >= 2, "the store listens there"
         assert _our_listeners() == ours
-    _wait_until(lambda: not [argv for host in testbed.hosts for argv in _ours(testbed, host.name)])
-
-
-def _ours(testbed: Testbed, host: str) -> list[list[str]]:
-    return [argv for argv in testbed.processes(host).values() if "detrain_nb" in " ".join(argv)]
+    _wait_until(lambda: not any(processes_of_sessions(testbed, host.name) for host in testbed.hosts))
 
 
 def test_this_python_is_the_hosts(testbed: Testbed) -> None:

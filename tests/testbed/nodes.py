@@ -13,6 +13,8 @@ from detrain_nb.spec.node import Node
 from .fixtures import MakeTestbed
 from .testbed import Testbed
 
+_CLONE = str(Path(__file__).parents[2])
+
 
 def ssh_nodes(testbed: Testbed, count: int = 2, **fields: Any) -> list[SshNode]:
     """The first hosts; ``fields`` are those of `Node`. They run this Python, which they share with us."""
@@ -21,6 +23,12 @@ def ssh_nodes(testbed: Testbed, count: int = 2, **fields: Any) -> list[SshNode]:
         SshNode(Node(**{"host": host.name, "python": sys.executable, **fields}), config_path=config)
         for host in testbed.hosts[:count]
     ]
+
+
+def processes_of_sessions(testbed: Testbed, host: str) -> dict[int, list[str]]:
+    """The argv of what runs on a host for sessions, by pid. The clone itself may lie in a folder of our name."""
+    running = testbed.processes(host)
+    return {pid: argv for pid, argv in running.items() if "detrain_nb" in " ".join(argv).replace(_CLONE, "")}
 
 
 def home_with_hosts(make_testbed: MakeTestbed, folder: Path) -> Path:
