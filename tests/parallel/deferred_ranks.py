@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from families import OF_TRANSFORMERS
+from meshes import mesh_of
 from mixed_ranks import full, place_of
 from models import GPT
 from on_ranks import TokenLoss, tokens
@@ -65,7 +66,7 @@ def apart(
     ``other_seed``: the ranks but the first have another one. ``family``: of transformers, in the place of `Model`.
     """
     build: Callable[[], nn.Module] = Model if family is None else functools.partial(make_family, family)
-    mesh = par.make_mesh(**axes, device_type="cpu")
+    mesh = mesh_of(**axes)
     num_replicas, me = place_of(mesh)
     x, y = (tokens(8 * num_replicas, seed).chunk(num_replicas)[me] for seed in (1, 2))
     losses, laid_out = {}, {}
@@ -121,7 +122,7 @@ def as_batch(ids: Tensor, family: str | None) -> Any:
 
 
 def lay_out(make: Callable[[], nn.Module], **axes: int) -> par.ParallelModel:
-    mesh = par.make_mesh(**axes, device_type="cpu")
+    mesh = mesh_of(**axes)
     return par.parallelize(make(), mesh, example_inputs=tokens(2, 1), loss=TokenLoss(), device="cpu")
 
 
@@ -141,7 +142,7 @@ class Wide(nn.Module):
 
 def peak_growth() -> tuple[int, int]:
     """How many bytes more than before a rank has held, to make and shard `Wide`; and how many all of that has."""
-    mesh = par.make_mesh(dp_shard=4, device_type="cpu")
+    mesh = mesh_of(dp_shard=4)
     lay_out(Model, dp_shard=4)  # what is imported, and compiled, on the way
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     torch.manual_seed(SEED)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from families import OF_TRANSFORMERS, draw, padding, tokens
+from meshes import mesh_of
 from mixed_ranks import clip_and_step, full, place_of
 from models import GPT
 from torch import Tensor, nn
@@ -105,7 +106,7 @@ def train(family: str, axes: dict[str, int], **options: Any) -> dict[str, float]
     """
     model, inputs = make(family)
     whole = copy.deepcopy(model)
-    mesh = par.make_mesh(**axes, device_type="cpu")
+    mesh = mesh_of(**axes)
     laid_out = par.parallelize(
         model, mesh, example_inputs=inputs(2), loss=mean_square, num_microbatches=2, device="cpu", **options
     )
@@ -143,7 +144,7 @@ def train_with_statistics(schedule: str) -> dict[str, float]:
     whole, num_microbatches = copy.deepcopy(model), 4
     laid_out = par.parallelize(
         model,
-        par.make_mesh(pp=2, device_type="cpu"),
+        mesh_of(pp=2),
         example_inputs=inputs(4),
         loss=mean_square,
         schedule=schedule,

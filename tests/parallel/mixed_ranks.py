@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from meshes import mesh_of
 from models import GPT
 from on_ranks import IGNORED, TokenLoss, draw, made, tokens
 from tensor_models import Llama
@@ -40,7 +41,7 @@ def train(
     ``differs``: the ranks begin with other values than rank 0. ``optimizer``: AdamW's way on the mesh, "foreach" or
     "fused"; else a loop, which begins soonest: torch works out anew for each list of DTensors how to cut it.
     """
-    mesh = par.make_mesh(**axes, device_type="cpu")
+    mesh = mesh_of(**axes)
     model, loss = made(GPT(layers=layers, is_tied=is_tied)), TokenLoss()
     whole = copy.deepcopy(model)
     if differs and dist.get_rank():
@@ -94,7 +95,7 @@ def fit(axes: dict[str, int], folder: str, *, kind: str = "gpt", **options: Any)
 
     The whole model's last evaluation is made by hand.
     """
-    mesh = par.make_mesh(**axes, device_type="cpu")
+    mesh = mesh_of(**axes)
     model, loss = made({"gpt": GPT, "llama": Llama}[kind](layers=2, is_tied=True)), TokenLoss()
     whole = par.WholeModel(copy.deepcopy(model), loss=loss, device="cpu")
     laid_out = par.parallelize(model, mesh, example_inputs=(tokens(2, 1),), loss=loss, device="cpu", **options)
@@ -142,7 +143,7 @@ def place_of(mesh: Any) -> tuple[int, int]:
 
 def bytes_here(axes: dict[str, int], **options: Any) -> tuple[int, int]:
     """Of the parameters and of the optimizer's state, on this rank."""
-    mesh = par.make_mesh(**axes, device_type="cpu")
+    mesh = mesh_of(**axes)
     model = made(GPT(layers=4))
     laid_out = par.parallelize(model, mesh, example_inputs=tokens(2, 1), loss=TokenLoss(), device="cpu", **options)
     optimizer = torch.optim.AdamW(list(laid_out.parameters()))
@@ -155,7 +156,7 @@ def bytes_here(axes: dict[str, int], **options: Any) -> tuple[int, int]:
 
 def shapes_here(axes: dict[str, int]) -> dict[str, tuple[int, ...]]:
     """Of all parameters of a model that is cut everywhere, by name, as this rank has them."""
-    mesh = par.make_mesh(**axes, device_type="cpu")
+    mesh = mesh_of(**axes)
     model = made(Llama(layers=4))
     laid_out = par.parallelize(model, mesh, example_inputs=tokens(2, 1), loss=TokenLoss(), device="cpu")
     return {name: tuple(here(parameter).shape) for name, parameter in laid_out.named_parameters()}
@@ -182,7 +183,7 @@ class Other(Small):
 
 
 def lay_out(model: nn.Module, axes: dict[str, int], **options: Any) -> par.ParallelModel:
-    mesh = par.make_mesh(**axes, device_type="cpu")
+    mesh = mesh_of(**axes)
     return par.parallelize(model, mesh, example_inputs=draw(2, 8), loss=F.mse_loss, device="cpu", **options)
 
 
@@ -228,7 +229,7 @@ def evaluate_first(axes: dict[str, int]) -> tuple[float, float]:
     model = made(Small())
     whole = copy.deepcopy(model)
     laid_out = lay_out(model, axes, reshard_after_forward=False)
-    num_replicas, me = place_of(par.make_mesh(**axes, device_type="cpu"))
+    num_replicas, me = place_of(mesh_of(**axes))
     x, y = draw(8 * num_replicas, 8), draw(8 * num_replicas, 8, seed=2)
     mine = x.chunk(num_replicas)[me], y.chunk(num_replicas)[me]
     laid_out.evaluate(*mine)
@@ -294,7 +295,7 @@ def apart_from_whole(model: nn.Module, axes: dict[str, int], **options: Any) -> 
     made(model)
     whole = copy.deepcopy(model)
     laid_out = lay_out(model, axes, num_microbatches=2, **options)
-    num_replicas, me = place_of(par.make_mesh(**axes, device_type="cpu"))
+    num_replicas, me = place_of(mesh_of(**axes))
     parts = [draw(4, 8, seed=seed) for seed in range(num_replicas)]
     for replica, part in enumerate(parts):
         part[0, 0] = part[2, 0] = 1.0 if replica else -1.0
@@ -331,7 +332,7 @@ def weigh_over_replicas(kind: str) -> tuple[float, float]:
     }[kind]
     model = made(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5)))
     whole = copy.deepcopy(model)
-    mesh = par.make_mesh(dp_replicate=2, device_type="cpu")
+    mesh = mesh_of(dp_replicate=2)
     laid_out = par.parallelize(model, mesh, example_inputs=draw(2, 8), loss=loss, num_microbatches=2, device="cpu")
     x, y = draw(8, 8), torch.tensor([1, 2, 3, 4, 0, 0, 0, 0])
     trained = laid_out.train_step(x.chunk(2)[dist.get_rank()], y.chunk(2)[dist.get_rank()])

@@ -9,6 +9,7 @@ from typing import Any
 
 import mixed_ranks
 import torch
+from meshes import mesh_of
 from models import GPT
 from on_ranks import TokenLoss, made, tokens
 from torch import Tensor
@@ -51,7 +52,7 @@ def step(axes: dict[str, int], activations: str) -> dict[str, int]:
         return result
 
     model = par.parallelize(
-        made(GPT(layers=4)), par.make_mesh(**axes, device_type="cpu"), example_inputs=tokens(2, 1), loss=watched,
+        made(GPT(layers=4)), mesh_of(**axes), example_inputs=tokens(2, 1), loss=watched,
         activations=activations, num_microbatches=2 if "pp" in axes else 1, schedule="GPipe", device="cpu",
     )  # fmt: skip
     model.train_step(tokens(8, 1), tokens(8, 2))

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from meshes import mesh_of
 from models import GPT
 from tensor_models import MODELS, Llama, made, tokens
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -37,10 +37,6 @@ def made_as(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, A
 
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def mesh_of(size: int = 2) -> DeviceMesh:
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
 
 
 def tensor_of(output: Any) -> Tensor:
@@ -76,7 +72,7 @@ def train(kind: str, *, dtype: torch.dtype = torch.float64, tp: int = 2, **optio
     model, call = made_as(kind, dtype)
     reference = copy.deepcopy(model)
     plan = tp_plan(model, call, tp=tp, **options)
-    apply_tensor_plan(model, plan, mesh_of(tp))
+    apply_tensor_plan(model, plan, mesh_of(tp=tp))
     found: dict[str, Any] = {"plan": str(plan), "roles": plan.roles, "losses": [], "gradients": [], "norms": []}
     found["modes"] = sum(isinstance(p, DTensor) for p in model.parameters()), len(list(model.parameters()))
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-3, foreach=True) for each in (model, reference)]
@@ -107,7 +103,7 @@ def share_head(loss: str = "cross entropy") -> dict[str, Any]:
     model, call = made_as("llama tied")
     reference, targets = copy.deepcopy(model), tokens(vocabulary=97).flip(0)
     plan = tp_plan(model, call, loss_parallel=True)
-    apply_tensor_plan(model, plan, mesh_of())
+    apply_tensor_plan(model, plan, mesh_of(tp=2))
     losses = {
         "cross entropy": lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()),
         "whole": lambda logits, y: F.mse_loss(logits, torch.ones(logits.shape, dtype=logits.dtype)),
@@ -130,7 +126,7 @@ def drop(rank: int) -> dict[str, Any]:
     model = Llama(dropout=0.3)
     plan = tp_plan(model, tokens())
     torch.manual_seed(rank)
-    apply_tensor_plan(model, plan, mesh_of())
+    apply_tensor_plan(model, plan, mesh_of(tp=2))
     before = torch.get_rng_state()
     outputs = [model(tokens()) for _ in range(2)]
     is_left = torch.equal(before, torch.get_rng_state())
@@ -146,7 +142,7 @@ def drop_again() -> float:
         model = made(Llama(dropout=0.3))
         plan = tp_plan(model, tokens())
         torch.manual_seed(5)
-        apply_tensor_plan(model, plan, mesh_of())
+        apply_tensor_plan(model, plan, mesh_of(tp=2))
         layer = model.layers[0]
         if is_checkpointed:
             forward = layer.forward
@@ -162,7 +158,7 @@ def through_stages(kind: str, at: str, **options: Any) -> float:
     reference = copy.deepcopy(model)
     plan = tp_plan(model, call, **options)
     found = par.split(model, call, at=[at])
-    first, second = (apply_tensor_plan(found.stage(index), plan, mesh_of()) for index in range(2))
+    first, second = (apply_tensor_plan(found.stage(index), plan, mesh_of(tp=2)) for index in range(2))
     assert any(isinstance(each, DTensor) for each in first.parameters())
     loss_of(second(first(call), call)).backward()
     loss_of(reference(call)).backward()
@@ -182,12 +178,12 @@ def shard_too(kind: str = "fused") -> dict[str, Any]:
     model, call = made_as(kind)
     reference = copy.deepcopy(model)
     plan = tp_plan(model, call)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(dp_shard=2, tp=2)
     apply_tensor_plan(model, plan, mesh["tp"])
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    mine = call.chunk(2)[mesh["dp"].get_local_rank()]
+        fully_shard(layer, mesh=mesh["dp_shard"])
+    fully_shard(model, mesh=mesh["dp_shard"])
+    mine = call.chunk(2)[mesh["dp_shard"].get_local_rank()]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-3) for each in (model, reference)]
     found: dict[str, Any] = {}
     for _ in range(2):
@@ -205,7 +201,7 @@ def through_pipeline() -> dict[str, Any]:
     """1F1B over two stages, the layers of each cut over two ranks; a step of AdamW."""
     model, call = made_as("llama")
     reference = copy.deepcopy(model)
-    plan, mesh = tp_plan(model, call[:1]), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    plan, mesh = tp_plan(model, call[:1]), mesh_of(pp=2, tp=2)
     stages = par.PipelineStages(
         par.split(model, call[:1], 2),
         mesh["pp"],
@@ -238,7 +234,7 @@ def save(folder: str, kind: str = "fused") -> dict[str, Any]:
     model, call = MODELS[kind]()
     reference = copy.deepcopy(model)
     plan = tp_plan(model, call)
-    apply_tensor_plan(model, plan, mesh_of())
+    apply_tensor_plan(model, plan, mesh_of(tp=2))
     state = model.state_dict()
     dcp.save({name: to_saved_order(name, tensor, plan) for name, tensor in state.items()}, checkpoint_id=folder)
     plain = {name: torch.zeros_like(tensor) for name, tensor in reference.state_dict().items()}
@@ -255,7 +251,7 @@ def in_bfloat16() -> list[float]:
     """Outputs of parts and of the whole, in bfloat16; and how far the whole is from itself in float32."""
     model, call = MODELS["llama"]()
     reference = copy.deepcopy(model)
-    apply_tensor_plan(model.bfloat16(), tp_plan(model, call), mesh_of())
+    apply_tensor_plan(model.bfloat16(), tp_plan(model, call), mesh_of(tp=2))
     in_full = reference(call)
     output = model(call)
     loss_of(output).backward()
@@ -267,7 +263,7 @@ def in_bfloat16() -> list[float]:
 def look_from_outside() -> dict[str, bool]:
     """Parameters outside of a run are DTensors, initializers reach them, and no module keeps a tensor of a run."""
     model, call = MODELS["llama tied"]()
-    apply_tensor_plan(model, tp_plan(model, call), mesh_of())
+    apply_tensor_plan(model, tp_plan(model, call), mesh_of(tp=2))
     nn.init.constant_(model.head.weight, 0.5)
     loss_of(model(call)).backward()
     return {
@@ -288,7 +284,7 @@ def evaluate_encoder() -> tuple[float, int]:
         "src_key_padding_mask": torch.arange(16)[None] >= torch.arange(13, 17)[:, None],
     }
     reference = copy.deepcopy(model)
-    apply_tensor_plan(model, tp_plan(model, call), mesh_of())
+    apply_tensor_plan(model, tp_plan(model, call), mesh_of(tp=2))
     put_together, seen = layers.put_together, []
     layers.put_together = lambda tensor, *args, **options: (seen.append(1), put_together(tensor, *args, **options))[1]
     with torch.no_grad():
@@ -301,7 +297,7 @@ def save_bare(folder: str) -> float:
     """A model that was cut by hand goes into a file as the whole one: the largest difference."""
     model, call = MODELS["fused"]()
     reference = copy.deepcopy(model)
-    apply_tensor_plan(model, tp_plan(model, call), mesh_of())
+    apply_tensor_plan(model, tp_plan(model, call), mesh_of(tp=2))
     training.export_safetensors(f"{folder}/bare.safetensors", model)
     training.save(f"{folder}/bare", model, step=1)
     plain, again = MODELS["fused"]()[0], MODELS["fused"]()[0]
@@ -322,7 +318,7 @@ def go_on_dropping(folder: str) -> tuple[list[float], list[float]]:
         model = made(Llama(dropout=0.3))
         plan = tp_plan(model, tokens())
         torch.manual_seed(3)
-        apply_tensor_plan(model, plan, mesh_of())
+        apply_tensor_plan(model, plan, mesh_of(tp=2))
         if is_again:
             training.load(folder, model)
         else:
@@ -339,5 +335,5 @@ def drop_on_replicas() -> list[float]:
         model = made(Llama(dropout=0.3))
         plan = tp_plan(model, tokens())
         torch.manual_seed(3)
-        sums.append(float(apply_tensor_plan(model, plan, mesh_of(), replica=replica)(tokens()).detach().sum()))
+        sums.append(float(apply_tensor_plan(model, plan, mesh_of(tp=2), replica=replica)(tokens()).detach().sum()))
     return sums

@@ -1,0 +1,23 @@
+"""Meshes of the ranks of a test, each made once: gloo looks after every group a hundred times a second, used or not."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from detrain_nb import parallel as par
+
+
+def mesh_of(**axes: int) -> DeviceMesh:
+    """As ``make_mesh`` on the CPU; the one that there is, where the process group is still that of then.
+
+    Collective: all ranks.
+    """
+    return _make(dist.group.WORLD, tuple(axes.items()))
+
+
+@functools.cache
+def _make(world: dist.ProcessGroup, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    return par.make_mesh(**dict(axes), device_type="cpu")
