@@ -32,7 +32,8 @@ def make_mesh(
     ``pp``: pipeline stages. ``dp_replicate``: whole copies of the model (or of its shards). ``dp_shard``: shards of
     parameters, gradients and optimizer state. ``cp``: parts of a sequence. ``ep``: groups of experts. ``tp``: parts of
     a layer. The axes keep this order, whatever the order of the arguments; ranks next to each other are on the last
-    axis. ``device_type`` is "cuda" where the ranks have GPUs that their group can use, else "cpu".
+    axis. ``device_type`` is "cuda" where the ranks have GPUs that their group can use, else "cpu". A mesh has a process
+    group on each axis, which stays until the default group ends: make it in a cell of its own, once.
 
     Collective: every rank calls this, with the same numbers.
     Raises: SpecError for sizes that do not fit the ranks, SessionError where there is no process group.
