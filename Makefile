@@ -67,13 +67,13 @@ data:
 
 test: $(DONE)/test test-deps ## unit, real-process and notebook tests: 8 minutes on 2 cores
 	@$(VENV)/bin/python -m tests.checks.flaky
-	$(PYTEST) -m 'not slow and not thorough' $(PYTEST_ARGS)
+	exec $(PYTEST) -m 'not slow and not thorough' $(PYTEST_ARGS)
 
 test-slow: $(DONE)/test test-deps ## the tests that take longer: 20 minutes
-	$(PYTEST) -m 'slow and not thorough' $(PYTEST_ARGS)
+	exec $(PYTEST) -m 'slow and not thorough' $(PYTEST_ARGS)
 
 test-thorough: $(DONE)/test test-deps ## the widest of all, before a release: left out of .ci/run
-	$(PYTEST) -m thorough $(PYTEST_ARGS)
+	exec $(PYTEST) -m thorough $(PYTEST_ARGS)
 
 # Both, whatever becomes of the first. Where nothing can be installed: python benchmarks/gpu.py
 test-gpu: $(DONE)/test ## on a machine with GPUs: what only these can show; the figures go to benchmarks/results
@@ -81,10 +81,10 @@ test-gpu: $(DONE)/test ## on a machine with GPUs: what only these can show; the 
 	  $(VENV)/bin/python benchmarks/gpu.py $(GPU_ARGS) || status=1; exit $$status
 
 test-all: $(DONE)/test test-deps ## everything, a room after the other, at most 90 minutes; goes on where it was: FRESH=1, ROOMS='spec cli'
-	@$(VENV)/bin/python -m tests.checks.everything $(if $(FRESH),--fresh) --rooms "$$ROOMS" -- -n 2 --dist loadfile $(PYTEST_ARGS)
+	@exec $(VENV)/bin/python -m tests.checks.everything $(if $(FRESH),--fresh) --rooms "$$ROOMS" -- -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-near: $(DONE)/test test-deps ## the quick tests near what changed since HEAD, or BASE=rev: for a look, it decides nothing
-	@$(VENV)/bin/python -m tests.checks.near "$$BASE" $(PYTEST_ARGS)
+	@exec $(VENV)/bin/python -m tests.checks.near "$$BASE" $(PYTEST_ARGS)
 
 test-pythons: test-deps ## the quickstart and a part of the tests on Python 3.12 and 3.13, and a rank on 3.10
 	@verdict=; status=0; \
@@ -99,7 +99,7 @@ test-pythons: test-deps ## the quickstart and a part of the tests on Python 3.12
 	done; printf "\nmake test-pythons$$verdict\n"; exit $$status
 
 test-smoke: $(DONE)/test
-	$(PYTEST) -m 'not slow and not thorough' $(SMOKE) $(PYTEST_ARGS)
+	exec $(PYTEST) -m 'not slow and not thorough' $(SMOKE) $(PYTEST_ARGS)
 	$(VENV)/bin/pytest tests/notebooks -k 01_quickstart $(PYTEST_ARGS)
 
 # The notebook is the Python of $(VENV), one of its ranks is $(NODE) on another host.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,6 +106,47 @@ def test_package_that_cannot_be_installed_stops_nothing(make) -> None:
 
 def test_nothing_is_said_when_all_is_there(make) -> None:
     assert make("data", "-s", dpkg_query="printf installed") == (0, "")
+
+
+RUNS_ON = """#!/bin/sh
+case "$*" in *checks.flaky*) exit ;; esac
+echo $$ >"$PID_FILE.new" && mv "$PID_FILE.new" "$PID_FILE"
+exec sleep 60
+"""
+
+
+@pytest.mark.parametrize("target", ["test", "test-slow", "test-thorough", "test-all", "test-near"])
+def test_make_that_is_ended_ends_the_tests_that_it_runs(target: str, tmp_path: Path) -> None:
+    venv, pid_file = tmp_path / "venv", tmp_path / "pid"
+    for name in ("venv", "torch", "test"):
+        (venv / ".done").mkdir(parents=True, exist_ok=True)
+        (venv / ".done" / name).touch()
+    for name in ("python", "pytest"):
+        (venv / "bin").mkdir(exist_ok=True)
+        (venv / "bin" / name).write_text(RUNS_ON)
+        (venv / "bin" / name).chmod(0o755)
+    command = ["make", f"VENV={venv}", "SYSTEM_DEPS=no", target]
+    environment = {**os.environ, "PID_FILE": str(pid_file)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    ) as make:
+        try:
+            _wait_until(pid_file.exists)
+            running = psutil.Process(int(pid_file.read_text()))
+        finally:
+            make.terminate()
+    try:
+        _wait_until(lambda: not running.is_running())
+    finally:
+        if running.is_running():
+            running.kill()
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_ci_runs_every_part_and_fails_with_any(tmp_path: Path) -> None:
