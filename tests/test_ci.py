@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     xdist = " -p xdist -n 2 --dist loadfile" if getattr(request, "param", "") == "xdist" else ""
     # What other plugins take to start is most of a run here.
-    python = f"PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {sys.executable}"
+    python = f"PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 {shlex.quote(sys.executable)}"
     (tmp_path / "Makefile").write_text(MAKEFILE.format(python=python, options="-p pytest_timeout" + xdist))
     tests = lay_out_tests(tmp_path)
     (tests / "flaky.toml").write_text("failures = []\n")

@@ -102,8 +102,8 @@ def test_hosts_are_separate_machines(testbed: Testbed) -> None:
 
 
 def test_host_runs_the_python_of_the_tests(testbed: Testbed) -> None:
-    code = "import importlib.util, sys; print(sys.prefix, importlib.util.find_spec('torch').name)"
-    assert run_python(testbed, "h0", code).split() == [sys.prefix, "torch"]
+    code = "import importlib.util, sys; print(sys.prefix, importlib.util.find_spec('torch').name, sep='\\n')"
+    assert run_python(testbed, "h0", code).splitlines() == [sys.prefix, "torch"]
 
 
 def test_folder_is_shared_on_request(make_testbed: MakeTestbed) -> None:
