@@ -524,7 +524,7 @@ def test_bandwidth_and_latency_of_a_shaped_link_can_be_saved(make_testbed: MakeT
     assert len(report.links) == 2
     for link in report.links:
         assert link.bandwidth_mbit_s is not None
-        assert 2 < link.bandwidth_mbit_s < 22
+        assert 10 < link.bandwidth_mbit_s < 22
         assert link.round_trip_ms is not None
         assert link.round_trip_ms >= 40
     assert "Mbit/s" in report.cell("bandwidth", "h0").text
@@ -534,7 +534,7 @@ def test_bandwidth_and_latency_of_a_shaped_link_can_be_saved(make_testbed: MakeT
     for node in read_nodes(path):
         assert node.bandwidth_mbit_s is not None
         assert node.latency_ms is not None
-        assert 2 < node.bandwidth_mbit_s < 22
+        assert 10 < node.bandwidth_mbit_s < 22
         assert node.latency_ms >= 20
     assert [node.name for node in report.measured_nodes()] == ["h0", "h1"]
 

@@ -11,7 +11,7 @@ from detrain_nb import parallel as par
 
 
 def mesh_of(**axes: int) -> DeviceMesh:
-    """As ``make_mesh`` on the CPU; the one that there is, where the process group is still that of then.
+    """Return the mesh of these axes on the CPU; it is made once for each default process group.
 
     Collective: all ranks.
     """
