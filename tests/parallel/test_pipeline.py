@@ -69,6 +69,7 @@ def test_page_of_the_docs_does_what_it_says(session: Session, capsys: pytest.Cap
     namespace: dict[str, Any] = {"torch": torch, "nn": torch.nn, "par": par}
     exec(fourth, namespace)
     assert "512 ranks" in capsys.readouterr().out
+    session.run_cell("del mesh, pipeline")  # others of this module are told which names hold groups
 
 
 def test_other_cuts_on_a_rank_are_told(session: Session) -> None:
@@ -228,8 +229,7 @@ def test_error_of_a_rank_is_told_where_the_other_waits_for_it_in_vain(failing: S
     with pytest.raises(CellTimeout, match=f"did not end within 6 s; {FAILED}: rank 0 waited") as caught:
         failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", timeout_s=6)
     assert "rank 0 waited in step (line 1): freed" in str(caught.value)
-    names = str(caught.value).rpartition("make again what was made with the old ones: ")[2].split(", ")
-    assert set(names) - {"mesh", "pipeline"} == {"stages"}, "these two are of the documentation's example"
+    assert str(caught.value).endswith("make again what was made with the old ones: stages")
     with pytest.raises(
         RankError, match="stages was made with process groups that have been ended since: make it again"
     ):
