@@ -14,6 +14,8 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
+from ..session.soon import assert_no_session_is_left
+
 
 @dataclass
 class Outcome:
@@ -116,8 +118,7 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("run")
     folder.chmod(0o700)
     yield folder
-    left = [path.name for path in folder.iterdir() if not path.name.startswith(".log-")]  # a log goes with its reader
-    assert not left, "a session left its folder behind"
+    assert_no_session_is_left(folder)
 
 
 @pytest.fixture(scope="module")

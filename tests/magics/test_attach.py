@@ -219,7 +219,9 @@ def test_killed_kernel_loses_no_line_and_repeats_few(start_front: Any, count: in
     before = front.text(counting)
     assert _THERE.fullmatch(front.restart(now=True))
     attach = front.begin("%distributed attach")
-    front.wait(lambda: all(f"[{rank}] {count - 1:06d}\n" in front.text(attach) for rank in range(4)))
+    last = [f"[{rank}] {count - 1:06d}\n" for rank in range(4)]
+    # Where the flood was over before the kernel was killed, nothing is new, which is said after the last line.
+    front.wait(lambda: all(line in front.text(attach) for line in [*last, "what it prints appears here\n"]))
     shown = front.text(attach)
     perhaps, mark, new = shown.partition(_NEW)
     if not mark:
@@ -231,7 +233,7 @@ def test_killed_kernel_loses_no_line_and_repeats_few(start_front: Any, count: in
         assert seen_before == list(range(len(seen_before)))
         assert both == list(range(both[0], count))
         assert both[0] <= len(seen_before), "a line is missing"
-        assert seen_after[0] >= len(seen_before), "a line is shown twice that is called new"
+        assert all(number >= len(seen_before) for number in seen_after), "a line is shown twice that is called new"
         if pause and seen > 1:
             assert both[0] >= 1000, "what was acknowledged is repeated"
     front.run("%distributed interrupt")

@@ -13,6 +13,7 @@ from detrain_nb import Session
 
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
+from .soon import assert_no_session_is_left
 
 
 @pytest.fixture(scope="module", params=["here", "ssh"])
@@ -57,8 +58,7 @@ def runtime_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DETRAIN_NB_RUNTIME_DIR", str(folder))
         yield folder
-    left = [path.name for path in folder.iterdir() if not path.name.startswith(".log-")]  # a log goes with its reader
-    assert not left, "a session left its folder behind"
+    assert_no_session_is_left(folder)
 
 
 @pytest.fixture
