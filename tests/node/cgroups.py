@@ -1,4 +1,4 @@
-"""Memory cgroups for tests in which the kernel ends a process for want of memory. Only that process is ever in one."""
+"""Cgroups for tests in which the kernel keeps a process short of something. Only that process is ever in one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-_V1 = Path("/sys/fs/cgroup/memory")
-_V2 = Path("/sys/fs/cgroup")
+_ROOT = Path("/sys/fs/cgroup")  # version 1 has a folder there for each controller
 
 
 class MemoryCgroup:
@@ -18,7 +17,7 @@ class MemoryCgroup:
 
     def __init__(self, folder: Path, limit_bytes: int | None) -> None:
         self.folder = folder
-        is_v1 = folder.is_relative_to(_V1)
+        is_v1 = is_version_1("memory")
         if limit_bytes is not None:
             (folder / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(limit_bytes))
             with contextlib.suppress(OSError):  # a kernel without swap accounting
@@ -37,20 +36,30 @@ class MemoryCgroup:
 
 @contextlib.contextmanager
 def memory_cgroup(limit_bytes: int | None = None, *, below: MemoryCgroup | None = None) -> Iterator[MemoryCgroup]:
+    """Make one for the block, as ``cgroup`` does. Raises: OSError where none can be made."""
+    with cgroup("memory", below=below.folder if below else None) as folder:
+        yield MemoryCgroup(folder, limit_bytes)
+
+
+@contextlib.contextmanager
+def cgroup(controller: str, *, below: Path | None = None) -> Iterator[Path]:
     """Make a cgroup for the block. Who is still in it at the end goes back to where the tests are.
 
     Raises: OSError where none can be made: not root, or a container.
     """
-    top, home = _find_hierarchy()
-    if below is not None and top == _V2:
-        (below.folder / "cgroup.subtree_control").write_text("+memory")
-    folder = (below.folder if below else top) / f"detrain-nb-test-{uuid.uuid4().hex[:8]}"
+    top, home = _find_hierarchy(controller)
+    if below is not None and not is_version_1(controller):
+        (below / "cgroup.subtree_control").write_text(f"+{controller}")
+    folder = (below or top) / f"detrain-nb-test-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     try:
-        group = MemoryCgroup(folder, limit_bytes)
-        yield group
+        yield folder
     finally:
         _remove(folder, home)
+
+
+def is_version_1(controller: str) -> bool:
+    return (_ROOT / controller / "cgroup.procs").exists()
 
 
 def _remove(folder: Path, home: Path) -> None:
@@ -80,14 +89,14 @@ def can_make_cgroups() -> bool:
         return False
 
 
-def _find_hierarchy() -> tuple[Path, Path]:
+def _find_hierarchy(controller: str) -> tuple[Path, Path]:
     """The folder to make cgroups in, and that of this process; raises FileNotFoundError where there is none."""
-    if (_V1 / "memory.oom_control").exists():
-        top, name = _V1, "memory"
-    elif "memory" in (_V2 / "cgroup.subtree_control").read_text().split():
-        top, name = _V2, ""
+    if is_version_1(controller):
+        top, name = _ROOT / controller, controller
+    elif controller in (_ROOT / "cgroup.subtree_control").read_text().split():
+        top, name = _ROOT, ""
     else:
-        raise FileNotFoundError(f"{_V2} does not hand the memory controller down")
+        raise FileNotFoundError(f"{_ROOT} does not hand the {controller} controller down")
     lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     home = next((top / path.lstrip("/") for _, names, path in lines if name in names.split(",")), top)
     return top, home if home.is_dir() else top

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import pytest
 
 from detrain_nb import Session
 
+from ..node.cgroups import cgroup, is_version_1
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
 from .training import Watcher
 
-_CPU_V1 = Path("/sys/fs/cgroup/cpu")
-_CPU_V2 = Path("/sys/fs/cgroup")
 _PERIOD_US, _QUOTA_US = 100_000, 5_000
 _LIMIT_S = 60.0
 _COMPUTE = """
@@ -30,24 +28,18 @@ for i in range(20_000_000 if rank == 1 and not is_throttled else 1_200_000):
 @contextlib.contextmanager
 def _slow_cgroup() -> Iterator[Path | None]:
     """A cgroup that gives its processes a twentieth of a processor; None where none can be made."""
-    is_v1 = (_CPU_V1 / "cpu.cfs_quota_us").exists()
-    folder = (_CPU_V1 if is_v1 else _CPU_V2) / f"detrain-nb-test-{uuid.uuid4().hex[:8]}"
-    try:
-        folder.mkdir()
-        if is_v1:
+    with contextlib.ExitStack() as made:
+        try:
+            folder = made.enter_context(cgroup("cpu"))
+        except OSError:
+            yield None
+            return
+        if is_version_1("cpu"):
             (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
             (folder / "cpu.cfs_quota_us").write_text(str(_QUOTA_US))
         else:
             (folder / "cpu.max").write_text(f"{_QUOTA_US} {_PERIOD_US}")
-    except OSError:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        yield None
-        return
-    try:
         yield folder
-    finally:
-        folder.rmdir()  # who was in it has ended
 
 
 @pytest.fixture
