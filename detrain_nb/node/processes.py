@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
+_told_fd = -1  # where Python is to tell of signals: there is one such place in a process
+
 
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends: none escapes ``end_descendants``."""
@@ -29,11 +31,12 @@ def die_with_parent(parent_pid: int) -> None:
 
 def watch_children() -> int:
     """A descriptor that can be read when a child has ended: ``drain`` it, then see which."""
-    ended, told = os.pipe()
+    global _told_fd
+    ended, _told_fd = os.pipe()
     os.set_blocking(ended, False)
-    os.set_blocking(told, False)
+    os.set_blocking(_told_fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(_told_fd, warn_on_full_buffer=False)
     return ended
 
 
@@ -45,7 +48,8 @@ def drain(fd: int) -> None:
 
 def forget_children(ended: int) -> None:
     """In a forked process: close what ``watch_children`` of its parent has opened."""
-    os.close(signal.set_wakeup_fd(-1))
+    signal.set_wakeup_fd(-1)  # since Python 3.12 asyncio has done so in the fork: it does not say what it was
+    os.close(_told_fd)
     os.close(ended)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
