@@ -187,6 +187,9 @@ def main() -> int:
     except ValueError as exc:
         print(exc, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: `make test-all` goes on with the rooms that have not passed", file=sys.stderr)
+        return 128 + signal.SIGINT
     print(f"\n{draw_table(verdicts)}")
     return 0 if all(verdict.is_passed for verdict in verdicts) else 1
 
