@@ -10,12 +10,14 @@ that is silent behind another host would else be found out by nobody.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import select
 import selectors
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -111,6 +113,7 @@ class NodeLink:
         self._alive_at = 0.0  # when the next sign of life is due
         self._unanswered = 0  # those after which nothing has come
         self._thread = threading.Thread(target=self._run, name="detrain_nb node link", daemon=True)
+        _links.add(self)
         self._thread.start()
 
     def end(self, *, keep_s: float = 0.0) -> None:
@@ -191,6 +194,13 @@ class NodeLink:
         self.begin_to_close(is_seen=is_seen)
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
+
+    def forget(self) -> None:
+        """In a forked process, which has the descriptors, and not the thread: the connection is the parent's."""
+        self.is_closed = True
+        self._sending = threading.Lock()  # another thread of the parent may have held it
+        for sock in (self._link.sock, self._wake, self._woken):
+            sock.close()
 
     # ---- the background thread
 
@@ -441,3 +451,16 @@ class NodeLink:
         if missing and not is_explained:
             self._events.gap(f"{missing} messages from the ranks are missing")
         self._last_number = number
+
+
+_links: weakref.WeakSet[NodeLink] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    """In a forked process: it must not keep a session, nor what stays after it, from ending with the notebook."""
+    for link in list(_links):
+        link.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
