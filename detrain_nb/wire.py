@@ -122,7 +122,7 @@ class Begin(Message):
 
     ``work_folder``: to be made there, if not empty; ``uses`` as in agents.py. On the notebook's machine ``starter`` is
     what an agent would get from the notebook's process now, see node/surroundings.py, and ``env`` its environment;
-    elsewhere both are empty.
+    elsewhere the one is empty, the other None.
     """
 
     session: str
@@ -130,7 +130,7 @@ class Begin(Message):
     work_folder: str
     uses: list[str]
     starter: dict[str, str]
-    env: dict[str, str] = field(repr=False)  # it may hold secrets
+    env: dict[str, str] | None = field(repr=False)  # it may hold secrets
 
 
 # ---- notebook -> ranks
@@ -813,6 +813,10 @@ def _is_str(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _is_dict_of_str(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_str, value.values()))
+
+
 _FITS: dict[str, Callable[[object], bool]] = {
     "int": _is_int,
     "float": lambda value: math.isfinite(value) if type(value) is float else _is_int(value),  # no int without end
@@ -823,7 +827,8 @@ _FITS: dict[str, Callable[[object], bool]] = {
     "Json": lambda value: True,
     "list[int]": _is_list_of(_is_int),
     "list[str]": _is_list_of(_is_str),
-    "dict[str, str]": lambda value: isinstance(value, dict) and all(map(_is_str, value.values())),
+    "dict[str, str]": _is_dict_of_str,
+    "dict[str, str] | None": lambda value: value is None or _is_dict_of_str(value),
 }
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}

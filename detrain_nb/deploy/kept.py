@@ -41,11 +41,21 @@ class _KeptAgent:
         self.transport = transport
         self.sock = sock
         self.until = time.monotonic() + keep_s
-        self.is_claimed = False  # for a session that begins
+        self.claimed_by: threading.Thread | None = None  # which begins a session there, or ends it
         self._wake, self._woken = socket.socketpair()
         self._is_taken = False
         self._thread = threading.Thread(target=self._stay, name="detrain_nb kept agent", daemon=True)
         self._thread.start()
+
+    @property
+    def place(self) -> object:
+        """The node."""
+        return self.transport.place
+
+    @property
+    def is_claimed(self) -> bool:
+        """A thread has it that still runs."""
+        return self.claimed_by is not None and self.claimed_by.is_alive()
 
     def take(self) -> bool:
         """Nobody but the caller uses the connection from now on; False when it is gone."""
@@ -120,10 +130,13 @@ def check_warm(warm_s: float) -> None:
 
 def keep(transport: Transport, sock: socket.socket, *, keep_s: float) -> None:
     """Keep the agent behind ``sock`` for the next session on its node, ``keep_s`` at most; it has said ``Kept``."""
-    if before := _claim(transport):
-        before.end()
     with _changing:
+        before = [kept for kept in _there if kept.place == transport.place and not kept.is_claimed]
+        for kept in before:
+            kept.claimed_by = threading.current_thread()
         _there.append(_KeptAgent(transport, sock, keep_s))
+    for kept in before:
+        kept.end()
 
 
 def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket.socket] | str:
@@ -136,7 +149,7 @@ def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket
     if kept is None:
         return ""
     is_here = kept.transport.is_this_machine
-    env, starter = (dict(os.environ), read_starter()) if is_here else ({}, {})
+    env, starter = (dict(os.environ), read_starter()) if is_here else (None, {})
     try:
         begun = _ask(kept.sock, Begin(session, **kept.transport.begin(session), starter=starter, env=env))
     except (OSError, WireError, ValueError, TransportError) as exc:
@@ -158,12 +171,18 @@ def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket
 
 
 def drop_kept() -> int:
-    """End all agents that are kept; returns how many there were."""
+    """End all agents that are kept, but for one that another thread begins a session with; returns how many."""
     dropped = 0
-    while kept := next(iter(_there), None):
-        kept.end()
+    this_thread = threading.current_thread()
+    while True:
+        with _changing:
+            free = (kept for kept in _there if kept.claimed_by is this_thread or not kept.is_claimed)
+            found = next(free, None)
+            if found is None:
+                return dropped
+            found.claimed_by = this_thread
+        found.end()
         dropped += 1
-    return dropped
 
 
 def shorten_kept(limit_s: float) -> None:
@@ -185,15 +204,15 @@ def _claim(transport: Transport) -> _KeptAgent | None:
     try:
         while True:
             with _changing:
-                free = (kept for kept in _there if not kept.is_claimed and kept.transport.place == transport.place)
+                free = (kept for kept in _there if not kept.is_claimed and kept.place == transport.place)
                 found = next(free, None)
                 if found is not None:
-                    found.is_claimed = True
+                    found.claimed_by = threading.current_thread()
             if found is None or found.take():
                 return found
     except BaseException:  # an interrupt: the next start may have it
         if found is not None:
-            found.is_claimed = False
+            found.claimed_by = None
         raise
 
 
@@ -217,7 +236,7 @@ def _ask(sock: socket.socket, message: Begin) -> Begun:
         for frame in reader.feed(data):
             answer = frame.message()
             if isinstance(answer, Begun):
-                return Begun(as_text(answer.error), answer.is_taken)
+                return Begun(" ".join(as_text(answer.error).split("\n")), answer.is_taken)
     raise OSError("it does not answer")
 
 

@@ -164,7 +164,8 @@ class _Agent:
         self._loop.add(self._process.child_ended, self._on_child_ended)
         self._loop.add(self._launching.channel.fileno(), lambda: self._note_end(self._launching.take_answer()))
         while not self._is_ending:
-            self._loop.once(_seconds_until(self._ends_at, self._confirm_at))
+            self._loop.once(_seconds_until(self._ends_at, self._confirm_at, self._launching.answer_by))
+            self._note_end(self._launching.take_silence())
             self._feed_notebook()
             self._hold_back()
             self._is_ending = self._is_ending or (self._ends_at is not None and time.monotonic() >= self._ends_at)

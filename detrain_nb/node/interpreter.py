@@ -431,6 +431,7 @@ class _Interpreter:
 
     def _set_device(self) -> torch.device:
         torch.set_num_threads(self._config.threads)
+        os.environ["OMP_NUM_THREADS"] = str(self._config.threads)  # it was 1 until all forks were made
         if self._config.device != "cuda":
             return torch.device("cpu")
         torch.cuda.set_device(self._local_rank)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ..agents import READY, claim_folder, remove_dead_agent
+from ..agents import READY, claim_folder, remove_dead_agent, require_private
 from ..errors import DetrainError, LaunchError, SessionError, WireError
 from ..wire import Begin, Begun, Kept, Link
 from .gpus import list_gpus
 from .launching import Launching
 from .loop import Loop
 from .processes import adopt_orphans, drain, watch_children
-from .surroundings import ImportedFiles, find_difference, read_starter
+from .surroundings import ImportedEnvironment, ImportedFiles, find_difference, read_starter
 
 LONGEST_WAIT_S = 3600.0  # that a system knows
 
@@ -36,6 +36,7 @@ class AgentProcess:
         self._has_said_ready = False
         self._starter = self._read_starter()
         self._imported = ImportedFiles()
+        self._environment = ImportedEnvironment()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         adopt_orphans()
 
@@ -83,7 +84,7 @@ class AgentProcess:
                 link.send(Begun(why_not))
                 raise WireError(why_not)
             try:
-                following = _make_next(message, beside, make)
+                following = self._make_next(message, beside, make)
             except SessionError as exc:  # of that name
                 link.send(Begun(str(exc), is_taken=True))
                 continue
@@ -94,32 +95,35 @@ class AgentProcess:
             yield following
             return
 
+    def _make_next(self, message: Begin, beside: Path, make: _Make[_Session]) -> _Session:
+        """Raises: DetrainError, ValueError for text that the system does not take."""
+        folder = Path(message.folder) if message.folder else beside.parent / message.session
+        if not message.folder and (folder.name != message.session or message.session == ".."):
+            raise LaunchError(f"{message.session!r} is no name of a session")
+        try:
+            require_private(folder.parent)  # it may be another one than when this agent was started
+        except OSError as exc:
+            raise LaunchError(f"the folder of sessions cannot be used: {exc}") from exc
+        if message.env is not None:
+            os.environ.clear()
+            os.environ.update(self._environment.applied_to(message.env))
+            list_gpus.cache_clear()
+        lock = claim_folder(folder, uses=message.uses)
+        os.set_inheritable(lock, False)
+        try:
+            if message.work_folder:
+                Path(message.work_folder).mkdir(parents=True, exist_ok=True)
+            os.chdir(folder)
+            return make(folder, lock)
+        except (OSError, ValueError) as exc:
+            os.chdir("/")
+            os.close(lock)
+            remove_dead_agent(folder)
+            raise LaunchError(f"the session's folder cannot be used: {exc}") from exc
+
     def _on_child_ended(self) -> None:
         drain(self.child_ended)
         self.launching.take_end()
 
     def _read_starter(self) -> dict[str, str]:
         return {**read_starter(), "umask": f"{self._users_umask:04o}"}
-
-
-def _make_next(message: Begin, beside: Path, make: _Make[_Session]) -> _Session:
-    """Raises: DetrainError, ValueError for text that the system does not take."""
-    folder = Path(message.folder) if message.folder else beside.parent / message.session
-    if not message.folder and (folder.name != message.session or message.session == ".."):
-        raise LaunchError(f"{message.session!r} is no name of a session")
-    if message.env:
-        os.environ.clear()
-        os.environ.update(message.env)
-        list_gpus.cache_clear()
-    lock = claim_folder(folder, uses=message.uses)
-    os.set_inheritable(lock, False)
-    try:
-        if message.work_folder:
-            Path(message.work_folder).mkdir(parents=True, exist_ok=True)
-        os.chdir(folder)
-        return make(folder, lock)
-    except (OSError, ValueError) as exc:
-        os.chdir("/")
-        os.close(lock)
-        remove_dead_agent(folder)
-        raise LaunchError(f"the session's folder cannot be used: {exc}") from exc

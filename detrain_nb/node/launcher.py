@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> None:
     """Run the ranks of this node until all workers have returned; with an agent's socket, as often as it orders."""
     channel = os.environ.pop(WARM_FD_VARIABLE, "")
-    env_before = dict(os.environ)
     gc.disable()  # imports make no garbage: the collector would look at all they have made again and again
     preload()
     _import_engine()
@@ -33,7 +32,7 @@ def main(argv: list[str]) -> None:
     if channel:
         from .warm import WarmProcess
 
-        WarmProcess(socket.socket(fileno=int(channel)), run, env_before=env_before).serve()
+        WarmProcess(socket.socket(fileno=int(channel)), run).serve()
     else:
         gc.freeze()  # the collector of a forked process leaves these pages shared
         run(argv)

@@ -16,7 +16,10 @@ from .processes import descendants, die_with_parent, end_descendants
 from .surroundings import find_difference, read_surroundings, without_session_variables
 from .warm import MOST_ANSWER_BYTES
 
+_ANSWER_LIMIT_S = 10.0  # of a warm process, which has looked at some thousand files then
 _END_LIMIT_S = 4.0
+_LAST_MOMENT_S = 0.1
+_IT_ENDED = "the warm process ended"
 _LOG_NAME = "launcher.log"
 _LOG_TAIL_BYTES = 4000
 
@@ -50,6 +53,7 @@ class Launching:
         self._order: _Order | None = None
         self._launcher_pid = 0
         self._why_cold = ""
+        self.answer_by: float | None = None  # when the warm process has to have said what becomes of its order
 
     @property
     def is_warm(self) -> bool:
@@ -62,13 +66,14 @@ class Launching:
         return bool(self._launcher_pid or self._order)
 
     def start(
-        self, argv: list[str], env: dict[str, str], store: socket.socket | None, *, changed: str = ""
+        self, argv: list[str], env: dict[str, str], store: socket.socket | None, *, why_cold: str = ""
     ) -> LauncherEnd | None:
         """Start the launcher that ``argv`` is; returns why it cannot be. ``store`` is its own from now on.
 
-        Where something is known to have ``changed``, everything is imported again first.
+        With ``why_cold``, what is wrong with the warm process that is there, everything is imported again first.
         """
-        order = self._order = _Order(argv, env, store)
+        order, self.answer_by = _Order(argv, env, store), None
+        self._order = order
         try:
             if LAUNCHER_MODULE not in argv:
                 self._imported_with = None
@@ -77,11 +82,12 @@ class Launching:
                 self._forget_order()
             elif not self.is_warm:
                 self._start_warm_process(order)
-            elif changed := changed or self._find_difference(order):
-                self._why_cold = f"{changed} changed"
+            elif why_cold := why_cold or self._find_difference(order):
+                self._why_cold = why_cold
                 self._start_warm_process(order)
             else:
                 self._send_order(order)
+                self.answer_by = time.monotonic() + _ANSWER_LIMIT_S
         except OSError as exc:
             self._forget_order()
             return LauncherEnd(127, f"{argv[0]} cannot be started: {exc}")
@@ -103,8 +109,14 @@ class Launching:
             self._forget_order()
             return LauncherEnd(127, said["failed"])
         elif "stale" in said and self._order:
-            return self.start(self._order.argv, self._order.env, self._order.store, changed=said["stale"])
+            return self._start_cold(self._order, f"{said['stale']} changed")
         return None
+
+    def take_silence(self) -> LauncherEnd | None:
+        """Where the warm process has not answered in time, stopped perhaps, or waiting for a disk: do without it."""
+        if self._order is None or self.answer_by is None or time.monotonic() < self.answer_by:
+            return None
+        return self._start_cold(self._order, f"the warm process has not answered for {_ANSWER_LIMIT_S:.0f} s")
 
     def take_why_cold(self) -> str:
         """Why the warm process that was there has not been used; empty where it was, or there was none."""
@@ -138,6 +150,9 @@ class Launching:
         end_descendants(spare={self._process.pid} if self.is_warm and self._process else ())
 
     # ---- starting
+
+    def _start_cold(self, order: _Order, why: str) -> LauncherEnd | None:
+        return self.start(order.argv, order.env, order.store, why_cold=why)
 
     def _start_warm_process(self, order: _Order) -> None:
         """Import everything anew, in a process that then takes ``order``. Raises: OSError."""
@@ -189,25 +204,29 @@ class Launching:
             socket.send_fds(self.channel, [b"o"], [file.fileno(), log.fileno(), folder, *stores])
 
     def _find_difference(self, order: _Order) -> str:
-        """In what the warm process is not what one that is started now would be; its files it looks at itself."""
+        """Why the warm process is not what one that is started now would be; at its files it looks itself."""
         assert self._process is not None and self._imported_with is not None
         python, env = _what_imports_see(order)
         if python != self._imported_with[0]:
-            return "Python"
+            return "Python changed"
         if names := find_difference(self._imported_with[1], env):
-            return f"the environment ({names})"
+            return f"the environment ({names}) changed"
         try:
             names = find_difference(read_surroundings(self._process.pid), read_surroundings())
         except OSError:  # it is gone
-            return "the warm process"
-        return f"what a process inherits ({names})" if names else ""
+            return _IT_ENDED
+        if names:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # of one that is ending the system says other things
+                self._process.wait(_LAST_MOMENT_S)
+                return _IT_ENDED
+        return f"what a process inherits ({names}) changed" if names else ""
 
     # ---- ending
 
     def _forget_order(self) -> None:
         if self._order and self._order.store:
             self._order.store.close()
-        self._order = None
+        self._order = self.answer_by = None
 
     def _wait_for_workers(self) -> None:
         """Wait until what the launcher has started has ended, as it does when the agent hangs up."""

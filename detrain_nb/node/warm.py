@@ -18,29 +18,24 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..launch import STORE_FD_VARIABLE
 from .processes import die_with_parent, drain, forget_children, watch_children
-from .surroundings import ImportedFiles
+from .surroundings import ImportedEnvironment, ImportedFiles
 
 MOST_ANSWER_BYTES = 1 << 16
 _MOST_FDS = 4
 
 
 class WarmProcess:
-    """Made when everything is imported. ``run`` is what a launcher does with its arguments.
+    """Made when everything is imported. ``run`` is what a launcher does with its arguments."""
 
-    ``env_before``: the environment before the imports; what they have set in it, every launcher gets too.
-    """
-
-    def __init__(
-        self, channel: socket.socket, run: Callable[[list[str]], None], *, env_before: Mapping[str, str]
-    ) -> None:
+    def __init__(self, channel: socket.socket, run: Callable[[list[str]], None]) -> None:
         self._channel = channel
         self._run = run
-        self._set_by_imports = {name: value for name, value in os.environ.items() if env_before.get(name) != value}
+        self._environment = ImportedEnvironment()
         self._launcher = 0
         self._files = ImportedFiles()
         self._child_ended = watch_children()
@@ -103,7 +98,7 @@ class WarmProcess:
             os.close(folder)
             os.close(log)
             os.environ.clear()
-            os.environ.update({**order["env"], **self._set_by_imports})
+            os.environ.update(self._environment.applied_to(order["env"]))
             if store is not None:
                 os.environ[STORE_FD_VARIABLE] = str(store)
             sys.argv[1:] = order["argv"]

@@ -218,7 +218,7 @@ class Inbox:
         elif isinstance(message, Notice):
             self._take_gap(replace(message, text=f"{self._on(node)}{message.text}"), number, node)
         elif isinstance(message, StartedCold):
-            self.notice(f"{self._on(node)}started cold: {message.reason}")
+            self.notice(f"{self._on(node)}started cold: {one_line(message.reason)}")
 
     def _on(self, node: int) -> str:
         return f"{self.nodes[node]}: " if self.nodes[node] else ""

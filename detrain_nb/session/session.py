@@ -114,7 +114,7 @@ class Session:
         start in ``folder`` (the current one), with ``env`` added to the environment. ``start`` is "fork" (torch is
         imported once) or "exec" (the plain torchrun command). Rank r is seeded with ``seed + r``. The ranks of a node
         share its processors; ``OMP_NUM_THREADS``, in ``env`` or in this process's environment for ranks on this
-        machine, is how many threads torch uses in each.
+        machine, is how many threads torch uses in each, and set there.
 
         With ``sync`` nodes have the files of ``folder`` that .gitignore and .detrainignore do not leave out, before the
         ranks start and before each cell.

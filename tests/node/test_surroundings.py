@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ print(flush=True)
 for _ in sys.stdin:
     print(files.find_changed(), flush=True)
 """
+_ROOT = Path(__file__).parents[2]
 _CHANGES = {
     "affinity": "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
     "limits": "resource.setrlimit(resource.RLIMIT_CORE, (0, 0)), resource.setrlimit(resource.RLIMIT_NOFILE, (99, 99))",
@@ -34,11 +36,11 @@ _CHANGES = {
 
 
 class _Watcher:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, python: str = sys.executable, **env: str) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _WATCH],
-            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            [python, "-c", _WATCH],
+            env={**os.environ, "PYTHONPATH": f"{folder}:{_ROOT}", "PYTHONDONTWRITEBYTECODE": "1", **env},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -59,19 +61,31 @@ class _Watcher:
         return line[:-1]
 
 
-@pytest.fixture
-def watcher(tmp_path: Path) -> Iterator[_Watcher]:
-    """A process that has imported from a folder of its ``sys.path``."""
-    folder = tmp_path / "site"
-    (folder / "package").mkdir(parents=True)
-    (folder / "package/__init__.py").write_text("")
-    (folder / "paths.pth").write_text("# one\n")
-    (folder / "library.py").write_text("VERSION = 1\n")
-    watcher = _Watcher(folder)
+@contextlib.contextmanager
+def _watching(folder: Path, **options: str) -> Iterator[_Watcher]:
+    watcher = _Watcher(folder, **options)
     try:
         yield watcher
     finally:
         watcher.process.communicate(timeout=20)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One of ``sys.path``, with what is imported."""
+    folder = tmp_path / "site"
+    (folder / "package").mkdir(parents=True)
+    (folder / "package/__init__.py").write_text("")
+    (folder / "paths.pth").write_text("# one\n../later\n")
+    (folder / "library.py").write_text("VERSION = 1\n")
+    return folder
+
+
+@pytest.fixture
+def watcher(folder: Path) -> Iterator[_Watcher]:
+    """A process that has imported from the folder."""
+    with _watching(folder) as watcher:
+        yield watcher
 
 
 def test_file_that_is_written_anew_is_named(watcher: _Watcher) -> None:
@@ -113,6 +127,77 @@ def test_what_is_read_or_written_elsewhere_is_no_change(watcher: _Watcher, tmp_p
     (watcher.folder / "library.py").read_text()
     (tmp_path / "elsewhere.py").write_text("")
     assert watcher.find_changed() == ""
+
+
+@pytest.mark.parametrize(("path", "named"), [("library.py", "library.py"), ("another.py", ".")])
+def test_change_while_the_imports_run_is_named(path: str, named: str, folder: Path) -> None:
+    """The library is imported before; what it is now was never imported."""
+    (folder / "package/__init__.py").write_text(
+        f"with open({str(folder / path)!r}, 'a') as file:\n    file.write('# 2')"
+    )
+    with _watching(folder) as watcher:
+        assert watcher.find_changed() == named
+
+
+def test_what_an_import_compiles_is_no_change(folder: Path) -> None:
+    with _watching(folder, PYTHONDONTWRITEBYTECODE="") as watcher:
+        assert (folder / "__pycache__").exists()
+        assert (folder / "package/__pycache__").exists()
+        assert watcher.find_changed() == ""
+
+
+def test_folder_that_a_pth_file_names_is_named_when_it_is_there(watcher: _Watcher) -> None:
+    (watcher.folder.parent / "later").mkdir()
+    assert watcher.find_changed() == "../later"
+
+
+def test_folder_of_the_user_is_named_when_it_is_there(folder: Path, tmp_path: Path) -> None:
+    with _watching(folder, PYTHONUSERBASE=str(tmp_path / "user")) as watcher:
+        version = f"python3.{sys.version_info[1]}"
+        (tmp_path / "user/lib" / version / "site-packages").mkdir(parents=True)
+        assert watcher.find_changed() == f"../user/lib/{version}/site-packages"
+
+
+def test_shared_library_that_would_be_found_first_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "libraries").mkdir()
+    with _watching(folder, LD_LIBRARY_PATH=f"{tmp_path}/libraries:") as watcher:
+        assert watcher.find_changed() == ""
+        (tmp_path / "libraries/libstdc++.so.6").touch()
+        assert watcher.find_changed() == "../libraries"
+
+
+def test_settings_of_a_virtual_environment_are_compared(folder: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
+    with (
+        _watching(folder, python=str(tmp_path / "venv/bin/python")) as watcher,
+        open(tmp_path / "venv/pyvenv.cfg", "a") as file,
+    ):
+        assert watcher.find_changed() == ""
+        print("include-system-site-packages = true", file=file, flush=True)
+        assert watcher.find_changed() == "../venv/pyvenv.cfg"
+
+
+_SET = """
+import os
+os.environ |= {"SET": "1", "CHANGED": "2"}
+del os.environ["GONE"]
+from detrain_nb.node.surroundings import ImportedEnvironment
+imported = ImportedEnvironment()
+for env in ({"CHANGED": "1", "GONE": "1", "OTHER": "3"}, {"SET": "0", "CHANGED": "0", "GONE": "0"}):
+    made = imported.applied_to(env)
+    print({name: made[name] for name in ("SET", "CHANGED", "GONE", "OTHER") if name in made})
+"""
+
+
+def test_what_imports_change_in_the_environment_is_changed_in_another_but_where_that_is_not_as_it_was() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _SET],
+        env={**os.environ, "CHANGED": "1", "GONE": "1"}, capture_output=True, text=True, check=True, timeout=30,
+    )  # fmt: skip
+    assert ran.stdout.splitlines() == [
+        "{'SET': '1', 'CHANGED': '2', 'OTHER': '3'}",
+        "{'SET': '0', 'CHANGED': '0', 'GONE': '0'}",
+    ]
 
 
 @pytest.mark.parametrize("trait", _CHANGES)

@@ -600,6 +600,7 @@ _OF_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "list[int]": st.lists(_INTS, max_size=3),
     "list[str]": st.lists(_TEXTS, max_size=3),
     "dict[str, str]": st.dictionaries(_TEXTS, _TEXTS, max_size=2),
+    "dict[str, str] | None": st.none() | st.dictionaries(_TEXTS, _TEXTS, max_size=2),
 }
 
 

@@ -629,6 +629,8 @@ def _gpus() -> int:
 def test_threads_of_a_rank_are_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     with Session.start(1, device="cpu", init=False) as session:
-        assert session.run_cell("torch.get_num_threads()").values == {0: 3}
+        assert session.run_cell("import os\ntorch.get_num_threads(), os.environ['OMP_NUM_THREADS']").values == {
+            0: (3, "3")
+        }
     with Session.start(1, device="cpu", init=False, env={"OMP_NUM_THREADS": "2"}) as session:
         assert session.run_cell("torch.get_num_threads()").values == {0: 2}

@@ -27,6 +27,7 @@ from detrain_nb.node.surroundings import read_starter
 from detrain_nb.transport.local import LocalTransport
 from detrain_nb.wire import ALIVE_GAP_S, SILENCE_LIMIT_S, Begin, Begun, FrameReader, Kept, to_frame
 
+from ..node.cgroups import cgroup
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
 from .soon import assert_soon
@@ -268,6 +269,32 @@ time.sleep(600)
         child.kill()
 
 
+@pytest.mark.slow
+def test_process_that_was_forked_while_a_session_ran_does_not_hold_what_is_kept_then(processes: Processes) -> None:
+    code = """
+import os, time
+from detrain_nb import Session
+
+session = Session.start(1, device="cpu", init=False, warm_s=600)
+if child := os.fork():
+    session.run_cell("1")
+    session.stop()
+    print(child, flush=True)
+time.sleep(600)
+"""
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    child = psutil.Process(int(program.stdout.readline()))
+    try:
+        assert len(processes()) == 4
+        program.kill()
+        program.wait(10)
+        assert_soon(lambda: processes() == {child})
+    finally:
+        program.stdout.close()
+        child.kill()
+
+
 @contextlib.contextmanager
 def _interrupted(after_s: float) -> Iterator[Callable[[], None]]:
     """What it gives begins the time after which what runs here is interrupted, as by the stop button."""
@@ -468,14 +495,29 @@ _WHAT = {
 }
 
 
+# One process and no more: the system itself refuses the fork.
+_JOIN_CGROUP = "os.register_at_fork(before=lambda: is_due() and print(0, file=open({procs!r}, 'w'), flush=True))"
+# Where no cgroup can be made nothing but the call itself is replaced.
 _REFUSE_FORK = """
     fork = os.fork
     def refuse():
         if is_due():
-            raise OSError(12, "Cannot allocate memory")
+            raise BlockingIOError(11, "Resource temporarily unavailable")
         return fork()
     os.fork = refuse
 """
+
+
+@contextlib.contextmanager
+def _refused_fork() -> Iterator[str]:
+    with contextlib.ExitStack() as made:
+        try:
+            folder = made.enter_context(cgroup("pids"))
+        except OSError:
+            yield _REFUSE_FORK
+            return
+        (folder / "pids.max").write_text("1")
+        yield _JOIN_CGROUP.format(procs=str(folder / "cgroup.procs"))
 
 
 @pytest.mark.slow
@@ -499,17 +541,67 @@ def test_warm_process_that_is_killed_in_a_fork_leaves_nothing_and_the_next_start
 def test_fork_that_the_system_refuses_is_told_and_the_next_start_works(
     imported: Path, tmp_path: Path, processes: Processes
 ) -> None:
-    """A stand-in for a system that is short of memory: nothing but the call itself is replaced."""
     flag = tmp_path / "now"
-    (imported / "sitecustomize.py").write_text(_AT_FORK.format(flag=str(flag), what=_REFUSE_FORK))
-    _session_stopped(ranks=1)
-    flag.touch()
-    with pytest.raises(LaunchError, match=r"no process can be forked for the launcher: .*Cannot allocate memory"):
-        _start(ranks=1)
-    assert_soon(lambda: not processes())
-    flag.unlink()
-    with _start(ranks=1) as session:
+    with _refused_fork() as what:
+        (imported / "sitecustomize.py").write_text(_AT_FORK.format(flag=str(flag), what=what))
+        _session_stopped(ranks=1)
+        flag.touch()
+        with pytest.raises(LaunchError, match=r"no process can be forked for the launcher: .*Resource temporarily"):
+            _start(ranks=1)
+        assert_soon(lambda: not processes())
+        flag.unlink()
+        with _start(ranks=1) as session:
+            assert session.run_cell("1 + 1").values == {0: 2}
+
+
+@pytest.mark.slow
+def test_warm_process_that_does_not_answer_is_not_waited_for() -> None:
+    warm = _session_stopped(ranks=1)
+    warm.suspend()
+    with _is_cold(warm, ranks=1) as session:
         assert session.run_cell("1 + 1").values == {0: 2}
+        assert session.notices == ["started cold: the warm process has not answered for 10 s"]
+
+
+@pytest.mark.slow
+def test_environment_of_the_next_session_is_the_notebooks_though_that_is_empty() -> None:
+    code = """
+import os
+from detrain_nb import Session
+
+os.environ["SECRET"] = "1"
+Session.start(1, device="cpu", init=False, warm_s=600).stop()
+os.environ.clear()
+with Session.start(1, device="cpu", init=False) as session:
+    print(session.run_cell("import os\\nos.environ.get('SECRET')").values)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout == "{0: None}\n"
+
+
+@pytest.mark.slow
+def test_python_that_was_called_by_a_relative_path_starts_warm(tmp_path: Path) -> None:
+    code = """
+from detrain_nb import Session
+for _ in range(2):
+    with Session.start(1, device="cpu", init=False, warm_s=600) as session:
+        print(session.notices)
+"""
+    command = [os.path.relpath(sys.executable, tmp_path), "-c", code]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout == "[]\n[]\n"
+
+
+def test_variable_that_an_import_sets_is_there_in_every_session(imported: Path) -> None:
+    """The notebook's process does not have it: it imports from elsewhere."""
+    (imported / "sitecustomize.py").write_text("import os\nos.environ['FROM_IMPORT'] = '1'\n")
+    look = "import os\nos.environ.get('FROM_IMPORT')"
+    with _start(ranks=1) as session:
+        warm = _warm_process(session)
+        assert session.run_cell(look).values == {0: "1"}
+    for _ in range(2):
+        with _is_warm(warm, ranks=1) as session:
+            assert session.run_cell(look).values == {0: "1"}
 
 
 def test_warm_process_that_is_killed_while_it_waits_is_not_missed(processes: Processes) -> None:
@@ -727,14 +819,72 @@ def test_agent_that_does_not_answer_is_hung_up_on(
 def test_agent_that_refuses_is_replaced_by_a_fresh_one_and_its_words_are_text(agent_side: socket.socket) -> None:
     def refuse() -> None:
         _wait_for_begin(agent_side)
-        agent_side.sendall(to_frame(Begun("no\x1b]52;c;x\x07")).to_bytes())
+        agent_side.sendall(to_frame(Begun("no\x1b]52;c;x\x07\nrank 0: lost")).to_bytes())
 
     with ThreadPoolExecutor() as pool:
         playing = pool.submit(refuse)
         with _start(ranks=1) as session:
             assert session.run_cell("1 + 1").values == {0: 2}
-            assert session.notices == ["started cold: no?]52;c;x?"]
+            assert session.notices == ["started cold: no?]52;c;x? rank 0: lost"]
         playing.result(10)
+
+
+def test_agent_that_serves_another_session_of_that_name_stays_and_its_words_are_one_line(
+    agent_side: socket.socket,
+) -> None:
+    def refuse() -> None:
+        _wait_for_begin(agent_side)
+        agent_side.sendall(to_frame(Begun("it runs\nrank 0: lost", is_taken=True)).to_bytes())
+
+    with ThreadPoolExecutor() as pool:
+        playing = pool.submit(refuse)
+        with pytest.raises(SessionError, match=r"^it runs rank 0: lost$"):
+            begin_on_kept(_Agent(), "next")
+        playing.result(10)
+    assert drop_kept() == 1
+
+
+def test_of_agents_that_are_kept_at_the_same_moment_one_stays() -> None:
+    pairs, together = [socket.socketpair() for _ in range(8)], threading.Barrier(8)
+
+    def keep_one(ours: socket.socket) -> None:
+        together.wait(10)
+        keep(_Agent(), ours, keep_s=600.0)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(keep_one, [ours for ours, _ in pairs]))
+    assert drop_kept() == 1
+    for _, theirs in pairs:
+        with theirs:
+            theirs.settimeout(10)
+            assert theirs.recv(1) == b""
+
+
+def test_agent_with_which_another_thread_begins_a_session_is_not_dropped(agent_side: socket.socket) -> None:
+    with ThreadPoolExecutor() as pool:
+        beginning = pool.submit(begin_on_kept, _Agent(), "next")
+        _wait_for_begin(agent_side)
+        assert drop_kept() == 0
+        agent_side.sendall(to_frame(Begun()).to_bytes())
+        begun = beginning.result(10)
+    assert not isinstance(begun, str)
+    with begun[1] as sock:
+        agent_side.sendall(b"x")
+        assert sock.recv(1) == b"x"
+
+
+@pytest.mark.slow
+def test_folder_of_sessions_that_others_can_write_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    warm = _session_stopped(ranks=1)
+    ask, answers = kept._ask, []
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    asked = {"folder": str(tmp_path / "open/next"), "work_folder": "", "uses": []}
+    monkeypatch.setattr(LocalTransport, "begin", lambda *_: asked)
+    monkeypatch.setattr(kept, "_ask", lambda *given: answers.append(ask(*given)) or answers[-1])
+    with _is_cold(warm, ranks=1):
+        assert f"run directory {tmp_path}/open is open to others" in answers[0].error
+    assert not (tmp_path / "open/next").exists()
 
 
 @pytest.mark.slow
