@@ -7,6 +7,7 @@ import difflib
 import math
 import os
 import shlex
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
@@ -105,11 +106,15 @@ class Settings:
 
     @classmethod
     def from_env(cls) -> Settings:
-        """The defaults, with ``DETRAIN_NB_OUTPUT`` and ``DETRAIN_NB_WARM``."""
+        """The defaults, with ``DETRAIN_NB_OUTPUT`` and ``DETRAIN_NB_WARM``. A wrong one is named and left out."""
         settings = cls()
         for key in ("output", "warm"):
-            if value := os.environ.get(f"DETRAIN_NB_{key.upper()}"):
-                settings = settings.changed(f"{key}={value}", of=f"DETRAIN_NB_{key.upper()}")
+            variable = f"DETRAIN_NB_{key.upper()}"
+            if value := os.environ.get(variable):
+                try:
+                    settings = settings.changed(f"{key}={value}", of=variable)
+                except UsageError as exc:
+                    print(f"{exc}; {key}={getattr(settings, key)} holds", file=sys.stderr)
         return settings
 
     def changed(self, assignment: str, *, of: str = "%distributed config") -> Settings:

@@ -7,7 +7,6 @@ from typing import Any
 import psutil
 import pytest
 from detrain_nb.magics.options import Settings
-from IPython.core.error import UsageError
 
 _PID = "%%distributed -r 0\nimport os\nprint(os.getpid())"
 
@@ -90,10 +89,13 @@ def test_what_is_kept_ends_with_the_setting_and_with_the_kernel(kernel: Any) -> 
     assert not last.is_running()
 
 
-def test_variable_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variable_that_is_wrong_is_named_and_takes_no_magic_away(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("DETRAIN_NB_WARM", "soon")
-    with pytest.raises(UsageError, match=r"^DETRAIN_NB_WARM: warm is a number, 0 or more, not 'soon'$"):
-        Settings.from_env()
+    monkeypatch.setenv("DETRAIN_NB_OUTPUT", "final")
+    assert Settings.from_env() == Settings(output="final")
+    assert capsys.readouterr().err == ("DETRAIN_NB_WARM: warm is a number, 0 or more, not 'soon'; warm=600.0 holds\n")
 
 
 @pytest.mark.slow
