@@ -15,10 +15,11 @@ from ..agents import READY, claim_folder, remove_dead_agent, require_private
 from ..errors import DetrainError, LaunchError, SessionError, WireError
 from ..wire import Begin, Begun, Kept, Link
 from .gpus import list_gpus
+from .imported import ImportedFiles
 from .launching import Launching
 from .loop import Loop
 from .processes import adopt_orphans, drain, watch_children
-from .surroundings import ImportedEnvironment, ImportedFiles, find_difference, read_starter
+from .surroundings import ImportedEnvironment, find_difference, read_starter
 
 LONGEST_WAIT_S = 3600.0  # that a system knows
 

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -22,8 +23,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..launch import STORE_FD_VARIABLE
+from .imported import ImportedFiles
 from .processes import die_with_parent, drain, forget_children, watch_children
-from .surroundings import ImportedEnvironment, ImportedFiles
+from .surroundings import ImportedEnvironment
 
 MOST_ANSWER_BYTES = 1 << 16
 _MOST_FDS = 4
@@ -38,6 +40,7 @@ class WarmProcess:
         self._environment = ImportedEnvironment()
         self._launcher = 0
         self._files = ImportedFiles()
+        self._is_fresh = True  # nothing can be fresher: its first order is not refused
         self._child_ended = watch_children()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -60,10 +63,11 @@ class WarmProcess:
             with open(fds.pop(0), "rb") as file:
                 file.seek(0)
                 order = json.loads(file.read())
-            if path := self._files.find_changed():
+            if not self._is_fresh and (path := self._files.find_changed()):
                 self._answer(stale=path)
             else:
                 self._fork(order, *fds)
+            self._is_fresh = False
         finally:
             for fd in fds:
                 os.close(fd)
@@ -97,6 +101,7 @@ class WarmProcess:
             os.dup2(log, 2)
             os.close(folder)
             os.close(log)
+            multiprocessing.current_process().authkey = os.urandom(32)
             os.environ.clear()
             os.environ.update(self._environment.applied_to(order["env"]))
             if store is not None:

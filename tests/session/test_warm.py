@@ -95,6 +95,15 @@ def test_next_session_has_the_warm_process_and_nothing_else_of_the_last() -> Non
         assert not second.run_cell("import sys\n[p for p in sys.path if 'python-' in p]", ranks=0).values[0]
 
 
+def test_key_of_multiprocessing_is_another_one_in_every_session() -> None:
+    look = "import multiprocessing\nmultiprocessing.current_process().authkey.hex()"
+    with _start() as session:
+        warm, first = _warm_process(session), session.run_cell(look).values
+    with _is_warm(warm) as session:
+        second = session.run_cell(look).values
+    assert first[0] == first[1] != second[0] == second[1]
+
+
 def test_warm_session_computes_what_a_cold_one_does() -> None:
     code = "import random\n(torch.rand(3).tolist(), random.random(), rank, world_size)"
     with _start(seed=5, init=True) as cold:
@@ -439,7 +448,7 @@ def imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_what_was_imported_and_has_changed_is_imported_anew(imported: Path) -> None:
-    """Which changes are seen: tests/node/test_surroundings.py."""
+    """Which changes are seen: tests/node/test_imported.py."""
     warm = _session_stopped(ranks=1)
     agent = warm.parent()
     assert agent is not None
@@ -448,6 +457,19 @@ def test_what_was_imported_and_has_changed_is_imported_anew(imported: Path) -> N
         assert session.run_cell("import library\nlibrary.VERSION").values == {0: "two"}
         assert not agent.is_running(), "it has imported the library too"
         assert session.notices == [f"started cold: {imported}/library.py changed"]
+
+
+@pytest.mark.parametrize("warm_s", [0.0, 60.0])
+def test_change_in_every_start_delays_none(warm_s: float, imported: Path) -> None:
+    """What was just imported is used, though the imports have changed it themselves: another try is no better."""
+    (imported / "sitecustomize.py").write_text(
+        f"import library\nwith open({str(imported / 'library.py')!r}, 'a') as file:\n    file.write('# ')\n"
+    )
+    with _start(ranks=1, warm_s=warm_s) as session:
+        assert session.notices == []
+        first = _warm_process(session)
+    with _is_cold(first, ranks=1, warm_s=warm_s) as session:
+        assert session.notices == ([f"started cold: {imported}/library.py changed"] if warm_s else [])
 
 
 @pytest.mark.slow

@@ -1,0 +1,275 @@
+"""What was imported and has changed since: every file, and every place where another import would look."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Imports, then says for every line that it reads what has changed since.
+_WATCH = """
+import os, sys
+import json, library, link, package
+from detrain_nb.node.imported import ImportedFiles
+files = ImportedFiles()
+os.chdir("/")  # as a warm process does
+print(flush=True)
+for _ in sys.stdin:
+    print(files.find_changed(), flush=True)
+"""
+_ROOT = Path(__file__).parents[2]
+
+
+class _Watcher:
+    def __init__(self, folder: Path, *, python: str = sys.executable, before: str = "", **env: str) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [python, "-c", before + _WATCH],
+            env={**os.environ, "PYTHONPATH": f"{folder}:{_ROOT}", "PYTHONDONTWRITEBYTECODE": "1", **env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._read()
+
+    def find_changed(self) -> str:
+        """The path, within the folder."""
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
+        found = self._read()
+        return os.path.relpath(found, self.folder) if found else ""
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.endswith("\n")
+        return line[:-1]
+
+
+@contextlib.contextmanager
+def _watching(folder: Path, **options: str) -> Iterator[_Watcher]:
+    watcher = _Watcher(folder, **options)
+    try:
+        yield watcher
+    finally:
+        watcher.process.communicate(timeout=20)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One of ``sys.path``, with what is imported."""
+    folder = tmp_path / "site"
+    (folder / "package").mkdir(parents=True)
+    (folder / "package/__init__.py").write_text("")
+    (folder / "paths.pth").write_text("# one\n../later\n")
+    (folder / "some-1.0.dist-info").mkdir()
+    (folder / "json").mkdir()
+    (folder / "link.py").symlink_to(folder.parent / "linked.py")
+    (folder.parent / "linked.py").touch()
+    (folder / "library.py").write_text("VERSION = 1\n")
+    return folder
+
+
+@pytest.fixture
+def watcher(folder: Path) -> Iterator[_Watcher]:
+    """A process that has imported from the folder."""
+    with _watching(folder) as watcher:
+        yield watcher
+
+
+def test_file_that_is_written_anew_is_named(watcher: _Watcher) -> None:
+    assert watcher.find_changed() == ""
+    (watcher.folder / "library.py").write_text("VERSION = 'two'\n")
+    assert watcher.find_changed() == "library.py"
+
+
+def test_file_with_another_date_is_named(watcher: _Watcher) -> None:
+    library = watcher.folder / "library.py"
+    os.utime(library, ns=(0, library.stat().st_mtime_ns + 1))
+    assert watcher.find_changed() == "library.py"
+
+
+def test_other_file_of_the_same_date_and_size_is_named(watcher: _Watcher) -> None:
+    library, other = watcher.folder / "library.py", watcher.folder.parent / "other.py"
+    other.write_text("VERSION = 3\n")
+    for path, copied in ((other, library.stat()), (watcher.folder, watcher.folder.stat())):
+        if path == watcher.folder:
+            other.replace(library)
+        os.utime(path, ns=(copied.st_atime_ns, copied.st_mtime_ns))
+    assert watcher.find_changed() == "library.py"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "another.py",
+        "another.cpython-311-x86_64-linux-gnu.so",
+        "package/more.py",
+        "paths.pth",
+        "some-1.0.dist-info/entry_points.txt",
+        "json/__init__.py",  # the standard library's is imported: the folder was none to import
+    ],
+)
+def test_what_may_change_an_import_is_named(path: str, watcher: _Watcher) -> None:
+    (watcher.folder / path).write_text("# two\n")
+    assert watcher.find_changed() == path
+
+
+@pytest.mark.parametrize("name", ["other-2.0.dist-info", "more"])
+def test_folder_that_may_change_an_import_is_named(name: str, watcher: _Watcher) -> None:
+    (watcher.folder / name).mkdir()
+    assert watcher.find_changed() == name
+
+
+def test_what_no_import_could_take_is_no_change(watcher: _Watcher) -> None:
+    """A notebook that saves itself, checkpoints, logs: a project's folder is in PYTHONPATH often."""
+    for name in ("notebook.ipynb", "step-3.pt", "train.log", "LICENSE", "package/table.csv"):
+        (watcher.folder / name).touch()
+    for name in ("__pycache__", "checkpoint-300", ".ipynb_checkpoints", "package/__pycache__"):
+        (watcher.folder / name).mkdir()
+    assert watcher.find_changed() == ""
+    (watcher.folder / "later.py").touch()
+    assert watcher.find_changed() == "later.py"
+
+
+def test_file_that_has_gone_is_named(watcher: _Watcher) -> None:
+    (watcher.folder / "library.py").unlink()
+    assert watcher.find_changed() == "library.py"
+
+
+def test_what_is_read_or_written_elsewhere_is_no_change(watcher: _Watcher, tmp_path: Path) -> None:
+    (watcher.folder / "library.py").read_text()
+    (tmp_path / "elsewhere.py").write_text("")
+    assert watcher.find_changed() == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("library.py", "library.py"),
+        ("another.py", "another.py"),
+        ("link.py", "link.py"),
+        ("more/__init__.py", "more"),
+        ("other-2.0.dist-info/METADATA", "other-2.0.dist-info"),
+    ],
+)
+def test_change_while_the_imports_run_is_named(path: str, named: str, folder: Path) -> None:
+    """The library is imported before; what it is now was never imported."""
+    _write_at_import(folder, path)
+    with _watching(folder) as watcher:
+        assert watcher.find_changed() == named
+
+
+def _write_at_import(folder: Path, path: str) -> None:
+    (folder / "package/__init__.py").write_text(
+        f"import os\nos.makedirs(os.path.dirname({str(folder / path)!r}), exist_ok=True)\n"
+        f"with open({str(folder / path)!r}, 'a') as file:\n    file.write('# 2')"
+    )
+
+
+@pytest.mark.parametrize("path", ["step-3.pt", "train.log", "runs/events"])
+def test_what_is_written_beside_while_the_imports_run_is_no_change(path: str, folder: Path) -> None:
+    _write_at_import(folder, path)
+    with _watching(folder) as watcher:
+        assert (folder / path).exists()
+        assert watcher.find_changed() == ""
+
+
+def test_file_whose_date_is_to_come_is_no_change(folder: Path) -> None:
+    """Unpacked from an archive, or written by a machine whose clock is ahead."""
+    tomorrow = time.time() + 86_400
+    for path in (folder / "library.py", folder):
+        os.utime(path, (tomorrow, tomorrow))
+    time.sleep(0.05)  # the system's own date of them is before the process begins: it counts in hundredths
+    with _watching(folder) as watcher:
+        assert watcher.find_changed() == ""
+
+
+def test_library_that_is_replaced_while_it_is_mapped_is_named(folder: Path, tmp_path: Path) -> None:
+    extensions = Path(sysconfig.get_config_var("DESTSHARED"))
+    library, new = tmp_path / "mapped.so", tmp_path / "new.so"
+    for path in (library, new):
+        shutil.copy(next(extensions.glob("_json*.so")), path)
+    before = f"import ctypes, os\nctypes.CDLL({str(library)!r})\nos.replace({str(new)!r}, {str(library)!r})\n"
+    with _watching(folder, before=before) as watcher:
+        assert watcher.find_changed() == "../mapped.so"
+
+
+def test_archive_whose_folder_is_imported_from_is_named(folder: Path, tmp_path: Path) -> None:
+    def write(names: list[str]) -> None:
+        with zipfile.ZipFile(tmp_path / "new.zip", "w") as archive:
+            for name in names:
+                archive.writestr(f"lib/{name}.py", "")
+        (tmp_path / "new.zip").replace(tmp_path / "packed.zip")
+
+    write(["packed"])
+    path = f"{tmp_path}/packed.zip/lib"
+    with _watching(folder, before=f"import sys; sys.path.append({path!r}); import packed") as watcher:
+        assert watcher.find_changed() == ""
+        write(["packed", "more"])
+        assert watcher.find_changed().startswith("../packed.zip/lib")
+
+
+def test_relative_path_that_an_import_adds_is_no_change(folder: Path) -> None:
+    """It begins in the session's folder, from which the warm process goes away."""
+    before = "import os, sys; sys.path.append('.'); sys.path.append('package')\n"
+    with _watching(folder, before=before) as watcher:
+        assert watcher.find_changed() == ""
+
+
+def test_other_python_behind_the_same_name_is_named(folder: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
+    python = tmp_path / "venv/bin/python"
+    with _watching(folder, python=str(python)) as watcher:
+        assert watcher.find_changed() == ""
+        copy = shutil.copy(python.resolve(), tmp_path / "python")
+        (tmp_path / "link").symlink_to(copy)
+        (tmp_path / "link").replace(python)
+        assert watcher.find_changed() == "../venv/bin/python"
+
+
+def test_what_an_import_compiles_is_no_change(folder: Path) -> None:
+    with _watching(folder, PYTHONDONTWRITEBYTECODE="") as watcher:
+        assert (folder / "__pycache__").exists()
+        assert (folder / "package/__pycache__").exists()
+        assert watcher.find_changed() == ""
+
+
+def test_folder_that_a_pth_file_names_is_named_when_it_is_there(watcher: _Watcher) -> None:
+    (watcher.folder.parent / "later").mkdir()
+    assert watcher.find_changed() == "../later"
+
+
+def test_folder_of_the_user_is_named_when_it_is_there(folder: Path, tmp_path: Path) -> None:
+    with _watching(folder, PYTHONUSERBASE=str(tmp_path / "user")) as watcher:
+        version = f"python3.{sys.version_info[1]}"
+        (tmp_path / "user/lib" / version / "site-packages").mkdir(parents=True)
+        assert watcher.find_changed() == f"../user/lib/{version}/site-packages"
+
+
+def test_shared_library_that_would_be_found_first_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "libraries").mkdir()
+    with _watching(folder, LD_LIBRARY_PATH=f"{tmp_path}/libraries:") as watcher:
+        assert watcher.find_changed() == ""
+        (tmp_path / "libraries/libstdc++.so.6").touch()
+        assert watcher.find_changed() == "../libraries/libstdc++.so.6"
+
+
+def test_settings_of_a_virtual_environment_are_compared(folder: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
+    with (
+        _watching(folder, python=str(tmp_path / "venv/bin/python")) as watcher,
+        open(tmp_path / "venv/pyvenv.cfg", "a") as file,
+    ):
+        assert watcher.find_changed() == ""
+        print("include-system-site-packages = true", file=file, flush=True)
+        assert watcher.find_changed() == "../venv/pyvenv.cfg"
