@@ -108,7 +108,7 @@ class AgentProcess:
         if message.env is not None:
             os.environ.clear()
             os.environ.update(self._environment.applied_to(message.env))
-            list_gpus.cache_clear()
+        list_gpus.cache_clear()
         lock = claim_folder(folder, uses=message.uses)
         os.set_inheritable(lock, False)
         try:

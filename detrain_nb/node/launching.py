@@ -73,10 +73,10 @@ class Launching:
         With ``why_cold``, what is wrong with the warm process that is there, everything is imported again first.
         """
         order, self.answer_by = _Order(argv, env, store), None
-        self._order = order
+        self._order, self._why_cold = order, why_cold
         try:
             if LAUNCHER_MODULE not in argv:
-                self._imported_with = None
+                self._end_process()
                 self._start_process(order)
                 self._launcher_pid = self._process.pid if self._process else 0
                 self._forget_order()
@@ -125,11 +125,13 @@ class Launching:
 
     def take_end(self) -> LauncherEnd | None:
         """After a child of the agent has ended: the launcher's end, if it was that, or what forks it."""
-        if self._process is None or self._process.poll() is None:
+        process = self._process
+        if process is None or process.poll() is None:
             return None
-        if end := self.take_answer():  # the last it said
+        end = self.take_answer()  # the last it said
+        if end or self._process is not process:  # another one has the order now
             return end
-        exit_code, had_launcher = self._process.returncode, self.is_launched
+        exit_code, had_launcher = process.returncode, self.is_launched
         self._process, self._launcher_pid = None, 0
         self._forget_order()
         return LauncherEnd(exit_code, _log_tail()) if had_launcher else None
@@ -156,20 +158,28 @@ class Launching:
 
     def _start_warm_process(self, order: _Order) -> None:
         """Import everything anew, in a process that then takes ``order``. Raises: OSError."""
+        self._end_process()
         for end in (self.channel, self._its_end):  # what the one before has not read, or said too late
             with contextlib.suppress(BlockingIOError):
                 while end.recv(1, socket.MSG_DONTWAIT):
                     pass
         self._imported_with = _what_imports_see(order)
-        self._start_process(order)
-        self._send_order(order)
+        try:
+            self._start_process(order)
+            self._send_order(order)
+        except OSError:
+            self._end_process()  # one without an order would take the next, however late, as its first
+            raise
+
+    def _end_process(self) -> None:
+        process, self._process, self._imported_with = self._process, None, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_LIMIT_S)
 
     def _start_process(self, order: _Order) -> None:
         """Raises: OSError."""
-        if self._process is not None:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_LIMIT_S)
         agent_pid = os.getpid()
         env, handed = dict(order.env), []
         if self._imported_with is not None:

@@ -70,7 +70,7 @@ class ImportedEnvironment:
 
     def applied_to(self, env: Mapping[str, str]) -> dict[str, str]:
         """The environment after the same imports. A variable that was another one before them is left as it is."""
-        made = dict(env)
+        made = {name: value for name, value in env.items() if name}  # the system has some that Python cannot set
         for name, before, after in self._changes:
             if made.get(name) != before:
                 continue

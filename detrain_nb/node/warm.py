@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -101,6 +102,7 @@ class WarmProcess:
             os.dup2(log, 2)
             os.close(folder)
             os.close(log)
+            importlib.invalidate_caches()
             multiprocessing.current_process().authkey = os.urandom(32)
             os.environ.clear()
             os.environ.update(self._environment.applied_to(order["env"]))

@@ -46,7 +46,7 @@ class _Watcher:
         assert self.process.stdin is not None
         print(file=self.process.stdin, flush=True)
         found = self._read()
-        return os.path.relpath(found, self.folder) if found else ""
+        return os.path.relpath(found, self.folder) if found.startswith("/") else found
 
     def _read(self) -> str:
         assert self.process.stdout is not None
@@ -70,7 +70,6 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "site"
     (folder / "package").mkdir(parents=True)
     (folder / "package/__init__.py").write_text("")
-    (folder / "paths.pth").write_text("# one\n../later\n")
     (folder / "some-1.0.dist-info").mkdir()
     (folder / "json").mkdir()
     (folder / "link.py").symlink_to(folder.parent / "linked.py")
@@ -114,7 +113,6 @@ def test_other_file_of_the_same_date_and_size_is_named(watcher: _Watcher) -> Non
         "another.py",
         "another.cpython-311-x86_64-linux-gnu.so",
         "package/more.py",
-        "paths.pth",
         "some-1.0.dist-info/entry_points.txt",
         "json/__init__.py",  # the standard library's is imported: the folder was none to import
     ],
@@ -124,17 +122,32 @@ def test_what_may_change_an_import_is_named(path: str, watcher: _Watcher) -> Non
     assert watcher.find_changed() == path
 
 
-@pytest.mark.parametrize("name", ["other-2.0.dist-info", "more"])
+@pytest.mark.parametrize("name", ["other-2.0.dist-info/METADATA", "more/__init__.py"])
 def test_folder_that_may_change_an_import_is_named(name: str, watcher: _Watcher) -> None:
-    (watcher.folder / name).mkdir()
-    assert watcher.find_changed() == name
+    folder = (watcher.folder / name).parent
+    folder.mkdir()
+    (watcher.folder / name).touch()
+    assert watcher.find_changed() == folder.name
+
+
+def test_link_that_may_be_a_package_is_named(watcher: _Watcher) -> None:
+    (watcher.folder / "more").symlink_to("/nowhere")
+    assert watcher.find_changed() == "more"
 
 
 def test_what_no_import_could_take_is_no_change(watcher: _Watcher) -> None:
     """A notebook that saves itself, checkpoints, logs: a project's folder is in PYTHONPATH often."""
-    for name in ("notebook.ipynb", "step-3.pt", "train.log", "LICENSE", "package/table.csv"):
+    for name in (
+        "notebook.ipynb",
+        "step-3.pt",
+        "model.pth",
+        "train.log",
+        "LICENSE",
+        "package/table.csv",
+        ".#library.py",
+    ):
         (watcher.folder / name).touch()
-    for name in ("__pycache__", "checkpoint-300", ".ipynb_checkpoints", "package/__pycache__"):
+    for name in ("__pycache__", "checkpoint-300", "step_300", ".ipynb_checkpoints", "package/__pycache__"):
         (watcher.folder / name).mkdir()
     assert watcher.find_changed() == ""
     (watcher.folder / "later.py").touch()
@@ -226,8 +239,8 @@ def test_relative_path_that_an_import_adds_is_no_change(folder: Path) -> None:
         assert watcher.find_changed() == ""
 
 
+@pytest.mark.usefixtures("site_packages")
 def test_other_python_behind_the_same_name_is_named(folder: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
     python = tmp_path / "venv/bin/python"
     with _watching(folder, python=str(python)) as watcher:
         assert watcher.find_changed() == ""
@@ -244,9 +257,33 @@ def test_what_an_import_compiles_is_no_change(folder: Path) -> None:
         assert watcher.find_changed() == ""
 
 
-def test_folder_that_a_pth_file_names_is_named_when_it_is_there(watcher: _Watcher) -> None:
-    (watcher.folder.parent / "later").mkdir()
-    assert watcher.find_changed() == "../later"
+@pytest.fixture
+def site_packages(tmp_path: Path) -> Path:
+    """Those of a virtual environment, whose Python is ``venv/bin/python``."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
+    (folder,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (folder / "paths.pth").write_text("# one\n../later\n")
+    return folder
+
+
+def test_pth_file_of_site_packages_and_the_folders_it_names_are_compared(
+    folder: Path, site_packages: Path, tmp_path: Path
+) -> None:
+    with _watching(folder, python=str(tmp_path / "venv/bin/python")) as watcher:
+        assert watcher.find_changed() == ""
+        (site_packages.parent / "later").mkdir()
+        assert watcher.find_changed() == os.path.relpath(site_packages.parent / "later", folder)
+        (site_packages.parent / "later").rmdir()
+        assert watcher.find_changed() == ""
+        (site_packages / "paths.pth").write_text("# two\n")
+        assert watcher.find_changed() == os.path.relpath(site_packages / "paths.pth", folder)
+
+
+@pytest.mark.parametrize("name", ["more.pth", "more.py"])
+def test_new_file_of_site_packages_is_named(name: str, folder: Path, site_packages: Path, tmp_path: Path) -> None:
+    with _watching(folder, python=str(tmp_path / "venv/bin/python")) as watcher:
+        (site_packages / name).touch()
+        assert watcher.find_changed() == os.path.relpath(site_packages / name, folder)
 
 
 def test_folder_of_the_user_is_named_when_it_is_there(folder: Path, tmp_path: Path) -> None:
@@ -264,8 +301,8 @@ def test_shared_library_that_would_be_found_first_is_named(folder: Path, tmp_pat
         assert watcher.find_changed() == "../libraries/libstdc++.so.6"
 
 
+@pytest.mark.usefixtures("site_packages")
 def test_settings_of_a_virtual_environment_are_compared(folder: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
     with (
         _watching(folder, python=str(tmp_path / "venv/bin/python")) as watcher,
         open(tmp_path / "venv/pyvenv.cfg", "a") as file,
@@ -273,3 +310,55 @@ def test_settings_of_a_virtual_environment_are_compared(folder: Path, tmp_path: 
         assert watcher.find_changed() == ""
         print("include-system-site-packages = true", file=file, flush=True)
         assert watcher.find_changed() == "../venv/pyvenv.cfg"
+
+
+def test_data_that_is_mapped_is_no_import(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "table").write_bytes(b"0" * 4096)
+    before = f"import mmap\nfile = open({str(tmp_path / 'table')!r}, 'r+b')\nheld = mmap.mmap(file.fileno(), 0)\n"
+    with _watching(folder, before=before) as watcher:
+        os.utime(tmp_path / "table")
+        assert watcher.find_changed() == ""
+
+
+def test_link_that_leads_nowhere_hides_no_name_beside_it(folder: Path) -> None:
+    (folder / "data").symlink_to("data")
+    with _watching(folder) as watcher:
+        assert watcher.find_changed() == ""
+        (folder / "later.py").touch()
+        assert watcher.find_changed() == "later.py"
+
+
+_ODD = """
+import importlib.util, pathlib, sys, types
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        raise ImportError(name)
+class Endless:
+    def __iter__(self):
+        while True:
+            yield "/x"
+class Orphan:
+    def __iter__(self):
+        raise KeyError("its parent")
+for name, path in {"endless": Endless(), "orphan": Orphan(), "number": 7, "numbers": [7]}.items():
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = path
+spec = importlib.util.find_spec("this")  # it prints when it is imported
+loader = importlib.util.LazyLoader(spec.loader)
+sys.modules["this"] = importlib.util.module_from_spec(spec)
+loader.exec_module(sys.modules["this"])
+sys.modules |= {"lazy": Lazy("lazy"), "nothing": None, "text": "", 7: types.ModuleType("seven")}
+sys.path += [pathlib.Path("/x"), b"/x", None, 7, "/\\udcff"]
+"""
+
+
+def test_odd_modules_and_paths_are_no_change_and_no_lazy_module_is_imported(folder: Path) -> None:
+    with _watching(folder, before=_ODD) as watcher:
+        assert watcher.find_changed() == ""
+        (folder / "library.py").write_text("VERSION = 'two'\n")
+        assert watcher.find_changed() == "library.py"
+
+
+def test_look_that_fails_is_told_when_the_imports_would_be_used_again(folder: Path) -> None:
+    with _watching(folder, before="import site; site.getusersitepackages = 7\n") as watcher:
+        assert watcher.find_changed() == "what is imported (TypeError: 'int' object is not callable)"
