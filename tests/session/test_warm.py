@@ -268,17 +268,7 @@ if child := os.fork():
     print(child, flush=True)
 time.sleep(600)
 """
-    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert program.stdout is not None
-    child = psutil.Process(int(program.stdout.readline()))
-    try:
-        assert len(processes()) == 4
-        program.kill()
-        program.wait(10)
-        assert_soon(lambda: processes() == {child})
-    finally:
-        program.stdout.close()
-        child.kill()
+    _kill_the_parent(code, processes)
 
 
 @pytest.mark.slow
@@ -294,6 +284,11 @@ if child := os.fork():
     print(child, flush=True)
 time.sleep(600)
 """
+    _kill_the_parent(code, processes)
+
+
+def _kill_the_parent(code: str, processes: Processes) -> None:
+    """A program that says the pid of the child it has forked is killed: that child is all that may be left."""
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None
     child = psutil.Process(int(program.stdout.readline()))
