@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from detrain_nb.node.surroundings import find_difference, read_starter
+from detrain_nb.node.surroundings import ImportedEnvironment, find_difference, read_starter
 
 _CHANGES = {
     "affinity": "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
@@ -41,6 +41,12 @@ def test_what_imports_change_in_the_environment_is_changed_in_another_but_where_
         "{'SET': '1', 'CHANGED': '2', 'OTHER': '3'}",
         "{'SET': '0', 'CHANGED': '0', 'GONE': '0'}",
     ]
+
+
+def test_variable_without_a_name_is_left_out() -> None:
+    """A system may hand one down; Python cannot set it."""
+    assert ImportedEnvironment().applied_to({"": "C:", "OTHER": "1"})["OTHER"] == "1"
+    assert "" not in ImportedEnvironment().applied_to({"": "C:"})
 
 
 @pytest.mark.parametrize("trait", _CHANGES)
