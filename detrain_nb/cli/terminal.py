@@ -173,7 +173,7 @@ class _Foot:
             self._height = 0
 
 
-_RANKS = r"\d+(?:-\d+)?"
+_RANKS = r"\d{1,9}(?:-\d{1,9})?"
 _LABEL = re.compile(rf"\[({_RANKS}(?:,{_RANKS})*)\](?: |$)")  # of a line: the ranks that said it
 _MAX_RANKS = 10_000
 
@@ -212,7 +212,7 @@ def _split_label(text: str) -> tuple[list[int], str]:
     spans = [
         (int(first), int(last or first)) for first, _, last in (part.partition("-") for part in match[1].split(","))
     ]
-    if sum(last - first for first, last in spans) > _MAX_RANKS:
+    if sum(abs(last - first) for first, last in spans) > _MAX_RANKS:
         return [-1], text
     ranks = [rank for first, last in spans for rank in range(first, last + 1)]
     return ranks, text[match.end() :].replace("\n" + " " * match.end(), "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -382,8 +381,8 @@ def _renumbered(table: Mapping[int, _Kept], number: Mapping[int, int]) -> dict[i
 def _last_words(log: str) -> str:
     """The line of a launcher's log that says most: torchrun ends with a table of the workers that failed."""
     table = log.rpartition("Root Cause")[2] if "Root Cause" in log else ""
-    found = dict(re.findall(r"^\s*(rank|exitcode)\s*: (.+?)\s*$", table, re.MULTILINE))
-    if len(found) == 2:
-        return f"the worker of rank {found['rank'].split()[0]} ended, exit code {found['exitcode']}"
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in table.splitlines())}
+    if (rank := fields.get("rank")) and (exit_code := fields.get("exitcode")):
+        return f"the worker of rank {rank.split()[0]} ended, exit code {exit_code}"
     lines = [line.strip() for line in log.splitlines() if line.strip(" =-")]
     return lines[-1] if lines else ""

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
+import detrain_nb
+from detrain_nb import wire
+from detrain_nb.cli import terminal
+from detrain_nb.doctor import judgement
+from detrain_nb.errors import HUNG_UP, DetrainError, RemoteError
+from detrain_nb.session import diagnosis, inbox, losses
+from detrain_nb.session.evidence import Evidence
 from detrain_nb.session.safe_output import clean_text, one_line, safe_bundle, show_hidden
+from detrain_nb.values import buffer_sizes
 
 
 @pytest.mark.parametrize(
@@ -51,7 +64,7 @@ def test_error_keeps_its_lines_and_colours_and_shows_what_it_hides() -> None:
     assert show_hidden("\x1b[31mx\u2066y\x1b]0;t\x07\nz\u200d") == "\x1b[31mx\\u2066y\nz\\u200d"
 
 
-PNG, JPEG = "iVBORw0KGgo=", "/9j/4AAQ"
+PNG, JPEG, LONG_PNG = "iVBORw0KGgo=", "/9j/4AAQ", "iVBORw0KGgoAAAAN"
 ACTIVE = {
     "text/plain": "x\x1b[2J",
     "text/html": "<b>x</b>",
@@ -77,12 +90,16 @@ def test_html_of_another_host_is_not_shown() -> None:
     [
         ("image/png", PNG, True),
         ("image/png", PNG[:4] + "\n" + PNG[4:] + "\n", True),
+        ("image/png", PNG + "\n" * 1_000_000, True),
         ("image/jpeg", JPEG, True),
         ("image/gif", "R0lGODlh", True),
         ("image/png", JPEG, False),
         ("image/jpeg", PNG, False),
         ("image/png", "PHN2Zz4=", False),
         ("image/png", PNG[:8] + '"onerror="alert(1)', False),
+        ("image/png", LONG_PNG + "=" + " " * 1_000_000 + "!", False),
+        ("image/png", LONG_PNG + " " * 1_000_000 + "!", False),
+        ("image/png", LONG_PNG + "A" * 1_000_000 + "!", False),
         ("image/png", "", False),
         ("image/png", "\u20ac" * 8, False),
         ("image/jpeg", "<svg onload=alert(1)>", False),
@@ -104,3 +121,87 @@ def test_json_of_another_host_is_clean_and_not_without_end() -> None:
 @pytest.mark.parametrize("bundle", [None, [], "x", {}, {"text/plain": 3}, {"image/png": ["x"]}, {"text/html": {}}])
 def test_what_is_no_bundle_becomes_empty_text(bundle: object) -> None:
     assert safe_bundle(bundle, is_this_machine=True) == {"text/plain": ""}
+
+
+# ---- what reads a node's words takes time by their length, not by its square
+
+_MUCH = 1_000_000  # characters: what took time by the square would take days
+_LIMIT_S = 10.0
+
+
+def _as_image(text: str) -> object:
+    return safe_bundle({"image/png": LONG_PNG + text}, is_this_machine=False)
+
+
+def _as_dtype(text: str) -> object:
+    try:
+        return buffer_sizes({"array": [text, [1]]})
+    except DetrainError as exc:
+        return str(exc)
+
+
+def _as_json(text: str) -> object:
+    try:
+        return wire.parse_json(text.encode())
+    except DetrainError as exc:
+        return str(exc)
+
+
+def _as_bundle(text: str) -> object:
+    return wire.count_values(text.encode())
+
+
+def _as_silence(text: str) -> object:
+    return losses.describe_silence({0: RemoteError(0, "gpu1", "RuntimeError", text)})
+
+
+def _as_frame(text: str) -> object:
+    return diagnosis._is_in_standard_library(Evidence(0, "running", stack=(text,)))
+
+
+_READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by what they look with: how a text begins
+    "safe_output._BASE64": (_as_image, "A", [" ", "A", "A ", "=", "= ", "A\n"]),
+    "safe_output._ESCAPES": (clean_text, "\x1b[", ["\x1b", "\x1b[", "\x1b[0", ";", "\x1b]", "\x1b ", "\x9b"]),
+    "safe_output._NEEDS_CLEANING": (clean_text, "\n", ["x", "\x1b[m"]),
+    "safe_output._SURROGATES": (clean_text, "\x1b]", ["\ud800", "\udfff\x1b"]),
+    "safe_output._HIDDEN": (show_hidden, "\x1b", ["\u202e", " "]),
+    "errors.HUNG_UP": (HUNG_UP.search, "c", ["connection ", "broken ", "remote process ", "c"]),
+    "losses._TIMED_OUT": (_as_silence, "timed out waiting ", ["timed out waiting for 1", "1", "t"]),
+    "diagnosis._STANDARD_LIBRARY": (_as_frame, "/lib/python3.", ["/lib64/python3.1", "1", "/lib"]),
+    "diagnosis._called_name": (diagnosis._called_name, "a", ["(", ")", "a(", " ", "."]),
+    "inbox._last_words": (inbox._last_words, "Root Cause\n", ["\n", " ", "rank : ", "rank: x\n", "exitcode : \t", "="]),
+    "values._ARRAY_DTYPE": (_as_dtype, "<M8[", ["9", "[", "<U9"]),
+    "wire._DECODER": (_as_json, "[", [" ", "[", '{"a":', "1", "1.", "1e9", '"', "\\u0041", "-", "\\"]),
+    "wire.count_values": (_as_bundle, '"', ['"', "\\", '\\"', ",", "[{"]),
+    "terminal._LABEL": (terminal._split_label, "[1", ["1", ",1", "-1,1", "["]),
+    "terminal._COLOURS": (lambda text: terminal._COLOURS.sub("", text), "\x1b[", ["\x1b[0", "0", ";"]),
+    "judgement._VERSION": (judgement._VERSION.fullmatch, "2.1", ["1", "1.", "+"]),
+    "judgement._BUILD": (judgement._BUILD.fullmatch, "2.1", ["+cu1", "1", "+rocm1", "."]),
+}
+
+
+@pytest.mark.parametrize("name", _READERS)
+def test_what_reads_a_node_s_words_takes_time_by_their_length(name: str) -> None:
+    read, begin, repeated = _READERS[name]
+    for part in repeated:
+        began = time.thread_time()
+        read(begin + part * (_MUCH // len(part)) + "!")
+        assert time.thread_time() - began < _LIMIT_S, f"{part!r} again and again"
+
+
+def test_every_expression_that_reads_a_node_s_words_is_among_them() -> None:
+    package = Path(detrain_nb.__file__).parent
+    files = [*(package / "session").glob("*.py"), *(package / name for name in ("wire.py", "values.py", "errors.py"))]
+    found = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("re."):
+                found.add(f"{path.stem}.{ast.unparse(node.targets[0])}")
+    of_our_own_values = {"values._SURROGATE"}
+    assert found - of_our_own_values <= _READERS.keys()
+    assert len(found) >= 8
+
+
+@pytest.mark.parametrize("label", ["[0-99999]", "[0-99999,99999-0]", f"[{'9' * 5000}]"])
+def test_line_that_claims_absurd_ranks_is_text(label: str) -> None:
+    assert terminal._split_label(f"{label} x") == ([-1], f"{label} x")
