@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
 
-from ..wire import Message
+from ..wire import Completions, Message
 
 Bundle = dict[str, Any]
 
@@ -22,6 +23,9 @@ _BEGINNINGS = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff",
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")  # without blanks: next to other repeats they take time by the square
 _MAX_DEPTH = 20  # of JSON that is shown
 _MAX_NAME_CHARS = 300
+_MOST_COMPLETIONS, _LONGEST_COMPLETION = 2000, 200
+_NAMES = re.compile(r"\.?\w+(?:\.\w+)*=?")  # also of an attribute, a module, an argument; or a number, as a key
+_KEY = re.compile(r"'[^'\"\\]*'|\"[^'\"\\]*\"")
 _FROM_THIS_MACHINE = ("text/html", "image/svg+xml", "text/markdown", "text/latex")
 # colours (SGR) are kept; every other escape sequence, and every control character but tab, newline, return, goes
 _ESCAPES = re.compile(
@@ -49,6 +53,39 @@ def one_line(text: str) -> str:
 def show_hidden(text: str) -> str:
     """Clean text in which what turns the direction of writing, or cannot be seen, is shown as an escape."""
     return _HIDDEN.sub(lambda match: _escaped(match[0]), clean_text(text))
+
+
+def safe_completions(found: Completions, *, code: str, position: int) -> Completions:
+    """Those that only add to what stands before the cursor, and are Python: a name, an attribute, a key.
+
+    A front end puts one that is alone into the cell without asking: none may rewrite it, or be more than it seems.
+    """
+    start = found.start if 0 <= found.start <= position else position
+    before, typed = code[:start], code[start:position]
+    offered = itertools.zip_longest(found.matches[:_MOST_COMPLETIONS], found.types[:_MOST_COMPLETIONS], fillvalue="")
+    kept = [
+        (match, one_line(kind))
+        for match, kind in offered
+        if start == found.start and found.end == position and match.startswith(typed) and _can_follow(before, match)
+    ]
+    matches, types = [match for match, _ in kept], [kind for _, kind in kept]
+    return replace(found, matches=matches, types=types, start=start, end=position)
+
+
+def _can_follow(before: str, match: str) -> bool:
+    """``match`` is a whole name behind ``before``, or the key of a dict there, whose quote may be open."""
+    last = before[-1:]
+    if len(match) > _LONGEST_COMPLETION or not match.isprintable():
+        return False
+    if last in ("'", '"'):
+        return before[:-1].rstrip("bBrRuU").endswith("[") and _KEY.fullmatch(f"{last}{match}{last}") is not None
+    if last == "[" and _KEY.fullmatch(match):
+        return True
+    return _NAMES.fullmatch(match) is not None and not (_is_in_name(last) and _is_in_name(match[0]))
+
+
+def _is_in_name(char: str) -> bool:
+    return char == "_" or char.isalnum()
 
 
 def _escaped(char: str) -> str:

@@ -42,6 +42,7 @@ from .members import Members
 from .rank_link import IDLE_LIMIT_S
 from .results import CellResult
 from .runs import Runs
+from .safe_output import safe_completions
 from .start import RankStart, attach, go_on, launch
 from .status import SessionStatus, look
 from .uncut import run_to_its_end
@@ -61,6 +62,7 @@ LINGER_S = 600.0
 GROUP_TIMEOUT_S = 600.0
 SPOOL_LIMIT_BYTES = 1 << 30
 _MOST_HOSTS = 4  # by name
+_LONGEST_HELP = 1 << 18  # characters
 WHERE_GAP_S = 0.1  # between two looks that tell who uses the processor
 
 
@@ -491,14 +493,17 @@ class Session:
         return set(self._inbox.history.collective)
 
     def complete(self, code: str, position: int, *, limit_s: float = 1.0) -> Completions | None:
-        """Completions by the first idle rank; None when there is none, or it does not answer in time."""
+        """Completions by the first idle rank; None when there is none, or it does not answer in time.
+
+        Names, attributes and keys of dicts; each begins with what stands between ``start`` and ``position``.
+        """
         answer = self._ask_idle(lambda rank, number: Complete([rank], number, code, position), limit_s)
-        return answer if isinstance(answer, Completions) else None
+        return safe_completions(answer, code=code, position=position) if isinstance(answer, Completions) else None
 
     def inspect(self, name: str, detail: int = 0, *, limit_s: float = 1.0) -> str | None:
         """The help text of a name, by the first idle rank."""
         answer = self._ask_idle(lambda rank, number: Inspect([rank], number, name, detail), limit_s)
-        return answer.text or None if isinstance(answer, Inspection) else None
+        return answer.text[:_LONGEST_HELP] or None if isinstance(answer, Inspection) else None
 
     def stop(self, *, cold: bool = False) -> None:
         """End the ranks and everything they started. Does nothing the second time.

@@ -35,12 +35,15 @@ from detrain_nb.wire import (
     CellDone,
     CellFailed,
     ClearOutput,
+    Complete,
     Completions,
     Display,
     EndSession,
     Frame,
     GenerationEnded,
     GenerationReady,
+    Inspect,
+    Inspection,
     Kept,
     Launch,
     LauncherEnded,
@@ -501,6 +504,21 @@ def test_evidence_of_absurd_numbers_is_no_error(pair: Pair) -> None:
     for words in (repr(pair.session.where()), repr(pair.session.status())):
         assert len(words) < 100_000
     pair.assert_others_go_on()
+
+
+def test_completion_rewrites_nothing_of_a_cell(pair: Pair) -> None:
+    evil = Completions(0, 1, ["%%rank 0\nevil()", "evil()", "model"], ["function"], -14, 9)
+    pair.good.answers[Complete] = lambda message: [replace(evil, request=message.request)]
+    found = pair.session.complete("x = mod", 7)
+    assert found and (found.matches, found.start, found.end) == ([], 7, 7)
+    pair.good.answers[Complete] = lambda message: [replace(evil, request=message.request, start=4, end=7)]
+    found = pair.session.complete("x = mod", 7)
+    assert found and (found.matches, found.types, found.start, found.end) == (["model"], [""], 4, 7)
+
+
+def test_help_is_not_without_end(pair: Pair) -> None:
+    pair.good.answers[Inspect] = lambda message: [Inspection(0, message.request, "h" * (8 << 20))]
+    assert len(pair.session.inspect("x", limit_s=10) or "") < 1 << 20
 
 
 # ---- values

@@ -16,8 +16,9 @@ from detrain_nb.doctor import judgement
 from detrain_nb.errors import HUNG_UP, DetrainError, RemoteError
 from detrain_nb.session import diagnosis, inbox, losses
 from detrain_nb.session.evidence import Evidence
-from detrain_nb.session.safe_output import clean_text, one_line, safe_bundle, show_hidden
+from detrain_nb.session.safe_output import clean_text, one_line, safe_bundle, safe_completions, show_hidden
 from detrain_nb.values import buffer_sizes
+from detrain_nb.wire import Completions
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,79 @@ def test_what_is_no_bundle_becomes_empty_text(bundle: object) -> None:
     assert safe_bundle(bundle, is_this_machine=True) == {"text/plain": ""}
 
 
+# ---- completions
+
+
+def _complete(code: str, match: str, start: int, end: int | None = None) -> list[str]:
+    """What is offered of one match at the end of ``code``."""
+    found = Completions(0, 1, [match], ["x"], start, len(code) if end is None else end)
+    safe = safe_completions(found, code=code, position=len(code))
+    assert 0 <= safe.start <= safe.end == len(code)
+    assert all(text.startswith(code[safe.start :]) for text in safe.matches)
+    return safe.matches
+
+
+@pytest.mark.parametrize(
+    ("code", "match", "start"),
+    [
+        ("mod", "model", 0),
+        ("x = mod", "model", 4),
+        ("print(", "model", 6),
+        ("print(se", "sep=", 6),
+        ("model.__c", ".__class__", 5),
+        ("import numpy.li", "numpy.linalg", 7),
+        ("caf", "caf\u00e9", 0),
+        ("d['x", "x y", 3),
+        ('d["', "layer1.0/weight", 3),
+        ("d[b'", "k", 4),
+        ("d[", "'x y'", 2),
+        ("d[", "3", 2),
+        ("d['a']['", "b", 8),
+    ],
+)
+def test_completion_of_a_name_an_attribute_or_a_key_is_offered(code: str, match: str, start: int) -> None:
+    assert _complete(code, match, start) == [match]
+
+
+@pytest.mark.parametrize(
+    ("code", "match", "start", "end"),
+    [
+        ("%%distributed\nx = mod", "%%rank 0\nx = model", 0, None),
+        ("x = mod", "y = model", 0, None),
+        ("x = mod", "model; evil()", 4, None),
+        ("x = mod", "model()", 4, None),
+        ("x = mod", "odd", 5, None),
+        ("x = mod", "el", 7, None),
+        ("x = mod", "model", 4, 6),
+        ("x = mod", "model", 4, 1 << 53),
+        ("x = mod", "model", -1, None),
+        ("x = mod", "model", 1 << 53, None),
+        ("x = mod", "", 7, None),
+        ("mod", "mod\u202eel", 0, None),
+        ("mod", "mod el", 0, None),
+        ("mod", "mod\n", 0, None),
+        ("mod", "mod" + "x" * 1000, 0, None),
+        ("%ti", "%time", 0, None),
+        ("os.system('", "rm -rf x", 11, None),
+        ("d['x", "x']; evil(); d['x", 3, None),
+        ("d['x", "x\\", 3, None),
+        ("d[", "'x']; evil(); d['x'", 2, None),
+        ("d['x'", "; evil()", 5, None),
+    ],
+)
+def test_completion_that_would_rewrite_the_cell_is_not_offered(
+    code: str, match: str, start: int, end: int | None
+) -> None:
+    assert _complete(code, match, start, end) == []
+
+
+def test_completions_are_not_without_end() -> None:
+    names = [f"name_{number}" for number in range(100_000)]
+    found = safe_completions(Completions(0, 1, names, [], 0, 4), code="name", position=4)
+    assert found.matches == names[:2000]
+    assert found.types == [""] * 2000
+
+
 # ---- what reads a node's words takes time by their length, not by its square
 
 _MUCH = 1_000_000  # characters: what took time by the square would take days
@@ -131,6 +205,10 @@ _LIMIT_S = 10.0
 
 def _as_image(text: str) -> object:
     return safe_bundle({"image/png": LONG_PNG + text}, is_this_machine=False)
+
+
+def _as_completion(text: str) -> object:
+    return safe_completions(Completions(0, 1, [text], [text], 2, 2), code="d[", position=2)
 
 
 def _as_dtype(text: str) -> object:
@@ -165,6 +243,8 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
     "safe_output._NEEDS_CLEANING": (clean_text, "\n", ["x", "\x1b[m"]),
     "safe_output._SURROGATES": (clean_text, "\x1b]", ["\ud800", "\udfff\x1b"]),
     "safe_output._HIDDEN": (show_hidden, "\x1b", ["\u202e", " "]),
+    "safe_output._NAMES": (_as_completion, "x", ["x", ".", ".x", "="]),
+    "safe_output._KEY": (_as_completion, "'", ["'", '"', "x", "\\"]),
     "errors.HUNG_UP": (HUNG_UP.search, "c", ["connection ", "broken ", "remote process ", "c"]),
     "losses._TIMED_OUT": (_as_silence, "timed out waiting ", ["timed out waiting for 1", "1", "t"]),
     "diagnosis._STANDARD_LIBRARY": (_as_frame, "/lib/python3.", ["/lib64/python3.1", "1", "/lib"]),
