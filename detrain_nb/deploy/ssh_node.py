@@ -213,11 +213,9 @@ class SshNode:
         try:
             facts = self.facts = NodeFacts.read(talk.hear("facts"))
             self._settle(facts, connection, session)
-            digests = self._bring_code(facts, connection, talk)
-            self._digests = digests
-            self._code = posixpath.join(facts.cache, digests[0])
-            order = {"session": session, "action": action, "work_folder": self._work_folder, "code": digests}
-            talk.say(type="go", silence_s=SILENCE_LIMIT_S, **order)
+            order = {"session": session, "action": action, "work_folder": self._work_folder}
+            self._digests = _go_on(facts, connection, talk, type="go", silence_s=SILENCE_LIMIT_S, **order)
+            self._code = posixpath.join(facts.cache, self._digests[0])
             ready = talk.hear("ready")
             self.folder_state = (ready.get("root"), ready.get("digest"))
         except BaseException:
@@ -250,7 +248,7 @@ class SshNode:
                 program = self._start_bootstrap(connection)
                 stack.callback(program.close)
                 facts = NodeFacts.read(program.hear("facts"))
-                program.say(type="files", code=self._bring_code(facts, connection, program))
+                _go_on(facts, connection, program, type="files")
                 program.skip_to(FILES_MAGIC)
             stack.callback(program.close)
             yield program.take_socket(), connection.open_sftp_filesystem
@@ -270,26 +268,43 @@ class SshNode:
     def _choose_work_folder(self, facts: NodeFacts, session: str) -> None:
         self._work_folder = _expand(self.node.workdir or f"{facts.cache}/work/{session}", facts.home)
 
-    def _bring_code(self, facts: NodeFacts, connection: SshConnection, talk: RemoteProgram) -> list[str]:
-        """Our code is there when this returns, IPython where the node has none; returns the digests."""
-        from .code import ipython_code, own_code
 
-        archives = [own_code()]
-        if not facts.versions.get("ipython"):
-            major, minor = facts.python_version[:2]
-            ipython = ipython_code((major, minor))
-            if ipython is None:
-                missing = f"IPython is missing in {facts.python}, and the notebook's is not for Python {major}.{minor}"
-                raise LaunchError(f"{missing}: install it there, {facts.python} -m pip install ipython")
-            archives.append(ipython)
-        lacking = [archive for archive in archives if archive.digest not in facts.have]
-        if lacking:
-            for archive, file in zip(lacking, _put(lacking, facts.cache, connection)):
-                talk.say(type="unpack", digest=archive.digest, file=file, size=len(archive.data))
-                if not file:
-                    talk.send(archive.data)
-                talk.hear("unpacked", limit_s=_UPLOAD_LIMIT_S)
-        return [archive.digest for archive in archives]
+def _go_on(facts: NodeFacts, connection: SshConnection, talk: RemoteProgram, **order: object) -> list[str]:
+    """Have the program go on as it is told, with our code, which is all there then; returns the digests of that."""
+    archives = _choose_code(facts)
+    digests = [archive.digest for archive in archives]
+    lacking = [digest for digest in digests if digest not in facts.have]
+    for _ in range(2):  # what is there may be broken: that is found out when it is to be used
+        _send_code([archive for archive in archives if archive.digest in lacking], facts, connection, talk)
+        talk.say(code=digests, **order)
+        incomplete = talk.hear("code").get("incomplete")
+        if not incomplete:
+            return digests
+        lacking = [digest for digest in digests if isinstance(incomplete, list) and digest in incomplete]
+    raise LaunchError(f"our code was put into {facts.cache} and is not all there: is that disk in order?")
+
+
+def _choose_code(facts: NodeFacts) -> list[CodeArchive]:
+    """Our code, and IPython where the node has none. Raises: LaunchError."""
+    from .code import ipython_code, own_code
+
+    if facts.versions.get("ipython"):
+        return [own_code()]
+    major, minor = facts.python_version[:2]
+    if ipython := ipython_code((major, minor)):
+        return [own_code(), ipython]
+    missing = f"IPython is missing in {facts.python}, and the notebook's is not for Python {major}.{minor}"
+    raise LaunchError(f"{missing}: install it there, {facts.python} -m pip install ipython")
+
+
+def _send_code(archives: list[CodeArchive], facts: NodeFacts, connection: SshConnection, talk: RemoteProgram) -> None:
+    if not archives:
+        return
+    for archive, file in zip(archives, _put(archives, facts.cache, connection)):
+        talk.say(type="unpack", digest=archive.digest, file=file, size=len(archive.data))
+        if not file:
+            talk.send(archive.data)
+        talk.hear("unpacked", limit_s=_UPLOAD_LIMIT_S)
 
 
 def choose_address(

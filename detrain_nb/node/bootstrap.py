@@ -23,6 +23,7 @@ from typing import IO, Any, NoReturn
 MAGIC = b"\ndetrain-nb bootstrap 1\n"
 OLDEST_PYTHON = (3, 10)
 HOLD_LIMIT_S = 30.0
+LIST_NAME = ".files.json"  # in a folder of code: what else is in it, with sizes
 
 
 def main() -> None:
@@ -40,7 +41,10 @@ def main() -> None:
         order = _read_line()
         if order["type"] == "unpack":
             _unpack(order, cache)
-        else:
+            continue
+        incomplete = [digest for digest in order["code"] if not _is_whole(os.path.join(cache, digest))]
+        _say("code", incomplete=incomplete)
+        if not incomplete:
             break
     code = [os.path.join(cache, digest) for digest in order["code"]]
     sys.path[:0] = code[:1]  # what is imported now is from there
@@ -78,6 +82,7 @@ def _unpack(order: dict[str, Any], cache: str) -> None:
 
 
 def _unpack_whole(archive: str, folder: str, digest: str) -> None:
+    """Have it all on the disk before it gets its name: power may fail at any moment."""
     import hashlib
     import shutil
     import tempfile
@@ -90,13 +95,63 @@ def _unpack_whole(archive: str, folder: str, digest: str) -> None:
     try:
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(made)
+            sizes = {info.filename: info.file_size for info in packed.infolist()}
+        with open(os.path.join(made, LIST_NAME), "w", encoding="utf-8") as file:
+            json.dump(sizes, file)
+        _sync_tree(made)
         try:
             os.rename(made, folder)
         except OSError:
-            if not os.path.isdir(folder):  # else another notebook was faster
+            if not os.path.isdir(folder):
                 raise
+            _mend(folder, made, sizes)
+        _sync(os.path.dirname(folder))
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _mend(folder: str, made: str, sizes: dict[str, int]) -> None:
+    """Replace file by file what is not whole: ranks of other sessions may import from there now."""
+    for name in [*_find_broken(folder, sizes), LIST_NAME]:
+        path = os.path.join(folder, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.replace(os.path.join(made, name), path)
+    _sync_tree(folder)
+
+
+def _sync_tree(folder: str) -> None:
+    for path, _, names in os.walk(folder):
+        for name in [*names, "."]:
+            _sync(os.path.join(path, name))
+
+
+def _sync(path: str) -> None:
+    """A file, or the names in a folder, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_whole(folder: str) -> bool:
+    """No file of that code is missing or cut off; an older version of ours, or a crash, has left no list of them."""
+    try:
+        with open(os.path.join(folder, LIST_NAME), encoding="utf-8") as file:
+            return not _find_broken(folder, json.load(file))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _find_broken(folder: str, sizes: dict[str, int]) -> list[str]:
+    return [name for name, size in sizes.items() if _find_size(os.path.join(folder, name)) != size]
+
+
+def _find_size(path: str) -> int | None:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return None
 
 
 def _copy_exactly(size: int, file: IO[bytes]) -> None:

@@ -1,16 +1,25 @@
-"""A node over SSH that is left, or cannot be served by this machine, while it is reached: no connection stays."""
+"""A node over SSH while it is reached: no connection stays when it is left, and our code there is whole."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
 import resource
-from collections.abc import Iterator
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from detrain_nb.deploy import code, end_agents
+from detrain_nb.deploy.code import own_code
 from detrain_nb.deploy.ssh_node import SshNode
-from detrain_nb.errors import TransportError
+from detrain_nb.errors import LaunchError, TransportError
+from detrain_nb.node import bootstrap
 from detrain_nb.transport.ssh import SshConnection
 
 from ..testbed.nodes import ssh_nodes
@@ -65,3 +74,86 @@ def test_full_disk_of_this_machine_is_said_and_is_no_reason_to_give_up(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [connection.is_alive for connection in opened] == [False]
+
+
+# ---- our code there
+
+
+def _write_anew(path: Path, text: str) -> None:
+    path.unlink()
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda folder: os.truncate(folder / "detrain_nb/wire.py", 100),
+        lambda folder: os.truncate(folder / "detrain_nb/wire.py", 0),
+        lambda folder: (folder / "detrain_nb/node/talk.py").unlink(),
+        lambda folder: shutil.rmtree(folder / "detrain_nb/node"),
+        lambda folder: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in folder.iterdir()],
+        lambda folder: (folder / bootstrap.LIST_NAME).unlink(),
+        lambda folder: _write_anew(folder / bootstrap.LIST_NAME, '{"detrain_nb/wire.py": '),
+        lambda folder: _write_anew(folder / bootstrap.LIST_NAME, "[]"),
+    ],
+    ids=["cut off", "empty", "removed", "folder removed", "folder empty", "no list", "list cut off", "no such list"],
+)
+def test_code_that_is_not_whole_on_a_node_is_mended(testbed: Testbed, fault: Callable[[Path], object]) -> None:
+    (node,) = ssh_nodes(testbed, 1)
+    with node.run_files():
+        pass
+    folder = testbed.path_home("h0") / ".cache/detrain_nb" / own_code().digest
+    fault(folder)
+    unchanged = {path: path.stat().st_ino for path in folder.rglob("*.py") if path.stat().st_size > 100}
+    with node.run_files():
+        pass
+    with zipfile.ZipFile(io.BytesIO(own_code().data)) as packed:
+        assert all((folder / name).read_bytes() == packed.read(name) for name in packed.namelist())
+    assert {path: path.stat().st_ino for path in unchanged} == unchanged, "ranks may be importing these"
+
+
+def test_code_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that loses its power then has all of it or none."""
+    files = {"detrain_nb/__init__.py": b"", "detrain_nb/node/agent.py": b"x = 1"}
+    archive = tmp_path / "archive"
+    archive.write_bytes(code.pack_files(files))
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:32]
+    synced: set[int] = set()
+    needed: set[int] = set()
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def note_rename(made: str, folder: str) -> None:
+        needed.update(path.stat().st_ino for path in (Path(made), *Path(made).rglob("*")))
+        assert needed <= synced
+        rename(made, folder)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    bootstrap._unpack_whole(str(archive), str(tmp_path / digest), digest)
+    assert len(needed) == 6, "three folders, two files and their list"
+    assert tmp_path.stat().st_ino in synced, "and the name itself"
+
+
+_LIAR = """#!{python}
+import json, sys
+facts = dict.fromkeys(["python", "host", "home", "reached_at"], "/") | {{"type": "facts", "cache": "/tmp", "have": []}}
+print("\\ndetrain-nb bootstrap 1")
+print(json.dumps(facts | {{"python_version": [3, 12, 0], "versions": {{"ipython": "9"}}, "addresses": []}}), flush=True)
+for line in sys.stdin:
+    answer = {{"type": "unpacked"}} if '"unpack"' in line else {{"type": "code", "incomplete": {incomplete}}}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.mark.parametrize("incomplete", [f'["{own_code().digest}"]', "5"])
+def test_node_that_never_has_all_of_our_code_is_not_sent_it_without_end(testbed: Testbed, incomplete: str) -> None:
+    liar = testbed.path_home("h0") / "liar"
+    liar.write_text(_LIAR.format(python=sys.executable, incomplete=incomplete))
+    liar.chmod(0o700)
+    (node,) = ssh_nodes(testbed, 1, python="~/liar")
+    with pytest.raises(LaunchError, match="our code was put into /tmp and is not all there: is that disk in order"):
+        node.run_files().__enter__()
