@@ -20,7 +20,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .errors import ValueNotSupported, WireError
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-__all__ = ["MAX_DESCRIPTION_BYTES", "Json", "buffer_sizes", "pack", "unpack"]
+__all__ = ["MAX_DESCRIPTION_BYTES", "Announced", "Json", "buffer_sizes", "pack", "read_announcement", "unpack"]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -99,12 +99,25 @@ def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
     return description, buffers
 
 
-def buffer_sizes(description: object, *, limit_bytes: int = MAX_BYTES) -> list[int]:
-    """Check a description that came from the other side; returns the sizes in bytes that its buffers must have.
+class Announced(NamedTuple):
+    """What a description says: the sizes in bytes of its buffers, and how much memory it may take to make the value."""
+
+    buffer_sizes: list[int]
+    memory_bytes: int
+
+
+def read_announcement(description: object, *, limit_bytes: int = MAX_BYTES) -> Announced:
+    """Check a description that came from the other side.
 
     Raises: WireError when it is not a description, or when its buffers would hold more than ``limit_bytes``.
     """
-    return _buffer_sizes(_check(description, limit_bytes=limit_bytes))
+    checker = _check(description, limit_bytes=limit_bytes)
+    return Announced(_buffer_sizes(checker.sizes), checker.memory_bytes)
+
+
+def buffer_sizes(description: object, *, limit_bytes: int = MAX_BYTES) -> list[int]:
+    """The sizes in bytes that the buffers of a description must have. Raises: as ``read_announcement`` does."""
+    return read_announcement(description, limit_bytes=limit_bytes).buffer_sizes
 
 
 def unpack(description: object, buffers: Sequence[bytes | bytearray | memoryview]) -> object:
@@ -116,7 +129,7 @@ def unpack(description: object, buffers: Sequence[bytes | bytearray | memoryview
     """
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     found = [len(view) for view in views]
-    sizes = _check(description, limit_bytes=sum(found))
+    sizes = _check(description, limit_bytes=sum(found)).sizes
     if found != (needed := _buffer_sizes(sizes)):
         raise WireError(f"a value announces buffers of {_short(needed)} bytes, {_short(found)} came")
     try:
@@ -151,6 +164,7 @@ _FROM_BYTES: dict[str, Callable[[memoryview], object]] = {
     "bytes": bytes,
     "bytearray": bytearray,
 }
+_COPIED = {"int": 1, "float": 1, "complex": 1, "str": 4, "bytes": 1, "bytearray": 1}  # of a str: 4 bytes a character
 
 
 def _padded(size_bytes: int) -> int:
@@ -356,10 +370,10 @@ def _advice(value: object) -> str:
 # ---- nodes from the other side -> the sizes of their raw bytes
 
 
-def _check(description: object, *, limit_bytes: int) -> list[int]:
+def _check(description: object, *, limit_bytes: int) -> _Checker:
     checker = _Checker(limit_bytes)
     checker.check(description, depth=0)
-    return checker.sizes
+    return checker
 
 
 class _Checker:
@@ -367,6 +381,7 @@ class _Checker:
 
     def __init__(self, limit_bytes: int) -> None:
         self.sizes: list[int] = []
+        self.memory_bytes = 0
         self._limit_bytes = limit_bytes
         self._num_bytes = 0
         self._num_items = 0
@@ -388,7 +403,7 @@ class _Checker:
             if self._check_list(keys, depth=depth) != self._check_list(items, depth=depth):
                 raise WireError("a dict has more keys than values, or fewer")
         elif kind in _FROM_BYTES:
-            self._add_raw(_natural(content))
+            self._add_raw(_natural(content), takes=_COPIED[kind])
         elif kind == "array" or kind == "tensor":
             self._add_raw(_data_bytes(kind, *_pair(content)))
         elif kind == "scalar" and _is_scalar(content):
@@ -407,11 +422,13 @@ class _Checker:
         kind, content = _only_item(node)
         if kind not in _NUMBERS:
             raise WireError(f"{_short(node)} describes no list")
-        self._add_raw(8 * _natural(content))
+        self._add_raw(8 * _natural(content), takes=6)  # a number in a list has 40 bytes, and for a moment 8 in a tuple
         return _natural(content)
 
-    def _add_raw(self, size_bytes: int) -> None:
+    def _add_raw(self, size_bytes: int, *, takes: int = 0) -> None:
+        """``takes``: how often as much memory again as the raw bytes do."""
         self.sizes.append(size_bytes)
+        self.memory_bytes += size_bytes * (1 + takes)
         self._num_bytes += _padded(size_bytes)
         if self._num_bytes > self._limit_bytes:
             raise WireError(f"a value announces more than {self._limit_bytes} bytes")

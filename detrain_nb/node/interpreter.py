@@ -71,6 +71,7 @@ from .generation import Generation
 from .interrupts import Interrupts
 from .recorder import look_inside
 from .rings import break_rings
+from .room import require_room
 from .stale import StaleVariables
 
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
@@ -116,7 +117,7 @@ class _Interpreter:
         self._interrupts = Interrupts(lines.interrupted_cell)
         self._cell = 0
         self._sequences_before: dict[str, int] = {}  # of the groups, when the last cell began
-        self._arriving: dict[int, tuple[Push, list[bytearray], list[int]]] = {}
+        self._arriving: dict[int, tuple[Push, list[int], list[bytearray]]] = {}
         _open_streams()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._interrupts.install()
@@ -400,22 +401,21 @@ class _Interpreter:
         for request, (earlier, _, _) in list(self._arriving.items()):
             if earlier.name == message.name:  # a push that was interrupted, made again
                 del self._arriving[request]
-        buffers = [bytearray(size) for size in values.buffer_sizes(message.description)]
-        self._arriving[message.request] = (message, buffers, [0] * len(buffers))
+        sizes, memory_bytes = values.read_announcement(message.description)
+        require_room(memory_bytes, what=message.name, advice="push a part of it, or %distributed put a file")
+        self._arriving[message.request] = (message, sizes, [bytearray() for _ in sizes])
         self._finish_push(message.request)
 
     def _take_piece(self, message: Piece) -> None:
         if message.request not in self._arriving:
             return  # its first part was refused
-        _, buffers, filled = self._arriving[message.request]
-        start = filled[message.buffer]
-        filled[message.buffer] = end = start + len(message.body)
-        memoryview(buffers[message.buffer])[start:end] = message.body
+        _, _, buffers = self._arriving[message.request]
+        buffers[message.buffer] += message.body
         self._finish_push(message.request)
 
     def _finish_push(self, request: int) -> None:
-        message, buffers, filled = self._arriving[request]
-        if all(have == len(buffer) for have, buffer in zip(filled, buffers)):
+        message, sizes, buffers = self._arriving[request]
+        if all(len(buffer) == size for buffer, size in zip(buffers, sizes)):
             del self._arriving[request]
             self._runner.user_ns[message.name] = values.unpack(message.description, buffers)
             self._send(RequestDone(self._rank, request))

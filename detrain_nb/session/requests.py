@@ -6,12 +6,15 @@ import itertools
 import secrets
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .. import values
 from ..errors import CellTimeout, DetrainError, SessionError, WireError, format_ranks
+from ..node.room import require_room
 from ..wire import Message, Piece, RequestFailed, Value
+
+_NO_ROOM = "pull fewer values at once, a part of them, or torch.save them to a file there and %distributed get it"
 
 
 class Request:
@@ -35,8 +38,7 @@ class Request:
         if isinstance(message, Value):
             if message.name not in self._names or (rank, message.name) in self._arriving:
                 raise WireError(f"rank {rank} sent a value that nobody asked for")
-            sizes = values.buffer_sizes(message.description)
-            self._arriving[rank, message.name] = _Arriving(message.description, sizes, {}, [0] * len(sizes))
+            self._take_announcement(rank, message)
         elif isinstance(message, Piece):
             self._take_piece(rank, message)
         else:
@@ -101,32 +103,53 @@ class Request:
         arrived = self._arriving.get((rank, name))
         if arrived is None:
             raise WireError(f"rank {rank} sent no {name}")
-        if arrived.filled != arrived.sizes:
+        if not arrived.is_complete:
             raise WireError(f"rank {rank} sent {name} incomplete")
-        return values.unpack(arrived.description, [arrived.buffers[index] for index in range(len(arrived.sizes))])
+        sizes = arrived.announced.buffer_sizes
+        return values.unpack(arrived.description, [arrived.buffers[index] for index in range(len(sizes))])
+
+    def _take_announcement(self, rank: int, message: Value) -> None:
+        """Raises: WireError. Where there is no room for the value with those that still arrive, the question fails."""
+        announced = values.read_announcement(message.description)
+        to_come_bytes = sum(arriving.to_come_bytes for arriving in self._arriving.values())
+        try:
+            require_room(
+                to_come_bytes + announced.memory_bytes,
+                what=f"{message.name} of {format_ranks([rank])}",
+                advice=_NO_ROOM,
+            )
+        except SessionError as exc:
+            self.fail(exc, rank=rank)
+            return
+        self._arriving[rank, message.name] = _Arriving(message.description, announced)
 
     def _take_piece(self, rank: int, message: Piece) -> None:
-        arriving, index = self._arriving.get((rank, message.name)), message.buffer
-        if arriving is None or not 0 <= index < len(arriving.sizes):
+        arriving = self._arriving.get((rank, message.name))
+        if arriving is None or not 0 <= message.buffer < len(arriving.announced.buffer_sizes):
             raise WireError(f"rank {rank} sent a piece of nothing")
-        start = arriving.filled[index]
-        end = start + len(message.body)
-        if end > arriving.sizes[index]:
+        buffer = arriving.buffers.setdefault(message.buffer, bytearray())
+        if len(buffer) + len(message.body) > arriving.announced.buffer_sizes[message.buffer]:
             raise WireError(f"rank {rank} sent more of {message.name} than it announced")
-        if index not in arriving.buffers:  # memory for what comes, not for what is only announced
-            arriving.buffers[index] = bytearray(arriving.sizes[index])
-        arriving.buffers[index][start:end] = message.body
-        arriving.filled[index] = end
+        buffer += message.body  # memory for what comes, not for what is only announced
 
 
 @dataclass
 class _Arriving:
-    """A value as far as it has come: by buffer, what it has to hold, what it holds, and how much has come."""
+    """A value as far as it has come, by buffer."""
 
     description: Any
-    sizes: list[int]
-    buffers: dict[int, bytearray]
-    filled: list[int]
+    announced: values.Announced
+    buffers: dict[int, bytearray] = field(default_factory=dict)
+
+    @property
+    def to_come_bytes(self) -> int:
+        """Of the memory that it may take."""
+        return self.announced.memory_bytes - sum(map(len, self.buffers.values()))
+
+    @property
+    def is_complete(self) -> bool:
+        sizes = self.announced.buffer_sizes
+        return all(len(self.buffers.get(index, b"")) == size for index, size in enumerate(sizes))
 
 
 class Requests:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import psutil
 import pytest
 
 from detrain_nb.errors import CellTimeout, NodeLost, SessionError, WireError
@@ -81,3 +82,26 @@ def test_whoever_waits_is_told_when_the_node_is_gone() -> None:
     requests.fail_all(NodeLost("gone"))
     with pytest.raises(NodeLost):
         request.wait(5, what="pull")
+
+
+def test_memory_is_taken_for_what_comes_and_not_for_what_is_announced() -> None:
+    requests = Requests()
+    request = requests.new([0], ["x"])
+    before = psutil.Process().memory_info().rss
+    requests.take(Value(0, request.number, "x", json_body({"array": ["|u1", [1 << 30]]})))
+    requests.take(Piece([0], request.number, "x", 0, b"a"))
+    assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+def test_value_that_there_is_no_room_for_is_refused_in_words() -> None:
+    names = [f"x{number}" for number in range(1000)]
+    requests = Requests()
+    request = requests.new([0, 1], names)
+    for name in names:  # terabytes in all
+        requests.take(Value(0, request.number, name, json_body({"int64": 1 << 29})))
+    assert request.has_failed
+    requests.take(Piece([0], request.number, names[-1], 0, b"a"))  # nobody waits for it
+    with pytest.raises(
+        SessionError, match=r"^x\d+ of rank 0 takes .* GB of memory, .* GB are free here: pull fewer values"
+    ):
+        request.wait(0, what="pull")

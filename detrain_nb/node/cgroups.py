@@ -1,0 +1,114 @@
+"""The cgroups that limit the memory of a process, as Linux shows them, of either version. Elsewhere there are none."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+_UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes the largest page count there is
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A folder of the memory controller."""
+
+    folder: str
+    version: int
+
+    def kills(self) -> int | None:
+        """How many processes were ended: in version 1 of this group alone, in version 2 of all below it too."""
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        return read_number(f"{self.folder}/{name}", "oom_kill ")
+
+    def hits(self) -> int | None:
+        """How often its limit was in the way: in version 1 of any allocation, in version 2 of one that then failed."""
+        if self.version == 1:
+            return read_number(f"{self.folder}/memory.failcnt")
+        local = read_number(f"{self.folder}/memory.events.local", "oom ")
+        return read_number(f"{self.folder}/memory.events", "oom ") if local is None else local
+
+    def has_been_full(self) -> bool:
+        """Version 1: whether memory and swap together were at their limit, hits of which newer kernels do not count."""
+        peak = read_number(f"{self.folder}/memory.memsw.max_usage_in_bytes")
+        limit = read_number(f"{self.folder}/memory.memsw.limit_in_bytes")
+        return peak is not None and limit is not None and peak >= 0.99 * limit
+
+    def limit_bytes(self) -> int | None:
+        name = "memory.limit_in_bytes" if self.version == 1 else "memory.max"
+        limit = read_number(f"{self.folder}/{name}")
+        return None if limit is None or limit >= _UNLIMITED_BYTES else limit
+
+    def free_bytes(self) -> int | None:
+        """What its limit leaves; what files are cached in gives way. None where there is no limit."""
+        limit = self.limit_bytes()
+        used = read_number(f"{self.folder}/{'memory.usage_in_bytes' if self.version == 1 else 'memory.current'}")
+        if limit is None or used is None:
+            return None
+        name = "total_inactive_file " if self.version == 1 else "inactive_file "
+        return max(0, limit - used + (read_number(f"{self.folder}/memory.stat", name) or 0))
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Where the folders of a memory controller are seen, and which of its groups the topmost one is."""
+
+    folder: str
+    group: str
+    version: int
+
+    def folder_of(self, group: str) -> str | None:
+        """The folder of ``group``; None where it lies outside of this mount, as in a container."""
+        top = self.group.rstrip("/")
+        below = group.rstrip("/")
+        if below != top and not below.startswith(f"{top}/"):
+            return None
+        below = below[len(top) :]
+        folder = self.folder + below
+        return folder if ".." not in below.split("/") and os.path.isdir(folder) else None
+
+
+def read_mounts(root: str) -> list[Mount]:
+    mounts = []
+    for line in (read(f"{root}/proc/self/mountinfo") or "").split("\n"):
+        left, _, right = line.partition(" - ")
+        where, what = left.split(" "), right.split(" ")
+        is_v1 = what[0] == "cgroup" and "memory" in what[-1].split(",")
+        if len(where) > 4 and (is_v1 or what[0] == "cgroup2"):
+            group, folder = (_ESCAPED.sub(lambda match: chr(int(match[1], 8)), text) for text in where[3:5])
+            mounts.append(Mount(root + folder.rstrip("/"), group, 1 if is_v1 else 2))
+    return mounts
+
+
+def find_groups(cgroups: str, mounts: list[Mount]) -> tuple[list[MemoryGroup], bool]:
+    """The group of a process and those above it, up to the mount; whether its group is a guess: the mount's own."""
+    paths = {}
+    for line in cgroups.split("\n"):
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if "memory" in controllers.split(","):
+            paths[1] = path
+        elif line.startswith("0::"):
+            paths[2] = path
+    version = min(paths, default=0)  # the controller is in one hierarchy; a process has a path in version 2 anyway
+    mounts = [mount for mount in mounts if mount.version == version]
+    for mount in mounts:
+        folder = mount.folder_of(paths[version])
+        if folder is not None:
+            depth = folder[len(mount.folder) :].count("/")
+            return [MemoryGroup(folder.rsplit("/", above)[0], version) for above in range(depth + 1)], False
+    return [MemoryGroup(mount.folder, version) for mount in mounts[:1]], True
+
+
+def read(path: str) -> str | None:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return os.fsdecode(file.read())
+    except (OSError, ValueError):  # ValueError: a path with a NUL in it
+        return None
+
+
+def read_number(path: str, name: str = "") -> int | None:
+    """The number behind ``name`` at the start of a line; None where there is none."""
+    match = re.search(rf"^{name}(\d{{1,20}})", read(path) or "", re.MULTILINE)
+    return int(match[1]) if match else None
