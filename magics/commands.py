@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -182,12 +182,13 @@ class SessionCommands:
             for last in shown[-1:]:
                 last.end({})
             screen.close()
-        self._say(f"cells run again: {short_ranks(replayed)}\n" if replayed else "no cell was run again\n")
+        collective = session.collective_cells if cells is None else set()
+        skipped = {ran.cell for ran in session.cells} - replayed.keys() if cells is None else set()
+        ran = replayed.keys()
+        self._say(_replayed(ran - collective, ran & collective, skipped & collective, skipped - collective))
         for cell, error in replayed.items():
             if error is not None:
                 self._say(f"cell {cell} failed: {error}\n", "stderr")
-        if cells is None and (left_out := session.collective_cells):
-            self._say(f"left out, they need other ranks: {short_ranks(left_out)} (--cells runs what it names)\n")
 
     def _config(self, args: Any) -> None:
         holder = self._holder
@@ -260,6 +261,20 @@ def _fresh(ranks: Sequence[int], session: Session) -> str:
         f"  %distributed replay -r {short}  runs earlier cells there again",
     ]
     return "\n".join([*lines, *([source.format(short=short)] if source else [])])
+
+
+def _replayed(
+    whole: Collection[int], in_part: Collection[int], skipped: Collection[int], others: Collection[int]
+) -> str:
+    """What to say of the cells that ran again, those of which a part did, those that could not, and the others."""
+    lines = [
+        (whole, "cells run again: {}"),
+        (in_part, "only imports and definitions, they need other ranks: {}"),
+        (skipped, "skipped, they need other ranks: {} (--cells runs what it names)"),
+        (others, "skipped, they did not end well or ran elsewhere: {}"),
+    ]
+    told = [words.format(short_ranks(cells)) for cells, words in lines if cells]
+    return "\n".join(told if whole or in_part else ["no cell was run again", *told]) + "\n"
 
 
 def _parse_cells(text: str) -> list[int]:

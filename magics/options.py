@@ -253,7 +253,11 @@ def session_parser() -> LineParser:
         "replay", bare="did you mean --cells {}?", help="run earlier cells again, on ranks that lost their variables"
     )
     replay.add_argument("-r", "--ranks", metavar="RANKS", required=True, help=_RANKS_HELP)
-    replay.add_argument("--cells", metavar="CELLS", help="like 1-4,7; default: those that need no other rank")
+    replay.add_argument(
+        "--cells",
+        metavar="CELLS",
+        help="like 1-4,7; default: those that need no other rank, of others the imports and definitions",
+    )
     attach = commands.add_parser("attach", help="go on with a session that runs already, and see what was missed")
     attach.add_argument("name", nargs="?", metavar="NAME", help="default: this notebook's, or the only one")
     attach.add_argument("--nodes", metavar="NODES", help="where it runs, if it was not started from this machine")

@@ -41,10 +41,11 @@ class Conductor:
         self._hang_s = hang_s
         self._stop_gap_s = stop_gap_s
 
-    def run(self, run: CellRun, message: RunCell, timeout_s: float | None) -> str:
+    def run(self, run: CellRun, message: RunCell, timeout_s: float | None, *, is_alone: bool = False) -> str:
         """Send the cell to its ranks and wait until they have ended it.
 
         Ranks that can only wait for one that has failed are stopped; returns what became of them, in words, or nothing.
+        With ``is_alone`` nobody else comes to what they wait in: they are stopped as well.
         Raises: CellTimeout, CellInterrupted, RankLost, NodeLost. After KeyboardInterrupt, ``stop_gap_s`` passes before
         the ranks are interrupted: a front end that restarts its kernel interrupts it first.
         """
@@ -60,12 +61,14 @@ class Conductor:
                     story = self._rescue.stop(run)
                     raise CellTimeout(f"the cell did not end within {timeout_s:g} s{_failures(run)}: {story}")
                 failures = _failures(run)
-                if run.observer or failures:
-                    waiting = self._who_is_waited_for(run, watch, failures)
+                if run.observer or failures or is_alone:
+                    waiting = self._who_is_waited_for(run, watch, failures, is_alone=is_alone)
                     if run.observer:
                         run.observer.waiting(waiting)
                 if watch.is_hopeless:
                     story = self._rescue.free(run)
+                    if not failures:
+                        raise CellTimeout(f"it waited for ranks that do not run it: {story}")
                     break
         except KeyboardInterrupt:
             self._make_way(run)
@@ -95,7 +98,7 @@ class Conductor:
         if self._ranks.is_closed and self._inbox.failure:
             raise self._inbox.failure from None
 
-    def _who_is_waited_for(self, run: CellRun, watch: _Watch, failures: str) -> str:
+    def _who_is_waited_for(self, run: CellRun, watch: _Watch, failures: str, *, is_alone: bool) -> str:
         """Which ranks have not ended the cell and where they are, or who waits for whom; empty while all is well."""
         now = time.monotonic()
         unreachable = self._ranks.describe_unreachable(now=now)
@@ -103,7 +106,7 @@ class Conductor:
         watch.positions, evidence = self._ranks.look(range(self._world_size), before=watch.positions, stack=wants_stack)
         self._end_where_that_was_lost(run, watch.positions)
         watch.hang.note(evidence, now=now)
-        watch.is_hopeless = bool(failures) and watch.hang.is_hopeless(evidence, now=now)
+        watch.is_hopeless = (is_alone or bool(failures)) and watch.hang.is_hopeless(evidence, now=now)
         hosts = self._ranks.hosts
         report = watch.hang.report(evidence, running=run.ranks, now=now, hosts=hosts) if wants_stack else ""
         if not report and run.outcomes and (running := run.running):  # else the last has ended during the look

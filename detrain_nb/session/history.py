@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..errors import SpecError, short_ranks
 from ..wire import RanCell, RunCell
+from .definitions import definitions_of
 
 
 class History:
@@ -23,6 +24,11 @@ class History:
     def count(self) -> int:
         """How many cells are known."""
         return len(self._ran)
+
+    @property
+    def cells(self) -> list[RanCell]:
+        """Those that were run, in their order; not what was run once more."""
+        return [ran for _, ran in sorted(self._ran.items())]
 
     def begin(self, message: RunCell) -> None:
         """A cell is about to be sent. One that is run again is there already."""
@@ -56,13 +62,20 @@ class History:
     def to_replay(self, cells: Iterable[int] | None, *, running: Collection[int]) -> list[RanCell]:
         """Those of ``cells``, in their order; by default all that ended well and needed no other rank.
 
+        Of those that did need others, also where they failed, the imports and definitions: later cells need the names.
         Raises: SpecError when one of them was not run.
         """
         if cells is None:
-            left_out = self.failed | self._not_ended_well | self.collective | set(running)
-            return [self._ran[cell] for cell in sorted(set(self._ran) - left_out)]
+            return [cell for number in sorted(set(self._ran) - set(running)) if (cell := self._alone(number))]
         wanted = sorted(set(cells))
         if unknown := [cell for cell in wanted if cell not in self._ran]:
             known = short_ranks(self._ran) if self._ran else "none so far"
             raise SpecError(f"cell {unknown[0]} was not run on the ranks; cells that were: {known}")
         return [self._ran[cell] for cell in wanted]
+
+    def _alone(self, number: int) -> RanCell | None:
+        """What of a cell a rank can run without the others; None for nothing."""
+        if number in self.collective:
+            code = definitions_of(self._ran[number].code)
+            return replace(self._ran[number], code=code) if code else None
+        return None if number in self.failed | self._not_ended_well else self._ran[number]

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..errors import CellInterrupted, DetrainError, RankError, SessionError, format_ranks
-from ..wire import CellDone, RunCell
+from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError, SessionError, format_ranks
+from ..wire import CellDone, RanCell, RunCell
 from .cells import CellObserver, CellRun
 from .conduct import Conductor
 from .core import Core, Ranks
@@ -66,7 +66,7 @@ class Runs:
             hang_s=core.hang_s,
             stop_gap_s=core.stop_gap_s,
         )
-        story = conductor.run(run, message, timeout_s)
+        story = conductor.run(run, message, timeout_s, is_alone=is_replay and len(run.ranks) < core.world_size)
         self._raise_for(run, story)
         self._inbox.history.end_well(run.cell)
         return run
@@ -133,10 +133,10 @@ class Runs:
 
     def replay(
         self, ranks: Ranks, cells: Iterable[int] | None, observer: Callable[[int], CellObserver] | None
-    ) -> dict[int, RankError | None]:
+    ) -> dict[int, DetrainError | None]:
         """See Session.replay."""
         chosen = self._core.choose(ranks)
-        replayed: dict[int, RankError | None] = {}
+        replayed: dict[int, DetrainError | None] = {}
         for earlier in self._inbox.history.to_replay(cells, running=self.running):
             on = [rank for rank in chosen if rank in earlier.ranks]
             if on:
@@ -147,9 +147,14 @@ class Runs:
                     self.run(earlier.code, on, shown, number=number, first_line=first_line, is_replay=True)
                 except CellInterrupted:
                     raise
-                except RankError as exc:
+                except (RankError, CellTimeout) as exc:
                     replayed[earlier.cell] = exc
         return replayed
+
+    @property
+    def known(self) -> list[RanCell]:
+        """The cells that were run, in their order."""
+        return self._inbox.history.cells
 
     @property
     def running(self) -> dict[int, tuple[int, ...]]:

@@ -30,9 +30,9 @@ from ..deploy import (
 )
 from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
-from ..errors import DetrainError, RankError, SessionError, SpecError, TransportError
+from ..errors import DetrainError, SessionError, SpecError, TransportError
 from ..plan import Plan, plan_nodes, plan_one_node
-from ..wire import Complete, Completions, Inspect, Inspection, Message, StartedCold
+from ..wire import Complete, Completions, Inspect, Inspection, Message, RanCell, StartedCold
 from .cells import CellObserver, CellRun
 from .core import Core, Ranks
 from .diagnosis import describe_mismatch, judge
@@ -477,15 +477,21 @@ class Session:
 
     def replay(
         self, ranks: Ranks, *, cells: Iterable[int] | None = None, observer: Callable[[int], CellObserver] | None = None
-    ) -> dict[int, RankError | None]:
+    ) -> dict[int, DetrainError | None]:
         """Run earlier cells again, in their order, on those of ``ranks`` that had run them: a fresh rank gets its
         imports and definitions back.
 
-        By default all that ended well and needed no other rank: a collective would wait for ranks that do not run it.
+        By default all that ended well and needed no other rank, and of those in ``collective_cells`` the imports and
+        definitions: a collective would wait for ranks that do not run it. One that does all the same is stopped.
         ``observer`` gives who shows a cell, by its number. Returns the cells that were run, each with what it raised:
         it may need what a cell makes that was left out.
         """
         return self._runs.replay(ranks, cells, observer)
+
+    @property
+    def cells(self) -> list[RanCell]:
+        """The cells that were run, in their order, with their code and their ranks."""
+        return self._runs.known
 
     @property
     def collective_cells(self) -> set[int]:

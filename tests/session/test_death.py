@@ -351,16 +351,34 @@ def test_replay_runs_earlier_cells_on_the_fresh_rank_alone() -> None:
         session.run_cell(COLLECTIVE)
         session.run_cell("later = t.item()")
         session.run_cell("def g(): return f()")
+        session.run_cell(f"from math import tau\n{COLLECTIVE}\ndef h(): return tau")
         with pytest.raises(RankLost):
             session.run_cell("if rank == 1: os._exit(1)\ndist.barrier()")
         replayed = session.replay(1)
-        assert list(replayed) == [1, 2, 4, 5], "not the one with a collective, nor the one that failed"
+        assert list(replayed) == [1, 2, 4, 5, 6], "not the one with a collective alone, nor the one that failed"
         assert [cell for cell, error in replayed.items() if error] == [4], "it needs what a cell makes that is left out"
         assert "NameError" in str(replayed[4])
-        assert session.collective_cells == {3, 6}
-        assert session.run_cell("runs, g()").values == {0: (1, 40), 1: (1, 41)}
+        assert session.collective_cells == {3, 6, 7}
+        assert session.run_cell("runs, g(), round(h())").values == {0: (1, 40, 6), 1: (1, 41, 6)}
         assert session.replay(1, cells=[1]) == {1: None}
         assert session.pull("runs") == {0: 1, 1: 2}
+
+
+@pytest.mark.slow
+@pytest.mark.here_only
+def test_definition_that_waits_for_other_ranks_is_stopped_and_said(equipped: Session) -> None:
+    equipped.hang_s = 0.5
+    waits = "def wait(function):\n    dist.barrier()\n    return function\n@wait\ndef f(): return 7"
+    number = equipped.next_cell()
+    equipped.run_cell(waits)
+    equipped.run_cell("import string\ndist.barrier()")
+    equipped.restart_ranks(1)
+    replayed = equipped.replay(1)
+    assert "it waited for ranks that do not run it: rank 1 waited in barrier #1 (line 2): freed" in str(
+        replayed[number]
+    )
+    assert replayed[number + 1] is None, "the next ones are run all the same"
+    assert_works(equipped)
 
 
 def _after_the_first(

@@ -1,0 +1,65 @@
+"""What of a cell only gives names to modules, functions and classes: a rank that is alone can run it again."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+_DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_IPYTHON_LINE = re.compile(r"[ \t]*([%!]|[\w, ]+=\s*[%!])|[^#]*\?[ \t]*$")
+_SETTING_UP = re.compile(r"%(load_ext|reload_ext|autoreload|matplotlib|env|set_env)\b")
+_AROUND_PYTHON = re.compile(r"%%(time|timeit|capture|prun)\b")
+
+
+def definitions_of(code: str) -> str:
+    """The imports and definitions of a cell's top level, on the lines where they stood; empty when there are none.
+
+    With them the lines of IPython that make later cells what they are (``%load_ext``), and a ``try`` around imports.
+    A body in another language than Python has none.
+    """
+    parsed = _parse(code)
+    if parsed is None:
+        return ""
+    lines = code.split("\n")
+    kept = [""] * len(lines)
+    for node in parsed.body:
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+        if isinstance(node, ast.Pass) and _SETTING_UP.match(lines[first - 1]):
+            kept[first - 1] = lines[first - 1]
+        elif _defines(node):
+            for number, text in _text_of(node, lines, first):
+                kept[number] = f"{kept[number]}; {text}" if kept[number] else text
+    return "\n".join(kept) if any(kept) else ""
+
+
+def _parse(code: str) -> ast.Module | None:
+    """Its syntax tree, where lines of IPython are ``pass``; None for what is not Python."""
+    if code.lstrip().startswith("%%") and not _AROUND_PYTHON.match(code.lstrip()):
+        return None
+    with_passes = [
+        f"{line[: len(line) - len(line.lstrip())]}pass" if _IPYTHON_LINE.match(line) else line
+        for line in code.split("\n")
+    ]
+    for text in (code, "\n".join(with_passes)):
+        try:
+            return ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+    return None
+
+
+def _defines(node: ast.stmt) -> bool:
+    if isinstance(node, ast.Try):
+        return all(isinstance(each, (ast.Import, ast.ImportFrom)) for each in node.body)
+    return isinstance(node, _DEFINING)
+
+
+def _text_of(node: ast.stmt, lines: list[str], first: int) -> Iterator[tuple[int, str]]:
+    """Its lines, with their index in the cell: others may stand beside it on the first and the last one."""
+    last = node.end_lineno or first
+    for number in range(first, last + 1):
+        data = lines[number - 1].encode()  # columns count bytes
+        start = node.col_offset if number == node.lineno else 0
+        end = node.end_col_offset if number == last else None
+        yield number - 1, data[start:end].decode()
