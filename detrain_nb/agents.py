@@ -81,7 +81,8 @@ def claim_folder(folder: Path, *, uses: Sequence[str] = ()) -> int:
     remove_dead_agents(folder.parent)
     lock = _take_folder(folder)
     try:
-        (folder / USES_NAME).write_text(json.dumps(list(uses)), encoding="utf-8")
+        with open(folder / USES_NAME, "w", encoding="utf-8", opener=open_private) as file:
+            json.dump(list(uses), file)
     except OSError as exc:
         os.close(lock)
         remove_dead_agent(folder)
@@ -178,6 +179,11 @@ def runtime_folder() -> Path:
         raise LaunchError(f"the run directory cannot be made: {exc}: set DETRAIN_NB_RUNTIME_DIR") from exc
     require_private(folder)
     return folder
+
+
+def open_private(path: str, flags: int) -> int:
+    """For `open`: a file that it makes is its user's alone, whatever the umask is."""
+    return os.open(path, flags, 0o600)
 
 
 def is_running(pid: int) -> bool:

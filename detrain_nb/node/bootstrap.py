@@ -33,7 +33,7 @@ def main() -> None:
         needed = ".".join(map(str, OLDEST_PYTHON))
         found = platform.python_version()
         _fail(f"Python {found} ({sys.executable}) is too old: name one of {needed} or newer")
-    os.umask(0o077)
+    users_umask = os.umask(0o077)  # what this program makes is ours
     cache = _find_folder()
     hold = _hold(cache)
     _say("facts", **_look_around(cache))
@@ -47,6 +47,7 @@ def main() -> None:
         if not incomplete:
             break
     code = [os.path.join(cache, digest) for digest in order["code"]]
+    os.umask(users_umask)
     sys.path[:0] = code[:1]  # what is imported now is from there
     if order["type"] == "files":
         from detrain_nb.node import files

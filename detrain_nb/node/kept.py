@@ -113,7 +113,7 @@ class AgentProcess:
         os.set_inheritable(lock, False)
         try:
             if message.work_folder:
-                Path(message.work_folder).mkdir(parents=True, exist_ok=True)
+                self._make_users_folder(message.work_folder)
             os.chdir(folder)
             return make(folder, lock)
         except (OSError, ValueError) as exc:
@@ -121,6 +121,14 @@ class AgentProcess:
             os.close(lock)
             remove_dead_agent(folder)
             raise LaunchError(f"the session's folder cannot be used: {exc}") from exc
+
+    def _make_users_folder(self, path: str) -> None:
+        """All else that an agent makes is ours alone. Raises: OSError, ValueError."""
+        ours = os.umask(self._users_umask)
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        finally:
+            os.umask(ours)
 
     def _on_child_ended(self) -> None:
         drain(self.child_ended)

@@ -45,8 +45,9 @@ def run(argv: list[str]) -> None:
 
     from . import worker
 
+    users_umask = os.umask(0o077)  # the engine's own folders are in the session's
     try:
-        elastic_launch(read_config(argv), worker.main)()
+        elastic_launch(read_config(argv), worker.main)(users_umask)
     except ChildFailedError as exc:
         sys.exit(str(exc))
 

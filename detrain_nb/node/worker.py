@@ -68,8 +68,13 @@ _MANY_ENDS = 3  # so many in this time without a cell that ended: no fresh inter
 _MANY_ENDS_S = 60.0
 
 
-def main() -> None:
-    """What the engine calls, in a process of its own, once per rank; returns when the session ends."""
+def main(umask: int | None = None) -> None:
+    """What the engine calls, in a process of its own, once per rank; returns when the session ends.
+
+    ``umask``: the user's, where this process has another one.
+    """
+    if umask is not None:
+        os.umask(umask)
     launcher_pid = os.getppid()
     config = RankConfig.from_env(os.environ)
     rank = int(os.environ["RANK"])

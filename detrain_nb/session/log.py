@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..agents import is_running, runtime_folder
+from ..agents import is_running, open_private, runtime_folder
 from ..wire import CellDone, CellFailed, ClearOutput, Display, FrameReader, Output, to_frame
 from .safe_output import clean_text
 
@@ -43,7 +43,7 @@ class OutputLog:
             return
         data = to_frame(message).to_bytes()
         try:
-            with open(self._path(message.cell), "ab") as file:
+            with open(self._path(message.cell), "ab", opener=open_private) as file:
                 file.write(data)
         except OSError as exc:
             self.error = f"the log under {self._folder} takes no more ({exc}): later output is only shown"

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from detrain_nb import Session
+from detrain_nb.deploy.kept import drop_kept
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.deploy.trust import trusted_host_keys
 from detrain_nb.errors import DetrainError, LaunchError, SpecError
@@ -234,6 +235,40 @@ def test_folder_of_a_session_is_its_user_s_alone(testbed: Testbed) -> None:
         found = testbed.output("h0", f"find {_CACHE} -maxdepth 0 -perm /077; find {_CACHE}/run ! -type l -perm /077")
         assert found == ""
         assert testbed.output("h0", f"stat -c %a {_CACHE}/run/*/own").split() == ["700"]
+
+
+_WRITE = """
+import os, subprocess
+mask = os.umask(0)
+os.umask(mask)
+open("own", "w").close()
+os.mkdir("folder")
+subprocess.run("touch child; command umask", shell=True, check=True)
+[oct(mask), *(oct(os.stat(name).st_mode & 0o777) for name in ("own", "folder", "child", "."))]
+"""
+
+
+@pytest.mark.slow
+def test_ranks_have_the_umask_of_the_login_and_what_is_ours_stays_private(testbed: Testbed) -> None:
+    """At its loosest: whatever of ours depends on it would be open to others."""
+    login = testbed.path_home("h0") / ".bashrc"
+    login.write_text("umask 0\n")
+    testbed.output("h0", "rm -rf ~/.cache")
+    options: dict[str, Any] = {"sync": True, "device": "cpu", "warm_s": 60.0}
+    agents = set()
+    try:
+        for _ in ("cold", "warm"):
+            nodes = ssh_nodes(testbed, 1, workdir="/tmp/shared/work")
+            with Session.start(1, nodes=nodes, **options) as session:
+                assert session.run_cell(_WRITE).values == {0: ["0o0", "0o666", "0o777", "0o666", "0o777"]}
+                assert testbed.output("h0", "find ~/.cache ! -name __pycache__ ! -type l -perm /077") == ""
+                running = testbed.processes("h0").items()
+                agents.add(next(pid for pid, argv in running if "detrain_nb.node.agent" in argv))
+            testbed.output("h0", "rm -rf /tmp/shared")
+        assert len(agents) == 1, "the second start was not warm"
+    finally:
+        drop_kept()
+        login.unlink()
 
 
 _LOOSE = "mkdir -p {0} && chmod 777 {0}"

@@ -417,6 +417,23 @@ def test_what_a_process_inherits_is_that_of_a_cold_start() -> None:
 
 
 @pytest.mark.slow
+def test_ranks_have_the_umask_of_the_notebook_at_the_start_and_what_is_ours_stays_private(runtime_folder: Path) -> None:
+    look = "import os\nmask = os.umask(0)\nos.umask(mask)\nmask"
+    before = os.umask(0)
+    try:
+        with _start(ranks=1) as session:
+            warm = _warm_process(session)
+            assert session.run_cell(look).values == {0: 0}
+            assert {path.stat().st_mode & 0o077 for path in runtime_folder.rglob("*")} == {0}
+        os.umask(0o027)
+        with _is_cold(warm, ranks=1) as session:
+            assert session.run_cell(look).values == {0: 0o027}
+            assert session.notices == ["started cold: what a process inherits (umask) changed"]
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.slow
 def test_trait_that_cannot_be_changed_here_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process tells of itself is another; the process is not."""
     warm = _session_stopped(ranks=1)
