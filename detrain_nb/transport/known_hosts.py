@@ -23,7 +23,6 @@ __all__ = ["KnownHosts", "fingerprint"]
 
 DEFAULT_PORT = 22
 _HASHED = "|1|"
-_SCAN_NAMES = {"ssh-ed25519": "ed25519", "ssh-rsa": "rsa"}  # the other types that ssh-keyscan asks for are ecdsa
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,9 @@ class KnownHosts:
         revoked = {line.blob for line in self._find_revoked(host, port)}
         return tuple(dict.fromkeys(line.key_type for line in self._find(host, port) if line.blob not in revoked))
 
-    def check(self, host: str, port: int, key_type: str, key_blob: bytes, *, can_be_scanned: bool = True) -> None:
+    def check(self, host: str, port: int, key_type: str, key_blob: bytes) -> None:
         """Return when the key is known for the host.
 
-        ``can_be_scanned``: ssh-keyscan, run here, would reach this host by this name.
         Raises: TransportError when it is revoked, unknown, or not the one that is known.
         """
         name, shown = _look_up_name(host, port), fingerprint(key_blob)
@@ -63,10 +61,10 @@ class KnownHosts:
         on_same_port = [line for line in known if line.names(name)]
         if on_same_port:
             raise TransportError(_describe_change(on_same_port, name, key_type, shown))
-        add = self._describe_adding(host, port, key_type, key_blob, can_be_scanned=can_be_scanned)
+        line = f"{name} {key_type} {base64.b64encode(key_blob).decode()}"  # this key: a scan could meet another host
         raise TransportError(
             f"the host key of {name} is not known: {key_type} {shown}: after comparing this fingerprint with the one "
-            f"that the host's owner tells you, add it: {add}"
+            f"that the host's owner tells you, add it: echo {shlex.quote(line)} >> {self._name_users_file()}"
         )
 
     def _find(self, host: str, port: int) -> list[_Line]:
@@ -78,13 +76,8 @@ class KnownHosts:
         names = {_look_up_name(host, port), _look_up_name(host, DEFAULT_PORT)}
         return [line for line in self.lines if line.marker == "@revoked" and any(map(line.names, names))]
 
-    def _describe_adding(self, host: str, port: int, key_type: str, key_blob: bytes, *, can_be_scanned: bool) -> str:
-        file = _quote_path(self.files[0] if self.files else Path.home() / ".ssh" / "known_hosts")
-        if not can_be_scanned:
-            line = f"{_look_up_name(host, port)} {key_type} {base64.b64encode(key_blob).decode()}"
-            return f"echo {shlex.quote(line)} >> {file}"
-        scanned = _SCAN_NAMES.get(key_type, "ecdsa" if key_type.startswith("ecdsa") else key_type)
-        return f"ssh-keyscan -p {port} -t {shlex.quote(scanned)} {shlex.quote(host)} >> {file}"
+    def _name_users_file(self) -> str:
+        return _quote_path(self.files[0] if self.files else Path.home() / ".ssh" / "known_hosts")
 
 
 def fingerprint(key_blob: bytes) -> str:

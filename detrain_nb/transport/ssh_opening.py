@@ -85,7 +85,7 @@ class Opening:
             sock = _dial_through(via, settings, deadline=deadline) if via else dial(settings, deadline=deadline)
             transport = self._make_transport(sock)
             try:
-                _negotiate(transport, settings, known, is_direct=via is None, deadline=deadline)
+                _negotiate(transport, settings, known, deadline=deadline)
                 return transport
             except _HungUp as exc:
                 self._drop(transport)
@@ -143,9 +143,7 @@ def _dial_through(via: Hop, settings: HostSettings, *, deadline: float) -> param
     return channel
 
 
-def _negotiate(
-    transport: paramiko.Transport, settings: HostSettings, known: KnownHosts, *, is_direct: bool, deadline: float
-) -> None:
+def _negotiate(transport: paramiko.Transport, settings: HostSettings, known: KnownHosts, *, deadline: float) -> None:
     """Agree on algorithms and check the host key. Raises: TransportError, _HungUp."""
     import paramiko
 
@@ -158,9 +156,8 @@ def _negotiate(
         key = transport.get_remote_server_key()
     except paramiko.SSHException as exc:
         raise TransportError(f"{settings.where}: hung up after the handshake") from exc
-    can_be_scanned = is_direct and not settings.host_key_alias
     try:
-        known.check(name, port, key.get_name(), key.asbytes(), can_be_scanned=can_be_scanned)
+        known.check(name, port, key.get_name(), key.asbytes())
     except TransportError as exc:
         raise TransportError(f"{settings.where}: {exc}") from None
 
