@@ -61,10 +61,10 @@ class KnownHosts:
         on_same_port = [line for line in known if line.names(name)]
         if on_same_port:
             raise TransportError(_describe_change(on_same_port, name, key_type, shown))
-        line = f"{name} {key_type} {base64.b64encode(key_blob).decode()}"  # this key: a scan could meet another host
+        shown_key = f"{name} {key_type} {base64.b64encode(key_blob).decode()}"  # a scan could meet another host
         raise TransportError(
             f"the host key of {name} is not known: {key_type} {shown}: after comparing this fingerprint with the one "
-            f"that the host's owner tells you, add it: echo {shlex.quote(line)} >> {self._name_users_file()}"
+            f"that the host's owner tells you, add it: echo {shlex.quote(shown_key)} >> {self._name_users_file()}"
         )
 
     def _find(self, host: str, port: int) -> list[_Line]:
