@@ -142,7 +142,7 @@ class RankError(DetrainError):
         self.errors = dict(sorted(errors.items()))
         self.world_size = world_size
         self.note = note
-        super().__init__("; ".join(f"{where}: {error.summary}" for where, error in self._entries()))
+        super().__init__("; ".join(f"{where}: {error.summary}" for where, error in self._entries()) or note)
 
     def _entries(self) -> list[tuple[str, RemoteError]]:
         """Ranks that failed with the same error are one entry; what follows from another rank's stands behind it."""

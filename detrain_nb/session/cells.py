@@ -58,6 +58,7 @@ class CellRun:
         self.ranks = ranks
         self.news = threading.Event()
         self.outcomes: dict[int, CellDone | CellFailed | RankEnded] = {}
+        self.presses = 0  # of stop, so far: see rescue.py
         self.observer = observer
         self.is_over = False  # nothing more will come: the node is gone
         self.hosts = hosts

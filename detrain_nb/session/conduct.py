@@ -71,7 +71,7 @@ class Conductor:
                         raise CellTimeout(f"it waited for ranks that do not run it: {story}")
                     break
         except KeyboardInterrupt:
-            self._make_way(run)
+            self._rescue.make_way(run, gap_s=self._stop_gap_s)
             note = self._rescue.stop(run)
             if all(end.asked for end in run.lost.values()):
                 for rank in run.lost:
@@ -90,13 +90,6 @@ class Conductor:
         if run.running and self._inbox.failure:
             raise self._inbox.failure
         return story
-
-    def _make_way(self, run: CellRun) -> None:
-        """The session may have been left meanwhile: then the cell goes on without us."""
-        with contextlib.suppress(KeyboardInterrupt):
-            run.wait(self._stop_gap_s)
-        if self._ranks.is_closed and self._inbox.failure:
-            raise self._inbox.failure from None
 
     def _who_is_waited_for(self, run: CellRun, watch: _Watch, failures: str, *, is_alone: bool) -> str:
         """Which ranks have not ended the cell and where they are, or who waits for whom; empty while all is well."""

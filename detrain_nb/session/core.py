@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..deploy import End, nodes_of
 from ..deploy.known import StartedWith, remember
-from ..errors import SessionError
+from ..errors import CellInterrupted, SessionError
 from ..plan import Plan, parse_ranks
-from .cells import CellObserver
+from .cells import CellObserver, CellRun
 from .generations import Generations
 from .rank_link import IDLE_LIMIT_S, RankLink
 from .rescue import Rescue
@@ -87,13 +87,45 @@ class Core:
         """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError."""
         return parse_ranks(ranks, world_size=self.world_size, hosts=self.plan.hosts)
 
-    def choose_idle(self, ranks: Ranks, *, limit_s: float = 0.0) -> tuple[int, ...]:
-        """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now."""
+    def choose_idle(
+        self, ranks: Ranks, *, limit_s: float = 0.0, tell: Callable[[Mapping[int, CellRun]], None] | None = None
+    ) -> tuple[int, ...]:
+        """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now.
+
+        ``tell`` gets those that are waited for, and the cells that they run, once a second.
+        """
         if self.is_stopped:
             raise SessionError(f"session {self.name!r} has ended: start another one")
         chosen = self.choose(ranks)
-        self.ranks.require_idle(chosen, limit_s=limit_s)
+        self.ranks.require_idle(chosen, limit_s=limit_s, tell=tell)
         return chosen
+
+    def wait_until_idle(self, ranks: Ranks, observer: CellObserver | None, *, limit_s: float) -> tuple[int, ...]:
+        """``choose_idle`` for a cell, which says meanwhile what it waits for.
+
+        Raises: CellInterrupted, too, where stop was pressed while the cell waited for others.
+        """
+        is_told = False
+
+        def tell(busy: Mapping[int, CellRun]) -> None:
+            nonlocal is_told
+            if observer:
+                is_told = True
+                observer.waiting(self.rescue.describe_in_the_way(busy))
+
+        try:
+            return self.choose_idle(ranks, limit_s=limit_s, tell=tell)
+        except KeyboardInterrupt:
+            chosen = self.choose(ranks)
+            in_the_way = {run for rank, run in self.inbox.busy.items() if rank in chosen}
+            if not in_the_way:
+                raise
+            self.rescue.make_way(next(iter(in_the_way)), gap_s=self.stop_gap_s)
+            note = f"the cell was not run; {self.rescue.stop_in_the_way(in_the_way)}"
+            raise CellInterrupted({}, world_size=len(chosen), note=note) from None
+        finally:
+            if observer and is_told:
+                observer.waiting("")
 
     def mend_group(self, chosen: Iterable[int]) -> None:
         """All ranks have a group again, if ``chosen`` are all, or the others have time for it."""

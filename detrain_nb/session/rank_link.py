@@ -38,6 +38,8 @@ CLOSE_LIMIT_S = 5.0
 LOCATE_LIMIT_S = 1.0
 LAST_WORDS_LIMIT_S = 5.0  # how long a node that hung up may have something to say that was not read yet
 IDLE_LIMIT_S = 30.0  # how long a cell waits for a rank that was stopped, or is starting
+_TELL_GAP_S = 1.0  # between two words about that
+_TELL_AFTER_S = 0.1
 
 
 class RankLink:
@@ -162,13 +164,19 @@ class RankLink:
         """There is a connection to its node."""
         return self._links[self.inbox.node_of.get(rank, 0)].broken_at is None
 
-    def require_idle(self, chosen: Iterable[int], *, limit_s: float = 0.0) -> None:
-        """Wait for ranks that run a cell or are starting.
+    def require_idle(
+        self,
+        chosen: Iterable[int],
+        *,
+        limit_s: float = 0.0,
+        tell: Callable[[Mapping[int, CellRun]], None] | None = None,
+    ) -> None:
+        """Wait for ranks that run a cell or are starting; ``tell`` gets the former and their cells, once a second.
 
         Raises: SessionError when one is down, or still not idle after ``limit_s``; NodeLost when all are gone.
         """
         wanted = set(chosen)
-        deadline = time.monotonic() + limit_s
+        deadline, told_at = time.monotonic() + limit_s, time.monotonic() - _TELL_GAP_S + _TELL_AFTER_S
         while True:
             if self.inbox.failure:
                 raise self.inbox.failure
@@ -187,6 +195,9 @@ class RankLink:
                 )
             if time.monotonic() >= max(deadline, deadline - limit_s + IDLE_LIMIT_S):
                 raise SessionError(f"{format_ranks(starting)} did not start again within {IDLE_LIMIT_S:g} s")
+            if tell and busy and time.monotonic() - told_at >= _TELL_GAP_S:
+                tell(busy)
+                told_at = time.monotonic()
             self._wait_for_idle(next(iter(busy.values())) if busy else None)
 
     def _wait_for_idle(self, run: CellRun | None) -> None:

@@ -3,13 +3,14 @@
 A first press of stop raises KeyboardInterrupt on every rank. Ranks that wait in a collective or in the store cannot see
 it: their generation of process groups is ended on every rank, and their wait with it. A rank that computes sees it when
 it returns to Python. A second press ends the generation without asking, a third replaces the ranks that are left.
+Presses are counted cell by cell, for as long as a rank runs it: also when the prompt has come back in between.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import format_ranks, short_ranks
 from ..wire import Interrupt, Position, Replace
@@ -28,6 +29,7 @@ REPLACE_LIMIT_S = 3.0
 FREE_LIMIT_S = 5.0  # how long ranks that were freed may take to end a cell that nobody has stopped
 AFTER_DEATH_S = 0.1  # how long ranks may go on by themselves when one was lost
 _PRESSES = 3
+_GOES_ON = "%distributed interrupt stops that"
 
 
 class Rescue:
@@ -40,7 +42,10 @@ class Rescue:
         self._unfinished: list[CellRun] = []  # stopped, but some rank was still in them
 
     def stop(self, run: CellRun) -> str:
-        """Stop ``run`` on the ranks that still run it; says in words how that went. Pressed again, it does more."""
+        """Stop ``run`` on the ranks that still run it; says in words how that went.
+
+        Pressed again, now or when this has returned, it does more.
+        """
         story = _Story(run)
         self._press_until_it_ends(story)
         return self._end_of(story)
@@ -51,6 +56,7 @@ class Rescue:
         try:
             self._press(1, story)
             if not run.wait(FREE_LIMIT_S) and not run.is_over:
+                run.presses = max(run.presses, 1)
                 story.verdicts = self._judge(story)
         except KeyboardInterrupt:  # now somebody has
             self._press_until_it_ends(story)
@@ -58,13 +64,44 @@ class Rescue:
 
     def _press_until_it_ends(self, story: _Story) -> None:
         run = story.run
-        press = 1
-        while press <= _PRESSES and run.running and not run.is_over:
-            try:
-                self._press(press, story)
-                break
-            except KeyboardInterrupt:
-                press += 1
+        for _ in range(_PRESSES):
+            if not run.running or run.is_over:
+                return
+            run.presses = min(run.presses + 1, _PRESSES)
+            with contextlib.suppress(KeyboardInterrupt):  # the next press
+                self._press(run.presses, story)
+                return
+
+    def stop_in_the_way(self, runs: Iterable[CellRun]) -> str:
+        """Stop was pressed while a cell waited for ``runs``: the next press for those that were stopped before.
+
+        Says in one line what became of each; cells that nobody has stopped go on.
+        """
+        words = []
+        for run in sorted(runs, key=lambda run: run.cell):
+            if run.presses:
+                words.append(f"cell {run.cell}: {'; '.join(self.stop(run).splitlines())}")
+            elif run.running:
+                words.append(f"{self._ranks.where(run.running)} still in cell {run.cell}: {_GOES_ON}")
+        return "; ".join(words)
+
+    def describe_in_the_way(self, busy: Mapping[int, CellRun]) -> str:
+        """What a cell waits for that needs ranks which run others, and what a stop does now."""
+        parts = []
+        for run in sorted(set(busy.values()), key=lambda run: run.cell):
+            ranks = [rank for rank in busy if busy[rank] is run]
+            parts.append(f"waiting for {self._ranks.where(ranks)}, still in cell {run.cell}; {_next_press(run, ranks)}")
+        return "; ".join(parts)
+
+    def make_way(self, run: CellRun, *, gap_s: float) -> None:
+        """Stop was pressed, perhaps by a front end that restarts its kernel: give it time to leave the session.
+
+        Raises: SessionError when it has: then the cell goes on without us.
+        """
+        with contextlib.suppress(KeyboardInterrupt):
+            run.wait(gap_s)
+        if self._ranks.is_closed and self._ranks.inbox.failure:
+            raise self._ranks.inbox.failure from None
 
     def _end_of(self, story: _Story) -> str:
         _show(story.run, "")
@@ -238,10 +275,34 @@ class _Story:
         unseen = [rank for rank in left if rank not in self.verdicts]
         seconds = max((verdict.evidence.seconds for verdict in verdicts), default=0.0)
         what = describe_wait(verdicts) or f"{format_ranks(unseen)} did not answer"
-        return (
-            f"{what} ({seconds:.0f} s): it stops when it returns to Python; "
-            f"%distributed interrupt --kill {short_ranks(left)} replaces it, and its variables are lost"
+        is_in_python = verdicts and not any(verdict.kind == "computes" for verdict in verdicts)
+        they, them, their, s = _pronouns(left)
+        why = (
+            "the cell may catch KeyboardInterrupt"
+            if is_in_python
+            else f"{they} stop{s} when {they} return{s} to Python"
         )
+        kill = f"%distributed interrupt --kill {short_ranks(left)}"
+        if self.run.presses < 2:
+            advice = f"press stop again (%distributed interrupt) to free {them} without looking, {kill} replaces {them}"
+        else:
+            advice = f"press stop a third time, or {kill}, to replace {them}"
+        return f"{what} ({seconds:.0f} s): {why}; {advice}: {their} variables are lost"
+
+
+def _pronouns(ranks: Collection[int]) -> tuple[str, str, str, str]:
+    """They, them, their, and the end of what one does."""
+    return ("it", "it", "its", "s") if len(ranks) == 1 else ("they", "them", "their", "")
+
+
+def _next_press(run: CellRun, ranks: Collection[int]) -> str:
+    """What a stop does to a cell that another waits for."""
+    _, them, their, _ = _pronouns(ranks)
+    if run.presses == 0:
+        return f"a stop ends this wait: {_GOES_ON}"
+    if run.presses == 1:
+        return f"a second stop ends {their} process groups and interrupts {them} again"
+    return f"a third stop replaces {them}: {their} variables are lost"
 
 
 def _waited(verdicts: Iterable[Verdict]) -> str:

@@ -76,7 +76,7 @@ class Runs:
         core = self._core
         deadline = time.monotonic() + IDLE_LIMIT_S
         while True:
-            chosen = core.choose_idle(ranks, limit_s=IDLE_LIMIT_S)
+            chosen = core.wait_until_idle(ranks, observer, limit_s=IDLE_LIMIT_S)
             core.tell(core.rescue.before_a_cell(), observer)
             core.mend_group(chosen)
             run = self._new(cell, chosen, observer)

@@ -565,7 +565,8 @@ class Session:
         """The nodes that are to run a cell have what has changed here."""
         if self._files.is_synced:
             names = self.node_names
-            on = {names.get(rank, "") for rank in self._core.choose_idle(ranks, limit_s=IDLE_LIMIT_S)}
+            chosen = self._core.wait_until_idle(ranks, observer, limit_s=IDLE_LIMIT_S)
+            on = {names.get(rank, "") for rank in chosen}
             for words in self._files.bring(on):
                 self._core.tell(words, observer)
 

@@ -21,6 +21,7 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionError
 from detrain_nb.session import conduct, rescue
+from detrain_nb.session.cells import CellObserver
 from detrain_nb.wire import Message, RunCell
 
 from ..failing_cells import FAILING_CELLS
@@ -407,6 +408,78 @@ def test_third_press_replaces_the_ranks_that_have_not_come_back(
     assert "rank 1 did not stop in time and had to be replaced" in stopped.note, stopped.note
     assert equipped.run_cell("globals().get('counter')").values == {0: before[0], 1: None}
     assert_works(equipped)
+
+
+_SWALLOWS = "while True:\n    try: time.sleep(0.1)\n    except BaseException: pass"
+
+
+class _StillThere(CellObserver):
+    """Presses stop when a cell says that it waits for another, and keeps what it said."""
+
+    said = ""
+
+    def waiting(self, text: str) -> None:
+        if "still in cell" in text and not self.said:
+            self.said = text
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does not end its cell is given up soon."""
+    for limit in ("COMPUTE_LIMIT_S", "FREED_LIMIT_S"):
+        monkeypatch.setattr(rescue, limit, 0.3)
+
+
+@pytest.mark.here_only
+def test_presses_are_counted_when_the_prompt_has_come_back_too(equipped: Session, impatient: None) -> None:
+    stopped = _stop(equipped, f"if rank == 1:\n    {_SWALLOWS.replace(chr(10), chr(10) + ' ' * 4)}")
+    assert re.search(r"^rank 1 is at line \d \(\d+ s\): .* may catch KeyboardInterrupt; ", stopped.note), stopped.note
+    [second] = equipped.stop_cells().values()
+    assert "the process groups are made anew" in second
+    assert "press stop a third time, or %distributed interrupt --kill 1, to replace it" in second, second
+    [third] = equipped.stop_cells().values()
+    assert "rank 1 did not stop in time and had to be replaced" in third
+    assert equipped.run_cell("'counter' in globals()").values == {0: True, 1: False}
+
+
+@pytest.mark.here_only
+def test_cell_that_waits_for_a_stopped_one_says_so_at_once_and_a_stop_counts_on(
+    equipped: Session, impatient: None
+) -> None:
+    first = _stop(equipped, _SWALLOWS)
+    assert "ranks 0-1 are at line" in first.note
+    for said in ("a second stop ends their process groups", "a third stop replaces them: their variables are lost"):
+        watcher = _StillThere()
+        with pytest.raises(CellInterrupted) as caught:
+            equipped.run_cell("never = True", observer=watcher, timeout_s=60)
+        assert re.match(r"waiting for ranks 0-1 \(line \d\), still in cell \d+; ", watcher.said)
+        assert said in watcher.said
+        [line] = caught.value._render_traceback_()
+        assert line.startswith("the cell was not run; cell ")
+        assert "\n" not in line
+    assert "had to be replaced" in line
+    assert equipped.run_cell("'never' in globals()").values == {0: False, 1: False}
+
+
+@pytest.mark.here_only
+def test_stop_while_a_cell_waits_for_one_that_nobody_has_stopped_leaves_that_alone(equipped: Session) -> None:
+    code = "print('begun')\ntime.sleep(1.5)\nis_done = True"
+    begun = threading.Event()
+
+    class Begun(CellObserver):
+        def output(self, rank: int, stream: str, text: str) -> None:
+            begun.set()
+
+    watcher = _StillThere()
+    beside = threading.Thread(target=lambda: equipped.run_cell(code, ranks=1, observer=Begun()))
+    beside.start()
+    assert begun.wait(20)
+    with pytest.raises(CellInterrupted, match=r"^the cell was not run; rank 1 \(line 2\) still in cell"):
+        equipped.run_cell("never = True", observer=watcher)
+    beside.join()
+    assert "%distributed interrupt stops that" in watcher.said
+    assert equipped.pull("is_done", ranks=1) == {1: True}
 
 
 @pytest.mark.rare_elsewhere
