@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import getpass
 import os
@@ -106,9 +105,12 @@ class SessionHolder:
             self._ended.stop()
             self._ended = None
         name = wanted.name or self.name
+        refusal: SessionError | None = None
         if wanted.fresh and name in known_sessions():
-            with contextlib.suppress(SessionError):  # one on nodes may have ended by itself
+            try:
                 end_session(name, holder=self.name, ask_passphrase=ask_passphrase)
+            except SessionError as exc:  # another notebook holds it; or one on nodes has ended by itself
+                refusal = exc
         try:
             session = Session.start(
                 wanted.count,
@@ -126,6 +128,8 @@ class SessionHolder:
                 ask_passphrase=ask_passphrase,
                 holder=self.name,
             )
+        except SessionError as exc:
+            raise refusal or exc from None
         except (LaunchError, TransportError) as exc:
             is_typo = isinstance(wanted.nodes, str) and "does not resolve" in str(exc)
             if is_typo and (question := similar_nodes(str(wanted.nodes))):

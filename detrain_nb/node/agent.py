@@ -271,14 +271,13 @@ class _Agent:
         return True
 
     def _why_refuse(self, message: Attach) -> str:
-        """Empty when the notebook may have the session; its own one always may: the other connection is half-open."""
+        """Empty when the notebook may have the session; who holds it always may: the other connection is half-open."""
         if message.protocol != PROTOCOL:
             spoken = f"the notebook speaks protocol {message.protocol}, this node {PROTOCOL}"
             return f"{spoken}: install one version of detrain_nb on both"
         if message.resumes and message.holder != self._holder:
             return f"session {message.session!r} was taken over by {self._holder} meanwhile"
-        is_owner = message.holder in (message.session, self._holder)
-        if self._notebook is None or message.steal or is_owner:
+        if self._notebook is None or message.steal or message.holder == self._holder:
             return ""
         return f"session {message.session!r} is held by {self._holder}: %distributed attach --steal takes it over"
 

@@ -111,11 +111,13 @@ def test_agent_says_what_it_runs_on(agent: Agent) -> None:
     assert (answer.pid, answer.host, answer.cpus >= 1) == (agent.process.pid, socket.gethostname(), True)
 
 
-def test_second_notebook_is_refused_and_the_first_goes_on(agent: Agent) -> None:
+@pytest.mark.parametrize("holder", ["second", "mine"])
+def test_second_notebook_is_refused_and_the_first_goes_on(agent: Agent, holder: str) -> None:
+    """The one too that has started the session and given it its name."""
     first, second = agent.connect(), agent.connect()
     first.send(Attach("mine", "first"))
     first.receive(Attached)
-    second.send(Attach("mine", "second"))
+    second.send(Attach("mine", holder))
     refusal = second.receive(Refused)
     assert isinstance(refusal, Refused)
     assert refusal.reason == "session 'mine' is held by first: %distributed attach --steal takes it over"
