@@ -136,11 +136,7 @@ class SessionHolder:
                 raise type(exc)(f"{exc}\n{question}") from exc
             raise
         self._started_with = replace(wanted, is_known=True)
-        self._hold(session)
-        for words in session.notices:
-            print(words)
-        session.notices.clear()
-        return session
+        return self._hold(session)
 
     def restart(self, count: int | None, *, env: Sequence[tuple[str, str]] = (), cold: bool = False) -> Session:
         """End the session and start another with the options of the last, also one that an earlier kernel has left.
@@ -193,6 +189,9 @@ class SessionHolder:
         session.hang_s, session.stop_gap_s = self.settings.hang, self._stop_gap_s
         session.warm_s = self.settings.warm
         self.session = session
+        for words in session.notices:
+            print(words)
+        session.notices.clear()
         return session
 
     def detach(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import stat
 import time
 from collections.abc import Iterable, Iterator
@@ -18,18 +17,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from pathspec import GitIgnoreSpec
-
 from ..errors import SpecError
+from ..node.talk import Untrue, check_name
 from .code import pack_files
+from .ignoring import GIT_FILE, OWN_FILE, Rules, cannot_read, extend, is_left_out, read_rules_above
+from .private import is_private
 
-__all__ = ["Changes", "FileState", "Manifest", "changes", "list_folder", "pack"]
+__all__ = ["Changes", "FileState", "Manifest", "changes", "list_folder", "name_hidden", "pack"]
 
 _NEVER = frozenset({".git", "__pycache__", ".venv", ".ipynb_checkpoints", "node_modules"})
-_GIT_FILE, _OWN_FILE = ".gitignore", ".detrainignore"
 _MOST_ENTRIES = 100_000  # a home folder has more: looking at them all would hold up the first cell
 _SETTLED_NS = 2_000_000_000  # a file may change twice within the steps of its file system's clock; FAT's are of 2 s
-_WAYS_OUT = f"list what the ranks do not need in {_OWN_FILE}, which is written as {_GIT_FILE}, or give --no-sync"
+_WAYS_OUT = f"list what the ranks do not need in {OWN_FILE}, which is written as {GIT_FILE}, or give --no-sync"
 
 
 class FileState(NamedTuple):
@@ -53,15 +52,18 @@ class Changes:
     write: list[str]
 
 
-def list_folder(root: str | os.PathLike[str], *, limit_bytes: int = 50_000_000) -> Manifest:
+def list_folder(
+    root: str | os.PathLike[str], *, limit_bytes: int = 50_000_000, kept: list[str] | None = None
+) -> Manifest:
     """List the files below ``root`` that travel. A file that has not changed since the last call is not read again.
 
-    A symbolic link counts as what it points to, if that is below ``root``; other links do not travel.
+    A symbolic link counts as what it points to, if that is below ``root``; other links do not travel. ``kept`` gets
+    the files and folders that stay here for their names alone (deploy/private.py).
     Raises: SpecError when it is too much, or a file cannot be read.
     """
     if not os.path.isdir(root):
         raise SpecError(f"{root}: no such folder")
-    found = sorted(_walk(Path(root)))
+    found = sorted(_walk(Path(root), [] if kept is None else kept))
     total_bytes = sum(status.st_size for _, _, status in found)
     if total_bytes > limit_bytes:
         largest = sorted(found, key=lambda item: -item[2].st_size)[:5]
@@ -79,7 +81,7 @@ def list_folder(root: str | os.PathLike[str], *, limit_bytes: int = 50_000_000) 
         except FileNotFoundError:
             continue  # deleted meanwhile
         except OSError as exc:
-            raise _cannot_read(name, exc) from exc
+            raise cannot_read(name, exc) from exc
         manifest[name] = FileState(status.st_size, status.st_mtime_ns, digest, bool(status.st_mode & 0o100))
     return manifest
 
@@ -93,6 +95,17 @@ def changes(before: Manifest | None, now: Manifest) -> Changes:
         remove=sorted(name for name in old if name not in new),
         write=sorted(name for name, state in new.items() if old.get(name) != state),
     )
+
+
+def name_hidden(manifest: Manifest) -> list[str]:
+    """Name the hidden files and folders in it, but for those that say what travels."""
+    found: dict[str, None] = {}
+    for name in manifest:
+        parts = name.split("/")
+        depth = next((depth for depth, part in enumerate(parts) if part.startswith(".")), None)
+        if depth is not None and parts[depth] not in (GIT_FILE, OWN_FILE):
+            found["/".join(parts[: depth + 1]) + ("/" if parts[depth + 1 :] else "")] = None
+    return list(found)
 
 
 def pack(root: str | os.PathLike[str], names: Iterable[str]) -> bytes:
@@ -111,7 +124,7 @@ def pack(root: str | os.PathLike[str], names: Iterable[str]) -> bytes:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as exc:
-            raise _cannot_read(name, exc) from exc
+            raise cannot_read(name, exc) from exc
     return pack_files(files, executable=executable)
 
 
@@ -123,28 +136,18 @@ def _digest(path: str, _size: int, _mtime_ns: int, _ctime_ns: int, _inode: int) 
 _read_digest = lru_cache(maxsize=_MOST_ENTRIES)(_digest)  # what has not changed is in there
 
 
-@dataclass(frozen=True, eq=False)  # equal when it is the same: a quick key
-class _Rules:
-    """The lines that count in a folder, from the outermost to its own, and what they compile to."""
-
-    git: tuple[str, ...]
-    own: tuple[str, ...]
-    of_files: GitIgnoreSpec
-    of_folders: GitIgnoreSpec
-
-
 class _Folder(NamedTuple):
     path: str
     prefix: str  # of the names in it: empty, or ends with a slash
-    rules: _Rules
+    rules: Rules
     real: str  # its path without links
     within: frozenset[str]  # the real paths of the folders that it is in, and its own: a link to one would be a loop
 
 
-def _walk(root: Path) -> Iterator[tuple[str, str, os.stat_result]]:
+def _walk(root: Path, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]]:
     """Yield name, path and status of the files that travel."""
     top = os.path.realpath(root)
-    above, rules = _read_rules_above(Path(top))
+    above, rules = read_rules_above(Path(top))
     folders = [_Folder(top, "", rules, top, frozenset({top}))]
     entries_seen = 0
     while folders:
@@ -155,17 +158,22 @@ def _walk(root: Path) -> Iterator[tuple[str, str, os.stat_result]]:
             raise SpecError(
                 f"the folder {root} has more than {_MOST_ENTRIES} files: work in a smaller one, {_WAYS_OUT}"
             )
-        rules = _extend(folder.rules, folder.path, above + folder.prefix, {entry.name for entry in entries})
+        rules = extend(folder.rules, folder.path, above + folder.prefix, {entry.name for entry in entries})
         for entry in entries:
             name = folder.prefix + entry.name
             real, status = _look_at(entry, name, folder.real, top)
             if not status:
                 continue
-            if stat.S_ISDIR(status.st_mode):
-                is_loop = real in folder.within
-                if not is_loop and not _is_left_out(rules, above + name, is_folder=True) and not _is_environment(real):
-                    folders.append(_Folder(entry.path, f"{name}/", rules, real, folder.within | {real}))
-            elif stat.S_ISREG(status.st_mode) and not _is_left_out(rules, above + name, is_folder=False):
+            is_folder = stat.S_ISDIR(status.st_mode)
+            if is_folder and real in folder.within or not is_folder and not stat.S_ISREG(status.st_mode):
+                continue
+            if is_left_out(rules, above + name, is_folder=is_folder) or is_folder and _is_environment(real):
+                continue
+            if _is_private(rules, above, name, os.path.relpath(real, top) if real != entry.path else name):
+                kept.append(f"{name}/" if is_folder else name)
+            elif is_folder:
+                folders.append(_Folder(entry.path, f"{name}/", rules, real, folder.within | {real}))
+            else:
                 yield _check_name(name), entry.path, status
 
 
@@ -176,7 +184,7 @@ def _scan(folder: _Folder) -> list[os.DirEntry[str]]:
     except (FileNotFoundError, NotADirectoryError):  # deleted meanwhile
         return []
     except OSError as exc:
-        raise _cannot_read(folder.prefix or folder.path, exc) from exc
+        raise cannot_read(folder.prefix or folder.path, exc) from exc
 
 
 def _look_at(entry: os.DirEntry[str], name: str, parent: str, top: str) -> tuple[str, os.stat_result | None]:
@@ -195,91 +203,32 @@ def _look_at(entry: os.DirEntry[str], name: str, parent: str, top: str) -> tuple
     except FileNotFoundError:
         return "", None
     except OSError as exc:
-        raise _cannot_read(name, exc) from exc
+        raise cannot_read(name, exc) from exc
 
 
 def _is_environment(folder: str) -> bool:
     return os.path.exists(os.path.join(folder, "pyvenv.cfg"))
 
 
-def _check_name(name: str) -> str:
-    if not name.isascii():
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise SpecError(f"{name!r}: its name is not UTF-8: rename it, or list it in {_OWN_FILE}") from None
-    return name
-
-
-def _read_rules_above(top: Path) -> tuple[str, _Rules]:
-    """Return what leads from the top of the repository to ``top``, and the rules that it brings."""
-    nothing = "", _compile((), ())
-    repository = next((folder for folder in (top, *top.parents) if (folder / ".git").exists()), top)
-    parts = top.relative_to(repository).parts
-    prefix, rules = nothing
-    for part in parts:
-        rules = _extend(rules, str(repository / prefix), prefix, {_GIT_FILE, _OWN_FILE})
-        if _is_left_out(rules, prefix + part, is_folder=True):
-            return nothing
-        prefix += f"{part}/"
-    return prefix, rules
-
-
-def _extend(rules: _Rules, folder: str, prefix: str, names: set[str]) -> _Rules:
-    """Add the rules that stand in ``folder``, of which ``names`` are there."""
-    git = _read_lines(os.path.join(folder, _GIT_FILE), prefix) if _GIT_FILE in names else ()
-    own = _read_lines(os.path.join(folder, _OWN_FILE), prefix) if _OWN_FILE in names else ()
-    return _compile(rules.git + git, rules.own + own) if git or own else rules
-
-
-def _read_lines(path: str, prefix: str) -> tuple[str, ...]:
-    try:
-        with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
-            return tuple(_anchor(line, prefix) for line in file.read().split("\n") if line.strip() and line[0] != "#")
-    except (FileNotFoundError, IsADirectoryError):
-        return ()
-    except OSError as exc:
-        raise _cannot_read(path, exc) from exc
-
-
-def _anchor(line: str, prefix: str) -> str:
-    """Write a pattern that stands in the folder ``prefix`` as one of the outermost folder."""
-    if not prefix:
-        return line
-    sign, pattern = ("!", line[1:]) if line.startswith("!") else ("", line)
-    core = pattern.rstrip().rstrip("/")
-    if not core:
-        return ""
-    anywhere = "" if "/" in core else "**/"
-    return sign + re.sub(r"([\\*?\[\]!# ])", r"\\\1", prefix) + anywhere + pattern.lstrip("/")
-
-
-@lru_cache(maxsize=1000)
-def _compile(git: tuple[str, ...], own: tuple[str, ...]) -> _Rules:
-    """Compile the lines once for files and once for folders, where ``a/`` and ``a`` are the same.
-
-    pathspec knows a folder by the slash at its end, and weighs ``a`` as less than ``!*`` above it then.
-    """
-    lines = [re.sub(r"\*\*/\s*$", "**/*/", line) for line in git + own if _is_pattern(line)]
-    of_folders = GitIgnoreSpec.from_lines(re.sub(r"/\s*$", "", line) for line in lines)
-    return _Rules(git, own, GitIgnoreSpec.from_lines(lines), of_folders)
-
-
-def _is_pattern(line: str) -> bool:
-    try:
-        GitIgnoreSpec.from_lines([line])
-    except ValueError:  # a lone `!`, for which git does nothing either
+def _is_private(rules: Rules, above: str, name: str, real_name: str) -> bool:
+    """By its name, or by where it is: behind a link, or a folder that is one."""
+    if is_private(above + name, rules.lifted):
+        return True
+    if real_name == name:
         return False
-    return True
+    parts = real_name.split(os.sep)
+    return any(is_private(above + "/".join(parts[:end]), rules.lifted) for end in range(1, len(parts) + 1))
 
 
 @lru_cache(maxsize=_MOST_ENTRIES)
-def _is_left_out(rules: _Rules, path: str, *, is_folder: bool) -> bool:
-    return (rules.of_folders if is_folder else rules.of_files).match_file(path)
-
-
-def _cannot_read(name: str, error: OSError) -> SpecError:
-    return SpecError(f"{name}: cannot be read: {error.strerror}: make it readable, or list it in {_OWN_FILE}")
+def _check_name(name: str) -> str:
+    try:
+        name.encode()
+        return check_name(name)
+    except UnicodeEncodeError:
+        raise SpecError(f"{name!r}: its name is not UTF-8: rename it, or list it in {OWN_FILE}") from None
+    except Untrue as exc:  # no node would take it
+        raise SpecError(f"{exc}: rename it, or list it in {OWN_FILE}") from None
 
 
 def _format_size(size_bytes: int) -> str:

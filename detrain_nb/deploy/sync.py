@@ -22,7 +22,8 @@ from ..errors import SessionError
 from ..node.files import SAMPLE_FILES
 from ..node.talk import Untrue, as_size, clean
 from .files import NodeAccess, OnProgress, Stop, label, on_every, open_talk
-from .folder import Manifest, list_folder, pack
+from .folder import Manifest, list_folder, name_hidden, pack
+from .ignoring import OWN_FILE
 
 __all__ = ["DataCheck", "DataState", "FolderSync", "SyncedNode", "check"]
 
@@ -46,7 +47,8 @@ class SyncedNode(NodeAccess, Protocol):
 
 
 class FolderSync:
-    """Keeps the work folders of nodes as the folder ``root`` here; ``notices`` get what was left alone there.
+    """Keeps the work folders of nodes as the folder ``root`` here; ``notices`` get what was left alone there, and what
+    of the folder goes or stays that the user may not think of.
 
     Not ``takes_over``: of a session that goes on, where a folder that is kept as another one here is left alone.
     """
@@ -59,6 +61,7 @@ class FolderSync:
         self._brought: dict[str, tuple[object, Manifest]] = {}
         self._apart: set[str] = set()
         self._left_alone: set[tuple[str, str]] = set()
+        self._told: set[str] = set()
 
     def bring(self, nodes: Sequence[SyncedNode], *, is_forced: bool = False) -> None:
         """Have all that has changed on ``nodes``. ``is_forced`` looks there also where nothing has changed here.
@@ -68,11 +71,24 @@ class FolderSync:
         nodes = [node for node in nodes if node.name not in self._apart]
         if not nodes:
             return
-        manifest = list_folder(self.root)
+        kept: list[str] = []
+        manifest = list_folder(self.root, kept=kept)
         waiting = [node for node in nodes if is_forced or self._is_behind(node, manifest)]
         if waiting:
+            self._tell_once(
+                "hidden files go to the nodes too", name_hidden(manifest), f"list in {OWN_FILE} what should stay here"
+            )
+            self._tell_once(
+                "these stay here, as they may hold keys", kept, f"a line !NAME in {OWN_FILE} sends one that does not"
+            )
             packer = _Packer(self.root)
             on_every(waiting, lambda node, stop, _: self._bring(node, manifest, packer, stop))
+
+    def _tell_once(self, what: str, names: list[str], advice: str) -> None:
+        fresh = [name for name in names if name not in self._told]
+        if fresh:
+            self._told.update(fresh)
+            self.notices.append(f"{what}: {_name_some([clean(name)[:80] for name in fresh], most=10)}: {advice}")
 
     def _is_behind(self, node: SyncedNode, manifest: Manifest) -> bool:
         contact, brought = self._brought.get(node.name, (None, {}))
@@ -147,9 +163,9 @@ class _Packer:
             return self._packed[key]
 
 
-def _name_some(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _name_some(names: Sequence[str], *, most: int = _MOST_NAMED) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_same(before: Manifest, now: Manifest) -> bool:

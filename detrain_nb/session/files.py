@@ -30,19 +30,26 @@ class SessionFiles:
     def __init__(
         self, transports: Sequence[Transport], folder: str, *, is_synced: bool = False, takes_over: bool = True
     ) -> None:
-        """With ``is_synced`` the nodes elsewhere get what changes in ``folder``. Raises: SpecError when it is too much.
+        """With ``is_synced`` the nodes elsewhere get what changes in ``folder``; ``notices`` say where they do not.
 
-        Not ``takes_over``: as FolderSync has it.
+        Not ``takes_over``: of a session that goes on, as FolderSync has it. Raises: SpecError when the folder is too
+        much.
         """
         self._folder = folder
+        self.notices: list[str] = []
         self.reach_by(transports)
-        self._sync: FolderSync | None = None
-        if is_synced and self._elsewhere:
-            from ..deploy.folder import list_folder
-            from ..deploy.sync import FolderSync
+        self._sync = self._begin_sync(takes_over=takes_over) if is_synced and self._elsewhere else None
 
-            list_folder(folder)
-            self._sync = FolderSync(folder, takes_over=takes_over)
+    def _begin_sync(self, *, takes_over: bool) -> FolderSync | None:
+        from ..deploy.folder import list_folder
+        from ..deploy.private import why_kept
+        from ..deploy.sync import FolderSync
+
+        if why := why_kept(self._folder):
+            self.notices.append(why)
+            return None
+        list_folder(self._folder)
+        return FolderSync(self._folder, takes_over=takes_over)
 
     def reach_by(self, transports: Sequence[Transport]) -> None:
         """Reach the nodes by these from now on."""

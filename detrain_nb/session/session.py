@@ -119,7 +119,7 @@ class Session:
         machine, is how many threads torch uses in each, and set there.
 
         With ``sync`` nodes have the files of ``folder`` that .gitignore and .detrainignore do not leave out, before the
-        ranks start and before each cell.
+        ranks start and before each cell; no keys and tokens, and nothing of a home: ``notices`` say so.
 
         When this process is gone, or has detached, the ranks wait for the next one for ``linger_s``. What they print
         is kept for it, of more than about ``spool_limit_bytes`` the end; what was lost is announced in its place.
@@ -161,7 +161,7 @@ class Session:
             core.note_down(
                 StartedWith(ranks, device, backend, init, sync, of_env, seed, start, linger_s, group_timeout_s)
             )
-            session.notices.extend(files.bring())
+            session.notices.extend([*files.notices, *files.bring()])
             for number, end in enumerate(ends):
                 if end.why_cold:
                     session._inbox.take(StartedCold(end.why_cold), node=number)
@@ -210,6 +210,7 @@ class Session:
             session._inbox.is_showing_missed = True
             go_on(session._core, attach(session._core, steal=steal))
             session._core.note_down()
+            session.notices.extend(files.notices)
         except BaseException:
             session.detach()
             raise

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pwd
+import re
 import subprocess
 import zipfile
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from detrain_nb.deploy import folder
+from detrain_nb.deploy import folder, ignoring
 from detrain_nb.deploy.folder import Changes, FileState, changes, list_folder, pack
+from detrain_nb.deploy.private import why_kept
 from detrain_nb.errors import SpecError
 
 
@@ -289,3 +292,147 @@ def test_packed_files_are_what_was_there(tmp_path: Path) -> None:
             "c": 0o644,
         }
         assert archive.read("c") == b"\0\xff" * 1000
+
+
+# ---- what is private
+
+
+@pytest.fixture(autouse=True)
+def _nobodys_git(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tests' own home, whose git has no configuration."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    return home
+
+
+SECRETS = [
+    *(".ssh/config", ".ssh/my_key", ".aws/credentials", ".netrc", ".git-credentials", ".kube/config", ".gnupg/x"),
+    *(".cache/huggingface/token", ".huggingface/token", ".docker/config.json", ".pypirc", ".config/gcloud/x.db"),
+    *(".azure/x.json", ".env", ".env.local", "sub/.env", "sub/server.pem", "id_rsa", "sub/id_ed25519", "ID_RSA.bak"),
+    *(".bash_history", ".python_history", ".ipython/profile_default/history.sqlite", "kernel-1a2b.json"),
+    *("wandb/settings", ".SSH/other", "sub/Server.PEM", ".local/share/jupyter/runtime/jpserver-7.json"),
+]
+
+
+def test_keys_tokens_and_histories_stay_unless_named(tmp_path: Path) -> None:
+    root = _plant(tmp_path, dict.fromkeys([*SECRETS, "train.py", ".env.example", ".github/ci.yml"], "secret"))
+    kept: list[str] = []
+    manifest = list_folder(root, kept=kept)
+    assert list(manifest) == [".env.example", ".github/ci.yml", "train.py"]
+    assert folder.name_hidden(manifest) == [".env.example", ".github/"]
+    assert {".ssh/", ".env", "sub/server.pem", ".cache/huggingface/token"} <= set(kept)
+
+    _plant(root, {".gitignore": "!.env\n!id_rsa\n", ".detrainignore": "!*\n!*/\n!sub/**\n"})
+    assert ".env" not in list_folder(root) and "sub/.env" not in list_folder(root)
+    (root / ".detrainignore").write_text("!/.ENV\n!sub/*.pem\n!.ssh/\n!.azure/\n/.azure/\n")
+    lifted = {".env", "sub/server.pem", "sub/Server.PEM", ".ssh/config", ".ssh/my_key", ".SSH/other"}
+    assert set(list_folder(root)) - set(manifest) - {".gitignore", ".detrainignore"} == lifted
+
+
+def test_link_to_a_key_stays_as_well(tmp_path: Path) -> None:
+    _plant(tmp_path, {"a.py": "", ".ssh/deploy": "secret", ".env": "secret", ".config/gcloud/db": "secret"})
+    for name, target in {"notes.txt": ".env", "keys": ".ssh", "deploy": ".ssh/deploy", "settings": ".config"}.items():
+        (tmp_path / name).symlink_to(target)
+    assert list(list_folder(tmp_path)) == ["a.py"]
+    (tmp_path / ".detrainignore").write_text("!.env\n!data/\n")
+    _plant(tmp_path, {"data/.ssh/deep/x": "secret"})
+    (tmp_path / "x").symlink_to("data/.ssh/deep/x")
+    assert list(list_folder(tmp_path)) == [".detrainignore", ".env", "a.py", "notes.txt"]
+
+
+def test_home_and_what_holds_it_stay_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = _plant(tmp_path / "homes" / "ann", {"work/a.py": "", ".ssh/x": "", ".config/gcloud/x/y": ""})
+    (tmp_path / "link").symlink_to(home)
+    own = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    for value in (str(home), f"{home}/", str(tmp_path / "link")):
+        monkeypatch.setenv("HOME", value)
+        for here in (home, tmp_path / "link", tmp_path / "homes", Path("/"), own):
+            assert re.fullmatch(f"{here} is a home, or holds homes: its files stay here, .*", why_kept(here))
+        assert why_kept(home / "work") == ""
+    for here in (home / ".ssh", tmp_path / "link/.config/gcloud/x"):
+        assert "is where keys or tokens are: its files stay here" in why_kept(here)
+    for nothing in ("", "relative", str(tmp_path / "gone")):
+        monkeypatch.setenv("HOME", nothing)
+        assert why_kept(own) and why_kept("/") and not why_kept(home)
+    monkeypatch.delenv("HOME")
+    assert why_kept(own) and why_kept("/") and not why_kept(home / "work")
+
+
+# ---- what git reads besides
+
+
+def _others(repository: Path) -> set[str]:
+    """What git would add."""
+    command = ["git", "ls-files", "-z", "--others", "--exclude-standard"]
+    environment = {**os.environ, "GIT_CONFIG_NOSYSTEM": "1"}
+    listed = subprocess.run(command, cwd=repository, env=environment, check=True, capture_output=True, timeout=60)
+    return set(listed.stdout.decode().split("\0")[:-1])
+
+
+def test_what_git_leaves_out_by_its_configuration_stays(tmp_path: Path, _nobodys_git: Path) -> None:
+    root = tmp_path / "repository"
+    commit = ["-c", "user.name=a", "-c", "user.email=a", "commit", "--quiet", "--allow-empty", "-m", "a"]
+    for command in (["init", "--quiet", "."], commit, ["worktree", "add", "--quiet", str(tmp_path / "worktree")]):
+        root.mkdir(exist_ok=True)
+        subprocess.run(["git", *command], cwd=root, check=True, timeout=60)
+    worktree = _plant(tmp_path / "worktree", {"a.private": "", "b": ""})
+    _plant(root, {".git/info/exclude": "*.private\n!kept.user\n", ".gitignore": "!shown.private\n"})
+    _plant(root, dict.fromkeys(["a.py", "a.private", "sub/shown.private", "a.user", "sub/kept.user"], ""))
+    _plant(_nobodys_git, {".config/git/ignore": "*.user\n", "mine": "*.py\n"})
+    assert set(list_folder(root)) == {".gitignore", "a.py", "sub/kept.user", "sub/shown.private"} == _others(root)
+    assert list(list_folder(root / "sub")) == ["kept.user", "shown.private"]
+    assert list(list_folder(worktree)) == ["b"]
+    (_nobodys_git / ".gitconfig").write_text("[core]\n excludesFile = ~/mine\n")
+    ignoring._ask_git.cache_clear()
+    assert set(list_folder(root)) == {".gitignore", "a.user", "sub/kept.user", "sub/shown.private"} == _others(root)
+
+
+def test_repository_has_nothing_run_and_nothing_else_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = f"touch {tmp_path}/was-run"
+    root = tmp_path / "repository"
+    subprocess.run(["git", "init", "--quiet", str(root)], check=True, timeout=60)
+    _plant(
+        root,
+        {
+            "a.py": "",
+            ".git/config": f"[core]\n excludesFile = {tmp_path}/outside\n fsmonitor = {run}\n pager = {run}\n"
+            f"[alias]\n config = !{run}\n",
+            "git": f"#!/bin/sh\n{run}\n",
+        },
+    )
+    (root / "git").chmod(0o755)
+    (tmp_path / "outside").write_text("*.py")
+    monkeypatch.chdir(root)
+    for path in (os.environ["PATH"], f".:{os.environ['PATH']}"):
+        monkeypatch.setenv("PATH", path)
+        ignoring._ask_git.cache_clear()
+        assert list(list_folder(root)) == ["a.py", "git"]
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize("name", [".gitignore", ".detrainignore", ".git/info/exclude", ".git"])
+def test_patterns_that_never_end_are_not_read(name: str, tmp_path: Path) -> None:
+    _plant(tmp_path, {"a.py": ""})
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    assert list(list_folder(tmp_path)) == ["a.py"]
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert list(list_folder(tmp_path)) == ["a.py"]
+    path.unlink()
+    path.write_bytes(b"x" * (1 << 20) + b"\n")
+    if name != ".git":
+        with pytest.raises(SpecError, match="has more than 1048576 bytes of patterns: shorten it"):
+            list_folder(tmp_path)
+
+
+def test_git_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = _plant(tmp_path, {"bin/git": "#!/bin/sh\nexec sleep 1000\n", "folder/a.py": ""}) / "bin" / "git"
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(ignoring, "_ASK_LIMIT_S", 0.1)
+    ignoring._ask_git.cache_clear()
+    assert list(list_folder(tmp_path / "folder")) == ["a.py"]
+    ignoring._ask_git.cache_clear()

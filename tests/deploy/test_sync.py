@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +21,7 @@ from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.deploy.sync import DataCheck, DataState, FolderSync, check
 from detrain_nb.errors import DetrainError, SessionError, SpecError, WireError
 from detrain_nb.node.notes import read_state
+from detrain_nb.session.files import SessionFiles
 
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
@@ -137,6 +138,40 @@ def test_gitignore_is_honoured(root: Path, node: FolderNode) -> None:
     (root / "key.secret").write_text("s")
     FolderSync(root).bring([node])
     assert sorted(node.files()) == [".detrainignore", ".gitignore", "a.py"]
+
+
+def test_hidden_files_that_go_and_keys_that_stay_are_named_once(root: Path, node: FolderNode) -> None:
+    write(root, {".github/a.yml": "", ".github/b.yml": "", ".gitignore": "", ".env": "KEY=1", "a.py": "", "x.pem": ""})
+    write(root, {f".{letter}": "" for letter in "abcdefghijkl"})
+    write(root, {"a\x1b": ""})
+    with pytest.raises(SpecError, match="'a\\?' has characters that no name should have: rename it, or list it in"):
+        FolderSync(root).bring([node])
+    (root / "a\x1b").unlink()
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    assert keeper.notices == [
+        "hidden files go to the nodes too: .a, .b, .c, .d, .e, .f, .g, .github/, .h, .i and 3 more: "
+        "list in .detrainignore what should stay here",
+        "these stay here, as they may hold keys: .env, x.pem: a line !NAME in .detrainignore sends one that does not",
+    ]
+    assert not {".env", "x.pem"} & node.files().keys() and ".github/b.yml" in node.files()
+    write(root, {".later": "", ".github/c.yml": ""})
+    keeper.bring([node])
+    assert keeper.notices[2:] == [
+        "hidden files go to the nodes too: .later: list in .detrainignore what should stay here"
+    ]
+
+
+def test_home_stays_here(root: Path, node: FolderNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(root, a_py="a", **{".ssh/id": "secret"})
+    monkeypatch.setenv("HOME", str(root))
+    at_home = SessionFiles([cast(Any, node)], str(root), is_synced=True)
+    assert not at_home.is_synced and at_home.bring() == [] and node.runs == 0
+    assert at_home.notices == [
+        f"{root} is a home, or holds homes: its files stay here, nothing of it goes to the nodes; "
+        "for a project's files there, start from a notebook, or after %cd, in a folder of the project's own"
+    ]
+    assert SessionFiles([cast(Any, node)], str(root), is_synced=False).notices == []
 
 
 def test_folder_that_is_too_much_is_told_before_anything_is_said(root: Path, node: FolderNode) -> None:
@@ -577,6 +612,17 @@ def test_module_of_the_notebook_is_imported_on_the_ranks(
             rank: (5, folder) for rank, folder in folders.items()
         }
         assert again.notices == []
+
+
+@pytest.mark.slow
+def test_session_of_a_home_leaves_it_here(here: Path, testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path.home())
+    session = Session.start(1, nodes=ssh_nodes(testbed, 1), device="cpu", init=False)
+    try:
+        assert [words for words in session.notices if "is a home" in words]
+        assert session.run_cell("import os; os.listdir()").values == {0: []}
+    finally:
+        session.stop(cold=True)
 
 
 @pytest.mark.slow

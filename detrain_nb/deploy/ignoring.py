@@ -1,0 +1,170 @@
+"""Which lines say what stays here: those that git reads, in its order, and below them those of .detrainignore.
+
+Git's are core.excludesFile, .git/info/exclude and every .gitignore. Git is asked only for the user's own configuration,
+outside of any repository: what came with one can have nothing run, nor name a file elsewhere to be read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from pathspec import GitIgnoreSpec
+
+from ..errors import SpecError
+from ..node.trees import open_regular
+
+__all__ = ["GIT_FILE", "OWN_FILE", "Rules", "cannot_read", "extend", "is_left_out", "read_rules_above"]
+
+GIT_FILE, OWN_FILE = ".gitignore", ".detrainignore"
+_MOST_BYTES = 1 << 20  # of one file with patterns
+_ASK_LIMIT_S = 5.0
+_PATHS_KEPT = 100_000
+
+
+@dataclass(frozen=True, eq=False)  # equal when it is the same: a quick key
+class Rules:
+    """The lines that count in a folder, from the outermost to its own, and what they compile to.
+
+    ``lifted`` are those of ``own`` with ``!`` and a name: what they name is not private.
+    """
+
+    git: tuple[str, ...]
+    own: tuple[str, ...]
+    lifted: tuple[str, ...]
+    of_files: GitIgnoreSpec
+    of_folders: GitIgnoreSpec
+
+
+def read_rules_above(top: Path) -> tuple[str, Rules]:
+    """Return what leads from the top of the repository to ``top``, and the rules that it brings. Raises: SpecError."""
+    of_user = _read_lines(_users_file(), "")
+    nothing = "", _compile(of_user, ())
+    repository = next((folder for folder in (top, *top.parents) if (folder / ".git").exists()), top)
+    parts = top.relative_to(repository).parts
+    prefix, rules = "", _compile(of_user + _read_lines(os.path.join(_git_folder(repository), "info/exclude"), ""), ())
+    for part in parts:
+        rules = extend(rules, str(repository / prefix), prefix, {GIT_FILE, OWN_FILE})
+        if is_left_out(rules, prefix + part, is_folder=True):
+            return nothing
+        prefix += f"{part}/"
+    return prefix, rules
+
+
+def extend(rules: Rules, folder: str, prefix: str, names: set[str]) -> Rules:
+    """Add the rules that stand in ``folder``, of which ``names`` are there. Raises: SpecError."""
+    git = _read_lines(os.path.join(folder, GIT_FILE), prefix) if GIT_FILE in names else ()
+    own = _read_lines(os.path.join(folder, OWN_FILE), prefix) if OWN_FILE in names else ()
+    return _compile(rules.git + git, rules.own + own) if git or own else rules
+
+
+@lru_cache(maxsize=_PATHS_KEPT)
+def is_left_out(rules: Rules, path: str, *, is_folder: bool) -> bool:
+    """Say whether the lines leave out a path, with slashes, from the top of the repository."""
+    return (rules.of_folders if is_folder else rules.of_files).match_file(path)
+
+
+def cannot_read(name: str, error: OSError) -> SpecError:
+    """What to say of it."""
+    return SpecError(f"{name}: cannot be read: {error.strerror}: make it readable, or list it in {OWN_FILE}")
+
+
+def _read_lines(path: str, prefix: str) -> tuple[str, ...]:
+    lines = _read_text(path).split("\n")
+    return tuple(_anchor(line, prefix) for line in lines if line.strip() and line[0] != "#")
+
+
+def _read_text(path: str) -> str:
+    """What is in a file; empty where there is none, or something that would be waited for, or has no end."""
+    try:
+        with open_regular(os.path.realpath(path)) as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as exc:
+        if not os.path.isfile(path):
+            return ""
+        raise cannot_read(path, exc) from exc
+    if len(data) > _MOST_BYTES:
+        raise SpecError(f"{path} has more than {_MOST_BYTES} bytes of patterns: shorten it")
+    return data.decode("utf-8-sig", errors="surrogateescape")
+
+
+def _git_folder(repository: Path) -> str:
+    """The one that all worktrees share: in one of them, and in a submodule, .git is a file that says where it is."""
+    path = str(repository / ".git")
+    if os.path.isfile(path):
+        path = _follow(str(repository), _read_text(path).removeprefix("gitdir:"))
+        path = _follow(path, _read_text(os.path.join(path, "commondir")))
+    return path
+
+
+def _follow(folder: str, said: str) -> str:
+    """Where a file in ``folder`` points to; on Windows to no other machine, which would be told who asks."""
+    is_path = "\0" not in said and not said.strip().startswith(("//", "\\\\"))
+    return os.path.join(folder, said.strip()) if is_path else folder
+
+
+def _users_file() -> str:
+    """The core.excludesFile of the user's configuration of git; empty for none."""
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return _ask_git(os.environ.get("HOME"), config)
+
+
+@lru_cache(maxsize=10)  # asked once by a kernel: this is read before each cell
+def _ask_git(_home: str | None, config: str) -> str:
+    usual = os.path.join(config, "git", "ignore")
+    git = shutil.which("git")
+    if git is None or not os.path.isabs(git):  # a program in the current folder is not the user's
+        return usual
+    try:
+        answer = subprocess.run(
+            [git, "config", "--null", "--path", "--get", "core.excludesFile"],
+            cwd=os.path.dirname(git),
+            env={**os.environ, "GIT_DIR": os.devnull},  # of no repository
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_ASK_LIMIT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return usual
+    if answer.returncode != 0:
+        return usual
+    path = os.fsdecode(answer.stdout.removesuffix(b"\0"))
+    return path if os.path.isabs(path) else ""
+
+
+def _anchor(line: str, prefix: str) -> str:
+    """Write a pattern that stands in the folder ``prefix`` as one of the outermost folder."""
+    if not prefix:
+        return line
+    sign, pattern = ("!", line[1:]) if line.startswith("!") else ("", line)
+    core = pattern.rstrip().rstrip("/")
+    if not core:
+        return ""
+    anywhere = "" if "/" in core else "**/"
+    return sign + re.sub(r"([\\*?\[\]!# ])", r"\\\1", prefix) + anywhere + pattern.lstrip("/")
+
+
+@lru_cache(maxsize=1000)
+def _compile(git: tuple[str, ...], own: tuple[str, ...]) -> Rules:
+    """Compile the lines once for files and once for folders, where ``a/`` and ``a`` are the same.
+
+    pathspec knows a folder by the slash at its end, and weighs ``a`` as less than ``!*`` above it then.
+    """
+    lines = [re.sub(r"\*\*/\s*$", "**/*/", line) for line in git + own if _is_pattern(line)]
+    of_folders = GitIgnoreSpec.from_lines(re.sub(r"/\s*$", "", line) for line in lines)
+    lifted = tuple(line for line in own if line.startswith("!") and _is_pattern(line))
+    return Rules(git, own, lifted, GitIgnoreSpec.from_lines(lines), of_folders)
+
+
+def _is_pattern(line: str) -> bool:
+    try:
+        GitIgnoreSpec.from_lines([line])
+    except ValueError:  # a lone `!`, for which git does nothing either
+        return False
+    return True

@@ -1,0 +1,84 @@
+"""What stays on the notebook's machine unless its user names it: keys, tokens, histories; and a home as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from pathspec import GitIgnoreSpec
+
+__all__ = ["is_private", "why_kept"]
+
+# As in .gitignore, in small letters. What is a folder is left out with all that is in it.
+_KEYS = """
+.ssh  .gnupg  .password-store  keyrings  id_rsa*  id_dsa*  id_ecdsa*  id_ed25519*
+*.pem  *.key  *.ppk  *.p12  *.pfx  *.jks  *.keystore  *.kdbx
+"""
+_TOKENS = """
+.env  .env.*  !.env.example  !.env.sample  !.env.template  !.env.dist  .envrc
+.netrc  _netrc  .git-credentials  .pypirc  .npmrc  .pgpass  .my.cnf  .boto  .s3cfg  .htpasswd  .vault-token
+.aws  .azure  .kube  .docker  .dockercfg  .oci  .akash  .kaggle  .huggingface  .modal.toml  .databrickscfg
+**/.cache/huggingface/token  **/.cache/huggingface/stored_tokens  **/.config/gcloud  **/.config/gh  **/.config/hub
+**/.config/git/credentials  **/.config/rclone  **/.config/wandb  **/wandb/settings  **/.cargo/credentials*
+**/.gem/credentials  **/.docker/config.json
+credentials.json  application_default_credentials.json  client_secret*.json  *service-account*.json  kaggle.json
+secrets.toml  rclone.conf  kubeconfig
+"""
+_HISTORIES = ".*_history  .histfile  .lesshst  .viminfo  fish_history  history.sqlite*  .ipython  .mozilla"
+# Who reads a connection file runs code in the kernel; a server's has the password of all its notebooks.
+_JUPYTER = "kernel-*.json  jpserver-*.json  nbserver-*.json  .jupyter  jupyter_cookie_secret  notebook_cookie_secret"
+_PRIVATE = tuple(f"{_KEYS} {_TOKENS} {_HISTORIES} {_JUPYTER}".split())
+_NAMES_ONE = re.compile(r"[^*?./!][^/]*$")  # not `!*`, nor `!data/**`, which mean what other lines leave out
+
+
+@lru_cache(maxsize=100)
+def _compile(lifted: tuple[str, ...]) -> GitIgnoreSpec:
+    named = [line for line in (re.sub(r"/?\s*$", "", line.lower()) for line in lifted) if _NAMES_ONE.search(line)]
+    return GitIgnoreSpec.from_lines((*_PRIVATE, *named))
+
+
+@lru_cache(maxsize=100_000)
+def is_private(path: str, lifted: tuple[str, ...] = ()) -> bool:
+    """Say whether a path, with slashes, has a name that keys, tokens or histories have, as large or small as it is.
+
+    ``lifted`` are the lines with ``!`` that say what is none. It is asked for each folder on the way too.
+    """
+    return _compile(lifted).match_file(path.lower())
+
+
+def why_kept(folder: str | os.PathLike[str]) -> str:
+    """Say why no file of ``folder`` leaves this machine; empty where they may."""
+    real = Path(os.path.realpath(folder))
+    if real == real.parent or any(_is_same(real, above) for home in _homes(real) for above in (home, *home.parents)):
+        what = "is a home, or holds homes"
+    elif any(is_private(path.relative_to(path.anchor).as_posix()) for path in (real, *real.parents)):
+        what = "is where keys or tokens are"
+    else:
+        return ""
+    return (
+        f"{folder} {what}: its files stay here, nothing of it goes to the nodes; "
+        "for a project's files there, start from a notebook, or after %cd, in a folder of the project's own"
+    )
+
+
+def _homes(folder: Path) -> Iterator[Path]:
+    """The user's, whatever HOME says, and that of whose folder it is: a notebook of root may stand in another's."""
+    found = {os.path.expanduser("~")}
+    with contextlib.suppress(ImportError, OSError, KeyError):
+        import pwd
+
+        found.add(pwd.getpwuid(os.getuid()).pw_dir)
+        found.add(pwd.getpwuid(folder.stat().st_uid).pw_dir)
+    return (Path(os.path.realpath(home)) for home in found if os.path.isabs(home))
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Also by another case of its name, or mounted in two places."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
