@@ -33,7 +33,7 @@ class SessionFiles:
         """With ``is_synced`` the nodes elsewhere get what changes in ``folder``; ``notices`` say where they do not.
 
         Not ``takes_over``: of a session that goes on, as FolderSync has it. Raises: SpecError when the folder is too
-        much.
+        much for one that begins.
         """
         self._folder = folder
         self.notices: list[str] = []
@@ -48,7 +48,13 @@ class SessionFiles:
         if why := why_kept(self._folder):
             self.notices.append(why)
             return None
-        list_folder(self._folder)
+        try:
+            list_folder(self._folder)
+        except SpecError as exc:
+            if takes_over:
+                raise
+            self.notices.append(f"until the next attach no changes here go to the nodes: {exc}")
+            return None
         return FolderSync(self._folder, takes_over=takes_over)
 
     def reach_by(self, transports: Sequence[Transport]) -> None:

@@ -162,8 +162,19 @@ def test_hidden_files_that_go_and_keys_that_stay_are_named_once(root: Path, node
     ]
 
 
-def test_home_stays_here(root: Path, node: FolderNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_and_a_folder_that_is_too_much_for_a_session_that_goes_on_stay_here(
+    root: Path, node: FolderNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(root, a_py="a", **{".ssh/id": "secret"})
+    large = root / "large"
+    with large.open("wb") as file:
+        file.truncate(60_000_000)
+    with pytest.raises(SpecError, match="60 MB for each node"):
+        SessionFiles([cast(Any, node)], str(root), is_synced=True)
+    going_on = SessionFiles([cast(Any, node)], str(root), is_synced=True, takes_over=False)
+    (words,) = going_on.notices
+    assert not going_on.is_synced
+    assert words.startswith("until the next attach no changes here go to the nodes: the folder ") and "\n" not in words
     monkeypatch.setenv("HOME", str(root))
     at_home = SessionFiles([cast(Any, node)], str(root), is_synced=True)
     assert not at_home.is_synced and at_home.bring() == [] and node.runs == 0
@@ -615,11 +626,20 @@ def test_module_of_the_notebook_is_imported_on_the_ranks(
 
 
 @pytest.mark.slow
-def test_session_of_a_home_leaves_it_here(here: Path, testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_of_a_home_leaves_it_here_and_goes_on_in_a_folder_that_is_too_much(
+    here: Path, testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(Path.home())
     session = Session.start(1, nodes=ssh_nodes(testbed, 1), device="cpu", init=False)
     try:
         assert [words for words in session.notices if "is a home" in words]
+        assert session.run_cell("import os; os.listdir()").values == {0: []}
+        session.detach()
+        monkeypatch.chdir(here)
+        with open("large", "wb") as file:
+            file.truncate(60_000_000)
+        session = Session.attach(session.name, nodes=ssh_nodes(testbed, 1))
+        assert [words for words in session.notices if "no changes here go to the nodes: the folder" in words]
         assert session.run_cell("import os; os.listdir()").values == {0: []}
     finally:
         session.stop(cold=True)
