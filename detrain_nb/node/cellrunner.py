@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,18 +25,22 @@ from IPython.core.completer import provisionalcompleter, rectify_completions
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
-from traitlets import Type
+from traitlets import Type, default
 from traitlets.config import Config
 
+from ..errors import SessionError
 from ..wire import MAX_BUNDLE_VALUES, count_values, json_body
 from .processes import stop_with_descendants
 from .rings import break_rings
+from .unattended import Exit
 
 Bundle = dict[str, Any]
 _MAX_BUNDLE_BYTES = 32 << 20
 _LONGEST_CHAIN = 20
 _END_FRAMES = 12  # of a long traceback, this many from either end
 _NEVER_AUTOMAGIC = (ast.Pass, ast.For, ast.While, ast.With, ast.If, ast.FunctionDef, ast.ClassDef, ast.Import, ast.Try)
+_AFTER_EXIT = "the cell ends here, the rank goes on with its variables"
+_EXIT_ADVICE = "To exit: use 'exit'"  # IPython's, for a person at a terminal
 _OUR_FOLDER = os.path.dirname(__file__)
 _OUR_PACKAGE = os.path.join(os.path.dirname(_OUR_FOLDER), "")
 
@@ -128,6 +133,7 @@ class CellRunner(InteractiveShell):
         runner.screen = screen
         runner.cell_value = {}
         runner._usual_cleanups = len(runner.input_transformers_cleanup)
+        warnings.filterwarnings("ignore", _EXIT_ADVICE)
         for trap in (runner.builtin_trap, runner.display_trap):
             trap.__enter__()  # set once: nobody else uses this process, and each cell would set and unset them
         return runner
@@ -257,8 +263,9 @@ class CellRunner(InteractiveShell):
     def enable_gui(self, gui: str | None = None) -> None:
         """``%matplotlib inline`` asks for it; a rank has no window."""
 
-    def ask_exit(self) -> None:
-        print("a rank ends with its session: %distributed stop", file=sys.stderr)
+    @default("exiter")
+    def _make_exiter(self) -> Exit:
+        return Exit(self)
 
 
 def _forget_error(result: ExecutionResult) -> None:
@@ -320,6 +327,8 @@ def error_summary(error: BaseException) -> str:
 def error_message(error: BaseException) -> str:
     """The text of an error; a user's class may fail to make one."""
     try:
+        if isinstance(error, SystemExit):
+            return f"{'' if error.code is None else f'{error.code}: '}{_AFTER_EXIT}"
         return str(error)
     except Exception as exc:  # noqa: BLE001  anything may be in a user's __str__
         return f"<its text cannot be made: {type(exc).__name__}>"
@@ -360,6 +369,7 @@ def _own_traceback(error: BaseException, *, is_own_code_enough: bool = False) ->
         place = f"  {_place(error.filename or '?')}, line {error.lineno}"
         return [*lines, place, f"    {error.text.rstrip()}", f"    {marker}"]
     frames = _frames(error)
+    is_own_code_enough |= isinstance(error, (SessionError, SystemExit))  # what a library did on the way says nothing
     shown = [f for f in frames if _is_users(f[0]) or f is frames[-1] and not is_own_code_enough]
     for index, (filename, line, function, source) in enumerate(shown):
         if _END_FRAMES <= index < len(shown) - _END_FRAMES:  # a recursion without end

@@ -7,7 +7,6 @@ ends when the worker hangs up.
 from __future__ import annotations
 
 import atexit
-import builtins
 import contextlib
 import ctypes
 import difflib
@@ -68,11 +67,13 @@ from .broadcast import broadcast
 from .cellrunner import Bundle, CellRunner, Screen, chain_of, error_message, user_traceback
 from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory
 from .generation import Generation
+from .given import Given
 from .interrupts import Interrupts
 from .recorder import look_inside
 from .rings import break_rings
 from .room import require_room
 from .stale import StaleVariables
+from .unattended import refuse_questions
 
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
 _NAME_CHARS = 1000
@@ -137,7 +138,8 @@ class _Interpreter:
         self._runner = CellRunner.create(Screen(self._display, self._clear))
         events = self._runner.events
         events.trigger = self._interrupts.raised_after(events.trigger)  # type: ignore[method-assign]
-        self._runner.user_ns.update(
+        self._given = Given(
+            self._runner.user_ns,
             rank=rank,
             local_rank=self._local_rank,
             world_size=self._world_size,
@@ -146,7 +148,7 @@ class _Interpreter:
             torch=torch,
         )
         self._runner.user_ns_hidden.update(self._runner.user_ns)
-        builtins.input = _refuse_input
+        refuse_questions(self._runner)
 
     def run(self) -> NoReturn:
         """Serve messages. Raises: EOFError when the worker has hung up."""
@@ -246,6 +248,7 @@ class _Interpreter:
         started = time.perf_counter()
         value, error = self._run_code(message)
         seconds = time.perf_counter() - started
+        self._say_what_was_overwritten(is_known=message.is_replay)
         _flush_streams()
         has_group, is_collective = self._generation.has_group, self._generation.operations != operations_before
         has_generation_ended = self._generation.ended > ended_before
@@ -273,6 +276,12 @@ class _Interpreter:
             self._interrupts.is_in_cell = False
             return {}, exc
         return outcome.value, outcome.error
+
+    def _say_what_was_overwritten(self, *, is_known: bool) -> None:
+        lines = self._given.newly_overwritten()
+        if lines and not is_known:
+            with contextlib.suppress(Exception):  # a cell may have put anything there
+                print(*lines, sep="\n", file=sys.stderr)
 
     def _was_freed(self, error: BaseException, ended_before: int) -> bool:
         """A stop has ended the generation in which the cell waited.
@@ -355,7 +364,7 @@ class _Interpreter:
         self._world_size = message.world_size
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._world_size))
         self._generation.renumber(self._rank, self._world_size)
-        self._runner.user_ns.update(rank=self._rank, world_size=self._world_size)
+        self._given.set(rank=self._rank, world_size=self._world_size)
         self._runner.user_ns_hidden.update(rank=self._rank, world_size=self._world_size)
         self._send_up()
         self._send(RequestDone(self._rank, message.request))
@@ -393,7 +402,9 @@ class _Interpreter:
         namespace = self._runner.user_ns
         if name in namespace:
             return namespace[name]
-        near = difflib.get_close_matches(name, [known for known in namespace if not known.startswith("_")], 1)
+        others = self._runner.user_ns_hidden  # what IPython has put there, ``open`` among it
+        own = [n for n in namespace if n in self._given or n[:1] != "_" and namespace[n] is not others.get(n)]
+        near = difflib.get_close_matches(name, own, 1)
         hint = f": did you mean {near[0]!r}?" if near else ""
         raise DetrainError(f"there is no variable {name!r}{hint}")
 
@@ -470,10 +481,6 @@ def _flush_streams() -> None:
         with contextlib.suppress(Exception):  # a cell may have put anything there
             stream.flush()
     _libc.fflush(None)
-
-
-def _refuse_input(prompt: object = "") -> str:
-    raise EOFError("input() has nobody to ask on a rank: ask in a cell of the notebook, then %push the answer")
 
 
 def _bounded_lines(lines: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from detrain_nb import Session
-from detrain_nb.errors import CellTimeout, RankError, RankLost
+from detrain_nb.errors import CellTimeout, RankError, RankLost, SessionError
 
 
 def _shown(session: Session, code: str) -> str:
@@ -59,6 +59,87 @@ def test_variables_that_are_half_made_spoil_nothing(session: Session) -> None:
             session.run_cell("if rank: time.sleep(60)\ndist.barrier()", timeout_s=0.3)
         assert session.run_cell("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()").values == {0: 2.0, 1: 2.0}
     session.run_cell("del half")
+
+
+_DEBUGGERS = {
+    "breakpoint": "breakpoint()",
+    "in a function": "def f():\n    breakpoint()\n    return 1\nf()",
+    "pdb": "import pdb; pdb.set_trace()",
+    "pdb.run": "import pdb; pdb.run('1')",
+    "IPython": "from IPython.core.debugger import set_trace; set_trace()",
+    "%debug": "%debug",
+    "%%debug": "%%debug\n1 + 1",
+    "%pdb": "%pdb on",
+    "embed": "import IPython; IPython.embed()",
+    "interact": "import code; code.interact()",
+    "dist.breakpoint": "dist.breakpoint(1)",
+}
+
+
+@pytest.mark.rare_elsewhere
+@pytest.mark.parametrize("code", _DEBUGGERS.values(), ids=_DEBUGGERS)
+def test_debugger_says_what_to_do_instead(session: Session, code: str) -> None:
+    *places, said = _shown(session, code).splitlines()
+    assert said.startswith("SessionError: a debugger has nobody to talk to on a rank: print there, %distributed where")
+    assert [line for line in places[1:] if ".py" in line] == [], "nothing of what lies between the cell and the refusal"
+
+
+def test_debugger_with_a_connection_of_its_own_is_left_alone(session: Session) -> None:
+    code = (
+        "import io, pdb\nsaid = io.StringIO()\npdb.Pdb(stdin=io.StringIO('p 6 * 7\\nc\\n'), stdout=said).set_trace()\n"
+    )
+    assert "(Pdb) 42" in session.run_cell(f"{code}said.getvalue()", ranks=0).values[0]
+
+
+@pytest.mark.rare_elsewhere
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("sys.exit(3)", "SystemExit: 3: "),
+        ("exit()", "SystemExit: "),
+        ("quit(2)", "SystemExit: 2: "),
+        ("raise SystemExit('enough')", "SystemExit: enough: "),
+        ("import argparse; argparse.ArgumentParser('x').parse_args(['y'])", "SystemExit: 2: "),
+    ],
+)
+def test_exit_ends_the_cell_and_nothing_else(session: Session, code: str, said: str) -> None:
+    number = session.next_cell()
+    shown = _shown(session, f"import sys\n{code}\nprint('not reached')").splitlines()
+    assert shown[1:3] == [f"  cell {number}, line 2, in <module>", f"    {code}"]
+    assert shown[3] == f"{said}the cell ends here, the rank goes on with its variables"
+    assert "To exit" not in session.log.text(number, 0, "stderr")
+    assert "not reached" not in session.log.text(number, 0)
+
+
+def test_passwords_are_asked_for_in_the_notebook(session: Session) -> None:
+    assert "EOFError: getpass() has nobody to ask on a rank" in _shown(session, "import getpass; getpass.getpass()")
+
+
+@pytest.mark.rare_elsewhere
+def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> None:
+    session.restart_ranks("all")
+    own = "import os, torch, torch.distributed as dist\nrank = dist.get_rank() if dist.is_initialized() else rank\n"
+    assert session.run_cell(f"{own}device = 'cpu'").stderr == {0: "", 1: ""}, "the same values"
+    first = session.run_cell("for rank in range(9): pass\ndel dist").stderr[0].splitlines()
+    assert [line.partition(", ")[0] for line in first] == [
+        "this cell has overwritten rank",
+        "this cell has overwritten dist",
+    ]
+    set_back = "\n".join(line.partition("; ")[2].removesuffix("  sets it back") for line in first)
+    assert session.run_cell(f"rank = 1\n{set_back}\nrank, dist.is_available()").values == {0: (0, True), 1: (1, True)}
+    assert session.run_cell("rank = 7").stderr == {0: "", 1: ""}, "it has been said"
+    session.restart_ranks("all")
+
+
+def test_name_that_is_not_there_is_not_taken_for_one_of_python(session: Session) -> None:
+    session.run_cell("nape = 1", ranks=0)
+    with pytest.raises(SessionError, match="no variable 'nope': did you mean 'nape'") as caught:
+        session.pull("nope", ranks=0)
+    session.run_cell("del nape", ranks=0)
+    for name, near in (("nope", ""), ("oepn", ""), ("wrold_size", ": did you mean 'world_size'?")):
+        with pytest.raises(SessionError) as caught:
+            session.pull(name, ranks=0)
+        assert str(caught.value).endswith(f"there is no variable {name!r}{near}")
 
 
 def test_other_errors_are_left_alone(session: Session) -> None:

@@ -1,0 +1,63 @@
+"""The variables that every rank has from the beginning, and whether a cell has overwritten one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_SET_BACK = {
+    "rank": 'import os; rank = int(os.environ["RANK"])',
+    "local_rank": 'import os; local_rank = int(os.environ["LOCAL_RANK"])',
+    "world_size": 'import os; world_size = int(os.environ["WORLD_SIZE"])',
+    "device": 'device = torch.device("{device}")',
+    "dist": "import torch.distributed as dist",
+    "torch": "import torch",
+}
+
+
+class Given:
+    """Those of one rank, in ``namespace``."""
+
+    def __init__(self, namespace: dict[str, Any], **values: Any) -> None:
+        self._namespace = namespace
+        self._values: dict[str, Any] = {}
+        self._told: set[str] = set()
+        self.set(**values)
+
+    def set(self, **values: Any) -> None:
+        """Give them, or give them anew."""
+        self._values.update(values)
+        self._namespace.update(values)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def newly_overwritten(self) -> list[str]:
+        """A line for each that is something else now; said once."""
+        found = [name for name in self._values if name not in self._told and not self._is_kept(name)]
+        self._told.update(found)
+        return [
+            f"this cell has overwritten {name}, which the session had set: later cells may count on it; "
+            f"{_SET_BACK[name].format(device=self._values['device'])}  sets it back"
+            for name in found
+        ]
+
+    def _is_kept(self, name: str) -> bool:
+        given, value = self._values[name], self._namespace.get(name)
+        if isinstance(given, int):
+            return isinstance(value, int) and value == given
+        if isinstance(given, torch.device):
+            return _is_device(value, given)
+        return value is given
+
+
+def _is_device(value: object, given: torch.device) -> bool:
+    """The same device, also as "cuda" or "cpu": the rank's own is the current one."""
+    try:
+        device = torch.device(value) if isinstance(value, str) else value
+    except RuntimeError:
+        return False
+    if not isinstance(device, torch.device):
+        return False
+    return device.type == given.type and device.index in (None, given.index or 0)
