@@ -9,7 +9,7 @@ from IPython.core.getipython import get_ipython
 from ..errors import SessionError
 from ..session.session import Session
 from .completion import route_to_ranks
-from .distributed import DistributedMagics
+from .distributed import DistributedMagics, help_without_body
 from .notebook import on_shutdown
 
 __all__ = ["DistributedMagics", "current_session", "load_ipython_extension", "unload_ipython_extension"]
@@ -39,6 +39,7 @@ def load_ipython_extension(ipython: Any) -> None:
     undo = [
         on_shutdown(ipython, holder.end_own, holder.leave_to_restart),
         route_to_ranks(ipython, lambda: magics.session),
+        help_without_body(ipython),
     ]
     setattr(ipython, _MAGICS, (magics, undo))
     if there := holder.what_is_there:

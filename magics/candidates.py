@@ -31,9 +31,16 @@ class Candidates:
             "NODES": lambda word: self._in_time(_hosts_and_files, word),
             "NAMES": self._nodes,
             "RANKS": self._nodes,
+            "CELL": self._cells,
+            "CELLS": lambda word: _in_list(word, self._cells("")),
             "SESSION": lambda word: self._in_time(_sessions, word),
             "FILE": lambda word: self._in_time(_files, word),
         }
+
+    def _cells(self, word: str) -> list[str]:
+        session = self._session()
+        numbers = [str(ran.cell) for ran in session.cells] if session else []
+        return [number for number in numbers if number.startswith(word)]
 
     def of(self, kind: str | None, word: str) -> list[str] | None:
         """Whole words that begin with ``word``; None where nothing is known of the kind."""

@@ -24,6 +24,7 @@ from .screen import Screen, screen_for
 from .transcript import Text
 
 _EVERYTHING = RenderOptions(max_lines=0, max_chars=0)
+_CODE_CHARS = 80  # of a cell's first line, in a list
 _AS_IT_CAME = replace(_EVERYTHING, merge="all", is_kept=False)
 
 
@@ -205,11 +206,15 @@ class SessionCommands:
 
     def _log(self, args: Any) -> None:
         session = self._holder.running()
+        if args.list:
+            self._say(_cells(session))
+            return
         cells = sorted({*session.log.cells(), *(session.running_cells if args.follow else ())})
-        wanted = args.cell if args.cell >= 0 else (cells[args.cell] if -args.cell <= len(cells) else 0)
+        wanted = _wanted_cell(args.cell, cells, session)
         if wanted not in cells:
+            which = f"cell {wanted}, the last one," if args.cell is None else f"cell {args.cell}"
             known = ", ".join(map(str, cells)) or "none so far"
-            raise UsageError(f"%distributed log: cell {args.cell} printed nothing; cells that did: {known}")
+            raise UsageError(f"%distributed log: {which} printed nothing; cells that did: {known} (--list shows all)")
         everyone = range(session.world_size)
         chosen = session.choose(args.ranks)
         screen = screen_for(self._ipython)
@@ -261,6 +266,28 @@ def _fresh(ranks: Sequence[int], session: Session) -> str:
         f"  %distributed replay -r {short}  runs earlier cells there again",
     ]
     return "\n".join([*lines, *([source.format(short=short)] if source else [])])
+
+
+def _wanted_cell(asked: int | None, printed: Sequence[int], session: Session) -> int:
+    """The number of the cell that is meant: the last that ran, a number, or counted from the last that printed."""
+    if asked is None:
+        known = [ran.cell for ran in session.cells] or printed
+        return known[-1] if known else 0
+    if asked >= 0:
+        return asked
+    return printed[asked] if -asked <= len(printed) else 0
+
+
+def _cells(session: Session) -> str:
+    """A line for each cell that ran: its number, its ranks, the first line of its code, and whether it printed."""
+    printed, running = session.log.cells(), session.running_cells
+    lines = []
+    for ran in session.cells:
+        first = next((line.strip() for line in ran.code.splitlines() if line.strip()), "")
+        on = "" if len(ran.ranks) == session.world_size else f"[{short_ranks(ran.ranks)}] "
+        state = " (runs)" if ran.cell in running else "" if ran.cell in printed else " (printed nothing)"
+        lines.append(f"cell {ran.cell}: {on}{first[:_CODE_CHARS]}{state}\n")
+    return "".join(lines) or "no cell has run\n"
 
 
 def _replayed(

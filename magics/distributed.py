@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import difflib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,19 @@ from .holder import SessionHolder
 from .options import HelpShown
 from .render import LiveCell, RenderOptions
 from .screen import screen_for
+
+_ASKS_FOR_HELP = re.compile(r"%%(distributed|rank)\s(.*\s)?(-h|--help)\s*$")
+
+
+def help_without_body(ipython: Any) -> Callable[[], None]:
+    """Let ``%%distributed --help`` stand alone: IPython calls no cell magic without a body. Returns what undoes it."""
+
+    def add_body(lines: list[str]) -> list[str]:
+        return [*lines, "\n"] if len(lines) == 1 and _ASKS_FOR_HELP.match(lines[0]) else lines
+
+    transforms = ipython.input_transformers_cleanup
+    transforms.append(add_body)
+    return lambda: transforms.remove(add_body)
 
 
 @magics_class
@@ -63,7 +78,8 @@ class DistributedMagics(Magics):
         %distributed doctor [--nodes NODES] | put FILE... [--to FOLDER] | get REMOTE... | data check PATH | shrink
         %distributed status | where | stop [NAME] | restart [-n N | -r RANKS] | list
         %distributed interrupt [-r RANKS | --kill RANKS] | replay -r RANKS [--cells 1-4]
-        %distributed attach [NAME] [--steal] | detach | config [KEY=VALUE] | log [--rank RANKS] [--cell N] [--follow]
+        %distributed log [--cell N | --list] [--rank RANKS] [--follow] | config [KEY=VALUE]
+        %distributed attach [NAME] [--steal] | detach
         """
         self._guard(lambda: self._commands.run(line))
 
@@ -166,10 +182,14 @@ class DistributedMagics(Magics):
     def _push(self, line: str) -> None:
         args = options.push_parser().parse_line(line)
         names = [name for name in args.names.split(",") if name]
-        missing = [name for name in names if name not in self._ipython.user_ns]
-        if missing:
-            raise UsageError(f"%push: there is no variable {missing[0]!r} in the notebook")
-        self.holder.running().push({name: self._ipython.user_ns[name] for name in names}, ranks=args.ranks)
+        here = self._ipython.user_ns
+        if missing := [name for name in names if name not in here]:
+            hidden = self._ipython.user_ns_hidden  # what IPython has put there, ``open`` among it
+            own = [name for name in here if name[:1] != "_" and here[name] is not hidden.get(name)]
+            near = difflib.get_close_matches(missing[0], own, 1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"%push: there is no variable {missing[0]!r} in the notebook{hint}")
+        self.holder.running().push({name: here[name] for name in names}, ranks=args.ranks)
 
     def _broadcast(self, line: str) -> None:
         args = options.broadcast_parser().parse_line(line)

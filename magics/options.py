@@ -285,13 +285,14 @@ def session_parser() -> LineParser:
     config = commands.add_parser("config", help="show the settings, or change one")
     config.add_argument("assignment", nargs="?", metavar="KEY=VALUE")
     log = commands.add_parser("log", bare="did you mean --cell {}?", help="show a cell's output again, whole")
-    log.add_argument(
+    which = log.add_mutually_exclusive_group()
+    which.add_argument(
         "--cell",
         type=_whole,
-        metavar="N",
-        help="the number in its prompt; -1 is the last that printed (default)",
-        default=-1,
+        metavar="CELL",
+        help="the number in its prompt, default: the last that ran; -1 is the last that printed, -2 the one before",
     )
+    which.add_argument("--list", action="store_true", help="the cells that ran, with their numbers")
     log.add_argument("--follow", action="store_true", help="go on showing it until it ends")
     log.add_argument("-r", "--ranks", "--rank", dest="ranks", metavar="RANKS", help=_RANKS_HELP)
     return parser

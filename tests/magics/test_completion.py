@@ -81,7 +81,7 @@ def tab(home: Path) -> _Tab:
 def tab_with_nodes(tab: _Tab) -> _Tab:
     """The notebook holds a session on nodes left and right."""
     plan = Plan((NodePlan((0, 1), "cpu", "left"), NodePlan((2, 3), "cpu", "right")), "gloo")
-    tab.session = SimpleNamespace(plan=plan)
+    tab.session = SimpleNamespace(plan=plan, cells=[SimpleNamespace(cell=cell) for cell in (3, 7, 12)])
     return tab
 
 
@@ -132,6 +132,12 @@ def test_nodes_of_the_session_stand_for_ranks(tab_with_nodes: _Tab, line: str) -
     assert [name for name in tab_with_nodes(line) if not name.startswith("-")] == ["left", "right"]
     assert tab_with_nodes(f"{line}0,le") == ["0,left"]
     assert tab_with_nodes(f"{line}left,") == ["left,right"]
+
+
+def test_cells_of_the_session_stand_for_their_numbers(tab_with_nodes: _Tab) -> None:
+    assert tab_with_nodes("%distributed log --cell ") == ["12", "3", "7"]
+    assert tab_with_nodes("%distributed log --cell=1") == ["--cell=12"]
+    assert tab_with_nodes("%distributed replay --cells 3,") == ["3,12", "3,7"]
 
 
 def test_without_a_session_no_node_stands_for_ranks(tab: _Tab) -> None:

@@ -129,6 +129,18 @@ def test_log_shows_figures_values_and_errors_of_a_cell_again(kernel: Any) -> Non
     assert "ZeroDivisionError: division by zero" in again.text("stderr")
 
 
+def test_log_is_of_the_last_cell_and_lists_all(kernel: Any) -> None:
+    kernel.run("%%distributed\nprint('said')")
+    kernel.run("%%distributed -r 1\n\nquiet = 1\nother = 2")
+    silent = kernel.run("%distributed log")
+    number, printed = re.findall(
+        r"cell (\d+), the last one, printed nothing; cells that did: .*?(\d+) \(--list", silent.error
+    )[0]
+    listed = kernel.run("%distributed log --list").text().splitlines()
+    assert listed[-2:] == [f"cell {printed}: print('said')", f"cell {number}: [1] quiet = 1 (printed nothing)"]
+    assert kernel.run(f"%distributed log --cell {printed}").text() == "[0-1] said\n"
+
+
 def test_errors_name_the_cell_by_its_prompt(kernel: Any) -> None:
     message_id = kernel.client.execute("%%rank 0\n1 / 0", stop_on_error=False)  # else it may abort the next one as well
     reply = kernel.reply_to(message_id)
@@ -239,9 +251,19 @@ def test_wrong_line_is_one_line_and_changes_nothing(kernel: Any, code: str, line
 def test_unknown_variable_is_refused_with_the_nearest_name(kernel: Any) -> None:
     kernel.run("%%distributed\nlosses = []")
     assert "no variable 'losess': did you mean 'losses'?" in kernel.run("%pull losess").error
+    kernel.run("losses = []")
+    assert "no variable 'losess' in the notebook: did you mean 'losses'?" in kernel.run("%push losess").error
+    assert kernel.run("%push oepn").error.strip().endswith("no variable 'oepn' in the notebook")
 
 
-@pytest.mark.parametrize("code", ["%distributed --help", "%distributed", "%distributed start --help", "%pull -h"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "%distributed --help", "%distributed", "%distributed start --help", "%pull -h", "%pull --help", "%push --help",
+        "%broadcast --help", "%%distributed --help", "%%distributed -h", "%%distributed -n 2 --help\n", "%%rank --help",
+        "%%distributed --help\nx = 1", "%distributed config --help", "%distributed data --help",
+    ],
+)  # fmt: skip
 def test_help_is_printed(kernel: Any, code: str) -> None:
     outcome = kernel.run(code)
     assert outcome.status == "ok"

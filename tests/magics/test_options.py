@@ -69,7 +69,7 @@ _COMMANDS = (
         ("%distributed data check", "the following arguments are required: PATH"),
         ("%distributed doctor --nodes", "--nodes needs a value: --nodes NODES"),
         ("%distributed attach --nodes", "--nodes needs a value: --nodes NODES"),
-        ("%distributed log --cell", "--cell needs a value: --cell N"),
+        ("%distributed log --cell", "--cell needs a value: --cell CELL"),
         ("%%distributed -r", "--ranks needs a value: --ranks RANKS"),
         ("%%distributed --merge", "--merge needs a value: --merge same|all|rank0"),
         ("%%rank", "the following arguments are required: RANKS"),
