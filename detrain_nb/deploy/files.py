@@ -33,6 +33,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from detrain_nb.node import files; files.main()"
 _SILENCE_LIMIT_S = 60.0  # the program says every few seconds that it is still at it
+_PATIENCE_S = 1800.0  # for one answer: a million files on a slow disk take a while to list
 _BUFFER_BYTES = 1 << 18
 _LOOK_GAP_S = 0.1
 _STOP_LIMIT_S = 2.0  # for a copy to leave in good order, before its connection is shut
@@ -330,7 +331,8 @@ def open_talk(node: NodeAccess, *, stop: Stop | None = None) -> Iterator[tuple[T
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(sock, selectors.EVENT_READ)
         try:
-            yield Talk(reader, _Sender(sock), has_come=lambda: bool(selector.select(0))), lane
+            has_come = lambda: bool(selector.select(0))  # noqa: E731
+            yield Talk(reader, _Sender(sock), has_come=has_come, patience_s=_PATIENCE_S), lane
         except Untrue as exc:
             raise WireError(f"{host}: {exc}") from exc
         except FilesError as exc:

@@ -6,27 +6,31 @@ removed or replaced, and a kernel that was started anew sends nothing twice. Whi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import html
 import json
 import os
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import SessionError
 from ..node.files import SAMPLE_FILES
-from ..node.talk import Untrue, as_size, clean
+from ..node.talk import SLOWEST_BYTES_PER_S, Overdue, Talk, Untrue, as_size, clean
 from .files import NodeAccess, OnProgress, Stop, label, on_every, open_talk
 from .folder import Manifest, list_folder, name_hidden, pack
 from .ignoring import OWN_FILE
 
 __all__ = ["DataCheck", "DataState", "FolderSync", "SyncedNode", "check"]
 
+_BRING_LIMIT_S = 120.0  # for what a node has to do; it waits up to 60 s for another that writes to the same folder
+_CHUNK_BYTES = 1 << 18
 _MOST_NAMED = 3
 
 
@@ -48,7 +52,7 @@ class SyncedNode(NodeAccess, Protocol):
 
 class FolderSync:
     """Keeps the work folders of nodes as the folder ``root`` here; ``notices`` get what was left alone there, and what
-    of the folder goes or stays that the user may not think of.
+    of the folder goes or stays that the user may not think of. A node that takes too long is gone on without.
 
     Not ``takes_over``: of a session that goes on, where a folder that is kept as another one here is left alone.
     """
@@ -60,6 +64,7 @@ class FolderSync:
         self._takes_over = takes_over
         self._brought: dict[str, tuple[object, Manifest]] = {}
         self._apart: set[str] = set()
+        self._overdue: dict[str, object] = {}  # and the contact at which it was
         self._left_alone: set[tuple[str, str]] = set()
         self._told: set[str] = set()
 
@@ -68,7 +73,7 @@ class FolderSync:
 
         Raises: SpecError when the folder is too much, DetrainError with the node.
         """
-        nodes = [node for node in nodes if node.name not in self._apart]
+        nodes = [node for node in nodes if node.name not in self._apart and not self._is_overdue(node)]
         if not nodes:
             return
         kept: list[str] = []
@@ -104,10 +109,9 @@ class FolderSync:
         if not folder:
             raise SessionError(f"{label(node)} has no work folder before an agent of it was reached")
         names, listed = list(manifest), _write_list(manifest)
-        with open_talk(node, stop=stop) as (talk, _):
-            order = {"root": self._root_name, "takes_over": self._takes_over, "size": len(listed)}
-            talk.say("sync", base=folder, cache=node.cache, **order)
-            talk.send(listed)
+        order = {"root": self._root_name, "takes_over": self._takes_over, "size": len(listed)}
+        with open_talk(node, stop=stop) as (talk, _), self._without_who_is_overdue(node):
+            _send_in_time(talk, listed, "sync", base=folder, cache=node.cache, **order)
             answer = talk.hear("want", "other")
             if answer["type"] == "other":
                 self._leave_apart(node, clean(answer.get("root")))
@@ -116,11 +120,25 @@ class FolderSync:
             if wanted:
                 packed = packer.pack(wanted)
                 stop.check()
-                talk.say("archive", size=len(packed))
-                talk.send(packed)
+                _send_in_time(talk, packed, "archive", size=len(packed))
             done = talk.hear("done")
             self._note_left_alone(node, done)
-        self._brought[node.name] = contact, manifest
+            self._brought[node.name] = contact, manifest
+
+    def _is_overdue(self, node: SyncedNode) -> bool:
+        return self._overdue.get(node.name) is node.contact
+
+    @contextlib.contextmanager
+    def _without_who_is_overdue(self, node: SyncedNode) -> Iterator[None]:
+        """Cells do not wait for it a second time, unless it is reached anew."""
+        try:
+            yield
+        except Overdue:
+            self._overdue[node.name] = node.contact
+            self.notices.append(
+                f"{label(node)} has not taken the files of {self.root} in time, and is gone on without: its ranks have "
+                "those that came before; look whether its disk hangs, %distributed restart tries again"
+            )
 
     def _leave_apart(self, node: SyncedNode, root: str) -> None:
         self._apart.add(node.name)
@@ -140,6 +158,16 @@ class FolderSync:
                 f"{label(node)}: left as it is, since it did not come from here: {_name_some(fresh)}: "
                 "put it there to replace it, or remove it there"
             )
+
+
+def _send_in_time(talk: Talk, data: bytes, kind: str, **fields: object) -> None:
+    """Say a line with ``data`` after it; the node has so long to take it, and then to answer."""
+    talk.deadline = time.monotonic() + _BRING_LIMIT_S + len(data) / SLOWEST_BYTES_PER_S
+    talk.say(kind, **fields)
+    for start in range(0, len(data), _CHUNK_BYTES):
+        talk.send(data[start : start + _CHUNK_BYTES])
+    talk.flush()
+    talk.deadline = time.monotonic() + _BRING_LIMIT_S
 
 
 def _write_list(manifest: Manifest) -> bytes:

@@ -7,7 +7,8 @@ import hashlib
 import os
 import signal
 import sys
-from typing import Any
+from io import BufferedReader
+from typing import Any, cast
 
 from .arrivals import TreeWriter, receive_tree
 from .sync import sync
@@ -24,7 +25,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
     sys.stdout.buffer.write(MAGIC)
-    talk = Talk(sys.stdin.buffer, sys.stdout.buffer)
+    talk = Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer)
     orders = {"put": _put, "get": _get, "sync": _sync, "check": _check}
     try:
         order = talk.hear(*orders)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 _CHUNK_BYTES = 1 << 18
 LINE_BYTES = 1 << 22
+SLOWEST_BYTES_PER_S = 20_000  # a slower connection brings nothing
 _TICK_S = 5.0
 _LAST_LINES = 100
 _TURNS_TEXT = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # makes a name look like another
@@ -30,8 +32,18 @@ class Failed(FilesError):
     """The other side has said that it cannot go on, or has hung up."""
 
 
+class Overdue(Failed):
+    """The other side does not come to an end, be it silent, slow, or always still at it."""
+
+
 class Untrue(FilesError):
     """What came is not what our program says."""
+
+
+class Source(Protocol):
+    """Where bytes come from: up to so many, as soon as there are some; none when they have ended."""
+
+    def read1(self, size: int, /) -> bytes: ...
 
 
 class Sink(Protocol):
@@ -43,21 +55,38 @@ class Sink(Protocol):
 
 
 class Talk:
-    """Lines of JSON and raw bytes with the other side; sizes have limits."""
+    """Lines of JSON and raw bytes with the other side; sizes have limits.
 
-    def __init__(self, reader: IO[bytes], writer: Sink, *, has_come: Callable[[], bool] = lambda: False) -> None:
-        """``has_come``: there is something to hear while we only send, which can but be a failure."""
+    After ``deadline``, of time.monotonic(), nothing is waited for; whoever uses it may set it.
+    """
+
+    def __init__(
+        self,
+        reader: Source,
+        writer: Sink,
+        *,
+        has_come: Callable[[], bool] = lambda: False,
+        patience_s: float = math.inf,
+    ) -> None:
+        """``has_come``: there is something to hear while we only send, which can but be a failure.
+
+        ``patience_s`` is for one answer, however often the other side says that it is still at it.
+        """
+        self.deadline = math.inf
         self._reader = reader
         self._writer = writer
         self._has_come = has_come
+        self._patience_s = patience_s
         self._said_at = time.monotonic()
+        self._arrived = bytearray()  # and not read yet
 
     def say(self, kind: str, **fields: object) -> None:
         self.send(json.dumps({"type": kind, **fields}).encode() + b"\n")
 
     def send(self, data: bytes) -> None:
         if self._has_come():
-            self.hear()
+            self._take(self._read_line(self._until()))
+        _check_time(self.deadline)
         with self._explained():
             self._writer.write(data)
 
@@ -75,21 +104,32 @@ class Talk:
     def hear(self, *kinds: str) -> dict[str, Any]:
         """The next line, which is of one of the kinds. Raises: Failed, Untrue."""
         self.flush()
-        while True:
-            said = self._read_line()
-            if said.get("type") in kinds:
-                return said
-            if said.get("type") != "wait":
-                expected = " or ".join(kinds) or "nothing"
-                raise Untrue(f"{clean(said.get('type'))[:40]!r} came where {expected} was expected")
+        deadline = self._until()
+        while not self._take(said := self._read_line(deadline), *kinds):
+            pass
+        return said
 
-    def _read_line(self) -> dict[str, Any]:
-        with _connection_errors():
-            line = self._reader.readline(LINE_BYTES)
-        if not line:
-            raise Failed("the other side hung up before it was done")
+    def _until(self) -> float:
+        return min(self.deadline, time.monotonic() + self._patience_s)
+
+    def _take(self, said: dict[str, Any], *kinds: str) -> bool:
+        """Say whether it is of one of the kinds; else the other side is still at it. Raises: Untrue."""
+        kind = said.get("type")
+        if kind != "wait" and kind not in kinds:
+            expected = " or ".join(kinds) or "nothing"
+            raise Untrue(f"{clean(kind)[:40]!r} came where {expected} was expected")
+        return kind in kinds
+
+    def _read_line(self, deadline: float) -> dict[str, Any]:
+        end = self._arrived.find(b"\n")
+        while end < 0 and len(self._arrived) < LINE_BYTES:
+            before = len(self._arrived)
+            self._receive(deadline, "the other side hung up before it was done")
+            end = self._arrived.find(b"\n", before)
+        line = bytes(self._arrived[: end + 1])
+        del self._arrived[: end + 1]
         try:
-            said = json.loads(line) if line.endswith(b"\n") else None
+            said = json.loads(line)  # nothing, where it has no end
         except (ValueError, RecursionError):
             said = None
         if not isinstance(said, dict):
@@ -98,6 +138,14 @@ class Talk:
             raise Failed(clean(said.get("text")))
         return said
 
+    def _receive(self, deadline: float, complaint: str) -> None:
+        _check_time(deadline)
+        with _connection_errors():
+            data = self._reader.read1(_CHUNK_BYTES)
+        if not data:
+            raise Failed(complaint)
+        self._arrived += data
+
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Where nothing can be sent any more, the other side may have said why before it hung up."""
@@ -105,21 +153,28 @@ class Talk:
             with _connection_errors():
                 yield
         except Failed as exc:
-            if not isinstance(exc.__cause__, TimeoutError):
+            if not isinstance(exc, Overdue):
+                deadline = self._until()
                 with contextlib.suppress(Untrue):
                     for _ in range(_LAST_LINES):
-                        self._read_line()
+                        self._read_line(deadline)
             raise
 
     def read(self, size: int) -> Iterator[bytes]:
         """Exactly so many raw bytes, in pieces."""
+        deadline = self._until() + size / SLOWEST_BYTES_PER_S
         while size:
-            with _connection_errors():
-                data = self._reader.read(min(size, _CHUNK_BYTES))
-            if not data:
-                raise Failed("the other side hung up in the middle of a file")
+            if not self._arrived:
+                self._receive(deadline, "the other side hung up in the middle of a file")
+            data = bytes(self._arrived[: min(size, _CHUNK_BYTES)])
+            del self._arrived[: len(data)]
             size -= len(data)
             yield data
+
+
+def _check_time(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise Overdue("the other side takes too long")
 
 
 @contextlib.contextmanager
@@ -127,7 +182,7 @@ def _connection_errors() -> Iterator[None]:
     try:
         yield
     except TimeoutError as exc:
-        raise Failed("the other side does not answer") from exc
+        raise Overdue("the other side does not answer") from exc
     except (OSError, ValueError) as exc:  # ValueError: closed under our hands
         raise Failed("the connection broke") from exc
 

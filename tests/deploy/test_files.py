@@ -22,6 +22,7 @@ from detrain_nb.deploy import code, files
 from detrain_nb.deploy.files import Copied, Stop, get, on_every, put
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.errors import DetrainError, SpecError, TransportError, WireError
+from detrain_nb.node import talk
 from detrain_nb.node.arrivals import TreeWriter
 from detrain_nb.node.talk import LINE_BYTES, Failed, FilesError, Talk
 from detrain_nb.node.trees import MOST_ENTRIES
@@ -564,6 +565,28 @@ def test_node_that_says_nothing_is_not_waited_for_for_ever(tmp_path: Path, monke
     monkeypatch.setattr(files, "_SILENCE_LIMIT_S", 0.2)
     with pytest.raises(DetrainError, match="liar: the other side does not answer"):
         get(FakeNode(lambda talk: talk.hear("never")), "asked", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("first", "piece"),
+    [([], b'{"type": "wait"}\n'), ([], b" "), ([tree(size=1 << 20), file(size=1 << 20)], b"x")],
+    ids=["always at it", "a line without end", "a file without end"],
+)
+def test_node_that_is_always_at_it_is_not_waited_for_for_ever(
+    first: list[object], piece: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def play(there: Talk) -> None:
+        saying(*first)(there)
+        while True:
+            there.send(piece)
+            there.flush()
+            time.sleep(0.01)
+
+    monkeypatch.setattr(files, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(talk, "SLOWEST_BYTES_PER_S", 1 << 50)
+    with pytest.raises(DetrainError, match="liar: the other side takes too long"):
+        get(FakeNode(play), "asked", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_node_that_has_got_something_else_is_not_believed(tmp_path: Path) -> None:

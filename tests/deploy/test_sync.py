@@ -553,6 +553,68 @@ def test_node_gets_no_file_but_those_that_travel(indices: object, root: Path, tm
     assert b"PK" not in liar.told and b"secret" not in liar.told
 
 
+class Sloth(Liar):
+    """A node that does not come to an end, in one of many ways."""
+
+    def __init__(self, base: Path, way: str) -> None:
+        super().__init__(base)
+        self._way = way
+
+    @contextlib.contextmanager
+    def run_files(self) -> Iterator[tuple[socket.socket, None]]:
+        self.runs += 1
+        ours, theirs = socket.socketpair()
+        is_over = threading.Event()
+
+        def run() -> None:
+            if self._way == "takes nothing":
+                theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            elif self._way == "waits after all has come":
+                theirs.recv(1 << 16)
+                theirs.sendall(b'{"type": "want", "indices": [0]}\n')
+            while not is_over.wait(0.01) and self._way not in ("says nothing", "takes nothing"):
+                with contextlib.suppress(OSError):
+                    if self._way == "waits after all has come":
+                        theirs.recv(1 << 20, socket.MSG_DONTWAIT)
+                with contextlib.suppress(OSError):
+                    theirs.sendall(b'{"type": "wait"}\n' if "waits" in self._way else b" ")
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield ours, None
+        finally:
+            is_over.set()
+            ours.close()
+            thread.join(10)
+            theirs.close()
+
+
+@pytest.mark.parametrize(
+    "way", ["waits", "waits after all has come", "says a line without end", "says nothing", "takes nothing"]
+)
+def test_node_that_does_not_come_to_an_end_is_gone_on_without(
+    way: str, root: Path, node: FolderNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "_BRING_LIMIT_S", 0.3)
+    monkeypatch.setattr(files, "_SILENCE_LIMIT_S", 0.3)
+    write(root, a_py=os.urandom(500_000).hex())
+    sloth = Sloth(tmp_path, way)
+    keeper = FolderSync(root)
+    keeper.bring([sloth, node])
+    assert list(node.files()) == ["a.py"]
+    assert keeper.notices == [
+        f"liar has not taken the files of {root} in time, and is gone on without: its ranks have those that came "
+        "before; look whether its disk hangs, %distributed restart tries again"
+    ]
+    write(root, a_py="a = 2")
+    keeper.bring([sloth, node])
+    assert (node.files(), sloth.runs, len(keeper.notices)) == ({"a.py": "a = 2"}, 1, 1)
+    sloth.reconnect()
+    keeper.bring([sloth, node])
+    assert (sloth.runs, len(keeper.notices)) == (2, 2)
+
+
 def test_what_a_node_says_it_left_alone_is_clean(root: Path, tmp_path: Path) -> None:
     done = {"type": "done", "left_alone": ["\x1b[2J", 7, "x" * 10_000], "num_left_alone": 3}
     keeper = FolderSync(root)
