@@ -19,6 +19,7 @@ from typing import Any
 from .talk import FilesError, Talk, Untrue, as_size, check_name, clean, reason_of
 from .trees import MOST_ENTRIES, MOST_NAMED, Progress
 
+_MOST_NAME_CHARS = 1 << 27  # of the folders that are made, which are remembered
 _STAGING = ".detrain_nb-"  # the folder for what is not whole yet; of one copy each
 
 
@@ -59,6 +60,10 @@ class TreeWriter:
 
     def add_folder(self, name: str) -> None:
         self._locate(f"{name}/_")
+
+    def has_folder(self, name: str) -> bool:
+        """Whether one was made, or needed, for what has come."""
+        return os.path.join(self.folder, *name.split("/")) in self._checked
 
     def add_file(self, name: str, size: int, is_executable: bool, pieces: Iterable[bytes]) -> None:
         """``pieces`` have ``size`` bytes together."""
@@ -166,8 +171,9 @@ def receive_tree(
 ) -> Received:
     """Write what the other side sends, of which it has announced how much it is.
 
-    Every name is one of ``roots``, or below it. ``fetch`` brings a large file from a path there, of so many bytes, to
-    a number of the staging folder. Raises: FilesError, Failed, Untrue.
+    Every name is one of ``roots``, or below it, in a folder that has come before: no more are made than were announced,
+    and one for each of ``roots``. ``fetch`` brings a large file from a path there, of so many bytes, to a number of the
+    staging folder. Raises: FilesError, Failed, Untrue.
     """
     allowed = None if roots is None else frozenset(roots)
     announced = talk.hear("tree")
@@ -175,9 +181,9 @@ def receive_tree(
     if files + folders > MOST_ENTRIES:
         raise Untrue(f"{files + folders} files were announced, more than {MOST_ENTRIES}")
     progress.begin(size)
-    offered, done = False, 0
+    offered, done, name_chars = False, 0, 0
     while True:
-        said = talk.hear("folder", "file", *([] if offered else ["offer"]), "gone", "end")
+        said = talk.hear(*(["file"] if offered else ["folder", "file", "offer", "gone", "end"]))
         kind = said["type"]
         offered = kind == "offer"  # the file itself comes next
         if kind == "end":
@@ -193,13 +199,24 @@ def receive_tree(
             raise Untrue("more files came than were announced")
         if kind == "gone":
             continue
-        name = check_name(said.get("name"))
-        if allowed is not None and name.partition("/")[0] not in allowed:
-            raise Untrue(f"{name!r} was not asked for")
+        name = _check_place(said.get("name"), writer, allowed)
         if kind == "folder":
+            name_chars += len(name)
+            if name_chars > _MOST_NAME_CHARS:
+                raise Untrue(f"the names of its folders have more than {_MOST_NAME_CHARS} characters")
             writer.add_folder(name)
         else:
             done += _receive_file(talk, writer, progress, name, said, done=done, left=size - done)
+
+
+def _check_place(said: object, writer: TreeWriter, allowed: frozenset[str] | None) -> str:
+    name = check_name(said)
+    if allowed is not None and name.partition("/")[0] not in allowed:
+        raise Untrue(f"{name[:200]!r} was not asked for")
+    parent = name.rpartition("/")[0]
+    if "/" in parent and not writer.has_folder(parent):
+        raise Untrue(f"{name[:200]!r} came before the folder that it is in")
+    return name
 
 
 def _receive_file(

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 _CHUNK_BYTES = 1 << 18
 LINE_BYTES = 1 << 22
+MOST_DEPTH = 100  # of the folders in one another
 SLOWEST_BYTES_PER_S = 20_000  # a slower connection brings nothing
 _TICK_S = 5.0
 _LAST_LINES = 100
@@ -203,6 +204,8 @@ def check_name(name: object) -> str:
         raise Untrue("a name was expected")
     if any(part in ("", ".", "..") for part in name.split("/")):
         raise Untrue(f"{clean(name)[:200]!r} leads out of the folder")
+    if name.count("/") > MOST_DEPTH:
+        raise Untrue(f"{clean(name)[:200]!r}... is in more than {MOST_DEPTH} folders")
     if any(char in _TURNS_TEXT or unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name):
         raise Untrue(f"{clean(name)[:200]!r} has characters that no name should have")
     if os.name == "nt" and _NOT_ON_WINDOWS.search(name):

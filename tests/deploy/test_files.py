@@ -22,7 +22,7 @@ from detrain_nb.deploy import code, files
 from detrain_nb.deploy.files import Copied, Stop, get, on_every, put
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.errors import DetrainError, SpecError, TransportError, WireError
-from detrain_nb.node import talk
+from detrain_nb.node import arrivals, talk
 from detrain_nb.node.arrivals import TreeWriter
 from detrain_nb.node.talk import LINE_BYTES, Failed, FilesError, Talk
 from detrain_nb.node.trees import MOST_ENTRIES
@@ -381,6 +381,11 @@ def file(name: object = "asked/x", size: object = 1, **more: object) -> dict[str
     return {"type": "file", "name": name, "size": size, **more}
 
 
+def deep(levels: int) -> list[dict[str, Any]]:
+    """Folders in one another, that all come; the first is what was asked for."""
+    return [{"type": "folder", "name": "asked" + "/d" * level} for level in range(levels)]
+
+
 def endless(first: object, line: object) -> Callable[[Talk], object]:
     def play(talk: Talk) -> None:
         saying(first)(talk)
@@ -429,7 +434,37 @@ LIES = {
     "an offer of too much": [tree(size=1), {**OFFER, "size": 2}, END],
     "an offer of no path": [tree(size=1), {**OFFER, "path": 7}, END],
     "an offer after an offer": [tree(size=1), OFFER, OFFER, END],
+    "a file in a folder that has not come": [tree(), file("asked/a/b"), b"x", END],
+    "a folder in one that has not come": [tree(0, 1), {"type": "folder", "name": "asked/a/b"}, END],
+    "too deep a file": [tree(1, 101), *(DEEP := deep(101)), file(f"{DEEP[-1]['name']}/x"), b"x", END],
+    "too deep a folder": [tree(0, 102), *deep(102), END],
 }
+
+
+def test_folders_that_come_are_no_more_than_were_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    mkdir = os.mkdir
+
+    def count(path: str, *args: Any) -> None:
+        made.append(path)
+        mkdir(path, *args)
+
+    monkeypatch.setattr(os, "mkdir", count)
+    folders = [{"type": "folder", "name": f"asked/{number}" + "/x" * 90} for number in range(100)]
+    with pytest.raises(WireError, match=r"liar: 'asked/0/x/x.*' came before the folder that it is in"):
+        get(FakeNode(saying(tree(0, 100, 0), *folders, END)), "asked", tmp_path / "back")
+    assert len(made) <= 3 and not (tmp_path / "back").exists()
+    honest = [{"type": "folder", "name": "asked/a"}, *deep(100)]
+    get(FakeNode(saying(tree(1, 101, 1), *honest, file(f"{deep(99)[-1]['name']}/file"), b"x", END)), "asked", tmp_path)
+    assert len(describe(tmp_path)) == 102
+
+
+def test_names_of_folders_have_a_limit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "_MOST_NAME_CHARS", 1000)
+    folders = [{"type": "folder", "name": f"asked/{number:0100}"} for number in range(20)]
+    with pytest.raises(WireError, match="liar: the names of its folders have more than 1000 characters"):
+        get(FakeNode(saying(tree(0, 20, 0), *folders, END)), "asked", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -557,6 +592,19 @@ def test_file_of_another_size_than_was_offered_is_not_taken(size: int, tmp_path:
         saying(file(size=size, staged=talk.hear("answer")["number"]), END)(talk)
 
     with pytest.raises(WireError, match=rf"liar: asked/x has arrived with 5000 bytes and not {size}"):
+        get(FakeNode(play, HonestSftp), "asked", tmp_path / "back")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_file_that_was_brought_is_the_next_that_comes(tmp_path: Path) -> None:
+    """Else the disk would be full of such that nobody names."""
+
+    def play(talk: Talk) -> None:
+        saying(tree(files=2, size=5000), {**OFFER, "size": 5000})(talk)
+        talk.hear("answer")
+        saying({"type": "gone"}, END)(talk)
+
+    with pytest.raises(WireError, match="liar: 'gone' came where file was expected"):
         get(FakeNode(play, HonestSftp), "asked", tmp_path / "back")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
