@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from ..errors import WireError
 from ..node.memory import CHARS_BESIDE, MOST_REMEMBERED_CHARS
+from ..plan import DEVICES
 from ..wire import (
     Attached,
     CellDone,
@@ -22,17 +23,18 @@ from ..wire import (
 from .history import History
 
 _MOST_RANKS, _MOST_GPUS = 1 << 16, 1 << 10
-_LAST_CELL = _LAST_GENERATION = 1 << 31
-_MOST_LOGGED = 10_000  # cells of earlier notebooks
+_LAST_GENERATION = 1 << 31
+_MOST_AHEAD = 1000  # generations that a node may have been told of and the first one not
 
 
 class Claims:
-    """Those of the nodes of one session. ``logged`` are the cells that something is known of."""
+    """Those of the nodes of one session."""
 
-    def __init__(self, history: History, logged: Collection[int]) -> None:
+    def __init__(self, history: History) -> None:
         self.node_of: dict[int, int] = {}  # which node has a rank
         self._history = history
-        self._logged = logged
+        self._first: Attached | None = None
+        self._world_size = 0  # as the ranks of the first node say; 0 where none is up
         self._has_plan = False  # which ranks there are is known
         self._remembered: dict[int, int] = {}  # by node: how much it has said before it was attached to
 
@@ -40,6 +42,14 @@ class Claims:
         """These are the ranks that there are, and their nodes."""
         self._has_plan = True
         self.node_of = dict(node_of)
+
+    def measure_by(self, first: Attached, *, world_size: int) -> None:
+        """What the first node says is the measure for the others, until it is known which ranks there are."""
+        self._first, self._world_size = first, world_size
+
+    @property
+    def is_measured(self) -> bool:
+        return self._first is not None
 
     def check_owner(self, message: Message, node: int) -> None:
         """A node speaks for its own ranks only; before they are known, for those that no other one has.
@@ -68,18 +78,26 @@ class Claims:
         """Raises: WireError for what an agent says at another time, of another cell, or in other numbers."""
         if isinstance(message, (Attached, RanCell, Unfinished)):
             self._check_memory(message, node, is_attached=is_attached)
-        if isinstance(message, RanCell) and not 0 <= message.cell <= _LAST_CELL:
+        if isinstance(message, RanCell) and message.cell < 0:
             raise WireError(f"there is no cell {message.cell}")
-        if isinstance(message, RankUp) and not 0 < message.world_size <= _MOST_RANKS:
-            raise WireError(f"rank {message.rank} says world_size {message.world_size}")
+        if isinstance(message, RankUp):
+            self._check_world_size(message, node)
         if isinstance(message, Attached):
             _check_numbers(message)
+            if self._first is not None and not self._has_plan:
+                self._check_by(self._first, message)
         if isinstance(message, (Output, Display, ClearOutput, CellDone, CellFailed, Unfinished)):
-            is_known = message.cell in self._logged or len(self._logged) < _MOST_LOGGED + self._history.count
-            if not 0 <= message.cell <= self._history.last_cell or not is_known:
-                raise WireError(f"rank {message.rank} speaks of cell {message.cell}, which was not run")
+            self._check_cell(message, is_attached=is_attached)
         if isinstance(message, (Output, Unfinished)) and message.stream not in ("stdout", "stderr"):
             raise WireError(f"rank {message.rank} has no such stream")
+
+    def _check_cell(
+        self, message: Output | Display | ClearOutput | CellDone | CellFailed | Unfinished, *, is_attached: bool
+    ) -> None:
+        if not is_attached and not isinstance(message, Unfinished):
+            raise WireError(f"rank {message.rank} speaks of a cell before its node was attached to")
+        if not self._history.knows(message.cell):
+            raise WireError(f"rank {message.rank} speaks of cell {message.cell}, which was not run")
 
     def _check_memory(self, message: Attached | RanCell | Unfinished, node: int, *, is_attached: bool) -> None:
         """What an agent remembers comes before it has been attached to, and has bounds."""
@@ -89,6 +107,20 @@ class Claims:
         self._remembered[node] = self._remembered.get(node, 0) + CHARS_BESIDE + said
         if self._remembered[node] > MOST_REMEMBERED_CHARS:
             raise WireError("it remembers more than a session has")
+
+    def _check_world_size(self, message: RankUp, node: int) -> None:
+        is_other = bool(node and self._world_size and not self._has_plan) and message.world_size != self._world_size
+        if is_other or not message.rank < message.world_size <= _MOST_RANKS:
+            raise WireError(f"rank {message.rank} says world_size {message.world_size}")
+
+    def _check_by(self, first: Attached, said: Attached) -> None:
+        """What another node than the first says. Where no rank of the first is up, less of it can be judged."""
+        if said.generation > first.generation + _MOST_AHEAD:
+            raise WireError(f"it says generation {said.generation}, the first node {first.generation}")
+        if self._world_size and not (said.ranks and max(said.ranks) < self._world_size):
+            raise WireError(f"it says that it has {len(said.ranks)} ranks, up to {max(said.ranks, default=-1)}")
+        if said.ranks and not (isinstance(said.info, dict) and said.info.get("device") in DEVICES):
+            raise WireError("it does not say on which device its ranks are")
 
 
 def _check_numbers(said: Attached) -> None:

@@ -9,21 +9,30 @@ from ..errors import SpecError, short_ranks
 from ..wire import RanCell, RunCell
 from .definitions import definitions_of
 
+_LAST_COUNTED = 1 << 31  # a number from here on, which no session reaches, leads nowhere: a node has made it up
+
 
 class History:
-    """One per session; what an earlier notebook ran comes from the agent."""
+    """One per session; what an earlier notebook ran comes from the agents, which may say anything."""
 
     def __init__(self) -> None:
         self.collective: set[int] = set()  # cells that needed other ranks
         self.failed: set[int] = set()
-        self.last_cell = 0  # the highest number; 0 when nothing was run
+        self.last_cell = 0  # the highest number that counts; 0 when nothing was run
         self._ran: dict[int, RanCell] = {}
+        self._known: set[int] = {0}  # those that are run again too; 0 is what comes before the first
         self._not_ended_well: set[int] = set()  # stopped, timed out, or still running
 
-    @property
-    def count(self) -> int:
-        """How many cells are known."""
-        return len(self._ran)
+    def knows(self, cell: int) -> bool:
+        """It was sent from here, or an agent has said that it was sent by an earlier notebook."""
+        return cell in self._known
+
+    def next_cell(self, *, at_least: int) -> int:
+        """A number that no known cell has."""
+        cell = max(self.last_cell + 1, at_least)
+        while cell in self._known:
+            cell += 1
+        return cell
 
     @property
     def cells(self) -> list[RanCell]:
@@ -33,6 +42,7 @@ class History:
     def begin(self, message: RunCell) -> None:
         """A cell is about to be sent. One that is run again is there already."""
         self.last_cell = message.cell
+        self._known.add(message.cell)
         if not message.is_replay:
             cell, code, first_line = message.cell, message.code, message.first_line
             self._ran[cell] = RanCell(message.ranks, cell, code, first_line, False, [], False)
@@ -43,7 +53,9 @@ class History:
 
     def take(self, message: RanCell) -> None:
         """A cell that an earlier notebook has run."""
-        self.last_cell = max(self.last_cell, message.cell)
+        self._known.add(message.cell)
+        if message.cell < _LAST_COUNTED:
+            self.last_cell = max(self.last_cell, message.cell)
         if message.is_replay:
             return
         if earlier := self._ran.get(message.cell):  # another node's part of it

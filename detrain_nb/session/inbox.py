@@ -59,6 +59,7 @@ _OF_WORDS = (
     RankUp,
     StartedCold,
 )
+_OF_CELLS = (Output, Display, ClearOutput, CellDone, CellFailed)
 _MOST_NOTICES, _LONGEST_NOTICE = 1000, 4000
 
 _Kept = TypeVar("_Kept")
@@ -91,6 +92,7 @@ class Inbox:
         self.nodes = tuple(nodes)
         self._strangers = frozenset(strangers)
         self.lost_nodes: dict[int, str] = {}  # and why
+        self.untrue: dict[int, str] = {}  # when they were attached to, they said what cannot be: what that was
         self.is_renumbering = False
         self.requests = Requests()
         self.runs: dict[int, CellRun] = {}
@@ -99,7 +101,7 @@ class Inbox:
         self.fresh: dict[int, RankEnded] = {}  # replaced, and nobody has been told
         self.history = History()
         self.logbook = Logbook()
-        self._claims = Claims(self.history, self.logbook.cells)
+        self._claims = Claims(self.history)
         self.has_group: dict[int, bool] = {}
         self.last_seconds: dict[int, float] = {}
         self.notices: list[str] = []
@@ -165,6 +167,8 @@ class Inbox:
     @_one_at_a_time
     def take(self, message: Message, number: int = 0, node: int = 0) -> None:
         """Take what ``node`` sent. Raises: WireError when a message does not fit what was asked, or that node."""
+        if node in self.lost_nodes:
+            return
         missed_up_to = self._attached[node].last_number if node in self._attached else 0
         try:
             self._claims.check_owner(message, node)
@@ -172,10 +176,12 @@ class Inbox:
             if not self.is_renumbering and not 0 < number <= missed_up_to:  # that may be from before ranks had theirs
                 raise
             return
+        if 0 < number <= missed_up_to and isinstance(message, _OF_CELLS) and not self.history.knows(message.cell):
+            return  # it is too long ago for the agent to know it
         self._claims.check_time(message, node, is_attached=node in self._attached)
         if isinstance(message, _OF_WORDS):
             message = cleaned(message)
-        if isinstance(message, (Output, Display, ClearOutput, CellDone, CellFailed)):
+        if isinstance(message, _OF_CELLS):
             self._take_of_cell(message, number, node)
         elif isinstance(message, (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)):
             self.requests.take(message)
@@ -256,8 +262,17 @@ class Inbox:
             run.news.set()
 
     @_one_at_a_time
-    def close(self, reason: str, node: int = 0) -> None:
-        """A node has hung up for good."""
+    def measure_by(self, first: Attached) -> None:
+        """The first node has been attached to: what it says is the measure for the others, as they are attached to."""
+        self._claims.measure_by(first, world_size=max((up.world_size for up in self.up.values()), default=0))
+
+    @_one_at_a_time
+    def close(self, reason: str, node: int = 0, *, is_untrue: bool = False) -> None:
+        """A node has hung up for good, or was hung up on because what it said cannot be."""
+        if is_untrue and self._claims.is_measured and self.attached.waits_for(agent_of(node)):
+            self.untrue[node] = reason
+            self.attached.take_from(agent_of(node), Refused(reason))
+            return
         self.lose_node(node, f"the agent of session {self._session!r} is gone ({reason})")
 
     @_one_at_a_time

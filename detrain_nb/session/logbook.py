@@ -9,6 +9,7 @@ from .log import BEGINNINGS, NEW, SHOWN_PERHAPS, Logged, OutputLog
 from .shown_again import LoggedCell
 
 _LONGEST_LINE_BYTES = 1 << 16  # as much of a line that does not end goes to a later notebook
+_MOST_UNFINISHED_BYTES = 32 << 20  # of all of them
 _MOST_GAPS = 1000
 
 
@@ -19,7 +20,8 @@ class Logbook:
         self.log = OutputLog()
         self.cells: dict[int, LoggedCell] = {}
         self._gaps: list[str] = []  # what is to be said where the next message of a cell is shown
-        self._unfinished: dict[tuple[int, int, str], bytes] = {}  # lines by cell, rank and stream
+        self._unfinished: dict[tuple[int, int, str], bytes] = {}  # lines by cell, rank and stream, the latest last
+        self._unfinished_bytes = 0
 
     def add(self, message: Logged, *, is_missed: bool, is_shown_perhaps: bool) -> str:
         """A message of a cell, and whether an earlier notebook has missed it; says in words what went wrong."""
@@ -59,17 +61,26 @@ class Logbook:
 
     def unfinished_lines(self, running: Collection[int]) -> list[Unfinished]:
         """Those lines in cells that run; where a cell has ended, they are shown as they are."""
-        self._unfinished = {source: line for source, line in self._unfinished.items() if source[0] in running}
+        for source in self.unfinished:
+            if source[0] not in running:
+                self._take_line(source)
         return [Unfinished(rank, cell, stream, line) for (cell, rank, stream), line in self._unfinished.items()]
 
     def _note_unfinished(self, message: Output) -> None:
-        """Keep the line that a rank has begun, as it was drawn last."""
+        """Keep the line that a rank has begun, as it was drawn last; of very many the oldest are forgotten."""
         source = (message.cell, message.rank, message.stream)
+        begun = self._take_line(source)
         _, newline, line = message.body.rpartition(b"\n")
         if not newline:
-            line = self._unfinished.get(source, b"") + line
+            line = begun + line
         line = line[line.rfind(b"\r", 0, -1) + 1 :][-_LONGEST_LINE_BYTES:]
         if line:
             self._unfinished[source] = line
-        else:
-            self._unfinished.pop(source, None)
+            self._unfinished_bytes += len(line)
+        while self._unfinished_bytes > _MOST_UNFINISHED_BYTES:
+            self._take_line(next(iter(self._unfinished)))
+
+    def _take_line(self, source: tuple[int, int, str]) -> bytes:
+        line = self._unfinished.pop(source, b"")
+        self._unfinished_bytes -= len(line)
+        return line

@@ -63,7 +63,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class NodeEvents:
-    """What the background thread of a link calls; ``closed`` once, at the end.
+    """What the background thread of a link calls; ``closed`` once, at the end: why, and whether a message was untrue.
 
     ``broken``: the connection is gone and another one is being made; an answer that is not numbered is lost.
     """
@@ -72,7 +72,7 @@ class NodeEvents:
     checkpoint: Callable[[], Checkpoint]
     gap: Callable[[str], None]
     broken: Callable[[], None]
-    closed: Callable[[str], None]
+    closed: Callable[[str, bool], None]
 
 
 class NodeLink:
@@ -205,7 +205,7 @@ class NodeLink:
     # ---- the background thread
 
     def _run(self) -> None:
-        reason = "closed"
+        reason, is_untrue = "closed", False
         try:
             while True:
                 try:
@@ -220,12 +220,12 @@ class NodeLink:
         except LinkClosed as exc:
             reason, self.is_hung_up_on = str(exc), True
         except WireError as exc:
-            reason = str(exc)
+            reason, is_untrue = str(exc), True
         except Exception as exc:
             reason = f"taking a message failed: {exc!r}"
             raise
         finally:
-            self._end(reason)
+            self._end(reason, is_untrue=is_untrue)
 
     def _serve_connection(self) -> None:
         """Send and receive until we hang up. Raises: LinkClosed when the other end does, WireError."""
@@ -254,14 +254,14 @@ class NodeLink:
                 self._send_the_rest()
                 self._wait_until_received()
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, is_untrue: bool) -> None:
         with self._sending:
             self.is_closed = True
             if not self.is_kept:
                 self._link.close()
         for sock in (self._wake, self._woken):
             sock.close()
-        self._events.closed(reason)
+        self._events.closed(reason, is_untrue)
 
     def _until_due(self) -> float | None:
         alive_in_s = None if self._connect is None else max(0.0, self._alive_at - time.monotonic())

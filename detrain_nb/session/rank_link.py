@@ -60,10 +60,10 @@ class RankLink:
             checkpoint=lambda: inbox.checkpoint(node),
             gap=inbox.notice,
             broken=lambda: inbox.break_off(node),
-            closed=lambda reason: inbox.close(reason, node),
+            closed=lambda reason, is_untrue: inbox.close(reason, node, is_untrue=is_untrue),
         )
         if end.absent:
-            events = replace(events, closed=lambda _: None)  # it is known, and told with the ranks that were there
+            events = replace(events, closed=lambda *_: None)  # it is known, and told with the ranks that were there
         can_resume = transport.can_resume and not end.absent
         connect = functools.partial(transport.connect_agent, self._session) if can_resume else None
         return NodeLink(end.sock, events, connect=connect)
@@ -111,7 +111,7 @@ class RankLink:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
 
     def wait_for_number(self, node: int, number: int, *, limit_s: float) -> None:
-        """Wait until the messages of a node up to ``number`` have come.
+        """Wait until the messages of a node up to ``number`` have come, or it is lost and the others go on.
 
         Raises: CellTimeout when nothing has come for ``limit_s``, what ended the session when nothing can come.
         """
@@ -119,13 +119,20 @@ class RankLink:
         deadline, last_number = time.monotonic() + limit_s, 0
         while link.last_number < number:
             if link.is_closed:
-                lost = self.inbox.lost_nodes.get(node, "it has hung up")
-                raise self.inbox.failure or NodeLost(f"node {self.inbox.nodes[node]} is lost: {lost}")
+                link.wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
+                if node in self.inbox.lost_nodes and not self.inbox.failure:
+                    return
+                raise self.inbox.failure or NodeLost(f"node {self.inbox.nodes[node]} is lost: it has hung up")
             if link.last_number > last_number:
                 deadline, last_number = time.monotonic() + limit_s, link.last_number
             if time.monotonic() >= deadline:
                 raise CellTimeout(f"session {self._session!r} has sent nothing of what was missed for {limit_s:g} s")
             time.sleep(0.005)
+
+    def hang_up(self, node: int, reason: str) -> None:
+        """Let go of a node, which is lost for this session."""
+        self.inbox.lose_node(node, reason)
+        self._links[node].close(is_seen=False)
 
     @property
     def is_closed(self) -> bool:

@@ -54,6 +54,10 @@ class Request:
         """Somebody has not answered yet."""
         return bool(self._waiting_for)
 
+    def waits_for(self, rank: int) -> bool:
+        """It has not answered yet."""
+        return rank in self._waiting_for
+
     @property
     def wants_values(self) -> bool:
         """It is a question for variables."""

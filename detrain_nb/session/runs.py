@@ -33,7 +33,7 @@ class Runs:
 
     def next_number(self, *, at_least: int = 1) -> int:
         """No two cells of a session have the same."""
-        return max(self._inbox.history.last_cell + 1, at_least)
+        return self._inbox.history.next_cell(at_least=at_least)
 
     def run(
         self,

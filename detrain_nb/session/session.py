@@ -151,7 +151,7 @@ class Session:
             give_up_agents(ends)
             raise
         try:
-            attached = attach(core)
+            attached = attach(core, range(len(transports)))
             if nodes is None:
                 core.set_plan(plan_one_node(ranks=ranks, device=device, backend=backend, gpus=attached[0].gpus))
             else:
@@ -208,7 +208,7 @@ class Session:
             raise
         try:
             session._inbox.is_showing_missed = True
-            go_on(session._core, attach(session._core, steal=steal))
+            go_on(session._core, steal=steal)
             session._core.note_down()
             session.notices.extend(files.notices)
         except BaseException:

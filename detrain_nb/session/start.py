@@ -9,8 +9,9 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ..errors import LaunchError, SessionError, SpecError, format_ranks
+from ..errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks
 from ..launch import RankConfig, launch_node, threads_per_rank
 from ..plan import DEVICES, NodePlan, Plan
 from ..transport import Transport
@@ -93,15 +94,14 @@ class RankStart:
         return Launch(launch.argv, launch.env, ranks, self.linger_s, info, self.spool_limit_bytes)
 
 
-def attach(core: Core, *, steal: bool = False) -> dict[int, Attached]:
-    """What the agent of each node that is there says of itself, by the node's position."""
+def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int, Attached]:
+    """What the agents of ``nodes`` say of themselves, by the node's position; see ``Inbox.untrue``."""
     inbox = core.inbox
-    there = [node for node in range(len(core.transports)) if node not in core.absent]
-    inbox.attached = inbox.requests.new(map(agent_of, there))
-    for node in there:
+    inbox.attached = inbox.requests.new(map(agent_of, nodes))
+    for node in nodes:
         core.ranks.send_to(node, Attach(core.name, core.holder, steal))
     inbox.attached.wait(START_LIMIT_S, what="attach")
-    answers = {node: inbox.attached.answers[agent_of(node)] for node in there}
+    answers = {node: inbox.attached.answers[agent_of(node)] for node in nodes}
     return {node: answer for node, answer in answers.items() if isinstance(answer, Attached)}
 
 
@@ -130,8 +130,17 @@ def _open_store(core: Core) -> int:
     return answer.port
 
 
-def go_on(core: Core, attached: Mapping[int, Attached]) -> None:
-    """Take up what the agents remember. Raises: SessionError, CellTimeout."""
+def go_on(core: Core, *, steal: bool = False) -> None:
+    """Take up what the agents remember. Raises: SessionError, CellTimeout.
+
+    The first node has the store of the rendezvous: without it there is no session, and what it says is the measure for
+    the others. One of them that says what cannot be counts as absent.
+    """
+    attached = attach(core, [0], steal=steal)
+    core.inbox.measure_by(attached[0])
+    others = [node for node in range(1, len(core.transports)) if node not in core.absent]
+    attached |= attach(core, others, steal=steal) if others else {}
+    core.absent |= core.inbox.untrue
     names = [transport.name for transport in core.transports]
     world_size = max((up.world_size for up in core.inbox.up.values()), default=0)
     known = _what_runs(attached, names, world_size=world_size, session=core.name)
@@ -142,10 +151,23 @@ def go_on(core: Core, attached: Mapping[int, Attached]) -> None:
         core.inbox.lose_node(node, reason)
     for node, answer in attached.items():
         if answer.last_number > answer.acknowledged:
-            core.ranks.wait_for_number(node, answer.last_number, limit_s=CATCH_UP_LIMIT_S)
+            _catch_up(core, node, answer.last_number)
     _wait_until_up(core)
     for run in core.inbox.runs.values():
         run.hosts.update(core.hosts)
+
+
+def _catch_up(core: Core, node: int, number: int) -> None:
+    """Have what was missed of a node. One that sends nothing of it is lost, the first one with the session.
+
+    Raises: CellTimeout, or what ended the session.
+    """
+    try:
+        core.ranks.wait_for_number(node, number, limit_s=CATCH_UP_LIMIT_S)
+    except CellTimeout as exc:
+        if node == 0:
+            raise
+        core.ranks.hang_up(node, str(exc))
 
 
 def _wait_until_up(core: Core) -> None:
@@ -174,7 +196,6 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
     Raises: SessionError when they do not say, or do not fit together.
     """
     nodes: list[NodePlan] = []
-    backend, has_group, group_timeout_s = "", False, 0.0
     for node, name in enumerate(names):
         answer = attached.get(node)
         if answer is None:
@@ -182,12 +203,14 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
             continue
         if not answer.ranks:
             raise SessionError(f"session {session!r} has not started its ranks: %distributed stop {session} ends it")
-        info = answer.info if isinstance(answer.info, dict) else {}
-        device, said, has_group = info.get("device"), info.get("backend"), bool(info.get("init"))
-        if device not in DEVICES or not isinstance(said, str):
+        device = _info(answer).get("device")
+        if device not in DEVICES:
             raise SessionError(f"the agent of session {session!r} does not say what it runs: end it with its pid")
-        backend, group_timeout_s = said, _seconds(info.get("group_timeout_s"))
         nodes.append(NodePlan(tuple(answer.ranks), device, name))
+    info = _info(attached[0])
+    backend, has_group = info.get("backend"), bool(info.get("init"))
+    if not isinstance(backend, str):
+        raise SessionError(f"the agent of session {session!r} does not say what it runs: end it with its pid")
     if 0 not in nodes[0].ranks:
         raise SessionError(f"these are not the nodes of session {session!r} in order: name all, as at its start")
     known = {rank for node in nodes for rank in node.ranks}
@@ -199,7 +222,11 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
     plan = Plan(tuple(nodes), backend)
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(plan.world_size)):
         raise SessionError(f"the agents of session {session!r} do not say which ranks they run: end them")
-    return _Known(plan, has_group, group_timeout_s)
+    return _Known(plan, has_group, _seconds(info.get("group_timeout_s")))
+
+
+def _info(answer: Attached) -> dict[str, Any]:
+    return answer.info if isinstance(answer.info, dict) else {}
 
 
 def _seconds(said: object) -> float:

@@ -6,6 +6,7 @@ The node is a thread that speaks the protocol through a real link, into a real s
 from __future__ import annotations
 
 import ast
+import contextlib
 import gc
 import json
 import os
@@ -321,30 +322,118 @@ def test_streams_that_no_rank_has_are_not_kept(pair: Pair) -> None:
     pair.assert_hung_up()
 
 
+@contextlib.contextmanager
+def _attached(good: FakeNode, bad: FakeNode, *more: FakeNode) -> Iterator[Session]:
+    session = Session.attach("mine", nodes=[good, bad, *more])
+    try:
+        yield session
+    finally:
+        session.detach()
+
+
+def _assert_absent(session: Session, why: str = "") -> None:
+    """Node bad is lost, and nothing that it said counts; the honest node goes on."""
+    inbox: Any = session._inbox
+    assert why in inbox.lost_nodes[1]
+    assert (session.world_size, session.next_cell(), inbox.generation) == (2, 1, 1)
+    assert not inbox.busy
+    assert session.run_cell("1", ranks=0).ranks == (0,)
+    with pytest.raises((RankLost, SessionError), match="bad is lost"):
+        session.run_cell("1", ranks=1)
+
+
+_ABSURD = [
+    {"gpus": 1 << 50},
+    {"gpus": -1},
+    {"cpus": -1},
+    {"generation": -1},
+    {"generation": 1 << 53},
+    {"with_group": [-1]},
+    {"ranks": [1, 1]},
+    {"ranks": [-1]},
+    {"info": None},
+    {"info": {"device": "x" * 1000, "backend": 1}},
+]
+
+
 @pytest.mark.parametrize(
     "absurd",
     [
-        {"gpus": 1 << 50},
-        {"gpus": -1},
-        {"cpus": -1},
-        {"generation": 1 << 53},
-        {"generation": -1},
+        *_ABSURD,
+        {"generation": 1 << 31},
+        {"generation": 5000},
         {"with_group": [0, 1]},
-        {"with_group": [-1]},
         {"ranks": list(range(1, 200_000))},
-        {"ranks": [1, 1]},
-        {"ranks": [-1]},
         {"ranks": [0, 1]},
-        {"info": None},
-        {"info": {"device": "x" * 1000, "backend": 1}},
+        {"ranks": [1, 70]},
+        {"ranks": []},
     ],
     ids="-".join,
 )
-def test_absurd_answer_to_an_attach_is_an_error_in_words(absurd: dict[str, Any]) -> None:
+def test_node_whose_answer_to_an_attach_cannot_be_counts_as_absent(absurd: dict[str, Any]) -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.attached = replace(bad.attached, **absurd)
+    with _attached(good, bad) as session:
+        _assert_absent(session)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        RankUp(1, 1, 0, 60_000, 1, "bad", "cpu", "2"),
+        RankUp(0, 1, 0, 2, 1, "bad", "cpu", "2"),
+        RanCell([1], -1, "x", 1, False, [1], False),
+        RanCell([1], 3, "x", 1, False, [0, 1], False),
+        Unfinished(1, 3, "stdout", b"x"),
+        Output(1, 0, "stdout", b"x"),
+        RankEnded(0, 1, 0, 9, 0, "", "", False, ""),
+    ],
+    ids=repr,
+)
+def test_node_that_remembers_what_cannot_be_counts_as_absent(told: Message) -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    up = RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2")
+    bad.answers[Attach] = lambda _: [told, up, bad.attached]
+    with _attached(good, bad) as session:
+        _assert_absent(session)
+
+
+@pytest.mark.parametrize("absurd", _ABSURD, ids="-".join)
+def test_absurd_answer_of_the_first_node_to_an_attach_is_an_error_in_words(absurd: dict[str, Any]) -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    good.attached = replace(good.attached, **absurd)
     with pytest.raises(DetrainError):
         Session.attach("mine", nodes=[good, bad])
+
+
+@pytest.mark.parametrize("claimed", [(1 << 31) - 1, 1 << 31, (1 << 53) - 1, 1 << 53])
+def test_number_of_a_cell_that_a_node_makes_up_keeps_no_honest_node_out_later(claimed: int) -> None:
+    """What is counted on from it reaches the honest nodes, which say so at the next attach."""
+    cells: list[int] = []
+    for _ in range(3):
+        good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+        ran = [RanCell([0], cell, "x", 1, False, [], False) for cell in cells]
+        good.answers[Attach] = lambda _, good=good, ran=ran: [
+            *ran,
+            RankUp(0, 1, 0, 2, 1, "good", "cpu", "2"),
+            good.attached,
+        ]
+        lie = RanCell([1], claimed, "x", 1, False, [], False)
+        bad.answers[Attach] = lambda _, bad=bad, lie=lie: [lie, RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2"), bad.attached]
+        with _attached(good, bad) as session:
+            assert session.run_cell("1", ranks=0).ranks == (0,)
+            new = session.run_cell("1", ranks=0).cell
+            assert not {new, new - 1} & {*cells, claimed}
+            cells += [new - 1, new]
+            assert not session._inbox.lost_nodes
+
+
+def test_node_that_promises_output_and_sends_none_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detrain_nb.session.start.CATCH_UP_LIMIT_S", 0.2)
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.attached = replace(bad.attached, last_number=1 << 53)
+    with _attached(good, bad) as session:
+        _assert_absent(session, "has sent nothing of what was missed")
 
 
 def test_absurd_number_of_gpus_starts_nothing() -> None:
@@ -359,18 +448,38 @@ def test_what_a_node_remembers_is_bounded() -> None:
     before = psutil.Process().memory_info().rss
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[Attach] = lambda _: (RanCell([1], cell, "x" * 100_000, 1, False, [], False) for cell in range(1, 3000))
-    with pytest.raises(DetrainError, match="remembers more than a session has"):
-        Session.attach("mine", nodes=[good, bad])
-    gc.collect()
-    assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
+    with _attached(good, bad) as session:
+        assert "remembers more than a session has" in session._inbox.lost_nodes[1]
+        gc.collect()
+        assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
 
 
-def test_cells_that_a_node_remembers_do_not_make_another_s_ranks_busy() -> None:
+@pytest.mark.parametrize("last_number", [0, 1 << 50], ids=["now", "missed"])
+def test_output_of_cells_that_nobody_sent_is_not_kept(last_number: int) -> None:
+    before = psutil.Process().memory_info().rss
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
-    up = RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2")
-    bad.answers[Attach] = lambda _: [RanCell([1], 3, "x", 1, False, [0, 1], False), up, bad.attached]
-    with pytest.raises(DetrainError):
-        Session.attach("mine", nodes=[good, bad])
+    bad.attached = replace(bad.attached, last_number=last_number, acknowledged=last_number)
+    with _attached(good, bad) as session:
+        session.run_cell("1", ranks=0, number=5000)
+        for cell in range(1, 5000):
+            for stream in ("stdout", "stderr"):
+                bad.say(Output(1, cell, stream, b"x" * 60_000), is_numbered=last_number > 0)
+        bad.say(Notice("taken"), is_numbered=False)
+        assert_soon(lambda: "bad: taken" in session.notices or 1 in session._inbox.lost_nodes)
+        assert session.log.cells() == []
+        gc.collect()
+        assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
+        assert (1 in session._inbox.lost_nodes) is (last_number == 0)
+
+
+def test_lines_that_do_not_end_are_kept_up_to_a_size(pair: Pair) -> None:
+    for cell in range(1, 2001):
+        pair.inbox.history.begin(RunCell([1], [1], cell, "x"))
+    for cell in range(1, 2001):
+        pair.bad.say(Output(1, cell, "stdout", b"x" * 60_000), is_numbered=False)
+    pair.bad.say(Notice("taken"), is_numbered=False)
+    assert_soon(lambda: "bad: taken" in pair.session.notices)
+    assert pair.grown_bytes < MOST_GROWTH_BYTES
 
 
 def test_node_that_refuses_later_takes_only_its_own_ranks_with_it(pair: Pair) -> None:
