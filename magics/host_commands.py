@@ -100,3 +100,6 @@ def _say_copied(copied: dict[str, Copied]) -> None:
         if done.num_skipped:
             shown = ", ".join(done.skipped[:3])
             print(f"  left out, neither file nor folder: {done.num_skipped:,} ({shown})")
+        if done.num_kept:
+            shown = ", ".join(done.kept[:3])
+            print(f"  kept here, may hold keys: {done.num_kept:,} ({shown}): what is named itself goes")

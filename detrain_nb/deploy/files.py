@@ -24,7 +24,8 @@ from ..errors import DetrainError, SpecError, TransportError, WireError
 from ..node.arrivals import TreeWriter, receive_tree
 from ..node.files import MAGIC
 from ..node.talk import Failed, FilesError, Talk, Untrue, as_size, check_name
-from ..node.trees import File, Progress, Tree, list_tree, send_tree
+from ..node.trees import MOST_NAMED, File, Progress, Tree, list_tree, send_tree
+from .private import is_private
 
 __all__ = ["Copied", "NodeAccess", "OnProgress", "Stop", "get", "label", "on_every", "open_talk", "put"]
 
@@ -58,12 +59,17 @@ class NodeAccess(Protocol):
 
 @dataclass(frozen=True)
 class Copied:
-    """What was copied. Links, devices and what else is no file or folder were not: ``skipped`` names some of them."""
+    """What was copied. Links, devices and what else is no file or folder were not: ``skipped`` names some of them.
+
+    ``kept`` names some of the files that stay here as they may hold keys.
+    """
 
     files: int
     size_bytes: int
     num_skipped: int = 0
     skipped: tuple[str, ...] = ()
+    num_kept: int = 0
+    kept: tuple[str, ...] = ()
 
     def __add__(self, other: Copied) -> Copied:
         return Copied(
@@ -71,6 +77,8 @@ class Copied:
             self.size_bytes + other.size_bytes,
             self.num_skipped + other.num_skipped,
             (*self.skipped, *other.skipped),
+            self.num_kept + other.num_kept,
+            (*self.kept, *other.kept),
         )
 
 
@@ -117,11 +125,14 @@ def put(
     """Copy files and folders, with what is in them, into the folder ``target`` of a node, which is made.
 
     A target that is not given in full is one of the folder where the ranks start (that of this machine is ``folder``),
-    as is none. Executable files stay so; links in a folder are not followed.
+    as is none. Executable files stay so; links in a folder are not followed, nor does what may hold keys go elsewhere
+    with it (deploy/private.py): it does when it is named itself.
     Raises: SpecError for paths that are not here, DetrainError with the node and the path when it cannot be done.
     """
-    tree = _list_here(paths)
-    if not hasattr(node, "run_files"):
+    tree, kept = _list_here(paths), list[str]()
+    if hasattr(node, "run_files"):
+        kept = _leave_out_keys(tree)
+    else:
         _leave_out_itself(tree, os.path.join(node.work_folder(folder), os.path.expanduser(target or "")))
     progress = Progress(_stoppable(on_progress, stop))
     with open_talk(node, stop=stop) as (talk, lane):
@@ -132,7 +143,8 @@ def put(
         done = talk.hear("done")
         if (as_size(done.get("files")), as_size(done.get("size"))) != (progress.files, progress.size):
             raise Untrue("what it says has arrived is not what was sent")
-    return Copied(progress.files, progress.size, tree.num_skipped, tuple(tree.skipped))
+    skipped = tree.num_skipped, tuple(tree.skipped)
+    return Copied(progress.files, progress.size, *skipped, len(kept), tuple(kept[:MOST_NAMED]))
 
 
 def get(
@@ -413,6 +425,20 @@ def _list_here(paths: Paths) -> Tree:
 def _leave_out_itself(tree: Tree, target: str) -> None:
     """What would be copied to where it is."""
     tree.files = [file for file in tree.files if os.path.realpath(os.path.join(target, file.name)) != file.path]
+
+
+def _leave_out_keys(tree: Tree) -> list[str]:
+    """Take out what of a folder has the name of a key, and name it; a folder that was named so itself is meant."""
+
+    def stays(path: str, name: str) -> bool:
+        root = path.removesuffix(name.partition("/")[2])
+        return is_private(path) and not is_private(root.rstrip("/"))
+
+    kept = [file.name for file in tree.files if stays(Path(file.path).as_posix(), file.name)]
+    named = set(kept)
+    tree.files = [file for file in tree.files if file.name not in named]
+    tree.folders = [folder for folder in tree.folders if not stays(folder, folder)]
+    return kept
 
 
 def _as_list(paths: Paths) -> list[str | os.PathLike[str]]:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pathspec import GitIgnoreSpec
 
@@ -24,7 +24,7 @@ _TOKENS = """
 .aws  .azure  .kube  .docker  .dockercfg  .oci  .akash  .kaggle  .huggingface  .modal.toml  .databrickscfg
 **/.cache/huggingface/token  **/.cache/huggingface/stored_tokens  **/.config/gcloud  **/.config/gh  **/.config/hub
 **/.config/git/credentials  **/.config/rclone  **/.config/wandb  **/wandb/settings  **/.cargo/credentials*
-**/.gem/credentials  **/.docker/config.json
+**/.gem/credentials
 credentials.json  application_default_credentials.json  client_secret*.json  *service-account*.json  kaggle.json
 secrets.toml  rclone.conf  kubeconfig
 """
@@ -32,6 +32,13 @@ _HISTORIES = ".*_history  .histfile  .lesshst  .viminfo  fish_history  history.s
 # Who reads a connection file runs code in the kernel; a server's has the password of all its notebooks.
 _JUPYTER = "kernel-*.json  jpserver-*.json  nbserver-*.json  .jupyter  jupyter_cookie_secret  notebook_cookie_secret"
 _PRIVATE = tuple(f"{_KEYS} {_TOKENS} {_HISTORIES} {_JUPYTER}".split())
+# Nearly no path has one of the names: a single expression finds that out ten times as fast.
+_NAMES = "|".join(re.escape(line.removeprefix("**/")).replace(r"\*", "[^/]*") for line in _PRIVATE if line[0] != "!")
+_MAY_BE = re.compile(f"(?:^|/)(?:{_NAMES})(?:/|$)")
+# Seen from one of these, what is private has another name: `token` in `.cache/huggingface`.
+_HOLDERS = tuple(
+    f"/{above}" for line in _PRIVATE if line[:4] == "**/." for above in PurePosixPath(line[3:]).parents[:-1]
+)
 _NAMES_ONE = re.compile(r"[^*?./!][^/]*$")  # not `!*`, nor `!data/**`, which mean what other lines leave out
 
 
@@ -47,7 +54,8 @@ def is_private(path: str, lifted: tuple[str, ...] = ()) -> bool:
 
     ``lifted`` are the lines with ``!`` that say what is none. It is asked for each folder on the way too.
     """
-    return _compile(lifted).match_file(path.lower())
+    path = path.lower()
+    return _MAY_BE.search(path) is not None and _compile(lifted).match_file(path)
 
 
 def why_kept(folder: str | os.PathLike[str]) -> str:
@@ -55,7 +63,7 @@ def why_kept(folder: str | os.PathLike[str]) -> str:
     real = Path(os.path.realpath(folder))
     if real == real.parent or any(_is_same(real, above) for home in _homes(real) for above in (home, *home.parents)):
         what = "is a home, or holds homes"
-    elif any(is_private(path.relative_to(path.anchor).as_posix()) for path in (real, *real.parents)):
+    elif is_private(real.as_posix()) or real.as_posix().lower().endswith(_HOLDERS):
         what = "is where keys or tokens are"
     else:
         return ""

@@ -233,6 +233,21 @@ def test_links_and_devices_are_neither_followed_nor_written(node: SshNode, home:
         put(node, tree / "pipe")
 
 
+def test_keys_in_a_folder_go_only_when_they_are_named(node: SshNode, home: Path, tmp_path: Path) -> None:
+    for name in ("a.py", ".env", "sub/x.pem", ".ssh/config", ".ssh/id_rsa"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_text("x")
+    kept = ("tree/.env", "tree/.ssh/config", "tree/.ssh/id_rsa", "tree/sub/x.pem")
+    assert put(node, tmp_path / "tree") == Copied(1, 1, num_kept=4, kept=kept)
+    assert sorted(describe(home)) == ["tree", "tree/a.py", "tree/sub"]
+    assert put(node, [tmp_path / "tree" / ".env", tmp_path / "tree" / ".ssh"]) == Copied(3, 3)
+    for place in ("huggingface/token", "huggingface/hub"):
+        (tmp_path / ".cache" / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".cache" / place).write_text("x")
+    assert put(node, tmp_path / ".cache" / "huggingface") == Copied(1, 1, num_kept=1, kept=("huggingface/token",))
+    assert put(LocalTransport(), tmp_path / "tree", str(tmp_path / "copy")).files == 5
+
+
 def test_what_stands_there_is_replaced_and_keeps_being_whole(node: SshNode, home: Path, tmp_path: Path) -> None:
     (home / "file").write_text("old")
     (home / "file").chmod(0o600)

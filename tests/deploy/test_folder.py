@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from detrain_nb.deploy import folder, ignoring
+from detrain_nb.deploy import folder, ignoring, private
 from detrain_nb.deploy.folder import Changes, FileState, changes, list_folder, pack
 from detrain_nb.deploy.private import why_kept
 from detrain_nb.errors import SpecError
@@ -330,6 +330,13 @@ def test_keys_tokens_and_histories_stay_unless_named(tmp_path: Path) -> None:
     assert set(list_folder(root)) - set(manifest) - {".gitignore", ".detrainignore"} == lifted
 
 
+@pytest.mark.parametrize("line", [line for line in private._PRIVATE if line[0] != "!"])
+def test_every_name_in_the_list_is_private_anywhere(line: str) -> None:
+    name = line.removeprefix("**/").replace("*", "x")
+    assert private.is_private(name) and private.is_private(f"sub/{name.upper()}")
+    assert private.is_private(f"{name}/inside") and not private.is_private(f"{name}/inside", (f"!{name}",))
+
+
 def test_link_to_a_key_stays_as_well(tmp_path: Path) -> None:
     _plant(tmp_path, {"a.py": "", ".ssh/deploy": "secret", ".env": "secret", ".config/gcloud/db": "secret"})
     for name, target in {"notes.txt": ".env", "keys": ".ssh", "deploy": ".ssh/deploy", "settings": ".config"}.items():
@@ -350,7 +357,7 @@ def test_home_and_what_holds_it_stay_here(tmp_path: Path, monkeypatch: pytest.Mo
         for here in (home, tmp_path / "link", tmp_path / "homes", Path("/"), own):
             assert re.fullmatch(f"{here} is a home, or holds homes: its files stay here, .*", why_kept(here))
         assert why_kept(home / "work") == ""
-    for here in (home / ".ssh", tmp_path / "link/.config/gcloud/x"):
+    for here in (home / ".ssh", tmp_path / "link/.config/gcloud/x", home / ".config", home / ".Cache/huggingface"):
         assert "is where keys or tokens are: its files stay here" in why_kept(here)
     for nothing in ("", "relative", str(tmp_path / "gone")):
         monkeypatch.setenv("HOME", nothing)
