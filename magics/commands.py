@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from IPython.display import display
 
 from ..deploy.kept import drop_kept, seconds_kept, shorten_kept
 from ..deploy.known import known_sessions
-from ..errors import RankError, SessionError, format_ranks, short_ranks
+from ..errors import RankError, format_ranks, short_ranks
 from ..session.cells import CellRun
 from ..session.session import Session
 from . import options
@@ -21,6 +20,7 @@ from .host_commands import HostCommands
 from .options import HelpShown
 from .render import LiveCell, RenderOptions
 from .screen import Screen, screen_for
+from .stops import NOTHING_RUNS, told_when_interrupted
 from .transcript import Text
 
 _EVERYTHING = RenderOptions(max_lines=0, max_chars=0)
@@ -43,7 +43,8 @@ class SessionCommands:
         if args.command is None:
             raise HelpShown(parser.format_help())
         owner, name = (self._hosts, args.command) if hasattr(self._hosts, args.command) else (self, f"_{args.command}")
-        getattr(owner, name)(args)
+        with told_when_interrupted(f"%distributed {args.command}"):
+            getattr(owner, name)(args)
 
     # ---- its life
 
@@ -55,16 +56,17 @@ class SessionCommands:
                 "to start them anew, %distributed restart (their variables are lost)"
             )
         wanted = {name: value for name, value in vars(args).items() if name in StartOptions.__dataclass_fields__}
-        with _interrupted("start", "nothing of it runs on"):
+        with told_when_interrupted("%distributed start", NOTHING_RUNS):
             print(self._holder.start(StartOptions(**{**wanted, "env": tuple(args.env)})))
 
     def _stop(self, args: Any) -> None:
-        with _interrupted("stop", "the ranks end in the background"):
+        with told_when_interrupted("%distributed stop", "the ranks end in the background"):
             self._holder.end(args.name, cold=args.cold)
 
     def _restart(self, args: Any) -> None:
         if args.ranks is None:
-            with _interrupted("restart", "no ranks are left, nor their variables; %distributed restart starts them"):
+            left = "no ranks are left, nor their variables; %distributed restart starts them"
+            with told_when_interrupted("%distributed restart", left):
                 print(self._holder.restart(args.count, env=args.env, cold=args.cold))
             return
         if args.env or args.cold:
@@ -73,7 +75,8 @@ class SessionCommands:
             )
         session = self._holder.running()
         chosen = session.choose(args.ranks)
-        session.restart_ranks(chosen)
+        with told_when_interrupted("%distributed restart", f"{format_ranks(chosen)} start anew all the same"):
+            session.restart_ranks(chosen)
         print(_fresh(chosen, session))
 
     def _shrink(self, args: Any) -> None:
@@ -94,7 +97,13 @@ class SessionCommands:
         print("\n".join(lines) or "no session runs on this machine, or was started from it")
 
     def _attach(self, args: Any) -> None:
-        session = self._holder.attach(args.name, nodes=args.nodes, steal=args.steal)
+        with told_when_interrupted("%distributed attach", "the ranks go on without this notebook"):
+            session = self._holder.attach(args.name, nodes=args.nodes, steal=args.steal)
+        left = "this notebook holds the session; %distributed log --cell N shows what was missed of a cell"
+        with told_when_interrupted("%distributed attach", left):
+            self._show_all_missed(session)
+
+    def _show_all_missed(self, session: Session) -> None:
         self._say(f"{session}\n")
         running = session.running_cells
         for cell in sorted({*session.missed, *running}):
@@ -158,8 +167,9 @@ class SessionCommands:
             print("\n".join(f"cell {cell}: {story}" for cell, story in session.stop_cells().items()) or "no cell runs")
             return
         chosen = session.choose(args.kill)
-        session.interrupt(ranks=chosen, kill=True)
-        session.wait_until_fresh(chosen)
+        with told_when_interrupted("%distributed interrupt", f"{format_ranks(chosen)} start anew all the same"):
+            session.interrupt(ranks=chosen, kill=True)
+            session.wait_until_fresh(chosen)
         print(_fresh(chosen, session))
 
     def _replay(self, args: Any) -> None:
@@ -236,15 +246,6 @@ class SessionCommands:
         while run.running and not run.is_over:
             run.wait(0.5)
         return run
-
-
-@contextlib.contextmanager
-def _interrupted(command: str, left: str) -> Iterator[None]:
-    """Say what is left where the stop button was pressed meanwhile. Raises: SessionError."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise SessionError(f"%distributed {command} was interrupted: {left}") from None
 
 
 def _show_errors(run: CellRun, screen: Screen, *, world_size: int, except_of: set[int]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
 
-from ..errors import CellSyntaxError, DetrainError, SpecError
+from ..errors import CellSyntaxError, DetrainError, SessionError, SpecError
 from ..session.session import Session
 from . import options
 from .commands import SessionCommands
@@ -19,6 +19,7 @@ from .holder import SessionHolder
 from .options import HelpShown
 from .render import LiveCell, RenderOptions
 from .screen import screen_for
+from .stops import NOTHING_RUNS, told_when_interrupted
 
 _ASKS_FOR_HELP = re.compile(r"%%(distributed|rank)\s(.*\s)?(-h|--help)\s*$")
 
@@ -60,13 +61,13 @@ class DistributedMagics(Magics):
 
         %%distributed [-n N] [-r RANKS] [--merge all|same|rank0] [--timeout S] [--out NAME] [--quiet] [--max-lines N]
         """
-        self._guard(lambda: self._run_cell("%%distributed", line, cell))
+        self._guard("%%distributed", lambda: self._run_cell("%%distributed", line, cell))
 
     @no_var_expand
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
         """Run the cell on some ranks: %%rank RANKS is short for %%distributed -r RANKS."""
-        self._guard(lambda: self._run_cell("%%rank", line, cell))
+        self._guard("%%rank", lambda: self._run_cell("%%rank", line, cell))
 
     @no_var_expand
     @line_magic("distributed")  # type: ignore[arg-type]
@@ -81,7 +82,7 @@ class DistributedMagics(Magics):
         %distributed log [--cell N | --list] [--rank RANKS] [--follow] | config [KEY=VALUE]
         %distributed attach [NAME] [--steal] | detach
         """
-        self._guard(lambda: self._commands.run(line))
+        self._guard("%distributed", lambda: self._commands.run(line))
 
     @no_var_expand
     @line_magic
@@ -90,26 +91,27 @@ class DistributedMagics(Magics):
 
         From several ranks comes a dict {rank: value}, from one rank (-r 0) the value itself.
         """
-        self._guard(lambda: self._pull(line))
+        self._guard("%pull", lambda: self._pull(line))
 
     @no_var_expand
     @line_magic
     def push(self, line: str) -> None:
         """Set variables on the ranks to the notebook's values: %push NAME[,NAME...] [-r RANKS]"""
-        self._guard(lambda: self._push(line))
+        self._guard("%push", lambda: self._push(line))
 
     @no_var_expand
     @line_magic
     def broadcast(self, line: str) -> None:
         """Give ranks the variables of another: %broadcast NAME[,NAME...] [--from 0] [-r RANKS]"""
-        self._guard(lambda: self._broadcast(line))
+        self._guard("%broadcast", lambda: self._broadcast(line))
 
     # ---- cells
 
     def _run_cell(self, prog: str, line: str, cell: str) -> None:
         args = self._parse_cell_line(prog, line)
         self._check_syntax(cell)
-        session = self.holder.for_cell(getattr(args, "count", None))
+        with told_when_interrupted(f"{prog}: the start of its session", NOTHING_RUNS):
+            session = self.holder.for_cell(getattr(args, "count", None))
         number = session.next_cell(at_least=self._execution_count())
         chosen = session.choose(args.ranks)
         screen = screen_for(self._ipython)
@@ -125,6 +127,12 @@ class DistributedMagics(Magics):
                 number=number,
                 first_line=2,  # below the magic's own
             )
+        except KeyboardInterrupt as exc:
+            if isinstance(exc, DetrainError):
+                raise
+            is_sent = session.next_cell() > number
+            left = "it has ended on its ranks" if is_sent else "no rank has run the cell"
+            raise SessionError(f"{prog} was interrupted: {left}") from None
         finally:
             live.finish({r.rank: r.bundle for r in result if r.bundle} if result else {})
         if args.out:
@@ -173,7 +181,8 @@ class DistributedMagics(Magics):
             raise UsageError("%pull: --as gives one variable another name, and a name is an identifier")
         session = self.holder.running()
         chosen = session.choose(args.ranks)
-        found = session.pull(names, ranks=chosen)
+        with told_when_interrupted("%pull", "no variable of the notebook was set"):
+            found = session.pull(names, ranks=chosen)
         for name in names:
             by_rank = {rank: found[rank][name] for rank in chosen}
             value = by_rank[chosen[0]] if args.ranks is not None and len(chosen) == 1 else by_rank
@@ -189,17 +198,19 @@ class DistributedMagics(Magics):
             near = difflib.get_close_matches(missing[0], own, 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
             raise UsageError(f"%push: there is no variable {missing[0]!r} in the notebook{hint}")
-        self.holder.running().push({name: here[name] for name in names}, ranks=args.ranks)
+        with told_when_interrupted("%push", "ranks may have some of it"):
+            self.holder.running().push({name: here[name] for name in names}, ranks=args.ranks)
 
     def _broadcast(self, line: str) -> None:
         args = options.broadcast_parser().parse_line(line)
         names = [name for name in args.names.split(",") if name]
         self.holder.running().broadcast(names, source=args.source, ranks=args.ranks)
 
-    def _guard(self, act: Callable[[], None]) -> None:
-        """Help is printed; a wrong line is one line; what the ranks raised fails the cell."""
+    def _guard(self, prog: str, act: Callable[[], None]) -> None:
+        """Help is printed; a wrong line is one line, and so is a stop; what the ranks raised fails the cell."""
         try:
-            act()
+            with told_when_interrupted(prog):
+                act()
         except HelpShown as shown:
             print(shown)
         except CellSyntaxError as exc:

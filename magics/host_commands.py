@@ -14,11 +14,13 @@ from IPython.display import display
 from .holder import SessionHolder, ask_passphrase
 from .progress import CopyProgress, format_size
 from .screen import screen_for
+from .stops import told_when_interrupted
 
 if TYPE_CHECKING:
     from ..deploy.files import Copied
 
 _PATIENCE_S = 0.5
+_SOME_FILES = "some of the files may be there"
 
 
 class HostCommands:
@@ -31,14 +33,14 @@ class HostCommands:
     def put(self, args: Any) -> None:
         """Copy files and folders of this machine to the nodes."""
         session = self._holder.running()
-        with self._progress("put") as bar:
+        with told_when_interrupted("%distributed put", _SOME_FILES), self._progress("put") as bar:
             copied = session.put(args.paths, args.to, nodes=args.nodes, on_progress=bar)
         _say_copied(copied)
 
     def get(self, args: Any) -> None:
         """Copy files and folders of the nodes to this machine."""
         session = self._holder.running()
-        with self._progress("get") as bar:
+        with told_when_interrupted("%distributed get", _SOME_FILES), self._progress("get") as bar:
             copied = session.get(args.paths, args.to or ".", nodes=args.nodes, on_progress=bar)
         _say_copied(copied)
 

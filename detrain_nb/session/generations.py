@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from ..errors import CellTimeout, LaunchError, RankLost, format_ranks
+from ..errors import CellInterrupted, CellTimeout, LaunchError, RankLost, format_ranks
 from ..wire import Broadcast, EndGeneration, GenerationEnded, GenerationReady, NewGeneration
 from .losses import describe_ends
 from .rank_link import VALUE_LIMIT_S, RankLink
@@ -109,16 +109,23 @@ class Generations:
         return self.stale
 
     def broadcast(self, names: list[str], ranks: Iterable[int], *, source: int) -> None:
-        """Send variables from rank ``source`` to ``ranks``, directly. Raises: SessionError with what was refused."""
+        """Send variables from rank ``source`` to ``ranks``, directly.
+
+        Raises: SessionError with what was refused, CellInterrupted after KeyboardInterrupt.
+        """
         everyone = sorted({*ranks, source})
         with self._ranks.request(everyone) as request:
             self._ranks.send(Broadcast(everyone, request.number, names, source))
             try:
                 request.wait(VALUE_LIMIT_S, what=f"broadcast of {', '.join(names)}")
-            except (RankLost, CellTimeout, KeyboardInterrupt):
+            except (RankLost, CellTimeout, KeyboardInterrupt) as exc:
                 self.end()  # the others wait for what will not come
                 request.wait_quietly(END_LIMIT_S)
-                raise
+                if not isinstance(exc, KeyboardInterrupt):
+                    raise
+                groups = describe_new_groups(self.stale, is_wanted=self.is_wanted)
+                note = f"broadcast of {', '.join(names)} was interrupted, some ranks may have it; {groups}"
+                raise CellInterrupted({}, world_size=self._world_size, note=note) from None
 
 
 def describe_new_groups(stale: Iterable[str], *, is_wanted: bool = True) -> str:

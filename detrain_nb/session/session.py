@@ -467,7 +467,8 @@ class Session:
         """Give ``ranks`` (all) the variables that rank ``source`` has, directly from rank to rank.
 
         Several names keep what they share: a model and its optimizer. Raises: SessionError when one cannot be pickled,
-        or when a rank lacks the class it is made of: run the cell that defines it there first, with ``replay``.
+        or when a rank lacks the class it is made of: run the cell that defines it there first, with ``replay``;
+        CellInterrupted after KeyboardInterrupt, which ends the process groups.
         """
         wanted = [names] if isinstance(names, str) else list(names)
         chosen = self.choose(ranks)

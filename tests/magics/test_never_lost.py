@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 
@@ -29,6 +30,7 @@ def kernel(start_kernel: Any) -> Iterator[Any]:
 def unharmed_kernel(start_kernel: Any) -> Iterator[Any]:
     """One kernel for the tests after which all is as before."""
     with _two_ranks(start_kernel) as started:
+        started.run("number = 1")
         yield started
 
 
@@ -119,6 +121,35 @@ def test_where_shows_every_rank(unharmed_kernel: Any) -> None:
     html = unharmed_kernel.run("%distributed where").rich("text/html")[0]
     assert "no cell runs" in html
     assert html.count("<tr>") == 3
+
+
+_PRESS_SOON = "import os, signal, threading; threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%pull kept", "SessionError: %pull was interrupted: no variable of the notebook was set"),
+        ("%push number", "SessionError: %push was interrupted: ranks may have some of it"),
+        ("%distributed where", "SessionError: %distributed where was interrupted"),
+        (
+            "%broadcast kept --from 1 -r 1",
+            "broadcast of kept was interrupted, some ranks may have it; "
+            "the process groups are made anew before the next cell",
+        ),
+    ],
+)
+def test_stop_while_a_magic_waits_for_ranks_is_one_line(unharmed_kernel: Any, line: str, said: str) -> None:
+    code = "from detrain_nb import current_session\nprint(current_session().status().ranks[1].pid)"
+    held_up = psutil.Process(int(unharmed_kernel.run(code).text()))
+    held_up.suspend()
+    try:
+        stopped = unharmed_kernel.run(f"{_PRESS_SOON}\n{line}")
+    finally:
+        held_up.resume()
+    assert stopped.status == "error"
+    assert stopped.error.strip() == said
+    assert unharmed_kernel.run("%%distributed\ndist.barrier(); kept").rich() == ["[0] 1", "[1] 2"]
 
 
 @pytest.mark.parametrize(
