@@ -14,6 +14,7 @@ from .generations import Generations
 from .losses import advice, describe_ends
 from .rank_link import RankLink
 from .rescue import Rescue
+from .stuck import StuckWatch
 
 LOOK_GAP_S = 1.0
 ENDING_LIMIT_S = 10.0  # from what a rank raised to its end, where that follows: a driver takes back what it had
@@ -99,7 +100,11 @@ class Conductor:
         watch.positions, evidence = self._ranks.look(range(self._world_size), before=watch.positions, stack=wants_stack)
         self._end_where_that_was_lost(run, watch.positions)
         watch.hang.note(evidence, now=now)
-        watch.is_hopeless = (is_alone or bool(failures)) and watch.hang.is_hopeless(evidence, now=now)
+        watch.stuck.note(evidence, now=now)
+        may_be_hopeless = is_alone or bool(failures)
+        watch.is_hopeless = may_be_hopeless and (
+            watch.hang.is_hopeless(evidence, now=now) or watch.stuck.is_certain(now=now)
+        )
         hosts = self._ranks.hosts
         report = watch.hang.report(evidence, running=run.ranks, now=now, hosts=hosts) if wants_stack else ""
         if not report and run.outcomes and (running := run.running):  # else the last has ended during the look
@@ -143,6 +148,7 @@ class _Watch:
 
     def __init__(self, hang: HangWatch, deadline: float | None) -> None:
         self.hang = hang
+        self.stuck = StuckWatch()
         self.positions: dict[int, Position] = {}
         self.is_hopeless = False
         self._deadline = deadline

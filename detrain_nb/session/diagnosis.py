@@ -14,9 +14,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import format_ranks
-from .evidence import Collective, Evidence
+from .evidence import DEFAULT_GROUP, Collective, Evidence
 
 _DISTRIBUTED = "/torch/distributed/"
+_BACKWARD = "/torch/autograd/"  # DDP waits for its collectives below it
 _PASSED_THROUGH = ("/detrain_nb/node/", "/torch/_ops.py:")  # between torch.distributed and what is called in C
 _NOT_WAITING = ("/torch/distributed/checkpoint/",)  # for files, not for other ranks
 _STANDARD_LIBRARY = re.compile(r"/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen ")
@@ -35,7 +36,8 @@ _Reached = Mapping[str, int]  # group -> sequence number
 class Verdict:
     """``kind`` is waits, computes, sleeps (in Python or C, on its own), or the state of a rank that runs no cell.
 
-    ``missing``: the ranks that have not come to ``collective``, which the rank waits in.
+    ``missing``: the ranks that have not come to ``collective``, which the rank waits in. ``is_in_vain``: it is in
+    torch, and to each of the collectives that it has begun and not ended some rank has not come.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class Verdict:
     waits_in: str = ""
     collective: Collective | None = None
     missing: tuple[int, ...] = ()
+    is_in_vain: bool = False
 
     @property
     def waits(self) -> bool:
@@ -72,7 +75,8 @@ def _judge(evidence: Evidence, reached: Mapping[int, _Reached]) -> Verdict:
     collective, missing = _oldest_pending(evidence, reached)
     is_waiting = bool(missing) if evidence.is_cuda else not evidence.is_busy
     if collective and is_waiting and not _is_elsewhere(evidence):
-        return Verdict(rank, "waits", evidence, str(collective), collective, missing)
+        is_in_vain = _is_in_torch(evidence) and all(_is_short(each, evidence, reached) for each in evidence.pending)
+        return Verdict(rank, "waits", evidence, str(collective), collective, missing, is_in_vain)
     is_on_gpu = evidence.is_cuda and collective is not None  # all have come: the collective is at work
     if not evidence.is_busy and not is_on_gpu and (name := _distributed_function(evidence) or _waiting_call(evidence)):
         return Verdict(rank, "waits", evidence, name)
@@ -90,11 +94,27 @@ def _reached(evidence: Evidence) -> _Reached:
 def _oldest_pending(evidence: Evidence, reached: Mapping[int, _Reached]) -> tuple[Collective | None, tuple[int, ...]]:
     """The oldest collective that some members of its group have not come to, and these; else the oldest under way."""
     for collective in evidence.pending:
-        members = evidence.members.get(collective.group, reached)
-        known = [rank for rank in members if rank in reached]
-        if missing := tuple(rank for rank in known if reached[rank].get(collective.group, 0) < collective.sequence):
+        if missing := _missing_from(collective, evidence, reached):
             return collective, missing
     return (evidence.pending[0] if evidence.pending else None), ()
+
+
+def _missing_from(collective: Collective, evidence: Evidence, reached: Mapping[int, _Reached]) -> tuple[int, ...]:
+    """The members of its group that have not come to it; of a group whose members are not known, any ranks."""
+    members = [rank for rank in evidence.members.get(collective.group, reached) if rank in reached]
+    return tuple(rank for rank in members if reached[rank].get(collective.group, 0) < collective.sequence)
+
+
+def _is_short(collective: Collective, evidence: Evidence, reached: Mapping[int, _Reached]) -> bool:
+    """A member of its group, which is known, has not come to it."""
+    is_known = collective.group == DEFAULT_GROUP or collective.group in evidence.members
+    return is_known and bool(_missing_from(collective, evidence, reached))
+
+
+def _is_in_torch(evidence: Evidence) -> bool:
+    """The main thread waits where torch waits for other ranks, not in a library that has threads of its own."""
+    is_in_backward = _BACKWARD in evidence.innermost
+    return is_in_backward or bool(_distributed_function(evidence) or _waiting_call(evidence))
 
 
 def _is_elsewhere(evidence: Evidence) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from detrain_nb.session.diagnosis import HangWatch, are_in_step, describe_mismatch, describe_wait, judge
 from detrain_nb.session.evidence import Collective, Evidence, gather
+from detrain_nb.session.stuck import StuckWatch
 from detrain_nb.session.whereabouts import Whereabouts
 from detrain_nb.wire import Position
 
@@ -635,6 +636,78 @@ def test_there_is_hope_where_a_rank_has_not_answered_meanwhile() -> None:
         return [Evidence(0, "no answer") if second == 10.0 else _waiting(0, second), IDLE]
 
     assert _gave_up_at(look) == 11 + 15
+
+
+# ---- where it is certain that nobody comes
+
+
+def _known(evidence: Evidence, **changes: Any) -> Evidence:
+    return replace(evidence, **{"age_s": 0.0, "operations": 7, **changes})
+
+
+def _stuck_at(look: Callable[[float], list[Evidence]]) -> int:
+    """At which look, of one a second, it was certain that all that are left wait in vain; 0 for never."""
+    watch = StuckWatch()
+    for count in range(1, 100):
+        watch.note(look(float(count)), now=100.0 + count)
+        if watch.is_certain(now=100.0 + count):
+            return count
+    return 0
+
+
+_ENDED = _known(IDLE)
+_STUCK = _known(_waiting(0, 9.0))
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param([_STUCK, _ENDED], id="collective"),
+        pytest.param([replace(_STUCK, stack=BACKWARD), _ENDED], id="DDP"),
+        pytest.param([replace(_STUCK, stack=(CELL,), call="work.wait()"), _ENDED], id="asynchronous"),
+        pytest.param([_STUCK, _ENDED, replace(_STUCK, rank=2)], id="two wait for the third"),
+        pytest.param(
+            [
+                _known(_waiting(0, 9.0), collectives=(collective(group="a"),), members={"a": (0, 1)}),
+                _ENDED,
+                _known(_waiting(2, 9.0), collectives=(collective(sequence=9),)),
+            ],
+            id="in other groups",
+        ),
+    ],
+)
+def test_ranks_are_stuck_when_three_looks_find_nobody_who_could_come(ranks: list[Evidence]) -> None:
+    assert _stuck_at(lambda _: ranks) == 3
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        pytest.param(lambda s: [_STUCK, _ENDED, _known(rank(2, share=1.0))], id="one computes"),
+        pytest.param(lambda s: [_STUCK, _ENDED, _known(replace(LOADS, rank=2))], id="one sleeps"),
+        pytest.param(lambda s: [_STUCK, _ENDED, _known(rank(2, RECV))], id="a message may be on its way"),
+        pytest.param(lambda s: [_STUCK, _ENDED, Evidence(2, "no answer")], id="one does not answer"),
+        pytest.param(lambda s: [_STUCK, _ENDED, Evidence(2, "starting")], id="one starts"),
+        pytest.param(lambda s: [_STUCK, replace(_ENDED, age_s=3.0)], id="one has not said what it has begun"),
+        pytest.param(lambda s: [_STUCK, replace(_ENDED, operations=int(s))], id="one begins something in a thread"),
+        pytest.param(lambda s: [replace(_STUCK, operations=int(s)), _ENDED], id="it tries again and again"),
+        pytest.param(lambda s: [_STUCK, replace(_ENDED, collectives=(collective(),))], id="all have come"),
+        pytest.param(
+            lambda s: [replace(_STUCK, collectives=(collective(), collective(group="b")), members={"b": (0,)}), _ENDED],
+            id="another collective is at work",
+        ),
+        pytest.param(lambda s: [replace(_STUCK, collectives=(collective(group="a"),)), _ENDED], id="unknown group"),
+        pytest.param(lambda s: [replace(_STUCK, stack=(CELL,), call="solve(x)"), _ENDED], id="in another library"),
+        pytest.param(lambda s: [replace(_STUCK, cpu_share=None), _ENDED], id="looked at once"),
+        pytest.param(lambda s: [replace(_STUCK, is_cuda=True), _ENDED], id="GPU"),
+        pytest.param(lambda s: [replace(_ENDED, rank=0), _ENDED], id="all have ended"),
+        pytest.param(
+            lambda s: [_STUCK if s % 3 else _known(rank(0, share=1.0)), _ENDED], id="now and then it computes"
+        ),
+    ],
+)
+def test_ranks_that_may_be_met_are_not_stuck(look: Callable[[float], list[Evidence]]) -> None:
+    assert _stuck_at(look) == 0
 
 
 # ---- what a node says is checked

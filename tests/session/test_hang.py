@@ -229,6 +229,38 @@ def test_who_waits_for_a_rank_that_has_failed_is_freed(
     assert total.values == {0: 3.0, 1: 4.0}
 
 
+@pytest.mark.rare_elsewhere
+def test_who_waits_in_vain_for_certain_is_freed_before_it_is_called_a_hang(
+    hanging: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hanging, "hang_s", 1000.0)
+    with pytest.raises(RankError, match="ValueError: a bad batch") as caught:
+        hanging.run_cell("if rank == 1:\n    raise ValueError('a bad batch')\ndist.barrier()", timeout_s=DEADLINE_S)
+    assert re.match(r"rank 0 waited in barrier #\d+ \(line 3\): freed\nall ranks stopped", caught.value.note)
+
+
+@pytest.mark.slow
+@pytest.mark.here_only
+def test_who_can_still_be_met_when_another_has_failed_is_let_be() -> None:
+    """Rank 1 is late for the collective with rank 0, by more than those are given who wait in vain."""
+    code = """
+if rank == 2:
+    raise ValueError("a bad batch")
+if rank == 1:
+    end = time.monotonic() + 7
+    while time.monotonic() < end: sum(range(1000))
+x = torch.ones(1)
+if rank < 2:
+    dist.all_reduce(x, group=pair)
+"""
+    with Session.start(ranks=3, device="cpu") as session:
+        session.run_cell("import time\npair = dist.new_group([0, 1])")
+        with pytest.raises(RankError) as caught:
+            session.run_cell(code, timeout_s=DEADLINE_S)
+        assert set(caught.value.errors) == {2}
+        assert session.pull("x", ranks=[0, 1]) == {0: 2.0, 1: 2.0}
+
+
 @pytest.mark.slow
 @pytest.mark.here_only
 def test_who_was_freed_is_given_time_to_end_the_cell(hanging: Session) -> None:
