@@ -41,6 +41,8 @@ _END_FRAMES = 12  # of a long traceback, this many from either end
 _NEVER_AUTOMAGIC = (ast.Pass, ast.For, ast.While, ast.With, ast.If, ast.FunctionDef, ast.ClassDef, ast.Import, ast.Try)
 _AFTER_EXIT = "the cell ends here, the rank goes on with its variables"
 _EXIT_ADVICE = "To exit: use 'exit'"  # IPython's, for a person at a terminal
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_NO_WIDGETS = "widgets of ranks are not carried to the notebook: make them in a cell without %%distributed"
 _OUR_FOLDER = os.path.dirname(__file__)
 _OUR_PACKAGE = os.path.join(os.path.dirname(_OUR_FOLDER), "")
 
@@ -83,6 +85,7 @@ class _CellDisplayHook(DisplayHook):
         bundle, _ = self.compute_format_data(result)
         self.shell.user_ns["_"] = result
         self.fill_exec_result(result)
+        self.shell.say_if_widget(bundle)
         self.shell.cell_value = sendable_bundle(bundle)
 
 
@@ -100,6 +103,7 @@ class _CellDisplayPublisher(DisplayPublisher):
         **kwargs: object,
     ) -> None:
         display_id = str((transient or {}).get("display_id", ""))
+        self.shell.say_if_widget(data)
         self.shell.screen.display(sendable_bundle(data), display_id, update)
 
     def clear_output(self, wait: bool = False) -> None:
@@ -116,6 +120,7 @@ class CellRunner(InteractiveShell):
     screen: Screen
     cell_source = ""
     cell_value: Bundle
+    _has_said_widget = False  # in this cell
     _usual_cleanups: int
 
     @classmethod
@@ -146,6 +151,7 @@ class CellRunner(InteractiveShell):
         self.execution_count = cell
         self.compile.lines_before = first_line - 1
         self.cell_source, self.cell_value = code, {}
+        self._has_said_widget = False
         self._unreported: list[BaseException] = []
         try:
             result: ExecutionResult = self.run_cell(code, store_history=False)
@@ -165,6 +171,12 @@ class CellRunner(InteractiveShell):
             raise
         self._unreported = []
         return outcome
+
+    def say_if_widget(self, bundle: Bundle) -> None:
+        """What a rank shows as a widget would never change: say so once in a cell."""
+        if _WIDGET in bundle and not self._has_said_widget:
+            self._has_said_widget = True
+            print(_NO_WIDGETS, file=sys.stderr)
 
     def _show_unreported(self) -> None:
         """%run and the like show an error and go on."""

@@ -63,6 +63,7 @@ from ..wire import (
     json_body,
     to_frame,
 )
+from .bars import use_text_bars
 from .broadcast import broadcast
 from .cellrunner import Bundle, CellRunner, Screen, chain_of, error_message, user_traceback
 from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory
@@ -149,6 +150,7 @@ class _Interpreter:
         )
         self._runner.user_ns_hidden.update(self._runner.user_ns)
         refuse_questions(self._runner)
+        use_text_bars()
 
     def run(self) -> NoReturn:
         """Serve messages. Raises: EOFError when the worker has hung up."""
