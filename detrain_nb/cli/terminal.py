@@ -59,7 +59,7 @@ class Terminal:
         elif kind == "error":
             lines = content.get("traceback") or [f"{content['ename']}: {content['evalue']}"]
             self._end_line()
-            self._write("stderr", "\n".join(lines) + "\n", is_plain=not self._streams["stderr"].isatty())
+            self._write("stderr", "\n".join(lines) + "\n")
 
     def end_cell(self) -> None:
         """Show what was held back."""
@@ -122,13 +122,13 @@ class Terminal:
         if self._mid_line:
             self._write(self._mid_line, "\n")
 
-    def _write(self, stream: str, text: str, *, is_plain: bool = False) -> None:
+    def _write(self, stream: str, text: str) -> None:
         if self._is_gone or not text:
             return
         with self._while_read():
             if self._foot:
                 self._foot.erase()
-            self._streams[stream].write(_COLOURS.sub("", text) if is_plain else text)
+            self._streams[stream].write(text if self._streams[stream].isatty() else _COLOURS.sub("", text))
             self._streams[stream].flush()
             self._mid_line = "" if text.endswith("\n") else stream
         self._draw_foot()
@@ -150,7 +150,7 @@ class Terminal:
             self._on_gone()
 
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_COLOURS = re.compile(r"(\x1b\[[0-9;:]*m)")
 
 
 class _Foot:
@@ -162,7 +162,7 @@ class _Foot:
 
     def draw(self, text: str) -> None:
         columns, rows = shutil.get_terminal_size()
-        lines = [line[: columns - 1] for line in text.splitlines()][1 - rows :]
+        lines = [_cut(line, columns - 1) for line in text.splitlines()[1 - rows :]]
         self._stream.write("\n".join(lines))
         self._stream.flush()
         self._height = len(lines)
@@ -171,6 +171,15 @@ class _Foot:
         if self._height:
             self._stream.write("\r" + "\x1b[A" * (self._height - 1) + "\x1b[J")
             self._height = 0
+
+
+def _cut(line: str, columns: int) -> str:
+    """As much of a line as a terminal has columns, with all its colours: the last one ends them."""
+    parts = _COLOURS.split(line)
+    for index in range(0, len(parts), 2):
+        parts[index] = parts[index][: max(0, columns)]
+        columns -= len(parts[index])
+    return "".join(parts)
 
 
 _RANKS = r"\d{1,9}(?:-\d{1,9})?"
