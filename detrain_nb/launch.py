@@ -18,6 +18,7 @@ RANK_CONFIG_VARIABLE = "DETRAIN_NB_RANK_CONFIG"
 STORE_FD_VARIABLE = "DETRAIN_NB_STORE_FD"  # a bound socket that the agent hands to the launcher
 WARM_FD_VARIABLE = "DETRAIN_NB_WARM_FD"  # where the agent gives orders to its warm process
 GPUS_VARIABLE = "DETRAIN_NB_GPUS"  # which of the GPUs that the agent has counted: it writes CUDA_VISIBLE_DEVICES
+TERMINAL_COLUMNS, TERMINAL_ROWS = 80, 24  # what programs on a rank believe that they draw on
 _RENDEZVOUS_LIMIT_S = 120  # the other nodes may be slower to import torch
 
 
@@ -97,6 +98,10 @@ def launch_node(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONUNBUFFERED": "1",
+        # the notebook draws as a terminal does what a rank prints: tqdm asks for its size, rich for what it can do
+        "COLUMNS": str(TERMINAL_COLUMNS),
+        "LINES": str(TERMINAL_ROWS),
+        "TTY_COMPATIBLE": "1",
         **({} if node.gpus is None else {GPUS_VARIABLE: ",".join(map(str, node.gpus))}),
         **extra_env,
         **config.to_env(),

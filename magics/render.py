@@ -8,23 +8,28 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .rank_terminal import RankTerminal
 from .screen import Screen
 from .transcript import (
     Bundle,
     Item,
-    LineSplitter,
     Nodes,
     Rich,
     Text,
     Transcript,
+    by_stream,
     canonical,
     joined,
     label,
     prefixed_lines,
     rich_items,
+    shown_stream,
 )
 
 _STANDING_S = 0.2
+_DRAWN_LINES = 120  # of all ranks together
+_DRAWN_CHARS = 500  # of a line
+_STREAMS = ("stdout", "stderr")
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,12 @@ class RenderOptions:
 
 
 class LiveCell:
-    """Observes a cell (session.cells.CellObserver) and draws it on a screen."""
+    """Observes a cell (session.cells.CellObserver) and draws it on a screen.
+
+    Each stream of a rank has a terminal of its own: both come through pipes, and which came first is not known.
+    """
+
+    draws = True
 
     def __init__(
         self,
@@ -61,12 +71,14 @@ class LiveCell:
         share_lines = -(-options.max_lines // len(ranks))
         share_chars = -(-options.max_chars // len(ranks))
         self._transcripts = {rank: Transcript(max_lines=share_lines, max_chars=share_chars) for rank in ranks}
-        self._splitters = {(rank, stream): LineSplitter() for rank in ranks for stream in ("stdout", "stderr")}
+        self._terminals = {(rank, stream): RankTerminal() for rank in ranks for stream in _STREAMS}
+        self._blocks: dict[tuple[int, str], list[str]] = {}  # what is drawn there
         self._displays: dict[tuple[int, str], tuple[str, Rich]] = {}
         self._shown: list[Item] = []
         self._room_lines, self._room_chars = options.max_lines, options.max_chars
         self._lines_not_shown = 0
         self._waiting = ""
+        self._is_transient = False  # something stands there that will not
         self._fed_at: dict[tuple[int, str], float] = {}
         self._is_finished = False
         self._is_shown = False  # all of it, after the end
@@ -77,9 +89,18 @@ class LiveCell:
         with self._lock:
             if rank not in self._transcripts:
                 return
-            splitter = self._splitters[rank, stream]
+            terminal = self._terminals[rank, stream]
+            fed = terminal.feed(text)
             self._fed_at[rank, stream] = time.monotonic()
-            self._add_lines(rank, stream, splitter.feed(text))
+            if block := terminal.block:
+                self._blocks[rank, stream] = block
+            else:
+                self._blocks.pop((rank, stream), None)
+            self._keep(rank, stream, fed.final)
+            if fed.is_taken_back and self._can_clear:
+                self._show_again()
+            else:
+                self._show_lines(rank, stream, fed.new)
             self._draw_transient()
 
     def display(self, rank: int, bundle: Bundle, display_id: str, is_update: bool) -> None:
@@ -97,6 +118,8 @@ class LiveCell:
                 if self._is_drawing:
                     self._screen.update(rich, known[0])
                 return
+            for stream in _STREAMS:
+                self._keep(rank, stream, self._terminals[rank, stream].settle())
             if self._options.is_kept:
                 self._transcripts[rank].add_rich(rich)
             own_id = uuid.uuid4().hex if display_id else ""
@@ -110,13 +133,11 @@ class LiveCell:
             if rank not in self._transcripts or not self._options.is_kept:
                 return
             self._transcripts[rank].clear()
-            if self._is_drawing and self._screen.can_clear:
-                self._shown = self._canonical()
-                self._screen.replace(self._shown)
-                texts = [item.text for item in self._shown if isinstance(item, Text)]
-                self._room_lines = self._options.max_lines - sum(text.count("\n") for text in texts)
-                self._room_chars = self._options.max_chars - sum(map(len, texts))
-                self._lines_not_shown = 0
+            for stream in _STREAMS:
+                self._terminals[rank, stream].end()
+                self._blocks.pop((rank, stream), None)
+            if self._can_clear:
+                self._show_again()
 
     def waiting(self, text: str) -> None:
         with self._lock:
@@ -138,10 +159,8 @@ class LiveCell:
     def finish(self, values: dict[int, Bundle]) -> None:
         """Bring the cell into its canonical form, with the values of its last expression by rank."""
         with self._lock:
-            for (rank, stream), splitter in self._splitters.items():
-                if last := splitter.end():
-                    self._transcripts[rank].add_lines(stream, last)
-            items = self._canonical()
+            self._end_terminals()
+            items = self._canonical(self._transcripts)
             shown = sorted(values)[:1] if self._options.merge == "rank0" else sorted(values)
             bundles = {rank: values[rank] for rank in shown}
             is_merging = self._options.merge == "same"
@@ -155,8 +174,7 @@ class LiveCell:
     def end(self, values: dict[int, Bundle]) -> None:
         """The cell has ended: let stand what was shown as it came, with the lines and the values that are left."""
         with self._lock:
-            for (rank, stream), splitter in self._splitters.items():
-                self._add_lines(rank, stream, splitter.end())
+            self._end_terminals()
             for item in rich_items(values, is_merging=False, nodes=self._nodes):
                 self._show_live(item)
             self._screen.set_transient("")
@@ -170,18 +188,43 @@ class LiveCell:
     def _is_drawing(self) -> bool:
         return self._options.is_live and not self._options.is_quiet
 
-    def _add_lines(self, rank: int, stream: str, lines: list[str]) -> None:
-        if not lines:
-            return
-        if self._options.is_kept:
-            self._transcripts[rank].add_lines(stream, lines)
-        first_rank = min(self._transcripts)
-        if self._options.merge == "rank0" and rank != first_rank:
+    @property
+    def _can_clear(self) -> bool:
+        return self._is_drawing and self._options.is_kept and self._screen.can_clear and not self._is_finished
+
+    def _end_terminals(self) -> None:
+        for (rank, stream), terminal in self._terminals.items():
+            fed = terminal.end()
+            self._keep(rank, stream, fed.final)
+            self._show_lines(rank, stream, fed.new)
+        self._blocks.clear()
+
+    def _keep(self, rank: int, stream: str, lines: list[str]) -> None:
+        """For the canonical form."""
+        if lines and self._options.is_kept:
+            for kind, some in by_stream(stream, lines):
+                self._transcripts[rank].add_lines(kind, some)
+
+    def _show_lines(self, rank: int, stream: str, lines: list[str]) -> None:
+        if not lines or self._options.merge == "rank0" and rank != min(self._transcripts):
             return
         count = self._fitting(lines)
-        if count:
-            self._show_live(Text(stream, prefixed_lines(rank, lines[:count], self._nodes)))
+        for kind, some in by_stream(stream, lines[:count]):
+            self._show_live(Text(shown_stream(kind), prefixed_lines(rank, some, self._nodes)))
         self._lines_not_shown += len(lines) - count
+
+    def _show_again(self) -> None:
+        """Other lines stand there now: show all that was shown so far anew, in canonical form."""
+        so_far = {rank: transcript.copy() for rank, transcript in self._transcripts.items()}
+        for (rank, stream), terminal in self._terminals.items():
+            for kind, lines in by_stream(stream, terminal.shown):
+                so_far[rank].add_lines(kind, lines)
+        self._shown = self._canonical(so_far)
+        self._screen.replace(self._shown)
+        texts = [item.text for item in self._shown if isinstance(item, Text)]
+        self._room_lines = self._options.max_lines - sum(text.count("\n") for text in texts)
+        self._room_chars = self._options.max_chars - sum(map(len, texts))
+        self._lines_not_shown = 0
 
     def _fitting(self, lines: list[str]) -> int:
         """How many of ``lines`` the live view still has room for."""
@@ -207,26 +250,27 @@ class LiveCell:
         """The lines that ranks have not finished, and who is waited for."""
         if not self._is_drawing or self._is_finished or not self._options.redraws:
             return
-        lines = [
-            f"{label([source[0]], self._nodes)} {s.unfinished}"
-            for source, s in self._splitters.items()
-            if self._is_partial(source, s)
-        ]
+        lines = [line for source, block in sorted(self._blocks.items()) for line in self._drawn(source, block)]
+        del lines[_DRAWN_LINES:]
         if self._lines_not_shown:
             lines.append(f"... {self._lines_not_shown:,} more lines are not shown while the cell runs")
         if self._waiting:
             lines.append(self._waiting)
-        self._screen.set_transient("\n".join(lines))
+        if lines or self._is_transient:
+            self._screen.set_transient("\n".join(lines))
+        self._is_transient = bool(lines)
 
-    def _is_partial(self, source: tuple[int, str], splitter: LineSplitter) -> bool:
-        """A line that is redrawn, or that has stood unfinished for a while; not one that is just on its way."""
-        if not splitter.unfinished:
-            return False
-        return splitter.is_redrawn or time.monotonic() - self._fed_at[source] > _STANDING_S
+    def _drawn(self, source: tuple[int, str], block: list[str]) -> list[str]:
+        """Lines that are drawn, or one that has stood unfinished for a while; not one that is just on its way."""
+        is_standing = self._terminals[source].is_drawn or time.monotonic() - self._fed_at[source] > _STANDING_S
+        if not block or not is_standing or self._options.merge == "rank0" and source[0] != min(self._transcripts):
+            return []
+        prefix = label([source[0]], self._nodes)
+        return [f"{prefix} {line[:_DRAWN_CHARS]}" for line in block]
 
-    def _canonical(self) -> list[Item]:
+    def _canonical(self, transcripts: dict[int, Transcript]) -> list[Item]:
         how_to_read = {rank: f"%distributed log --cell {self._cell} --rank {rank}" for rank in self._transcripts}
-        return canonical(self._transcripts, merge=self._options.merge, how_to_read=how_to_read, nodes=self._nodes)
+        return canonical(transcripts, merge=self._options.merge, how_to_read=how_to_read, nodes=self._nodes)
 
 
 def _rest(shown: list[Item], items: list[Item]) -> list[Item] | None:

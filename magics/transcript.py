@@ -2,12 +2,13 @@
 
 While a cell runs, lines appear as they come, so two runs differ in order. The canonical form has the ranks in order,
 stdout before stderr between two rich outputs, and what several ranks said identically once, marked ``[0-3]``; on one
-node that has a name, ``[gpu1:0]``.
+node that has a name, ``[gpu1:0]``. What was drawn on stderr is no error, but a bar: it stands with stdout, below it.
 """
 
 from __future__ import annotations
 
 import collections
+import copy
 import difflib
 import itertools
 import json
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import short_ranks
+from .rank_terminal import Drawn
 
 Bundle = dict[str, Any]
 Nodes = Mapping[int, str]  # the names of the ranks' nodes, of those that have one
 TAIL_LINES = 200
+_STREAMS = ("stdout", "drawn", "stderr")  # in their order
 _PREFIX_CHARS = 5  # "[0] " and the newline
 _DIFF_LINES = 2000  # above this, lines are matched by their position: the diff takes time by the square
 
@@ -41,39 +44,6 @@ class Rich:
 
 Item = Text | Rich
 _Marked = tuple[tuple[int, ...], str]
-
-
-class LineSplitter:
-    """Split what one rank writes to one stream into finished lines and the line it is still writing or redrawing."""
-
-    def __init__(self) -> None:
-        self.unfinished = ""
-        self.is_redrawn = False  # the unfinished line is one that the rank draws again and again
-        self._returned = False  # a return was seen: the next character begins the line anew
-
-    def feed(self, text: str) -> list[str]:
-        """Take the next text; return the lines that are now finished, without their newlines."""
-        if "\r" not in text and not self._returned:
-            *finished, self.unfinished = (self.unfinished + text).split("\n")
-            self.is_redrawn = self.is_redrawn and not finished
-            return finished
-        finished = []
-        for part in text.replace("\r\n", "\n").splitlines(keepends=True):
-            content = part.rstrip("\r\n")
-            if self._returned and content:
-                self.unfinished, self._returned = "", False
-            self.unfinished += content
-            if part.endswith("\n"):
-                finished.append(self.unfinished)
-                self.unfinished, self._returned, self.is_redrawn = "", False, False
-            elif part.endswith("\r"):
-                self._returned = self.is_redrawn = True
-        return finished
-
-    def end(self) -> list[str]:
-        """The cell is over: a line without its newline is a line too."""
-        line, self.unfinished, self._returned = self.unfinished, "", False
-        return [line] if line else []
 
 
 @dataclass
@@ -99,7 +69,17 @@ class Transcript:
         self._tail: collections.deque[tuple[str, str]] = collections.deque(maxlen=tail_lines)
         self._left_out = 0
 
+    def copy(self) -> Transcript:
+        """Another one that has said the same so far."""
+        copied = copy.copy(self)
+        copied._head = [
+            _Lines(entry.stream, entry.lines.copy()) if isinstance(entry, _Lines) else entry for entry in self._head
+        ]
+        copied._tail = self._tail.copy()
+        return copied
+
     def add_lines(self, stream: str, lines: list[str]) -> None:
+        """``stream`` is "stdout", "stderr", or "drawn" for what was drawn on stderr."""
         fitting = self._fitting(lines)
         if fitting:
             last = self._head[-1] if self._head else None
@@ -128,11 +108,11 @@ class Transcript:
     def sections(self, how_to_read: str) -> list[tuple[dict[str, list[str]], Rich | None]]:
         """What was said between two rich outputs, by stream, and the rich output that ended it."""
         sections: list[tuple[dict[str, list[str]], Rich | None]] = []
-        said: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        said: dict[str, list[str]] = {stream: [] for stream in _STREAMS}
         for entry in self._head:
             if isinstance(entry, Rich):
                 sections.append((said, entry))
-                said = {"stdout": [], "stderr": []}
+                said = {stream: [] for stream in _STREAMS}
             else:
                 said[entry.stream] += entry.lines
         tail = self._fitting_tail()
@@ -181,12 +161,12 @@ def canonical(
     items: list[Item] = []
     for index in range(max((len(sections) for sections in by_rank.values()), default=0)):
         here = {rank: sections[index] for rank, sections in by_rank.items() if index < len(sections)}
-        for stream in ("stdout", "stderr"):
+        for stream in _STREAMS:
             lines = {rank: said[stream] for rank, (said, _) in here.items() if said[stream]}
             merged = merge_lines(lines, is_merging=merge == "same")
             text = "".join(f"{label(ranks, nodes)} {line}\n" for ranks, line in merged)
             if text:
-                items.append(Text(stream, text))
+                items.append(Text(shown_stream(stream), text))
         riches = {rank: rich.bundle for rank, (_, rich) in here.items() if rich}
         items += rich_items(riches, is_merging=merge == "same", nodes=nodes)
     return joined(items)
@@ -265,6 +245,20 @@ def label(ranks: Sequence[int], nodes: Nodes) -> str:
     names = {nodes.get(rank, "") for rank in ranks}
     name = names.pop() if len(names) == 1 else ""
     return f"[{name}:{short_ranks(ranks)}]" if name else f"[{short_ranks(ranks)}]"
+
+
+def by_stream(stream: str, lines: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Lines that a rank wrote to ``stream``; those of stderr on which it has drawn as a stream of their own."""
+    if stream == "stdout":
+        yield stream, lines
+        return
+    for is_drawn, run in itertools.groupby(lines, key=lambda line: isinstance(line, Drawn)):
+        yield "drawn" if is_drawn else stream, list(run)
+
+
+def shown_stream(stream: str) -> str:
+    """Where the notebook shows it."""
+    return "stdout" if stream == "drawn" else stream
 
 
 def prefixed_lines(rank: int, lines: list[str], nodes: Nodes | None = None) -> str:

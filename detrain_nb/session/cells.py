@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -10,7 +9,7 @@ from typing import Any, Protocol
 
 from ..errors import HUNG_UP, RemoteError, WireError
 from ..wire import CellDone, CellFailed, ClearOutput, Display, Output, RankEnded, parse_bundle
-from .safe_output import Bundle, clean_text, one_line, safe_bundle, show_hidden
+from .safe_output import Bundle, PieceCleaner, clean_text, one_line, safe_bundle, show_hidden
 
 
 class CellObserver(Protocol):
@@ -19,8 +18,10 @@ class CellObserver(Protocol):
     A subclass that leaves some of them out shows nothing of that kind.
     """
 
+    draws: bool = False  # it follows the cursor: its ``output`` is given what moves that and what erases, too
+
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Text that a rank wrote to ``stream`` ("stdout" or "stderr"), free of control sequences."""
+        """Text that a rank wrote to ``stream`` ("stdout" or "stderr"), free of control sequences but colours."""
 
     def display(self, rank: int, bundle: Bundle, display_id: str, is_update: bool) -> None:
         """A rich output, safe to show."""
@@ -65,7 +66,7 @@ class CellRun:
         self._is_at_home = is_at_home  # less of what ranks on other machines show is safe
         self.incarnations: dict[int, int] = {}  # of the interpreters it is meant for, by rank
         self._lost_after_its_end: dict[int, RankEnded] = {}
-        self._decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
+        self._cleaners: dict[tuple[int, str], PieceCleaner] = {}
 
     @property
     def is_done(self) -> bool:
@@ -159,11 +160,11 @@ class CellRun:
         return is_shown
 
     def go_on_from(self, shown: CellRun) -> None:
-        """Take over what ``shown`` has of this cell: ranks that have ended it, characters that have half arrived."""
+        """Take over what ``shown`` has of this cell: ranks that have ended it, what has half arrived."""
         for rank, outcome in shown.outcomes.items():
             self.outcomes.setdefault(rank, outcome)
         if self.observer is None:
-            self._decoders = shown._decoders
+            self._cleaners = shown._cleaners
 
     def take(self, message: Output | Display | ClearOutput | CellDone | CellFailed | RankEnded) -> None:
         """What a rank said in this cell. Raises: WireError when it does not run it."""
@@ -178,8 +179,9 @@ class CellRun:
         if self.observer is None or message.stream not in ("stdout", "stderr"):
             return
         source = (message.rank, message.stream)
-        decoder = self._decoders.setdefault(source, codecs.getincrementaldecoder("utf-8")("replace"))
-        self.observer.output(message.rank, message.stream, clean_text(decoder.decode(message.body)))
+        cleaner = self._cleaners.setdefault(source, PieceCleaner())
+        if text := cleaner.clean(message.body):
+            _give_output(self.observer, message.rank, message.stream, text)
 
     def _take_display(self, message: Display | ClearOutput) -> None:
         if self.observer is None:
@@ -235,8 +237,15 @@ class CellRun:
         return {rank: safe_bundle(bundle, is_this_machine=self._is_at_home(rank)) for rank, bundle in found.items()}
 
 
+def _give_output(observer: CellObserver, rank: int, stream: str, text: str) -> None:
+    """Who does not say that it draws has never heard of cursors."""
+    observer.output(rank, stream, text if getattr(observer, "draws", False) else clean_text(text))
+
+
 class _Both:
     """Two observers of one cell."""
+
+    draws = True  # or one of them
 
     def __init__(self, first: CellObserver, second: CellObserver) -> None:
         self._observers = (first, second)
@@ -249,7 +258,7 @@ class _Both:
 
     def output(self, rank: int, stream: str, text: str) -> None:
         for observer in self._observers:
-            observer.output(rank, stream, text)
+            _give_output(observer, rank, stream, text)
 
     def display(self, rank: int, bundle: Bundle, display_id: str, is_update: bool) -> None:
         for observer in self._observers:

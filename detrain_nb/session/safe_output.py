@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import codecs
 import itertools
 import re
 from dataclasses import replace
@@ -28,21 +29,63 @@ _NAMES = re.compile(r"\.?\w+(?:\.\w+)*=?")  # also of an attribute, a module, an
 _KEY = re.compile(r"'[^'\"\\]*'|\"[^'\"\\]*\"")
 _FROM_THIS_MACHINE = ("text/html", "image/svg+xml", "text/markdown", "text/latex")
 # colours (SGR) are kept; every other escape sequence, and every control character but tab, newline, return, goes
-_ESCAPES = re.compile(
-    r"(\x1b\[[0-9;:]*m)"  # SGR: kept
-    r"|\x1b\[[0-?]*[ -/]*[@-~]?"  # other control sequences
-    r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)"  # strings for the terminal: titles, links, clipboard
+_COLOURS = r"\x1b\[[0-9;:]{0,64}m"
+_MOVES = r"\x08|\x1b\[[0-9]{0,9}[A-GJK]"  # of the cursor, and what erases: within a rank's own lines only
+_OTHERS = (
+    r"\x1b\[[0-?]*[ -/]*[@-~]?"  # control sequences
+    r"|\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # strings for the terminal: titles, links, clipboard
     r"|\x1b[ -/]*[0-~]?"
-    r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]",
-    re.DOTALL,
+    r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]"
 )
+_ESCAPES = re.compile(f"({_COLOURS})|{_OTHERS}")
+_ESCAPES_BUT_MOVES = re.compile(f"({_COLOURS}|{_MOVES})|{_OTHERS}")
+_BEGUN = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b\n]*\x1b?|[ -/]*)\Z")
+_MAX_BEGUN_CHARS = 100
+_HARMLESS = b"\t\n\r" + bytes(number for number in range(32, 256) if number not in (0x7F, 0xC2))  # 0xC2: C1 controls
 
 
-def clean_text(text: str) -> str:
-    """Text without control sequences for a terminal, save colours; all of it can be written as UTF-8."""
+def clean_text(text: str, *, keeps_moves: bool = False) -> str:
+    """Text without control sequences for a terminal, save colours; all of it can be written as UTF-8.
+
+    With ``keeps_moves`` those stay that move the cursor or erase: for who draws a rank's own lines with them.
+    """
     if not _NEEDS_CLEANING.search(text):
         return text
-    return _SURROGATES.sub("\ufffd", _ESCAPES.sub(lambda match: match[1] or "", text))
+    escapes = _ESCAPES_BUT_MOVES if keeps_moves else _ESCAPES
+    return _SURROGATES.sub("\ufffd", escapes.sub(lambda match: match[1] or "", text))
+
+
+class PieceCleaner:
+    """Cleans what arrives in pieces, which may end in the middle of a character, or of a control sequence.
+
+    What moves the cursor stays.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = ""  # of a control sequence
+
+    def clean(self, piece: bytes) -> str:
+        if not self._begun and not self._decoder.getstate()[0] and not piece.translate(None, _HARMLESS):
+            return self._decoder.decode(piece)
+        text = self._begun + self._decoder.decode(piece)
+        self._begun = ""
+        if (last := text.rfind("\x1b")) >= 0:
+            before = text.rfind("\x1b", 0, last)  # the last may be the first half of what ends a string
+            found = before >= 0 and _BEGUN.match(text, before) or _BEGUN.match(text, last)
+            if found:
+                self._begun = _shortened(found[0])
+                text = text[: found.start()]
+        return clean_text(text, keeps_moves=True)
+
+
+def _shortened(begun: str) -> str:
+    """The beginning of a sequence, so that what comes then has the same meaning: it may never end."""
+    if begun[1:2] in ("]", "P", "X", "^", "_"):
+        return begun[:2] + ("\x1b" if begun.endswith("\x1b") else "")
+    if len(begun) <= _MAX_BEGUN_CHARS:
+        return begun
+    return ("\x1b[?" if begun[1] == "[" else "\x1b") + (" " if begun[-1] in " !\"#$%&'()*+,-./" else "")
 
 
 def one_line(text: str) -> str:

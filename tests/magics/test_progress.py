@@ -1,4 +1,4 @@
-"""The line about a copy that is under way: what it says; a front end has one line of it, which goes at the end."""
+"""What is redrawn: the line about a copy that is under way, and what the ranks draw, a block for each of them."""
 
 from __future__ import annotations
 
@@ -110,3 +110,76 @@ def test_short_copy_and_final_output_have_no_line(kernel: Any) -> None:
     kernel.run("%distributed config output=final")
     assert kernel.run(_COPY.format(parts=20, fails_at=-1)).rich() == []
     kernel.run("%distributed config output=live")
+
+
+_NESTED = """%%distributed {options}
+from tqdm import tqdm, trange
+form = dict(bar_format="{{desc}}{{n}}/{{total}}", mininterval=0)
+for epoch in trange(2, desc="epochs ", **form):
+    for step in trange(30, desc="steps ", leave=False, **form):
+        time.sleep(0.01)
+        if step == 20:
+            tqdm.write(f"epoch {{epoch}}")
+print("done")
+"""
+
+
+def test_nested_bars_of_ranks_are_a_block_each_and_no_errors(kernel: Any) -> None:
+    outcome = kernel.run(_NESTED.format(options=""))
+    assert outcome.text() == "[0-1] epoch 0\n[0-1] epoch 1\n[0-1] done\n[0-1] epochs 2/2\n"
+    assert outcome.text("stderr") == ""
+    blocks = [content["data"]["text/plain"] for kind, content in outcome.live if kind.endswith("display_data")]
+    both = re.compile(r"\[0\] epochs [01]/2\n\[0\] steps \d+/30\n\[1\] epochs [01]/2\n\[1\] steps \d+/30")
+    assert any(map(both.fullmatch, blocks)), blocks
+    assert max(block.count("\n") for block in blocks) <= 4
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ("--merge rank0", "[0] epoch 0\n[0] epoch 1\n[0] done\n[0] epochs 2/2\n"),
+        ("--quiet", ""),
+    ],
+)
+def test_bars_follow_the_options_of_a_cell(kernel: Any, options: str, shown: str) -> None:
+    outcome = kernel.run(_NESTED.format(options=f"{options} --out said"))
+    assert (outcome.text(), outcome.text("stderr")) == (shown, "")
+    assert kernel.run("%distributed log --rank 1").text() == "[1] epoch 0\n[1] epoch 1\n[1] done\n[1] epochs 2/2\n"
+    assert kernel.run("print(said[1].stdout, '\\x1b' in said[1].stderr)").text() == "epoch 0\nepoch 1\ndone\n False\n"
+
+
+def test_bars_of_notebooks_are_text_on_a_rank(kernel: Any) -> None:
+    code = "%%distributed\nimport tqdm.auto, tqdm.notebook\nfrom tqdm.notebook import tqdm as bar, trange\n"
+    form = 'bar_format="{n}/{total}"'
+    code += f"for _ in trange(2, {form}): pass\nfor _ in bar([1] * 3, {form}, display=True): pass\n"
+    code += f"for _ in tqdm.auto.tqdm([1] * 4, {form}): pass"
+    outcome = kernel.run(code)
+    assert (outcome.text(), outcome.text("stderr"), outcome.rich()) == ("[0-1] 2/2\n[0-1] 3/3\n[0-1] 4/4\n", "", [])
+
+
+def test_widgets_of_a_rank_say_once_that_they_are_not_carried(kernel: Any) -> None:
+    code = "%%distributed\nimport ipywidgets\nfor _ in range(3): display(ipywidgets.IntSlider())\nipywidgets.Label('x')"
+    outcome = kernel.run(code)
+    line = "[0-1] widgets of ranks are not carried to the notebook: make them in a cell without %%distributed\n"
+    assert outcome.text("stderr") == line
+    assert outcome.rich() == [*["[0-1] IntSlider(value=0)"] * 3, "[0-1] Label(value='x')"]
+
+
+def test_frames_that_go_up_again_leave_the_last_one(kernel: Any) -> None:
+    """What rich writes; it asks the environment whether it may, and for the size."""
+    code = r"""%%distributed
+print(os.environ["TTY_COMPATIBLE"], os.environ["COLUMNS"], os.environ["LINES"])
+up, frame = "\r\x1b[2K\x1b[1A\x1b[2K", "loading {0}\n\x1b[32mtraining\x1b[0m {0}"
+print("\x1b[?25l" + frame.format(0), end="", flush=True)
+for i in range(1, 20):
+    time.sleep(0.02)
+    print(up + ("said at ten\n" if i == 10 else "") + frame.format(i), end="", flush=True)
+print("\n\x1b[?25h", end="")
+print("\r\x1b[2Kwaiting", end="", flush=True)
+time.sleep(0.2)
+print("\r\x1b[2K\x1b[?25h", end="")
+print("no newline", rank, end="")
+"""
+    outcome = kernel.run(code)
+    shown = ["[0-1] 1 80 24", "[0-1] said at ten", "[0-1] loading 19", "[0-1] \x1b[32mtraining\x1b[0m 19"]
+    assert outcome.text().splitlines() == [*shown, "[0] no newline 0", "[1] no newline 1"]

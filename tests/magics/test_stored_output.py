@@ -24,6 +24,8 @@ CELLS = [
     "%%distributed --merge all\n!echo from a command\n{'rank': 0}",
     "%%distributed --max-lines 500\nfor i in range(3000): print(i, 'x' * (i % 50))",
     "%%distributed\nassert rank == 0, 'only rank 0'",
+    "%%distributed\nfrom tqdm import tqdm, trange\nform = {'bar_format': '{n}/{total}', 'mininterval': 0}\n"
+    "for _ in trange(3, **form):\n    for step in trange(9, leave=False, **form): tqdm.write(str(step))\nprint(rank)",
 ]
 SESSIONS, TURNS = 2, 10
 
@@ -53,6 +55,7 @@ def test_twenty_runs_under_load_store_the_same(
     assert "[0] step 199 loss 0\n[1] step 1 loss 1\n" in first[0][0]["text"]
     assert first[1][0]["text"] == "[0-1] out\n[0-1] out again\n"
     assert first[6][0]["output_type"] == "error"
+    assert first[7][0]["text"].endswith("[0-1] 8\n[0] 0\n[1] 1\n[0-1] 3/3\n")
     assert len(others) == 19
     for other in others:
         assert other == first

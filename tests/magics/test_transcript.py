@@ -1,44 +1,10 @@
-"""Lines of ranks: split, kept within bounds, and merged into a form that is the same at every run."""
+"""Lines of ranks: kept within bounds, and merged into a form that is the same at every run."""
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
-from detrain_nb.magics.transcript import LineSplitter, Rich, Text, Transcript, canonical, merge_lines, rich_items
+from detrain_nb.magics.transcript import Rich, Text, Transcript, canonical, merge_lines, rich_items
 from hypothesis import given
 from hypothesis import strategies as st
-
-
-@pytest.mark.parametrize(
-    ("written", "finished", "unfinished"),
-    [
-        (["a\nb", "c\n"], ["a", "bc"], ""),
-        (["a\r\nb\r\n"], ["a", "b"], ""),
-        (["\r 10%", "\r 20%", "\r100%\n"], ["100%"], ""),
-        (["\r 10%", "\r 20%"], [], " 20%"),
-        (["long text\rshort"], [], "short"),
-        (["50%\r"], [], "50%"),
-        (["50%\r", "\n"], ["50%"], ""),
-        (["a", "b"], [], "ab"),
-    ],
-)
-def test_redrawn_lines_are_one_line(written: list[str], finished: list[str], unfinished: str) -> None:
-    splitter = LineSplitter()
-    lines = list(itertools.chain.from_iterable(splitter.feed(text) for text in written))
-    assert lines == finished
-    assert splitter.unfinished == unfinished
-    assert splitter.end() == ([unfinished] if unfinished else [])
-
-
-def test_only_a_line_with_a_return_counts_as_redrawn() -> None:
-    splitter = LineSplitter()
-    splitter.feed("on its way")
-    assert not splitter.is_redrawn
-    splitter.feed("\r 10%")
-    assert splitter.is_redrawn
-    splitter.feed("\nnext")
-    assert not splitter.is_redrawn
 
 
 def _transcripts(said: dict[int, list[tuple[str, list[str]]]], **limits: int) -> dict[int, Transcript]:
@@ -77,6 +43,23 @@ def test_merge_all_keeps_every_ranks_lines_and_rank0_only_the_first_ranks() -> N
 def test_streams_stand_apart_in_an_order_that_no_race_decides() -> None:
     one = _transcripts({0: [("stderr", ["warn"]), ("stdout", ["a"])], 1: [("stdout", ["a"]), ("stderr", ["warn"])]})
     assert _canonical(one) == [Text("stdout", "[0-1] a\n"), Text("stderr", "[0-1] warn\n")]
+
+
+def test_bars_of_stderr_are_no_errors_and_stand_below_what_was_printed() -> None:
+    said = {rank: [("drawn", ["100%"]), ("stdout", ["a"]), ("stderr", ["warn"]), ("drawn", ["bar"])] for rank in (0, 1)}
+    assert _canonical(_transcripts(said)) == [
+        Text("stdout", "[0-1] a\n[0-1] 100%\n[0-1] bar\n"),
+        Text("stderr", "[0-1] warn\n"),
+    ]
+
+
+def test_copy_of_a_transcript_goes_its_own_way() -> None:
+    transcript = Transcript(max_lines=10, max_chars=0)
+    transcript.add_lines("stdout", ["a"] * 9)
+    copied = transcript.copy()
+    copied.add_lines("stdout", ["b", "c"])
+    assert _text(_canonical({0: transcript})) == "[0] a\n" * 9
+    assert _text(_canonical({0: copied})).endswith("[0] b\n[0] c\n")
 
 
 @given(st.lists(st.lists(st.sampled_from("abc"), max_size=8), min_size=1, max_size=4))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from detrain_nb.magics.rank_terminal import RankTerminal
 
 import detrain_nb
 from detrain_nb import wire
@@ -16,7 +17,14 @@ from detrain_nb.doctor import judgement
 from detrain_nb.errors import HUNG_UP, DetrainError, RemoteError
 from detrain_nb.session import diagnosis, inbox, losses
 from detrain_nb.session.evidence import Evidence
-from detrain_nb.session.safe_output import clean_text, one_line, safe_bundle, safe_completions, show_hidden
+from detrain_nb.session.safe_output import (
+    PieceCleaner,
+    clean_text,
+    one_line,
+    safe_bundle,
+    safe_completions,
+    show_hidden,
+)
 from detrain_nb.values import buffer_sizes
 from detrain_nb.wire import Completions
 
@@ -237,9 +245,26 @@ def _as_frame(text: str) -> object:
     return diagnosis._is_in_standard_library(Evidence(0, "running", stack=(text,)))
 
 
+def _as_output(text: str) -> object:
+    return PieceCleaner().clean(text.encode())
+
+
+def _as_drawing(text: str) -> object:
+    return RankTerminal().feed(text)
+
+
 _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by what they look with: how a text begins
     "safe_output._BASE64": (_as_image, "A", [" ", "A", "A ", "=", "= ", "A\n"]),
     "safe_output._ESCAPES": (clean_text, "\x1b[", ["\x1b", "\x1b[", "\x1b[0", ";", "\x1b]", "\x1b ", "\x9b"]),
+    "safe_output._ESCAPES_BUT_MOVES": (
+        _as_output,
+        "\x1b[",
+        ["\x1b", "\x1b[", "\x1b[0", ";", "\x1b]", "\x1b[A", "\x1b[9", "\b"],
+    ),
+    "safe_output._BEGUN": (_as_output, "\x1b", ["\x1b", "\x1b[", "\x1b]", "0", " ", "\x1b]x", "x\x1b"]),
+    "rank_terminal._TOKENS": (_as_drawing, "\x1b[31m", ["x\x1b[m", "\x1b[1;"]),
+    "rank_terminal._STYLES": (_as_drawing, "\x1b[31mx\r", ["\x1b[1mx\n\x1b[Ay\n"]),
+    "rank_terminal._NARROW": (_as_drawing, "\r", ["x", "漢", "\u0301", "x漢"]),
     "safe_output._NEEDS_CLEANING": (clean_text, "\n", ["x", "\x1b[m"]),
     "safe_output._SURROGATES": (clean_text, "\x1b]", ["\ud800", "\udfff\x1b"]),
     "safe_output._HIDDEN": (show_hidden, "\x1b", ["\u202e", " "]),

@@ -1,0 +1,416 @@
+"""The terminal that a stream of one rank writes to: its last rows, and a cursor that cannot leave them.
+
+What programs draw with is understood: return, backspace, cursor movement, erasing. Whatever a rank sends, positions are
+bounded by the rows and columns that it is told to have, and time and memory are linear. The library for this, pyte, is
+under the LGPL, has no types, and takes some hundred times as long for plain lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import unicodedata
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import cast
+
+from ..launch import TERMINAL_COLUMNS, TERMINAL_ROWS
+
+_MAX_COLUMNS = 250_000  # what is longer goes on in the next row
+_MAX_DRAWN_COLUMNS = 1000  # a row that is longer cannot be drawn on
+_MAX_MARKS = 16  # of one letter
+_TOKENS = re.compile(r"\x1b\[([0-9;:]*)([A-Za-z])|[\r\n\x08]|[^\r\n\x08\x1b]+")
+_PLAIN = "\x1b[0m"
+_STYLES = re.compile(r"(\x1b\[[0-9;:]*m)")  # as they stand in a row
+_NARROW = re.compile("[\t\x20-\x7e\xa0-\xac\xae-\u02ff\u2010-\u2027\u2190-\u22ff\u2400-\u25fc\u2800-\u28ff]*")
+
+
+class Drawn(str):
+    """A line on which a program has drawn, as it does with a bar of progress."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What a text has changed."""
+
+    final: list[str]  # lines that cannot be drawn on any more
+    new: list[str]  # lines that will probably stay as they are: to be shown, and final some time later
+    is_taken_back: bool = False  # lines that were new earlier are drawn on after all
+
+
+_NOTHING = Fed([], [])
+
+
+class RankTerminal:
+    """``feed`` it what the rank writes; show what is new, and below that the ``block`` in which the rank draws."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rows: list[str | _Row] = [""]  # a str where nothing was drawn
+        self._row = 0
+        self._column: int | None = None  # None: at the end of the last row
+        self._style = ""  # the sequence that sets the colours in which it writes
+        self._open_style = ""  # that of the last row's end, where nothing was drawn
+        self._reach = 0  # how far above the last row the rank has drawn
+        self._num_shown = 0  # of the rows, from the top: they were new
+        self._is_taken_back = False
+
+    def feed(self, text: str) -> Fed:
+        """Take what the rank wrote next, free of control sequences but those for colours and for the cursor."""
+        if self._column is not None or self._style or "\x1b" in text or "\r" in text or "\x08" in text:
+            self._take(text)
+            return self._scroll()
+        first, *more = text.split("\n")
+        if len(text) > _MAX_COLUMNS and max(map(len, more), default=0) > _MAX_COLUMNS:
+            self._take(text)
+            return self._scroll()
+        self._write(first)
+        if more:
+            self._rows += more
+            self._row = len(self._rows) - 1
+        return self._scroll() if more else _NOTHING
+
+    def settle(self) -> list[str]:
+        """Let what was new be final: something else is shown below it."""
+        final, self._rows = self._rows[: self._num_shown], self._rows[self._num_shown :]
+        self._row -= len(final)
+        self._num_shown = 0
+        return _lines(final)
+
+    def end(self) -> Fed:
+        """The cell is over: all rows are final, and those of the block are new."""
+        self._close_style()
+        last = max((index for index, row in enumerate(self._rows) if not _is_blank(row)), default=-1)
+        rows, shown = self._rows[: max(last + 1, self._row)], self._num_shown
+        self._begin()
+        return Fed(_lines(rows), _lines(rows[shown:]))
+
+    @property
+    def shown(self) -> list[str]:
+        """Lines that were new, and are not final."""
+        return _lines(self._rows[: self._num_shown])
+
+    @property
+    def block(self) -> list[str]:
+        """The lines that were not new so far: those that are drawn, and the one that is not finished."""
+        if not self._rows[-1] and self._num_shown == len(self._rows) - 1:
+            return []
+        lines = _lines(self._rows[self._num_shown :])
+        if self._open_style:
+            lines[-1] += _PLAIN
+        while lines and not lines[-1].strip():
+            lines.pop()
+        return lines
+
+    @property
+    def is_drawn(self) -> bool:
+        """The rank has drawn, and may draw again."""
+        return self._reach > 0
+
+    def _scroll(self) -> Fed:
+        """Let go of the rows that the cursor cannot come to again."""
+        rows, settled = self._rows, len(self._rows) - 1 - self._reach
+        over = max(0, len(rows) - TERMINAL_ROWS)
+        if max(map(len, rows[over:] if over else rows)) > _MAX_DRAWN_COLUMNS:
+            fixed = (index for index in range(self._row - 1, over - 1, -1) if len(rows[index]) > _MAX_DRAWN_COLUMNS)
+            over = next(fixed, over - 1) + 1
+        settled = max(settled, over)
+        new = _lines(rows[self._num_shown : settled])
+        final = _lines(rows[:over])
+        del rows[:over]
+        self._row -= over
+        self._num_shown = max(self._num_shown, settled) - over
+        is_taken_back, self._is_taken_back = self._is_taken_back, False
+        return Fed(final, new, is_taken_back)
+
+    # ---- what is written
+
+    def _take(self, text: str) -> None:
+        for token in _TOKENS.finditer(text):
+            whole, command = token[0], token[2]
+            if command == "m":
+                self._restyle(token[1])
+            elif command:
+                self._close_style()
+                self._move(command, int(token[1]) if token[1].isdecimal() else 0)
+            elif whole == "\n":
+                self._next_row()
+            elif whole == "\r":
+                self._close_style()
+                self._column = 0
+            elif whole == "\x08":
+                self._close_style()
+                self._column = max(0, self._place - 1)
+            else:
+                self._write(whole)
+
+    def _restyle(self, parameters: str) -> None:
+        self._style = _restyled(self._style, parameters)
+        if not self._style:
+            self._close_style()
+
+    def _close_style(self) -> None:
+        if self._open_style:
+            self._rows[-1] = f"{self._rows[-1]}{_PLAIN}"
+            self._open_style = ""
+
+    def _next_row(self) -> None:
+        self._close_style()
+        self._row += 1
+        self._column = 0
+        if self._row == len(self._rows):
+            self._rows.append("")
+            self._column = None
+
+    def _write(self, text: str) -> None:
+        while text:
+            row = self._rows[self._row]
+            is_long = len(row) + len(text) > _MAX_DRAWN_COLUMNS
+            if self._column is not None or isinstance(row, _Row) or self._style and is_long:
+                room = self._overwrite(text)
+            else:
+                room = _MAX_COLUMNS - len(row)
+                if self._style != self._open_style:
+                    row += (_PLAIN if self._open_style else "") + self._style
+                    self._open_style = self._style
+                self._rows[self._row] = row + text[:room]
+            text = text[room:]
+            if not room:
+                self._next_row()
+
+    def _overwrite(self, text: str) -> int:
+        """Write on a row with colours, or a drawn one, as much as there is room for; returns how much that was."""
+        row = self._drawn_row() if self._column is not None else self._row_with_cells()
+        column, is_last = self._place, self._row == len(self._rows) - 1
+        room = max(0, (_MAX_COLUMNS if is_last else _MAX_DRAWN_COLUMNS + 1) - column)
+        if room > 1 and not _NARROW.fullmatch(text):
+            room //= 2
+        end = row.write(column, text[:room], self._style)
+        self._column = None if is_last and end == len(row) else end
+        return room
+
+    # ---- where the cursor is
+
+    @property
+    def _place(self) -> int:
+        """The column of the cursor."""
+        if self._column is not None:
+            return self._column
+        return _count_columns(self._rows[self._row])
+
+    def _row_with_cells(self) -> _Row:
+        """The cursor's row, to be changed."""
+        self._close_style()
+        row = self._rows[self._row]
+        if isinstance(row, str):
+            row = self._rows[self._row] = _Row.of(row)
+        if self._row < self._num_shown:
+            self._num_shown = self._row
+            self._is_taken_back = True
+        row.text = None
+        return row
+
+    def _drawn_row(self) -> _Row:
+        """The cursor's row, to be drawn on; the next one, if it is too long for that."""
+        while len(self._rows[self._row]) > _MAX_DRAWN_COLUMNS:
+            self._next_row()
+        row = self._row_with_cells()
+        row.is_drawn = True
+        self._reach = max(self._reach, 1)
+        return row
+
+    def _move(self, command: str, number: int) -> None:
+        place, steps = self._place, max(1, number)
+        if command in "JK":
+            self._erase(command, number)
+        elif command in "AF":
+            self._go(up=steps)
+        elif command in "BE":
+            self._go(down=steps)
+        elif command == "D":
+            self._column = max(0, place - steps)
+        elif command in "CG":
+            furthest = max(place, _count_columns(self._rows[self._row]), TERMINAL_COLUMNS - 1)
+            self._column = min(place + steps if command == "C" else steps - 1, furthest)
+        if command in "AB":
+            self._column = min(place, TERMINAL_COLUMNS - 1)
+        elif command in "EF":
+            self._column = 0
+
+    def _go(self, *, up: int = 0, down: int = 0) -> None:
+        top = max(0, len(self._rows) - TERMINAL_ROWS)
+        while up and self._row > top and len(self._rows[self._row - 1]) <= _MAX_DRAWN_COLUMNS:
+            self._row -= 1
+            up -= 1
+        self._row = min(self._row + down, len(self._rows) - 1)
+        self._reach = max(self._reach, len(self._rows) - 1 - self._row)
+
+    def _erase(self, command: str, number: int) -> None:
+        """Erase a part of the row; for J, what is behind and below the cursor and nothing else."""
+        if number > 2 or command == "J" and number:
+            return
+        place = self._place
+        if command == "J":
+            del self._rows[self._row + 1 :]
+            self._is_taken_back |= self._num_shown > len(self._rows)
+            self._num_shown = min(self._num_shown, len(self._rows))
+        if number or place < _count_columns(self._rows[self._row]):
+            self._column = place
+            self._drawn_row().erase(0 if number else self._place, self._place + 1 if number == 1 else None)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that was drawn on: a letter in each column, and none in the second one of a wide letter."""
+
+    cells: list[str]
+    styles: list[str]  # empty where nothing has a colour
+    is_drawn: bool = False
+    had_letters: bool = False
+    text: str | None = None  # as it is shown, until something changes
+
+    @classmethod
+    def of(cls, text: str) -> _Row:
+        row, style = cls([], []), ""
+        for part in _STYLES.split(text):
+            if part.startswith("\x1b"):
+                style = "" if part == _PLAIN else part
+            elif part:
+                row.write(len(row), part, style)
+        return row
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def write(self, column: int, text: str, style: str) -> int:
+        """Write over what stands there; returns the column behind it."""
+        cells = self.cells
+        cells += " " * (column - len(cells))
+        letters = list(text) if _NARROW.fullmatch(text) else self._letters(column, text)
+        end = column + len(letters)
+        if column < len(cells) and not cells[column]:
+            cells[column - 1] = " "
+        if end < len(cells) and not cells[end]:
+            cells[end] = " "
+        cells[column:end] = letters
+        if style or self.styles:
+            self.styles += [""] * (len(cells) - len(self.styles))
+            self.styles[column:end] = [style] * len(letters)
+        self.had_letters = self.had_letters or not text.isspace()
+        return end
+
+    def _letters(self, column: int, text: str) -> list[str]:
+        """The cells of ``text``; marks at its beginning belong to what stands before."""
+        letters: list[str] = []
+        for letter in text:
+            width = _width(letter)
+            if width:
+                letters += [letter, ""][:width]
+            elif letters:
+                _mark(letters, len(letters), letter)
+            else:
+                _mark(self.cells, column, letter)
+        return letters
+
+    def erase(self, start: int, end: int | None) -> None:
+        if end is None:
+            del self.cells[start:], self.styles[start:]
+        else:
+            end = min(end, len(self.cells))
+            self.cells[start:end] = " " * (end - start)
+            self.styles[start:end] = [""] * len(self.styles[start:end])
+
+    def line(self) -> str:
+        """As it is shown; where something was drawn without blanks at its end."""
+        if self.text is None:
+            end = len(self.cells)
+            while self.is_drawn and end and self.cells[end - 1] == " " and not (self.styles and self.styles[end - 1]):
+                end -= 1
+            text = "".join(self.cells[:end])
+            if any(self.styles):
+                text = self._with_colours(end)
+            self.text = Drawn(text) if self.is_drawn else text
+        return self.text
+
+    def _with_colours(self, end: int) -> str:
+        parts, before = [], ""
+        for style, columns in groupby(range(end), key=self.styles.__getitem__):
+            parts += [_PLAIN if before else "", style, *map(self.cells.__getitem__, columns)]
+            before = style
+        return "".join(parts) + (_PLAIN if before else "")
+
+
+def _mark(cells: list[str], end: int, mark: str) -> None:
+    """Add a mark to the letter that ends before column ``end``."""
+    at = end - 1 if end == 1 or cells[end - 1 : end] != [""] else end - 2
+    if 0 <= at < len(cells) and len(cells[at]) < _MAX_MARKS:
+        cells[at] += mark
+
+
+@functools.lru_cache(4096)
+def _width(letter: str) -> int:
+    if unicodedata.east_asian_width(letter) in "WF":
+        return 2
+    return 0 if unicodedata.category(letter) in ("Mn", "Me", "Cf") else 1
+
+
+def _lines(rows: list[str | _Row]) -> list[str]:
+    """As they are shown; a row from which all was erased is none."""
+    if _Row not in map(type, rows):
+        return cast("list[str]", rows)
+    return [
+        row if isinstance(row, str) else row.line()
+        for row in rows
+        if isinstance(row, str) or not (row.had_letters and _is_blank(row))
+    ]
+
+
+def _count_columns(row: str | _Row) -> int:
+    """How many columns a row has; of one that is too long to be drawn on, about that."""
+    if isinstance(row, _Row) or len(row) > _MAX_DRAWN_COLUMNS or _NARROW.fullmatch(row):
+        return len(row)
+    return len(_Row.of(row))
+
+
+def _is_blank(row: str | _Row) -> bool:
+    return not (row if isinstance(row, str) else row.line()).strip()
+
+
+@functools.lru_cache(4096)
+def _restyled(style: str, parameters: str) -> str:
+    """The colours ``style`` after a sequence with these parameters, as one sequence; empty where there are none."""
+    attributes: dict[str, str] = {}  # one for each kind: no style is longer than that
+    codes = iter(f"{style[2:-1]};{parameters or '0'}".split(";"))
+    for code in codes:
+        if code.startswith(("38:", "48:")):
+            attributes[code[:2]] = code
+        elif code in ("38", "48"):
+            mode = next(codes, "")
+            attributes[code] = ";".join([code, mode, *islice(codes, {"5": 1, "2": 3}.get(mode, 0))])
+        elif code and not code.strip("0"):
+            attributes.clear()
+        elif code.isdecimal():
+            _set_attribute(attributes, int(code))
+    return f"\x1b[{';'.join(attributes.values())}m" if attributes else ""
+
+
+def _set_attribute(attributes: dict[str, str], number: int) -> None:
+    if number in _KINDS:
+        attributes[_KINDS[number]] = str(number)
+    for kind in _ENDED.get(number, ()):
+        attributes.pop(kind, None)
+
+
+# kinds are named by a code: 38 for the colour of letters, 48 for that behind them
+_KINDS = {
+    **{number: str(number) for number in range(1, 10)},
+    **dict.fromkeys((*range(30, 38), *range(90, 98)), "38"),
+    **dict.fromkeys((*range(40, 48), *range(100, 108)), "48"),
+}
+_ENDED = {number: (str(number - 20),) for number in range(23, 30)} | {
+    22: ("1", "2"), 25: ("5", "6"), 39: ("38",), 49: ("48",),
+}  # fmt: skip

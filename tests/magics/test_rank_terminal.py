@@ -1,0 +1,186 @@
+"""What a rank draws: its rows as a terminal would have them, bounded, in time that is linear in what it sends."""
+
+from __future__ import annotations
+
+import time
+import unicodedata
+
+import pytest
+from detrain_nb.magics.rank_terminal import _NARROW, Drawn, RankTerminal
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detrain_nb.session.safe_output import PieceCleaner
+
+UP, ERASE = "\x1b[A", "\x1b[2K"
+
+
+def drawn(*texts: str) -> list[str]:
+    """All lines of a stream that wrote these texts."""
+    terminal = RankTerminal()
+    lines = [line for text in texts for line in terminal.feed(text).final]
+    return lines + terminal.end().final
+
+
+@pytest.mark.parametrize(
+    ("written", "lines"),
+    [
+        (["a\nb", "c\n"], ["a", "bc"]),
+        (["a\r\nb\r\n"], ["a", "b"]),
+        (["a\n\n\nb\n\n"], ["a", "", "", "b", ""]),
+        (["  \n"], ["  "]),
+        (["a", "b"], ["ab"]),
+        (["\r 10%", "\r 20%", "\r100%\n"], ["100%"]),
+        (["\r 10%", "\r 20%"], [" 20%"]),
+        (["long text\rshort"], ["shorttext"]),
+        (["long text\r\x1b[Kshort"], ["short"]),
+        (["50%\r", "\n"], ["50%"]),
+        (["10%\b\b\b20%"], ["20%"]),
+        (["abc\x1b[2Dx\x1b[1K!"], ["  !"]),
+        (["abc\x1b[2G\x1b[K"], ["a"]),
+        (["a\nb\nc\x1b[2F\x1b[Jd\n"], ["d"]),
+        (["a\nb\n\x1b[2Ax\x1b[Ey\n"], ["x", "y"]),
+        (["a\x1b[3Cb"], ["a   b"]),
+    ],
+)
+def test_rows_are_those_of_a_terminal(written: list[str], lines: list[str]) -> None:
+    assert drawn(*written) == lines
+
+
+def test_nested_bars_are_a_row_each_and_one_that_does_not_stay_leaves_none() -> None:
+    outer = [f"\router {i}/2" for i in range(3)]
+    inner = [f"\n\rinner {i}/9{UP}" for i in range(10)]
+    gone = f"\n\r{' ' * 9}\r{UP}"
+    loop = "".join([outer[0], *inner, gone, outer[1], *inner])
+    terminal = RankTerminal()
+    assert terminal.feed(loop).final == []
+    assert terminal.block == ["outer 1/2", "inner 9/9"]
+    ended = f"{gone}{outer[2]}\n"
+    assert [*terminal.feed(ended).final, *terminal.end().final] == ["outer 2/2"]
+
+
+def test_lines_written_over_bars_move_these_down() -> None:
+    clear = f"\r         \r\n\r         \r{UP}"
+    bars = f"\router 1/2\n\rinner 3/9{UP}\r"
+    assert drawn(bars + clear + "a word\n" + bars) == ["a word", "outer 1/2", "inner 3/9"]
+
+
+def test_only_what_was_drawn_on_is_a_drawing() -> None:
+    lines = drawn("plain\n\x1b[31mred\x1b[0m\n\x1b[m\x1b[Kred\x1b[m\x1b[K\na\r\n\r1%\r2%\n")
+    assert [isinstance(line, Drawn) for line in lines] == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("written", "line"),
+    [
+        ("\x1b[31mred\x1b[0m", "\x1b[31mred\x1b[0m"),
+        ("\x1b[01;31mred", "\x1b[1;31mred\x1b[0m"),
+        ("\x1b[1mb\x1b[32mg\x1b[22mn\x1b[39m.", "\x1b[1mb\x1b[0m\x1b[1;32mg\x1b[0m\x1b[32mn\x1b[0m."),
+        ("\x1b[38;5;12;48;2;1;2;3mx\x1b[39my", "\x1b[38;5;12;48;2;1;2;3mx\x1b[0m\x1b[48;2;1;2;3my\x1b[0m"),
+        ("\x1b[31mabc\r\x1b[0mX", "X\x1b[31mbc\x1b[0m"),
+        ("漢字\rxyz", "xyz"),
+        ("漢字\b\b\b!", " !字"),
+        ("e\u0301a\b\bx", "xa"),
+        ("👍 ok\rno", "no ok"),
+    ],
+)
+def test_colours_and_wide_letters_keep_their_columns(written: str, line: str) -> None:
+    assert drawn(written)[0].rstrip() == line.rstrip()
+
+
+def test_colour_of_a_line_does_not_run_into_the_next_rank() -> None:
+    assert drawn("\x1b[31ma\nb\x1b[0m\nc") == ["\x1b[31ma\x1b[0m", "\x1b[31mb\x1b[0m", "c"]
+
+
+def test_letters_that_are_taken_as_narrow_are() -> None:
+    narrow = [letter for letter in map(chr, range(0x110000)) if _NARROW.fullmatch(letter)]
+    narrow = [letter for letter in narrow if unicodedata.category(letter) != "Cn"]
+    wide = [letter for letter in narrow if unicodedata.east_asian_width(letter) in "WF"]
+    marks = [letter for letter in narrow if unicodedata.category(letter) in ("Mn", "Me", "Cf")]
+    assert (wide, marks) == ([], [])
+
+
+def test_lines_are_new_at_once_and_taken_back_when_they_are_drawn_on() -> None:
+    terminal = RankTerminal()
+    assert terminal.feed("a\nb\nc").new == ["a", "b"]
+    fed = terminal.feed(f"{UP}\rB")
+    assert (fed.is_taken_back, terminal.shown, terminal.block) == (True, ["a"], ["B", "c"])
+    assert terminal.feed("\n\nd\n").new == ["B", "c"]
+    ended = terminal.end()
+    assert (ended.final, ended.new) == (["a", "B", "c", "d"], ["d"])
+
+
+def test_cursor_stays_in_the_last_rows() -> None:
+    lines = [f"line {i}" for i in range(100)]
+    assert drawn("\n".join(lines) + "\x1b[999999999A\rX")[:77] == [*lines[:76], "Xine 76"]
+    assert drawn("a\x1b[999999999B\x1b[999999999C\x1b[Bx") == ["a" + " " * 78 + "x"]
+
+
+def test_cursor_does_not_come_back_to_what_something_else_was_shown_below() -> None:
+    terminal = RankTerminal()
+    terminal.feed("above\nbar 1\n\rbar 2" + UP)
+    assert terminal.settle() == ["above"]
+    terminal.feed("\x1b[9A\rB\n\n")
+    assert terminal.end().final == ["Bar 1", "bar 2"]
+
+
+_MOVES = (
+    UP,
+    "\x1b[B",
+    "\x1b[2C",
+    "\x1b[D",
+    "\x1b[9A",
+    "\x1b[K",
+    "\x1b[1K",
+    ERASE,
+    "\x1b[J",
+    "\r",
+    "\b",
+    "\n",
+    "\n" * 30,
+)
+_COLOURS = ("\x1b[31m", "\x1b[1;44m", "\x1b[0m", "\x1b[39m")
+_OTHERS = (
+    "\x1b]0;title\x07",
+    "\x1b]8;;x\x1b\\",
+    "\x1b]never\n",
+    f"\x1b[{'1' * 200}A",
+    "\x1b[ q",
+    "\x1bM",
+    "\x9b",
+    "\x1b",
+)
+_PARTS = st.sampled_from(["a", "bc", "漢", "é", "\u0301", "x" * 1001, *_MOVES, *_COLOURS, *_OTHERS])
+
+
+@given(st.lists(_PARTS, max_size=30).map("".join), st.lists(st.integers(0, 400), max_size=8))
+def test_pieces_make_no_difference(text: str, cuts: list[int]) -> None:
+    data = text.encode()
+
+    def lines_of(pieces: list[bytes]) -> list[str]:
+        cleaner = PieceCleaner()
+        return drawn(*(cleaner.clean(piece) for piece in pieces))
+
+    ends = sorted({*(cut for cut in cuts if cut < len(data)), len(data)})
+    pieces = [data[start:end] for start, end in zip([0, *ends], ends)]
+    whole = lines_of([data])
+    assert lines_of(pieces) == whole
+    assert lines_of([data[i : i + 1] for i in range(len(data))]) == whole
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        *("\x1b[999999999A", "\x1b[999999999Bx", "\x1b[999999999C\x1b[1K", "\x1b[999999999A\x1b[J\n", "x\b", "漢\b\b"),
+        *("\x1b[31m", "\x1b[31mx\x1b[0m", "\u0301", "x", "\x1b]", "\x1b[1"),
+    ],
+)
+def test_time_and_memory_are_linear_in_what_a_rank_sends(piece: str) -> None:
+    terminal, cleaner = RankTerminal(), PieceCleaner()
+    started = time.monotonic()
+    for _ in range(40):
+        terminal.feed(cleaner.clean(piece.encode() * 2_500))
+    for _ in range(5_000):
+        terminal.feed(cleaner.clean(piece.encode()))
+    assert time.monotonic() - started < 10
+    assert sum(map(len, terminal.block)) < 300_000
