@@ -18,7 +18,8 @@ import re
 import reprlib
 import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -41,7 +42,8 @@ _LARGE_BYTES = 1024
 _ALIGN_BYTES = 16
 _SHORT_CHARS = 64
 _LONG_LIST = 32
-_MAX_SAME_HASH = 1000
+_KEYS_AT_ONCE = 256
+_KEYS_LIMIT_S, _KEY_LIMIT_S = 0.5, 10e-6  # for all keys of a dict, and more for each: many times what they take
 
 _NUMBERS = {"int64": "q", "float64": "d"}
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -502,10 +504,14 @@ def _build(node: Any, raws: Iterator[memoryview]) -> Any:
     if kind == "tuple":
         return tuple(_build(content, raws))
     elif kind == "set" or kind == "frozenset":
-        keys = _build_keys(content, raws)
-        return set(keys) if kind == "set" else frozenset(keys)
+        elements: set[Any] = set()
+        _add_keys(_build(content, raws), lambda keys, _: elements.update(keys))
+        return elements if kind == "set" else frozenset(elements)
     elif kind == "dict":
-        return dict(zip(_build_keys(content[0], raws), _build(content[1], raws), strict=True))
+        made: dict[Any, Any] = {}
+        keys, items = _build(content[0], raws), _build(content[1], raws)
+        _add_keys(keys, lambda some, at: made.update(zip(some, items[at : at + len(some)], strict=True)))
+        return made
     elif kind in _NUMBERS:
         return list(struct.unpack(f"<{content}{_NUMBERS[kind]}", next(raws)))
     elif kind in _FROM_BYTES:
@@ -518,16 +524,19 @@ def _build(node: Any, raws: Iterator[memoryview]) -> Any:
     return _build_scalar(_build(content, raws))
 
 
-def _build_keys(node: Json, raws: Iterator[memoryview]) -> list[Any]:
-    """A list whose items can be the keys of a dict or the elements of a set."""
-    keys: list[Any] = _build(node, raws)
-    try:
-        hashes = Counter(map(hash, keys))
-    except (TypeError, ValueError) as exc:  # ValueError: a timedelta64 without unit
-        raise WireError(f"a key or an element cannot be one: {exc}") from exc
-    if hashes and max(hashes.values()) > _MAX_SAME_HASH:  # a set of them would take hours
-        raise WireError(f"more than {_MAX_SAME_HASH} keys or elements have the same hash")
-    return keys
+def _add_keys(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
+    """Have keys of a dict, or elements of a set, added: some at a time, so that a stop gets through.
+
+    Raises: WireError for keys that cannot be any, or were chosen to have the same place: all of them would take hours.
+    """
+    deadline = time.thread_time() + _KEYS_LIMIT_S + len(keys) * _KEY_LIMIT_S
+    for at in range(0, len(keys), _KEYS_AT_ONCE):
+        try:
+            add(keys[at : at + _KEYS_AT_ONCE], at)
+        except (TypeError, ValueError) as exc:  # ValueError: a timedelta64 without unit
+            raise WireError(f"a key or an element cannot be one: {exc}") from exc
+        if time.thread_time() > deadline:
+            raise WireError(f"{len(keys)} keys or elements take too long to tell apart: too many have the same hash")
 
 
 def _build_scalar(value: Any) -> Any:
