@@ -30,6 +30,8 @@ _STANDING_S = 0.2
 _DRAWN_LINES = 120  # of all ranks together
 _DRAWN_CHARS = 500  # of a line
 _STREAMS = ("stdout", "stderr")
+_MOST_NOTICES = 1000  # in one cell
+_MOST_DISPLAYS = 10_000  # with an id, in one cell
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class LiveCell:
         self._shown: list[Item] = []
         self._room_lines, self._room_chars = options.max_lines, options.max_chars
         self._lines_not_shown = 0
+        self._room_notices = _MOST_NOTICES
         self._waiting = ""
         self._is_transient = False  # something stands there that will not
         self._fed_at: dict[tuple[int, str], float] = {}
@@ -112,19 +115,22 @@ class LiveCell:
             if is_update and known is None:
                 return
             if known and is_update:
-                self._transcripts[rank].replace_rich(known[1], rich)
-                self._displays[rank, display_id] = (known[0], rich)
-                self._shown = [item for item in self._shown if item != known[1]]  # so the canonical form replaces it
+                if self._options.is_kept:
+                    if not self._transcripts[rank].replace_rich(known[1], rich):
+                        return
+                    self._displays[rank, display_id] = (known[0], rich)
+                    self._shown = [item for item in self._shown if not _is_of(item, known[1])]  # it is another now
                 if self._is_drawing:
                     self._screen.update(rich, known[0])
                 return
             for stream in _STREAMS:
                 self._keep(rank, stream, self._terminals[rank, stream].settle())
-            if self._options.is_kept:
-                self._transcripts[rank].add_rich(rich)
-            own_id = uuid.uuid4().hex if display_id else ""
-            if display_id:
-                self._displays[rank, display_id] = (own_id, rich)
+            if self._options.is_kept and not self._transcripts[rank].add_rich(rich):
+                return
+            has_id = bool(display_id) and len(self._displays) < _MOST_DISPLAYS
+            own_id = uuid.uuid4().hex if has_id else ""
+            if has_id:
+                self._displays[rank, display_id] = (own_id, rich if self._options.is_kept else Rich({}))
             for item in rich_items({rank: bundle}, is_merging=False, nodes=self._nodes):
                 self._show_live(item, own_id if isinstance(item, Rich) else "")
 
@@ -146,6 +152,9 @@ class LiveCell:
 
     def notice(self, text: str) -> None:
         with self._lock:
+            self._room_notices -= 1
+            if self._room_notices < 0:
+                return
             self._screen.show(Text("stderr", f"{text}\n"))
 
     def checkpoint(self) -> Callable[[], bool]:
@@ -271,6 +280,10 @@ class LiveCell:
     def _canonical(self, transcripts: dict[int, Transcript]) -> list[Item]:
         how_to_read = {rank: f"%distributed log --cell {self._cell} --rank {rank}" for rank in self._transcripts}
         return canonical(transcripts, merge=self._options.merge, how_to_read=how_to_read, nodes=self._nodes)
+
+
+def _is_of(item: Item, rich: Rich) -> bool:
+    return isinstance(item, Rich) and item.bundle is rich.bundle
 
 
 def _rest(shown: list[Item], items: list[Item]) -> list[Item] | None:

@@ -71,6 +71,7 @@ class KernelScreen:
         self._is_served = "JPY_SESSION_NAME" in os.environ
         self._changed = threading.Condition()
         self._waiting: list[tuple[str, dict[str, Any]]] = []
+        self._updates: dict[str, dict[str, Any]] = {}  # those that wait, by display id
         self._transient = ""
         self._transient_shown = ""
         self._transient_id = ""
@@ -89,7 +90,12 @@ class KernelScreen:
         self._put(*_message(item, display_id))
 
     def update(self, rich: Rich, display_id: str) -> None:
-        self._put("update_display_data", _display(rich.bundle, display_id))
+        with self._changed:
+            if display_id in self._updates:  # nobody has seen the one before
+                self._updates[display_id]["data"] = rich.bundle
+                return
+            self._updates[display_id] = content = _display(rich.bundle, display_id)
+        self._put("update_display_data", content)
 
     def set_transient(self, text: str) -> None:
         with self._changed:
@@ -121,6 +127,7 @@ class KernelScreen:
     def _replace(self, items: list[Item]) -> None:
         self._transient = self._transient_shown = self._transient_id = ""
         self._waiting = [("clear_output", {"wait": bool(items)}), *map(_message, items)]
+        self._updates.clear()
         self._outline.clear()
 
     def _would_be_stored_otherwise(self, items: list[Item], rest: list[Item]) -> bool:
@@ -164,6 +171,7 @@ class KernelScreen:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._has_redrawn() or self._is_closed, _IDLE_S)
                 batch, self._waiting = _merged(self._waiting), []
+                self._updates.clear()
                 given = self._given
                 self._outline += [content.get("name", kind) for kind, content in batch if kind in _STORED]
                 is_closed = self._is_closed

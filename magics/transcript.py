@@ -24,7 +24,10 @@ Nodes = Mapping[int, str]  # the names of the ranks' nodes, of those that have o
 TAIL_LINES = 200
 _STREAMS = ("stdout", "drawn", "stderr")  # in their order
 _PREFIX_CHARS = 5  # "[0] " and the newline
-_DIFF_LINES = 2000  # above this, lines are matched by their position: the diff takes time by the square
+# Above either, lines are matched by their position: the diff takes time by the product of both.
+_DIFF_LINES = 2000
+_DIFF_PAIRS = 100_000  # of equal lines
+_MOST_RICH, _MOST_RICH_CHARS = 1000, 64 << 20  # of one rank in one cell
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class Rich:
     """A rich output, {mime type: data}."""
 
     bundle: Bundle
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(data) if isinstance(data, str) else len(repr(data)) for data in self.bundle.values())
 
 
 Item = Text | Rich
@@ -68,6 +75,8 @@ class Transcript:
         self._head: list[_Lines | Rich] = []
         self._tail: collections.deque[tuple[str, str]] = collections.deque(maxlen=tail_lines)
         self._left_out = 0
+        self._rich_left_out = 0
+        self._room_rich, self._room_rich_chars = _MOST_RICH, _MOST_RICH_CHARS
 
     def copy(self) -> Transcript:
         """Another one that has said the same so far."""
@@ -92,17 +101,30 @@ class Transcript:
             self._left_out += len(rest)
             self._tail.extend((stream, line) for line in rest[-TAIL_LINES:])
 
-    def add_rich(self, rich: Rich) -> None:
+    def add_rich(self, rich: Rich) -> bool:
+        """False where there is no room for it any more."""
+        self._room_rich -= 1
+        self._room_rich_chars -= rich.num_chars
+        if self._room_rich < 0 or self._room_rich_chars < 0:
+            self._rich_left_out += 1
+            return False
         self._head.append(rich)
+        return True
 
-    def replace_rich(self, old: Rich, new: Rich) -> None:
-        """A rich output was redrawn under its display id."""
+    def replace_rich(self, old: Rich, new: Rich) -> bool:
+        """A rich output was redrawn under its display id; False where there is no room for the new one."""
+        grown_chars = new.num_chars - old.num_chars
+        if grown_chars > self._room_rich_chars:
+            return False
+        self._room_rich_chars -= grown_chars
         self._head = [new if entry is old else entry for entry in self._head]
+        return True
 
     def clear(self) -> None:
         self._head.clear()
         self._tail.clear()
-        self._left_out = 0
+        self._left_out = self._rich_left_out = 0
+        self._room_rich, self._room_rich_chars = _MOST_RICH, _MOST_RICH_CHARS
         self._room_lines, self._room_chars = self._head_lines, self._head_chars
 
     def sections(self, how_to_read: str) -> list[tuple[dict[str, list[str]], Rich | None]]:
@@ -115,6 +137,8 @@ class Transcript:
                 said = {stream: [] for stream in _STREAMS}
             else:
                 said[entry.stream] += entry.lines
+        if self._rich_left_out:
+            said["stdout"].append(f"... {self._rich_left_out:,} more outputs, see them with {how_to_read} ...")
         tail = self._fitting_tail()
         hidden = self._left_out - len(tail)
         if hidden > 0:
@@ -193,13 +217,21 @@ def rich_items(bundles: dict[int, Bundle], *, is_merging: bool, nodes: Nodes | N
 
 def merge_lines(lines: dict[int, list[str]], *, is_merging: bool) -> Iterator[_Marked]:
     """The lines of several ranks in order of rank, those that stand in the same place of several ranks' output once."""
-    if is_merging and max(map(len, lines.values()), default=0) > _DIFF_LINES:
+    if is_merging and (max(map(len, lines.values()), default=0) > _DIFF_LINES or _count_pairs(lines) > _DIFF_PAIRS):
         return iter(_merge_by_place(lines))
     merged: list[_Marked] = []
     for rank in sorted(lines):
         mine: list[_Marked] = [((rank,), line) for line in lines[rank]]
         merged = _merge_two(merged, mine) if is_merging and merged else merged + mine
     return iter(merged)
+
+
+def _count_pairs(lines: dict[int, list[str]]) -> int:
+    """How many lines of one rank are equal to one of another, at most."""
+    most: collections.Counter[str] = collections.Counter()
+    for of_rank in lines.values():
+        most |= collections.Counter(of_rank)
+    return sum(count * count for count in most.values())
 
 
 def _merge_two(first: list[_Marked], second: list[_Marked]) -> list[_Marked]:

@@ -20,6 +20,7 @@ from .safe_output import clean_text
 Logged = Output | Display | ClearOutput | CellDone | CellFailed
 BEGINNINGS, SHOWN_PERHAPS, NEW = range(3)  # the parts of a cell, in the order in which they are read
 _READ_BYTES = 1 << 20
+_MOST_LOOKED_AT_BYTES = 64 << 20
 _PREFIX = ".log-"
 
 
@@ -70,6 +71,17 @@ class OutputLog:
         """All that one rank printed to one stream in ``cell``, free of control sequences."""
         pieces = (m.body for m in self.read(cell) if isinstance(m, Output) and (m.rank, m.stream) == (rank, stream))
         return clean_text(b"".join(pieces).decode("utf-8", "replace"))
+
+    def beginning(self, cell: int, rank: int, *, limit_bytes: int) -> tuple[str, bool]:
+        """The first of what ``text`` is, and whether there is more; of a log without end not all is read."""
+        found, looked_at_bytes = bytearray(), 0
+        for message in self.read(cell):
+            looked_at_bytes += len(getattr(message, "body", b""))
+            if isinstance(message, Output) and (message.rank, message.stream) == (rank, "stdout"):
+                found += message.body[: limit_bytes + 1]
+            if len(found) > limit_bytes or looked_at_bytes > _MOST_LOOKED_AT_BYTES:
+                return clean_text(found[:limit_bytes].decode("utf-8", "replace")), True
+        return clean_text(found.decode("utf-8", "replace")), False
 
     def _path(self, cell: int) -> Path:
         return self._folder / f"{cell:06d}.frames"

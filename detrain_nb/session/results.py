@@ -51,6 +51,14 @@ class RankResult:
         """All that the rank printed to stderr in this cell."""
         return self._log.text(self._cell, self.rank, "stderr") if self._log else ""
 
+    @property
+    def beginning(self) -> str:
+        """What the rank printed to stdout, or its first part and that there is more."""
+        text, is_cut = (
+            self._log.beginning(self._cell, self.rank, limit_bytes=_SHOWN_CHARS) if self._log else ("", False)
+        )
+        return f"{text} ... more in .stdout" if is_cut else text
+
 
 class CellResult:
     """How a cell ended on every rank that ran it. ``result[3]`` is rank 3's; iterating goes over the ranks' results."""
@@ -104,7 +112,7 @@ class CellResult:
         rows = "".join(
             f"<tr><td>{r.rank}</td><td>{html.escape(r.host)}</td><td>{r.seconds:.3f}</td>"
             f"<td style='text-align:left'><pre>{html.escape(_shown(r))}</pre></td>"
-            f"<td style='text-align:left'><pre>{html.escape(_clipped(r.stdout))}</pre></td></tr>"
+            f"<td style='text-align:left'><pre>{html.escape(r.beginning)}</pre></td></tr>"
             for r in self
         )
         head = "<tr><th>rank</th><th>host</th><th>seconds</th><th>value</th><th>stdout</th></tr>"
@@ -113,7 +121,7 @@ class CellResult:
 
 def _shown(result: RankResult) -> str:
     if result.error:
-        return result.error.summary
+        return _clipped(result.error.summary)
     return _clipped(str(result.bundle.get("text/plain", "")))
 
 

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from detrain_nb.magics.render import LiveCell, RenderOptions
+from detrain_nb.magics.screen import KernelScreen, TextScreen
 from detrain_nb.magics.transcript import Rich, Text, Transcript, canonical, merge_lines, rich_items
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,3 +144,68 @@ def test_values_that_are_identical_are_shown_once() -> None:
         Rich({"text/plain": "[0,2] 1"}),
         Rich({"text/plain": "[1] 2\n    3"}),
     ]
+
+
+# ---- what a rank can do by the million
+
+
+@pytest.mark.parametrize("second", [["x", "y"] * 999, ["y", *["x"] * 3] * 499])
+def test_lines_chosen_to_be_slow_to_merge_are_merged_by_their_place(second: list[str]) -> None:
+    began = time.thread_time()
+    merged = list(merge_lines({0: ["x"] * 1999, 1: second}, is_merging=True))
+    assert time.thread_time() - began < 10
+    assert sum(len(ranks) for ranks, _ in merged) == 1999 + len(second)
+
+
+def test_displays_by_the_million_are_kept_up_to_a_number_and_a_size(capsys: pytest.CaptureFixture[str]) -> None:
+    cell = LiveCell(TextScreen(), (0,), 1, RenderOptions(is_live=False))
+    for number in range(5000):
+        cell.display(0, {"text/plain": f"picture {number}"}, f"id {number}", False)
+    for _ in range(200):
+        cell.display(0, {"text/plain": "x" * (1 << 20)}, f"id {number}", True)
+        cell.display(0, {"text/plain": "x" * (1 << 20)}, "id 7", True)
+        cell.display(0, {"text/plain": "x" * (1 << 20)}, "another", False)
+    cell.finish({})
+    shown = capsys.readouterr().out
+    assert "picture 999\n" in shown
+    assert "picture 1000\n" not in shown
+    assert "... 4,200 more outputs, see them with %distributed log --cell 1 --rank 0 ..." in shown
+    assert len(shown) < 64 << 20
+
+
+def test_displays_that_grow_are_not_kept_without_end(capsys: pytest.CaptureFixture[str]) -> None:
+    cell = LiveCell(TextScreen(), (0,), 1, RenderOptions(is_live=False))
+    large = "x" * (1 << 20)
+    for number in range(200):
+        cell.display(0, {"text/plain": "small"}, f"id {number}", False)
+        cell.display(0, {"text/plain": large}, f"id {number}", True)
+    cell.finish({})
+    assert capsys.readouterr().out.count(large) == 64
+
+
+def test_updates_that_nobody_has_seen_do_not_pile_up() -> None:
+    sent: list[tuple[str, Any]] = []
+    is_released = threading.Event()
+
+    def send(_: object, kind: str, content: dict[str, Any], **__: object) -> None:
+        is_released.wait(10)
+        sent.append((kind, content.get("data")))
+
+    screen = KernelScreen(
+        SimpleNamespace(get_parent=lambda _: {}, iopub_socket=None, session=SimpleNamespace(send=send))
+    )
+    for number in range(100_000):
+        for display_id in ("a", "b"):
+            screen.update(Rich({"text/plain": f"{display_id} {number}"}), display_id)
+    is_released.set()
+    screen.close()
+    assert len(sent) < 100
+    last = [data["text/plain"] for _, data in sent[-2:]]
+    assert sorted(last) == ["a 99999", "b 99999"]
+
+
+def test_notices_of_a_cell_have_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+    cell = LiveCell(TextScreen(), (0,), 1, RenderOptions())
+    for _ in range(5000):
+        cell.notice("again")
+    assert capsys.readouterr().err.count("again") == 1000

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from detrain_nb.session.cells import CellObserver, CellRun
+from detrain_nb.session.log import OutputLog
 from detrain_nb.session.logbook import Logbook
+from detrain_nb.session.results import CellResult, RankResult
 from detrain_nb.session.shown_again import ShownAgain
 from detrain_nb.wire import Output, Unfinished
 
@@ -80,3 +84,21 @@ def test_reader_goes_on_where_it_was() -> None:
     assert not list(reader.read())
     _add(logbook, 1, "s\n", is_shown_perhaps=False, is_missed=False)
     assert [message.body for message in reader.read() if isinstance(message, Output)] == [b"s\n"]
+
+
+def test_table_of_a_result_reads_the_beginning_of_what_was_printed() -> None:
+    log = OutputLog()
+    for _ in range(40):
+        log.append(Output(0, 1, "stdout", b"long \n" * (1 << 18)))
+    log.append(Output(1, 1, "stdout", b"short"))
+    result = CellResult(1, {rank: RankResult(rank, "gpu1", 0.1, None, {}, None, log, 1) for rank in (0, 1)})
+    tracemalloc.start()
+    try:
+        table = result._repr_html_()
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+    assert table.count("long") < 1000
+    assert "... more in .stdout" in table
+    assert "short</pre>" in table
+    assert len(result[0].stdout) == 40 * 6 << 18
