@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..errors import SpecError, TransportError
 from .known_hosts import fingerprint
 from .ssh_config import HostSettings, SshTarget, default_config, read_config
-from .ssh_files import filesystem_class
+from .ssh_files import client_class, filesystem_class
 from .ssh_identities import AskPassphrase
 from .ssh_key_file import KeyFile
 from .ssh_opening import Hop, Opening, hold_to_window, shut
@@ -101,14 +101,12 @@ class SshConnection:
 
         Raises: TransportError when the host offers no SFTP, or no further channel: files then have to go otherwise.
         """
-        import paramiko
-
         opened: list[paramiko.SFTPClient] = []
 
         def begin(channel: paramiko.Channel) -> None:
             channel.settimeout(_SFTP_SILENCE_S)
             channel.invoke_subsystem("sftp")
-            opened.append(paramiko.SFTPClient(channel))
+            opened.append(client_class()(channel, self.settings.where))
 
         self._open_channel("SFTP", begin)
         return filesystem_class()(opened[0], self.settings.hostname)

@@ -4,18 +4,104 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..errors import TransportError
 from .ssh_socket import clean
 
 if TYPE_CHECKING:
     import paramiko
 
-__all__ = ["filesystem_class"]
+__all__ = ["client_class", "filesystem_class"]
 
 _SFTP_READ_BYTES = 32 << 10  # what every server gives at once
 _SFTP_AHEAD_BYTES = 4 << 20  # of what is asked for before the first of it has come
+_REPLY_BYTES = 256 << 10  # at most, as OpenSSH has it
+_MOST_NAMES = 100_000  # in a folder
+_INIT_NUMBER = (3).to_bytes(4, "big")  # where other requests have their number, the first has the version
+_SIZES_OF_ATTRIBUTES = {1: 8, 2: 8, 4: 4, 8: 8}  # by flag: size, owner, mode, times
+_HAS_MORE = 1 << 31  # pairs of texts
+
+
+@functools.cache
+def client_class() -> Callable[[paramiko.Channel, str], paramiko.SFTPClient]:
+    """Of paramiko's client, one that believes no number that the server says."""
+    import paramiko
+    from paramiko.sftp import CMD_READ, CMD_VERSION
+
+    class Client(paramiko.SFTPClient):
+        """Ends the connection to a server that answers with more than it was asked for, or what nobody asked for."""
+
+        def __init__(self, channel: paramiko.Channel, where: str) -> None:
+            self._channel, self._where, self._is_sftp = channel, where, False
+            self._asked: dict[bytes, int] = {}  # the requests without an answer, with what each may bring
+            super().__init__(channel)
+
+        def _send_packet(self, kind: int, packet: Any) -> None:
+            said = packet.asbytes()
+            self._asked[said[:4]] = int.from_bytes(said[-4:], "big") if kind == CMD_READ else 0
+            super()._send_packet(kind, packet)  # type: ignore[misc]  # the stubs leave it out
+
+        def _read_packet(self) -> tuple[int, bytes]:
+            size = int.from_bytes(self._read_all(4), "big")  # type: ignore[attr-defined]
+            if not 5 <= size <= _REPLY_BYTES:
+                self._leave(f"a reply of {size} bytes")
+            data = self._read_all(size)  # type: ignore[attr-defined]
+            kind, said = data[0], data[1:]
+            allowed = self._asked.pop(_INIT_NUMBER if kind == CMD_VERSION else said[:4], None)
+            if allowed is None:
+                self._leave("a reply to nothing")
+            elif not _is_within(kind, said, allowed):
+                self._leave(f"more than it was asked for, in {len(data)} bytes")
+            self._is_sftp = True
+            return kind, said
+
+        def _leave(self, what: str) -> None:
+            """Raises: TransportError; SFTPError where it may be no SFTP at all, but what a shell prints."""
+            if not self._is_sftp:
+                raise paramiko.SFTPError(f"no SFTP, but {what}")
+            self._channel.get_transport().close()
+            raise TransportError(f"{self._where}: SFTP there sends {what}: the connection was closed")
+
+    return Client
+
+
+def _is_within(kind: int, said: bytes, allowed: int) -> bool:
+    """It has no more data than ``allowed``, and has as many names and attributes as it announces."""
+    from paramiko.sftp import CMD_ATTRS, CMD_DATA, CMD_NAME
+
+    if kind == CMD_DATA:
+        return len(said) - 8 <= allowed
+    if kind == CMD_ATTRS:
+        return _skip_attributes(said, 4) <= len(said)
+    at = 8
+    for _ in range(_number_at(said, 4) if kind == CMD_NAME else 0):
+        at = _skip_attributes(said, _skip_text(said, _skip_text(said, at)))
+        if at > len(said):
+            return False
+    return True
+
+
+def _skip_attributes(said: bytes, at: int) -> int:
+    flags = _number_at(said, at)
+    at += 4 + sum(size for flag, size in _SIZES_OF_ATTRIBUTES.items() if flags & flag)
+    if flags & _HAS_MORE:
+        pairs, at = _number_at(said, at), at + 4
+        for _ in range(pairs):
+            at = _skip_text(said, _skip_text(said, at))
+            if at > len(said):
+                break
+    return at
+
+
+def _skip_text(said: bytes, at: int) -> int:
+    return at + 4 + _number_at(said, at)
+
+
+def _number_at(said: bytes, at: int) -> int:
+    return int.from_bytes(said[at : at + 4], "big")
 
 
 @functools.cache
@@ -34,6 +120,16 @@ def filesystem_class() -> type[Any]:
         def _connect(self) -> None:
             self.ftp = self._sftp
 
+        def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+            """fsspec's own takes names without end. Raises: OSError."""
+            path = self._strip_protocol(path)
+            with _sftp_errors():
+                found = list(itertools.islice(self.ftp.listdir_iter(path), _MOST_NAMES + 1))
+            if len(found) > _MOST_NAMES:
+                raise OSError(f"{path} has more than {_MOST_NAMES} names")
+            entries = [self._decode_stat(attributes, path) for attributes in found]
+            return entries if detail else sorted(entry["name"] for entry in entries)
+
         def put_file(self, lpath: str, rpath: str, callback: Any = None, **kwargs: Any) -> None:
             """fsspec's own tells no callback, and looks at every folder on the way. Raises: OSError."""
             with _sftp_errors():
@@ -47,6 +143,7 @@ def filesystem_class() -> type[Any]:
             """paramiko's own leaves a thread behind that asks for the rest when a copy is given up. Raises: OSError."""
             tell = _told(callback)
             with _sftp_errors(), self.ftp.open(rpath, "rb") as there, open(lpath, "wb") as here:
+                _ask_in_this_thread(there)
                 size = there.stat().st_size or 0
                 for start in range(0, size, _SFTP_AHEAD_BYTES):
                     if tell:
@@ -72,6 +169,16 @@ def filesystem_class() -> type[Any]:
                 self.ftp.close()
 
     return SshFileSystem
+
+
+def _ask_in_this_thread(file: Any) -> None:
+    """For what is read ahead; a thread, as paramiko starts, would print that the connection broke."""
+
+    def start_prefetch(chunks: list[tuple[int, int]], most: int | None = None) -> None:
+        file._prefetching, file._prefetch_done = True, False
+        file._prefetch_thread(chunks, most)
+
+    file._start_prefetch = start_prefetch
 
 
 def _told(callback: Any) -> Callable[[int, int], object] | None:

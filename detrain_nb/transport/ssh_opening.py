@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from ..errors import TransportError
 from .known_hosts import DEFAULT_PORT, KnownHosts
 from .ssh_config import HostSettings
 from .ssh_identities import AskPassphrase, Identities, Offer
-from .ssh_socket import clean, dial, one_of_few
+from .ssh_socket import StrangersSocket, clean, dial, one_of_few
 
 if TYPE_CHECKING:
     import paramiko
@@ -82,10 +81,13 @@ class Opening:
         tries = 0
         while True:
             tries += 1
-            sock = _dial_through(via, settings, deadline=deadline) if via else dial(settings, deadline=deadline)
+            sock = StrangersSocket(
+                _dial_through(via, settings, deadline=deadline) if via else dial(settings, deadline=deadline)
+            )
             transport = self._make_transport(sock)
             try:
-                _negotiate(transport, settings, known, deadline=deadline)
+                _negotiate(transport, sock, settings, known, deadline=deadline)
+                sock.trust()
                 return transport
             except _HungUp as exc:
                 self._drop(transport)
@@ -97,10 +99,15 @@ class Opening:
                     ) from exc
                 time.sleep(pause_s)
 
-    def _make_transport(self, sock: socket.socket | paramiko.Channel) -> paramiko.Transport:
+    def _make_transport(self, sock: StrangersSocket) -> paramiko.Transport:
         import paramiko
 
-        transport = paramiko.Transport(sock, default_window_size=WINDOW_BYTES, default_max_packet_size=_PACKET_BYTES)
+        transport = paramiko.Transport(
+            sock,  # type: ignore[arg-type]  # it has all that a socket has
+            default_window_size=WINDOW_BYTES,
+            default_max_packet_size=_PACKET_BYTES,
+        )
+        _hold_to_packets(transport)
         self.transports.append(transport)
         return transport
 
@@ -127,6 +134,20 @@ def hold_to_window(channel: paramiko.Channel) -> None:
         hold(pipe)
 
 
+def _hold_to_packets(transport: paramiko.Transport) -> None:
+    """End the connection to a host that sends larger packets than it may: paramiko waits for all that they announce."""
+    import paramiko
+
+    read_all = transport.packetizer.read_all
+
+    def read_at_most(n: int, check_rekey: bool = False) -> bytes:
+        if n > 2 * _PACKET_BYTES:
+            raise paramiko.SSHException(f"it sends a packet of {n} bytes")
+        return read_all(n, check_rekey)
+
+    transport.packetizer.read_all = read_at_most  # type: ignore[method-assign]
+
+
 def _dial_through(via: Hop, settings: HostSettings, *, deadline: float) -> paramiko.Channel:
     import paramiko
 
@@ -143,7 +164,9 @@ def _dial_through(via: Hop, settings: HostSettings, *, deadline: float) -> param
     return channel
 
 
-def _negotiate(transport: paramiko.Transport, settings: HostSettings, known: KnownHosts, *, deadline: float) -> None:
+def _negotiate(
+    transport: paramiko.Transport, sock: StrangersSocket, settings: HostSettings, known: KnownHosts, *, deadline: float
+) -> None:
     """Agree on algorithms and check the host key. Raises: TransportError, _HungUp."""
     import paramiko
 
@@ -151,7 +174,7 @@ def _negotiate(transport: paramiko.Transport, settings: HostSettings, known: Kno
     if settings.host_key_alias:
         name, port = settings.host_key_alias, DEFAULT_PORT  # as with ssh, it stands for the port too
     _choose_algorithms(transport, known.key_types(name, port))
-    _wait_for_keys(transport, settings, deadline=deadline)
+    _wait_for_keys(transport, sock, settings, deadline=deadline)
     try:
         key = transport.get_remote_server_key()
     except paramiko.SSHException as exc:
@@ -174,7 +197,9 @@ def _choose_algorithms(transport: paramiko.Transport, known_types: tuple[str, ..
     transport.set_log_channel(_LOG_NAME)
 
 
-def _wait_for_keys(transport: paramiko.Transport, settings: HostSettings, *, deadline: float) -> None:
+def _wait_for_keys(
+    transport: paramiko.Transport, sock: StrangersSocket, settings: HostSettings, *, deadline: float
+) -> None:
     """Start the transport and wait until it has the host's key, which has signed the exchange."""
     import paramiko
 
@@ -189,6 +214,11 @@ def _wait_for_keys(transport: paramiko.Transport, settings: HostSettings, *, dea
     if not is_done:
         what = "does not finish the handshake" if says_ssh else "takes the connection but does not speak SSH"
         raise TransportError(f"{settings.where}: {what} within {limit_s:.0f} s: is port {settings.port} that of sshd?")
+    if sock.has_said_too_much:
+        raise TransportError(
+            f"{settings.where}: sends more than a handshake before it has shown its host key: is port {settings.port} "
+            "that of sshd?"
+        )
     error = transport.get_exception() or EOFError()
     if not says_ssh and (str(error).startswith(_BANNER_ERROR) or isinstance(error, (EOFError, OSError))):
         raise _HungUp(str(error)) from error

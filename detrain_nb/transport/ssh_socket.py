@@ -1,21 +1,27 @@
-"""The TCP connection under SSH, and how many of them are being made to one sshd at a time."""
+"""The TCP connection under SSH, what may come on it of a stranger, and how many are made to one sshd at a time."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from ..errors import TransportError
 from .ssh_config import HostSettings
 
-__all__ = ["clean", "dial", "one_of_few"]
+if TYPE_CHECKING:
+    import paramiko
+
+__all__ = ["StrangersSocket", "clean", "dial", "one_of_few"]
 
 _TCP_LIMIT_S = 5.0
 _TCP_SILENCE_S = 15.0
+_STRANGERS_BYTES = 256 << 10  # a handshake has some 5000
 _CONNECTS_AT_A_TIME = 8  # sshd's MaxStartups begins to drop at 10
 
 
@@ -46,6 +52,37 @@ def dial(settings: HostSettings, *, deadline: float) -> socket.socket:
         if not isinstance(error, TimeoutError) or time.monotonic() >= deadline:
             reason = _describe(error, settings.port, waited_s=time.monotonic() - began)
             raise TransportError(f"{settings.where}: {reason}") from error
+
+
+class StrangersSocket:
+    """A connection on which no more than a handshake comes until we know who is at the other end.
+
+    paramiko keeps all of a line before it looks at it, and all of a packet.
+    """
+
+    def __init__(self, sock: socket.socket | paramiko.Channel) -> None:
+        self._sock = sock
+        self._left_bytes = _STRANGERS_BYTES
+        self.recv: Callable[[int], bytes] = self._recv_some
+        self.send = sock.send
+
+    @property
+    def has_said_too_much(self) -> bool:
+        return self._left_bytes <= 0
+
+    def trust(self) -> None:
+        """We know who it is: from now on all comes in."""
+        self.recv = self._sock.recv
+
+    def _recv_some(self, size: int) -> bytes:
+        if self.has_said_too_much:
+            raise ConnectionAbortedError(errno.ECONNABORTED, "too much came before the host key")
+        data = self._sock.recv(min(size, self._left_bytes))
+        self._left_bytes -= len(data)
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
 
 
 @contextlib.contextmanager

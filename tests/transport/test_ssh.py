@@ -24,9 +24,10 @@ import paramiko
 import psutil
 import pytest
 from fsspec.implementations.sftp import SFTPFileSystem
+from paramiko import sftp
 
 from detrain_nb.errors import SpecError, TransportError
-from detrain_nb.transport import ssh, ssh_identities, ssh_opening
+from detrain_nb.transport import ssh, ssh_files, ssh_identities, ssh_opening
 from detrain_nb.transport.known_hosts import fingerprint
 from detrain_nb.transport.ssh import SshConnection, SshTarget
 from detrain_nb.transport.ssh_stream import Stream
@@ -512,6 +513,135 @@ def test_sftp_that_falls_silent_ends_a_call(
         files.ls("/")
 
 
+Answer = Callable[[int, bytes, int], Iterator[bytes]]  # to a request of that kind and number, and for so many bytes
+
+
+@pytest.fixture
+def serve_sftp(recorder: Recorder, key: Path) -> Iterator[Callable[[Answer], SshConnection]]:
+    """Return a function that connects to a host whose SFTP server answers as it is told."""
+    recorder.make_known()
+    recorder.takes = True
+    recorder.answers.set()
+    with contextlib.ExitStack() as stack:
+
+        def serve(answer: Answer) -> None:
+            wait_until(lambda: bool(recorder.transports[-1]._channels.values()))
+            [channel] = recorder.transports[-1]._channels.values()
+            channel.settimeout(LIMIT_S)
+            with contextlib.suppress(OSError, EOFError):  # it is left
+                while size := int.from_bytes(channel.recv(4), "big"):
+                    request = channel.recv(size)
+                    is_first = request[0] == sftp.CMD_INIT
+                    replies = (
+                        [_reply(sftp.CMD_VERSION, 3)] if is_first else answer(request[0], request[1:5], _last(request))
+                    )
+                    for reply in replies:
+                        channel.sendall(len(reply).to_bytes(4, "big") + reply)
+
+        def begin(answer: Answer) -> SshConnection:
+            connection = SshConnection.open(SshTarget("node", identity_file=str(key)))
+            thread = threading.Thread(target=serve, args=[answer])
+            thread.start()
+            stack.callback(thread.join)
+            return stack.enter_context(connection)
+
+        yield begin
+
+
+def _last(request: bytes) -> int:
+    return int.from_bytes(request[-4:], "big")
+
+
+def _reply(kind: int, *fields: int | bytes) -> bytes:
+    return bytes([kind]) + b"".join(part.to_bytes(4, "big") if isinstance(part, int) else part for part in fields)
+
+
+def _serve_file(size: int, sent: Callable[[int], int]) -> Answer:
+    """A file of that size; where so much is asked for, ``sent`` says what comes."""
+
+    def answer(kind: int, number: bytes, asked: int) -> Iterator[bytes]:
+        if kind == sftp.CMD_READ:
+            yield _reply(sftp.CMD_DATA, number, sent(asked), bytes(sent(asked)))
+        elif kind == sftp.CMD_OPEN:
+            yield _reply(sftp.CMD_HANDLE, number, 1, b"h")
+        elif kind == sftp.CMD_CLOSE:
+            yield _reply(sftp.CMD_STATUS, number, 0, 0, 0)
+        else:
+            yield _reply(sftp.CMD_ATTRS, number, 1, 0, size)
+
+    return answer
+
+
+def _serve_folder(kind_of_reply: int, *fields: int | bytes) -> Answer:
+    """A folder; a look into it is answered with that."""
+
+    def answer(kind: int, number: bytes, asked: int) -> Iterator[bytes]:
+        if kind == sftp.CMD_OPENDIR:
+            yield _reply(sftp.CMD_HANDLE, number, 1, b"h")
+        else:
+            yield _reply(kind_of_reply, number, *fields)
+
+    return answer
+
+
+def _answer_without_end(kind: int, number: bytes, asked: int) -> Iterator[bytes]:
+    while True:
+        yield _reply(sftp.CMD_STATUS, 1 << 30, 0, 0, 0)
+
+
+_MANY = (1 << 32) - 1
+_LIES: dict[str, tuple[Answer, str]] = {
+    "a byte more than asked": (_serve_file(1000, lambda asked: asked + 1), "more than it was asked for"),
+    "all of a file at once": (_serve_file(1 << 20, lambda asked: 200_000), "more than it was asked for"),
+    "more than any reply has": (_serve_file(1 << 20, lambda asked: 1 << 20), "a reply of 1048585 bytes"),
+    "replies without end": (_answer_without_end, "a reply to nothing"),
+    "more names than there are": (_serve_folder(sftp.CMD_NAME, _MANY), "more than it was asked for"),
+    "more of a name than there is": (_serve_folder(sftp.CMD_NAME, 1, _MANY), "more than it was asked for"),
+    "more attributes than there are": (_serve_folder(sftp.CMD_ATTRS, 1 << 31, _MANY), "more than it was asked for"),
+    "more attributes of a name than there are": (
+        _serve_folder(sftp.CMD_NAME, 1, 0, 0, 1 << 31, _MANY),
+        "more than it was asked for",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", _LIES)
+def test_sftp_server_that_sends_more_than_it_was_asked_for_is_left(
+    lie: str, serve_sftp: Callable[[Answer], SshConnection], tmp_path: Path
+) -> None:
+    answer, complaint = _LIES[lie]
+    connection = serve_sftp(answer)
+    files = connection.open_sftp_filesystem()
+    with pytest.raises(TransportError, match=f"127.0.0.1:.*: SFTP there sends {complaint}") as caught:
+        if "names" in lie or " name" in lie:
+            files.ls("/folder")
+        else:
+            files.get_file("/file", str(tmp_path / "down"))
+    assert not connection.is_alive
+    assert str(caught.value).isprintable()
+
+
+def test_sftp_server_that_sends_what_it_was_asked_for_is_believed(
+    serve_sftp: Callable[[Answer], SshConnection], tmp_path: Path
+) -> None:
+    """What it sends at once may be less than that."""
+    with contextlib.closing(
+        serve_sftp(_serve_file(100_000, lambda asked: min(asked, 1000))).open_sftp_filesystem()
+    ) as files:
+        files.get_file("/file", str(tmp_path / "down"))
+    assert (tmp_path / "down").read_bytes() == bytes(100_000)
+
+
+def test_folder_with_names_without_end_is_an_error(
+    serve_sftp: Callable[[Answer], SshConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_files, "_MOST_NAMES", 100)
+    name = (1).to_bytes(4, "big") + b"a" + bytes(8)  # the name, none as others show it, no attributes
+    connection = serve_sftp(_serve_folder(sftp.CMD_NAME, 10, name * 10))
+    with pytest.raises(OSError, match="/folder has more than 100 names"):
+        connection.open_sftp_filesystem().ls("/folder")
+
+
 # The connection itself
 
 
@@ -991,6 +1121,61 @@ def test_listener_that_talks_nonsense_is_one_clean_error(said: bytes, listen: Ca
         SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=2)
     assert str(caught.value).isprintable()
     assert str(caught.value).startswith(f"me@127.0.0.1:{port}: ")
+
+
+def _packet(payload: bytes, *, announced: int = 0) -> bytes:
+    """As SSH has it before keys are agreed on."""
+    padding = 4 + -(len(payload) + 9) % 8
+    size = announced or 1 + len(payload) + padding
+    return size.to_bytes(4, "big") + bytes([padding]) + payload + bytes(padding)
+
+
+_SAYS_SSH = b"SSH-2.0-OpenSSH_9.2p1\r\n"
+_TOO_MUCH = "sends more than a handshake before it has shown its host key: is port .* that of sshd"
+_ENDLESS: dict[str, tuple[bytes, bytes, str]] = {
+    "a line": (b"", b"x" * 4096, _TOO_MUCH),
+    "lines": (b"", b"x" * 100_000 + b"\r\n", _TOO_MUCH),
+    "a version": (b"SSH-2.0-", b"x" * 4096, _TOO_MUCH),
+    "packets to be ignored": (_SAYS_SSH, _packet(b"\2" + bytes(30_000)), _TOO_MUCH),
+    "packets for who looks for faults": (_SAYS_SSH, _packet(b"\4\0" + bytes(30_000)), _TOO_MUCH),
+    "packets that are large": (_SAYS_SSH, _packet(b"\2" + bytes(500_000)), _TOO_MUCH),
+    "a packet": (
+        _SAYS_SSH + _packet(b"\2", announced=(1 << 31) + 4),
+        bytes(4096),
+        "it sends a packet of 2147483648 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", _ENDLESS)
+def test_listener_that_talks_without_end_is_left(what: str, listen: Callable[..., int]) -> None:
+    """Nothing of it is needed, and paramiko would keep all of it."""
+    began, goes_on, complaint = _ENDLESS[what]
+    sent: list[int] = []
+
+    def serve(sock: socket.socket) -> None:
+        sock.sendall(began)
+        sent.append(0)
+        while sent[-1] < 1 << 28:
+            sent[-1] += sock.send(goes_on)
+
+    port = listen(serve)
+    with fails(match=rf"me@127.0.0.1:{port}: .*{complaint}"):
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=LIMIT_S)
+    assert len(sent) == 1, "it is not asked again"
+    assert sent[0] < 1 << 24, "what the system holds, and what a handshake may have"
+
+
+def test_host_that_announces_a_packet_larger_than_it_may_send_is_left(recorder: Recorder, key: Path) -> None:
+    recorder.make_known()
+    recorder.takes = True
+    with SshConnection.open(SshTarget("node", identity_file=str(key))) as connection:
+        message = paramiko.Message()
+        message.add_byte(b"\2")
+        message.add_string(bytes(600_000))
+        recorder.transports[-1]._send_message(message)
+        wait_until(lambda: not connection.is_alive)
+        assert "it sends a packet of" in str(connection._transport.saved_exception)
 
 
 def test_host_that_hangs_up_right_after_the_handshake_is_said(
