@@ -22,7 +22,7 @@ SAMPLE_BYTES = 1 << 20  # of the beginning of each, and of its end
 
 def main() -> None:
     """Serve one order."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, lambda *_: sys.exit(1))
     sys.stdout.buffer.write(MAGIC)
     talk = Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer)

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import signal
 import stat
 import time
 import zipfile
@@ -17,15 +18,17 @@ from typing import IO, Any
 from ..locks import take_lock
 from .arrivals import TreeWriter
 from .notes import Sent, lstat, note_path, read_note, write_note
-from .talk import FilesError, Talk, Untrue, as_size, check_name
+from .talk import SLOWEST_BYTES_PER_S, FilesError, Talk, Untrue, as_size, check_name
 from .trees import MOST_NAMED
 
 _CHUNK_BYTES = 1 << 18
 _LOCK_LIMIT_S = 60.0
+_DONE_LIMIT_S = 600.0  # the notebook has long given up then, or is gone without a word
 
 
 def sync(talk: Talk, order: dict[str, Any], folder: str) -> None:
-    """Make ``folder`` as the notebook's."""
+    """Make ``folder`` as the notebook's; SIGALRM comes when that takes too long: other notebooks wait for the lock."""
+    _be_done_in_time(order["size"])
     text = b"".join(talk.read(order["size"]))
     listed: list[list[Any]] = json.loads(text)
     wanted = {check_name(name): (sha256, executable) for name, sha256, executable in listed}
@@ -55,6 +58,11 @@ def sync(talk: Talk, order: dict[str, Any], folder: str) -> None:
     talk.say("done", left_alone=sorted(left_alone)[:MOST_NAMED], num_left_alone=len(left_alone))
 
 
+def _be_done_in_time(size: int) -> None:
+    """``size``: of what comes next."""
+    signal.setitimer(signal.ITIMER_REAL, _DONE_LIMIT_S + size / SLOWEST_BYTES_PER_S)
+
+
 def _compare(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, Sent]) -> tuple[set[str], list[str]]:
     """Say what has to come, and what somebody else has put where it should."""
     want, left_alone = set(), []
@@ -81,6 +89,7 @@ def _compare(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, S
 
 def _receive_archive(talk: Talk, writer: TreeWriter) -> str:
     size = as_size(talk.hear("archive")["size"])
+    _be_done_in_time(size)
     writer.check_room("", size)
     path = writer.staged(writer.new_number())
     with open(path, "xb") as file:

@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -346,6 +348,23 @@ def test_node_waits_for_another_that_writes_to_the_same_folder(
         assert bringing.is_alive() and packed == []
     bringing.join(10)
     assert second.files() == {"a.py": "a = 1"}
+
+
+def test_notebook_that_is_gone_without_a_word_holds_up_no_other_for_ever(root: Path, node: FolderNode) -> None:
+    write(root, a_py="a")
+    limits = "from detrain_nb.node import sync; sync._DONE_LIMIT_S = 0.5; sync.SLOWEST_BYTES_PER_S = 1e9; "
+    order = {"type": "sync", "base": str(node.work), "cache": node.cache, "root": "x", "takes_over": True, "size": 12}
+    said = json.dumps(order) + '\n[["b","",0]]'
+    command = [sys.executable, "-c", f"{limits}from detrain_nb.node import files; files.main()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        assert program.stdin and program.stdout
+        program.stdin.write(said.encode())
+        program.stdin.flush()
+        assert program.wait(30) == 1
+        assert b'"want"' in program.stdout.read()
+    assert not list(node.work.rglob(".detrain_nb-*"))
+    FolderSync(root).bring([node])
+    assert list(node.files()) == ["a.py"]
 
 
 def test_node_that_was_not_reached_gets_nothing(root: Path, node: FolderNode) -> None:
