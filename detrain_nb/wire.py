@@ -162,10 +162,14 @@ class Interrupt(Message):
 
 @dataclass(frozen=True)
 class NewGeneration(Message):
-    """End the process groups of the generation before, and make the default group of generation ``number``."""
+    """End the process groups of the generation before, and make the default group of generation ``number``.
+
+    ``is_checked``: its ranks compare collectives before they begin them.
+    """
 
     ranks: list[int]
     number: int
+    is_checked: bool = False
 
 
 @dataclass(frozen=True)

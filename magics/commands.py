@@ -209,6 +209,8 @@ class SessionCommands:
         holder.settings = holder.settings.changed(args.assignment)
         if holder.session is not None:
             holder.session.hang_s, holder.session.warm_s = holder.settings.hang, holder.settings.warm
+            if words := holder.session.check_collectives(holder.settings.check == "on"):
+                print(words)
         if holder.settings.warm:
             shorten_kept(holder.settings.warm)
         else:

@@ -188,6 +188,8 @@ class SessionHolder:
             self.session.detach()  # it has ended, or is this very session under an earlier connection
         session.hang_s, session.stop_gap_s = self.settings.hang, self._stop_gap_s
         session.warm_s = self.settings.warm
+        if words := session.check_collectives(self.settings.check == "on"):
+            print(words)
         self.session = session
         for words in session.notices:
             print(words)

@@ -102,6 +102,7 @@ class Settings:
     max_chars: int = 200_000
     timeout: float = 0.0  # seconds; 0 is none
     hang: float = 5.0  # seconds that a rank waits for others before the cell says so
+    check: str = "off"  # on: ranks compare every collective before they begin it
     warm: float = 600.0  # seconds that nodes keep torch imported after a stop, for the next start; 0 is not at all
 
     @classmethod
@@ -139,7 +140,7 @@ class Settings:
         return "\n".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
 
-_CHOICES = {"output": ("live", "final"), "merge": ("same", "all", "rank0")}
+_CHOICES = {"output": ("live", "final"), "merge": ("same", "all", "rank0"), "check": ("off", "on")}
 
 
 def _whole(text: str) -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from .rings import errors_behind
 
 _SHOWN = 5
+_kept: list[object] = []  # what C++ calls has to stay as long as this process
 _MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
 _CUDA = re.compile(r"CUDA error|device-side assert|illegal memory access|cudaError", re.IGNORECASE)
 
@@ -56,6 +59,25 @@ def is_context_broken(error: BaseException, text: str) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def speak_before_abort(words: Callable[[], str]) -> None:
+    """Write ``words()`` to stderr when C++ code ends this process, as gloo does where tensors differ in their size.
+
+    It does so in a thread of its own, by ``std::terminate``: no signal, so that Python may run.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C++ library than that of GCC
+        set_handler = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_handler.restype = ctypes.c_void_p
+        handler = ctypes.CFUNCTYPE(None)
+
+        def end() -> None:
+            with contextlib.suppress(Exception):
+                os.write(2, words().encode("utf-8", "replace"))
+            usual()  # it says what was thrown, and aborts
+
+        _kept.append(kept := handler(end))
+        usual = handler(set_handler(kept))
 
 
 def _tensors(value: object, depth: int = 3) -> Iterator[torch.Tensor]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from ..errors import SessionError
+from .checking import Checking
 from .connections import Connections
 from .stale import forget_meshes
 
@@ -49,6 +50,7 @@ class Generation:
         self._groups_made = 0
         self._groups_seen = 0
         self._connections = Connections()
+        self._checking = Checking(timeout=self._timeout)
         self._changing = threading.Lock()
         self._torch_init = dist.init_process_group
         self._torch_new_group = dist.distributed_c10d._new_process_group_helper
@@ -71,8 +73,8 @@ class Generation:
             found.update({group.group_name + of: number for of, number in count_operations(group).items()})
         return found
 
-    def start(self, number: int) -> None:
-        """End what there is and make the default group of generation ``number``.
+    def start(self, number: int, *, is_checked: bool = False) -> None:
+        """End what there is and make the default group of generation ``number``; ``is_checked``: see checking.py.
 
         Collective: every rank starts the same number. Raises: SessionError when it is ended in the meantime, and what
         torch raises.
@@ -85,6 +87,7 @@ class Generation:
             self._groups_made = 0
             self._store = None
         forget_meshes()
+        self._checking.switch(is_checked)
         self._make_group(self._backend)
         self._require_not_ended()
 
@@ -175,7 +178,9 @@ class Generation:
         """Every group is made here or in ``_split_group``: default, ``new_group``, of a mesh."""
         self._groups_seen += 1
         with self._connections.recording():
-            return self._torch_new_group(*args, **options)
+            made = self._torch_new_group(*args, **options)
+            self._checking.add(*made)
+            return made
 
     def _split_group(self, *args: Any, **options: Any) -> Any:
         """On NCCL a mesh makes its groups of the default one, without ``_new_group``."""

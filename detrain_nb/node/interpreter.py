@@ -66,11 +66,11 @@ from ..wire import (
 from .bars import use_text_bars
 from .broadcast import broadcast
 from .cellrunner import Bundle, CellRunner, Screen, chain_of, error_message, user_traceback
-from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory
+from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory, speak_before_abort
 from .generation import Generation
 from .given import Given
 from .interrupts import Interrupts
-from .recorder import look_inside
+from .recorder import describe_last, look_inside
 from .rings import break_rings
 from .room import require_room
 from .stale import StaleVariables
@@ -135,6 +135,7 @@ class _Interpreter:
             timeout_s=config.group_timeout_s,
         )
         self._generation.take_over_torch()
+        speak_before_abort(lambda: describe_last(since_ns=self._generation.started_ns))
         self._stale = StaleVariables()
         self._runner = CellRunner.create(Screen(self._display, self._clear))
         events = self._runner.events
@@ -356,7 +357,7 @@ class _Interpreter:
     def _start_generation(self, message: NewGeneration) -> None:
         error = ""
         try:
-            self._generation.start(message.number)
+            self._generation.start(message.number, is_checked=message.is_checked)
         except Exception as exc:  # noqa: BLE001  whatever torch raises here, the notebook has to know and the rank lives on
             error = f"{type(exc).__name__}: {exc}"
         self._send(GenerationReady(self._rank, message.number, _bounded(error)))

@@ -69,6 +69,13 @@ def read_collectives(*, since_ns: int) -> list[list[Any]]:
     return _last_of(_dump(since_ns))
 
 
+def describe_last(*, since_ns: int) -> str:
+    """The collective that was begun last, as a line; empty where there is none."""
+    for op, sequence, _, _, tensors, *_ in read_collectives(since_ns=since_ns)[-1:]:
+        return f"the last collective here: {op} #{sequence} {tensors}\n"
+    return ""
+
+
 def _last_of(dumped: list[dict[str, Any]]) -> list[list[Any]]:
     recorded = {
         (_label(entry), entry["collective_seq_id"], entry["time_created_ns"]): entry

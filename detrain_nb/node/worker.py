@@ -64,6 +64,7 @@ _LEAVE_LIMIT_S = 1.0
 _STDERR_TAIL_BYTES = 4000
 _LAST_LINES = 10
 _CELL_LINE = re.compile(r'File "<cell \d+>", line \d+')
+_NOT_THE_USERS = re.compile(r"^Extension modules: |/detrain_nb/node/")  # in a dump of a crash
 _MANY_ENDS = 3  # so many in this time without a cell that ended: no fresh interpreter would fare better
 _MANY_ENDS_S = 60.0
 
@@ -311,6 +312,8 @@ class _Worker:
         if crash:
             words.append(f"Fatal Python error: {crash}")
             for line in below.splitlines()[1:]:
+                if not line.strip() or _NOT_THE_USERS.search(line):
+                    continue
                 words.append(line)
                 if _CELL_LINE.search(line):
                     break

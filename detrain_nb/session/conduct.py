@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from ..errors import CellInterrupted, CellTimeout, RankLost, format_ranks
 from ..wire import CellFailed, Position, RunCell
 from .cells import CellRun
-from .diagnosis import HangWatch
+from .diagnosis import HangWatch, describe_last
 from .generations import Generations
 from .losses import advice, describe_ends
 from .rank_link import RankLink
 from .rescue import Rescue
 from .stuck import StuckWatch
 
+_DID_NOT_FIT = "gloo::EnforceNotMet"  # in the last words of a rank
+_CHECK = "%distributed config check=on names them before they are sent"
 LOOK_GAP_S = 1.0
 ENDING_LIMIT_S = 10.0  # from what a rank raised to its end, where that follows: a driver takes back what it had
 LOSS_LIMIT_S = 0.5  # from what the others raise to the news that a rank has ended
@@ -126,7 +128,7 @@ class Conductor:
     def _rank_lost(self, run: CellRun) -> RankLost:
         """What is known of the ranks that were lost, what became of the others, and what to do."""
         hosts = {rank: up.host for rank, up in self._inbox.up.items()}
-        lines = [describe_ends(run.lost, hosts=hosts), *self._told_of_fresh(run)]
+        lines = [describe_ends(run.lost, hosts=hosts), *self._told_of_sizes(run), *self._told_of_fresh(run)]
         kept = [rank for rank in run.ranks if rank not in run.lost]
         if still := [rank for rank in kept if rank in run.running]:
             lines.append(f"{self._ranks.where(still)} still in the cell: the next cell waits for it")
@@ -135,6 +137,15 @@ class Conductor:
         if stale := self._generations.stale:
             lines.append(f"make again what was made with the old process groups: {', '.join(stale)}")
         return RankLost("\n".join(lines), ranks=run.lost)
+
+    def _told_of_sizes(self, run: CellRun) -> list[str]:
+        """What the others had begun, where gloo has ended a rank because what came did not fit."""
+        if not any(_DID_NOT_FIT in end.stderr_tail for end in run.lost.values()):
+            return []
+        _, evidence = self._ranks.look([rank for rank in run.ranks if rank not in run.lost], before={}, stack=False)
+        others = describe_last(evidence)
+        begun = f"the others had begun {others}: " if others else ""
+        return [f"{begun}ranks sent tensors of different sizes in one collective, {_CHECK}"]
 
     def _told_of_fresh(self, run: CellRun) -> list[str]:
         """What to do about the ranks that were lost: the user is told it now."""

@@ -33,6 +33,7 @@ class Core:
         self.hang_s = 5.0
         self.stop_gap_s = 0.0
         self._wants_group = True
+        self._checks_collectives = False
         self.group_timeout_s = 0.0  # 0: torch's own
         self.is_stopped = False
         self.set_plan(Plan((), "gloo"))
@@ -42,6 +43,7 @@ class Core:
         self.plan = plan
         self.generations = Generations(self.ranks, world_size=plan.world_size)
         self.generations.is_wanted = self._wants_group
+        self.generations.is_checked = self._checks_collectives
         self.rescue = Rescue(self.ranks, self.generations, world_size=plan.world_size)
         self.ranks.cuda_ranks = plan.cuda_ranks
         self.inbox.know_ranks(plan.node_of)
@@ -54,6 +56,15 @@ class Core:
     @wants_group.setter
     def wants_group(self, wants_group: bool) -> None:
         self._wants_group = self.generations.is_wanted = wants_group
+
+    @property
+    def checks_collectives(self) -> bool:
+        """The ranks compare collectives before they begin them, in all groups of later generations."""
+        return self._checks_collectives
+
+    @checks_collectives.setter
+    def checks_collectives(self, checks_collectives: bool) -> None:
+        self._checks_collectives = self.generations.is_checked = checks_collectives
 
     @property
     def world_size(self) -> int:

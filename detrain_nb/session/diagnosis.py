@@ -19,6 +19,7 @@ from .evidence import DEFAULT_GROUP, Collective, Evidence
 _DISTRIBUTED = "/torch/distributed/"
 _BACKWARD = "/torch/autograd/"  # DDP waits for its collectives below it
 _PASSED_THROUGH = ("/detrain_nb/node/", "/torch/_ops.py:")  # between torch.distributed and what is called in C
+_COMPARED = "/detrain_nb/node/checking.py:"  # its frames have the names of the functions of torch.distributed
 _NOT_WAITING = ("/torch/distributed/checkpoint/",)  # for files, not for other ranks
 _STANDARD_LIBRARY = re.compile(r"/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen ")
 _OWN_WAITS = ("os.wait(", "torch.jit.wait(", "torch._C.wait(")
@@ -135,6 +136,8 @@ def _distributed_function(evidence: Evidence) -> str:
     public = private = ""
     for frame in evidence.stack:
         path, _, function = frame.rpartition(" ")
+        if _COMPARED in path and not function.startswith("_"):
+            return function
         if any(part in path for part in _PASSED_THROUGH):
             continue
         if _DISTRIBUTED not in path or any(part in path for part in _NOT_WAITING):
@@ -214,9 +217,18 @@ def _words(verdict: Verdict, cell: int) -> tuple[str, str]:
     return f"is {place}", f"are {place}"
 
 
-def describe_mismatch(ranks: Iterable[Evidence]) -> str:
-    """What the ranks called as the same collective of a group although it is not the same; empty when all fits."""
-    return next(iter(_find_mismatches(list(ranks)).values()), "")
+def describe_mismatch(ranks: Iterable[Evidence], *, is_over: bool = False) -> str:
+    """What the ranks called as the same collective of a group although it is not the same; empty when all fits.
+
+    Of collectives that somebody has not finished, or with ``is_over`` of all that are known.
+    """
+    return next(iter(_find_mismatches(list(ranks), is_over=is_over).values()), "")
+
+
+def describe_last(ranks: Iterable[Evidence]) -> str:
+    """The collective that each rank has begun last, as far as that is known: ``all_reduce #1 Float[3] on rank 0``."""
+    last = {evidence.rank: evidence.collectives[-1] for evidence in ranks if evidence.collectives}
+    return _by_value({rank: f"{collective} {collective.tensors}".rstrip() for rank, collective in last.items()})
 
 
 def are_in_step(ranks: Iterable[Evidence]) -> bool:
@@ -234,11 +246,15 @@ def are_in_step(ranks: Iterable[Evidence]) -> bool:
     return all(len(steps) == 1 and -1 not in steps for steps in reached.values())
 
 
-def _find_mismatches(everyone: list[Evidence]) -> dict[_Key, str]:
-    """In words, for every collective that somebody has not finished and that is not the same on all ranks."""
-    unfinished = {_key(collective): evidence.members for evidence in everyone for collective in evidence.pending}
+def _find_mismatches(everyone: list[Evidence], *, is_over: bool = False) -> dict[_Key, str]:
+    """In words, for every collective that is not the same on all ranks; see ``describe_mismatch``."""
+    looked_at = {
+        _key(collective): evidence.members
+        for evidence in everyone
+        for collective in (evidence.collectives if is_over else evidence.pending)
+    }
     found = {}
-    for key, members in unfinished.items():
+    for key, members in looked_at.items():
         called = {
             evidence.rank: collective
             for evidence in everyone
@@ -255,7 +271,7 @@ def _describe_difference(called: Mapping[int, Collective]) -> str:
     """``called`` as one collective, by rank; empty when it is one."""
     any_of_them = next(iter(called.values()))
     if len({collective.op for collective in called.values()}) > 1:
-        ops = _by_value({rank: collective.op for rank, collective in called.items()})
+        ops = _by_value({rank: f"{each.op} {each.tensors}".rstrip() for rank, each in called.items()})
         return f"#{any_of_them.sequence}{any_of_them.of_group} is not the same on all ranks: {ops}"
     tensors = {rank: collective.tensors for rank, collective in called.items()}
     if len(set(tensors.values())) > 1 and not any_of_them.op.startswith(_MAY_DIFFER):

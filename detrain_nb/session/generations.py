@@ -22,6 +22,7 @@ class Generations:
 
     def __init__(self, ranks: RankLink, *, world_size: int) -> None:
         self.is_wanted = True  # a default group is made where there is none
+        self.is_checked = False  # ranks compare collectives before they begin them, in the next generations
         self.stale: list[str] = []  # variables that were made with the generation that ended last
         self._ranks = ranks
         self._inbox = ranks.inbox
@@ -58,7 +59,7 @@ class Generations:
         ready = self._inbox.generation_ready = self._inbox.requests.new(everyone)
         for rank, end in list(self._inbox.lost.items()):  # its loss was told before anybody waited for it
             ready.fail(RankLost(describe_ends({rank: end}, hosts={}), ranks=[rank]), rank=rank)
-        self._ranks.send(NewGeneration(everyone, self._inbox.generation))
+        self._ranks.send(NewGeneration(everyone, self._inbox.generation, self.is_checked))
         try:
             self._wait_for_group(ready)
         except BaseException:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError, SessionError, format_ranks
+from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError, RemoteError, SessionError, format_ranks
 from ..wire import CellDone, RanCell, RunCell
 from .cells import CellObserver, CellRun
 from .conduct import Conductor
 from .core import Core, Ranks
+from .diagnosis import describe_mismatch
 from .generations import describe_new_groups
 from .losses import advice, describe_ends, describe_silence
 from .rank_link import IDLE_LIMIT_S
@@ -100,12 +101,20 @@ class Runs:
         if not errors:
             return
         is_stopped = all(error.interrupted for error in errors.values())
-        if silence := describe_silence(errors):  # gloo has closed its connections: that group is of no more use
+        silence = describe_silence(errors)
+        mismatch = self._mismatch(run) if silence or _have_hung_up(errors) else ""
+        if silence:  # gloo has closed its connections: that group is of no more use
             stale = self._core.generations.end()
+            silence = mismatch or silence
             note = f"{silence}\n{story or describe_new_groups(stale, is_wanted=self._core.wants_group)}"
         else:
-            note = story or self._core.rescue.after_failure(run)
+            note = "\n".join(filter(None, [mismatch, story or self._core.rescue.after_failure(run)]))
         raise (CellInterrupted if is_stopped else RankError)(errors, world_size=len(run.ranks), note=note)
+
+    def _mismatch(self, run: CellRun) -> str:
+        """Which collectives were not the same on the ranks of ``run``, in words."""
+        _, evidence = self._ranks.look(run.ranks, before={}, stack=False)
+        return describe_mismatch(evidence, is_over=True)
 
     # ---- what it gave
 
@@ -202,3 +211,7 @@ class Runs:
 
     def _logged(self, cell: int) -> LoggedCell:
         return self._inbox.logbook.cells.setdefault(cell, LoggedCell())
+
+
+def _have_hung_up(errors: Mapping[int, RemoteError]) -> bool:
+    return any(error.follows_another and not error.interrupted for error in errors.values())

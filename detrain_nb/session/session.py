@@ -37,6 +37,7 @@ from .cells import CellObserver, CellRun
 from .core import Core, Ranks
 from .diagnosis import describe_mismatch, judge
 from .files import SessionFiles, current_folder
+from .generations import describe_new_groups
 from .log import OutputLog
 from .members import Members
 from .rank_link import IDLE_LIMIT_S
@@ -307,6 +308,24 @@ class Session:
     def wants_group(self) -> bool:
         """There is a default process group, made before the first cell and after every loss."""
         return self._core.wants_group
+
+    @property
+    def checks_collectives(self) -> bool:
+        """The ranks compare every collective before they begin it, and all of them fail where it is not the same."""
+        return self._core.checks_collectives
+
+    def check_collectives(self, is_on: bool = True) -> str:
+        """Compare collectives from the next process groups on, or no more; says in words when that is.
+
+        Groups that no cell uses are ended at once. Each collective then takes some milliseconds longer.
+        """
+        if is_on == self.checks_collectives:
+            return ""
+        self._core.checks_collectives = is_on
+        if self._inbox.busy:
+            return "a cell runs: it holds for process groups that are made later, after %distributed restart for all"
+        has_groups = any(self._inbox.has_group.values())
+        return describe_new_groups(self._core.generations.end(), is_wanted=self.wants_group) if has_groups else ""
 
     @property
     def group_timeout_s(self) -> float:

@@ -424,12 +424,12 @@ def test_group_is_named_unless_it_is_the_default_one(group: str, description: st
         (
             collective(),
             collective("broadcast"),
-            "#6 is not the same on all ranks: all_reduce on rank 0, broadcast on rank 1",
+            "#6 is not the same on all ranks: all_reduce Float[3] on rank 0, broadcast Float[3] on rank 1",
         ),
         (
             collective(),
             ended("broadcast", 6),
-            "#6 is not the same on all ranks: all_reduce on rank 0, broadcast on rank 1",
+            "#6 is not the same on all ranks: all_reduce Float[3] on rank 0, broadcast Float[3] on rank 1",
         ),
         (
             collective(tensors="Float[3]"),
@@ -566,7 +566,15 @@ def test_collectives_that_do_not_fit_are_reported_with_the_difference() -> None:
     look = [rank(0, ALL_REDUCE, **PENDING), rank(1, ALL_REDUCE, collectives=(ended(), collective("broadcast")), line=9)]
     assert _watch([look])[-1] == (
         "rank 0 waits in all_reduce #6 (line 4); rank 1 waits in broadcast #6 (line 9); "
-        "#6 is not the same on all ranks: all_reduce on rank 0, broadcast on rank 1"
+        "#6 is not the same on all ranks: all_reduce Float[3] on rank 0, broadcast Float[3] on rank 1"
+    )
+
+
+def test_collectives_that_have_ended_are_compared_too_when_all_is_over() -> None:
+    look = [rank(0, collectives=(ended(),)), rank(1, collectives=(ended(tensors="Int[3]"),))]
+    assert describe_mismatch(look) == ""
+    assert describe_mismatch(look, is_over=True) == (
+        "all_reduce #5 has different tensors: Float[3] on rank 0, Int[3] on rank 1"
     )
 
 

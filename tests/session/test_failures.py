@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from detrain_nb import Session
@@ -59,6 +61,103 @@ def test_variables_that_are_half_made_spoil_nothing(session: Session) -> None:
             session.run_cell("if rank: time.sleep(60)\ndist.barrier()", timeout_s=0.3)
         assert session.run_cell("t = torch.ones(1)\ndist.all_reduce(t)\nt.item()").values == {0: 2.0, 1: 2.0}
     session.run_cell("del half")
+
+
+_DIFFERENT = {
+    "shape": (
+        "dist.all_reduce(torch.ones(3 + rank))",
+        "all_reduce (SUM) of Float [3]",
+        "all_reduce (SUM) of Float [4]",
+    ),
+    "dtype": (
+        "dist.all_reduce(torch.ones(3).int() if rank else torch.ones(3))",
+        "all_reduce (SUM) of Float [3]",
+        "all_reduce (SUM) of Int [3]",
+    ),
+    "operation": (
+        "x = torch.ones(2, 2)\nif rank: dist.broadcast(x, 0)\nelse: dist.all_reduce(x)",
+        "all_reduce (SUM) of Float [2, 2]",
+        "broadcast (root 0) of Float [2, 2]",
+    ),
+    "barrier": (
+        "x = torch.ones(1)\nif rank: dist.barrier()\nelse: dist.all_gather([x, x], x)",
+        "all_gather of Float [1]",
+        "barrier",
+    ),
+    "reduction": (
+        "dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)",
+        "all_reduce (SUM) of Float [3]",
+        "all_reduce (MAX) of Float [3]",
+    ),
+    "root": (
+        "dist.reduce(torch.ones(1), rank)",
+        "reduce (SUM, root 0) of Float [1]",
+        "reduce (SUM, root 1) of Float [1]",
+    ),
+    "group": (
+        "both = dist.new_group([0, 1])\ndist.broadcast(torch.ones(1), group=both, group_src=rank)",
+        "broadcast (root 0) of Float [1]",
+        "broadcast (root 1) of Float [1]",
+    ),
+    "messages are not compared": ("dist.recv(torch.ones(2), 0) if rank else dist.send(torch.ones(2), 1)", "", ""),
+    "the same": (
+        "x = torch.ones(2)\ndist.scatter(x, [x, x] if rank == 0 else None, src=0)\n"
+        "dist.gather(x, [x, x.clone()] if rank == 1 else None, group_dst=1)\n"
+        "dist.all_reduce(x, group=dist.new_group([0, 1]), async_op=True).wait()\n"
+        "found = [None, None]\ndist.all_gather_object(found, 'long' * 99 * rank)\n"
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))(x).backward()",
+        "",
+        "",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checked(session: Session) -> Iterator[Session]:
+    """Its ranks compare collectives before they begin them."""
+    session.run_cell("mine = dist.new_group([0, 1])")
+    assert session.check_collectives() == (
+        "the process groups are made anew before the next cell: make again what was made with the old ones: mine"
+    )
+    yield session
+    session.check_collectives(False)
+
+
+@pytest.mark.rare_elsewhere
+@pytest.mark.parametrize(("code", "first", "second"), _DIFFERENT.values(), ids=_DIFFERENT)
+def test_collectives_that_differ_fail_on_every_rank_before_anything_is_sent(
+    checked: Session, code: str, first: str, second: str
+) -> None:
+    checked.run_cell("last = dist.group.WORLD")
+    if first:
+        with pytest.raises(RankError) as caught:
+            checked.run_cell(code, timeout_s=30)
+        words = "the ranks were to begin different collectives, here {}: nothing was sent"
+        said = {rank: error.message for rank, error in caught.value.errors.items()}
+        assert said == {0: words.format(first), 1: words.format(second)}
+        assert all("/" not in line for error in caught.value.errors.values() for line in error.traceback)
+    else:
+        checked.run_cell(code, timeout_s=30)
+    code = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item(), last is dist.group.WORLD"
+    assert checked.run_cell(code).values == {0: (2.0, True), 1: (2.0, True)}
+
+
+@pytest.mark.slow
+@pytest.mark.here_only
+def test_rank_that_waits_for_the_comparison_is_said_and_freed(checked: Session) -> None:
+    with pytest.raises(CellTimeout, match=r"rank 0 waited in all_reduce \(line 1\): freed"):
+        checked.run_cell("if rank == 0: dist.all_reduce(torch.ones(1))", timeout_s=1.5)
+    assert checked.run_cell("dist.barrier()").ranks == (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.here_only
+def test_ranks_that_time_out_in_different_collectives_are_told_these() -> None:
+    with Session.start(ranks=2, device="cpu", group_timeout_s=1) as session, pytest.raises(RankError) as caught:
+        session.run_cell("x = torch.ones(3)\ndist.all_reduce(x) if rank else dist.broadcast(x, 1)")
+    assert "#1 is not the same on all ranks: broadcast Float[3] on rank 0, all_reduce Float[3] on rank 1" in (
+        caught.value.note
+    )
 
 
 _DEBUGGERS = {

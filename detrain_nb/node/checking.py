@@ -1,0 +1,108 @@
+"""Collectives that the ranks compare before they begin them (``%distributed config check=on``).
+
+The comparison is torch's own, of its detail mode: operation and shape of what is sent. What a rank is to begin becomes
+the shape of an empty tensor, and is sent beside the group: around the group itself, detail mode lets
+DistributedDataParallel end the process on gloo, and it compares neither reduction nor root.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import inspect
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_C10D: Any = dist.distributed_c10d
+_COMPARED = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast",
+    "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+)  # fmt: skip
+_SIZES_MAY_DIFFER = ("all_to_all", "all_to_all_single", "reduce_scatter")
+_DIFFERS = "Detected mismatch between collectives"
+
+
+class Checking:
+    """That of one rank; off at first."""
+
+    def __init__(self, *, timeout: datetime.timedelta) -> None:
+        self.is_on = False
+        self._timeout = timeout
+        self._of_torch = {name: getattr(dist, name) for name in _COMPARED}
+        self._beside: dict[Any, Any] = {}  # by group: what compares
+
+    def switch(self, is_on: bool) -> None:
+        """For the groups that are made from now on; there are none now."""
+        self._beside.clear()
+        if is_on == self.is_on:
+            return
+        self.is_on = is_on
+        for name, function in self._of_torch.items():
+            for module in (dist, _C10D):
+                setattr(module, name, self._compared(function) if is_on else function)
+
+    def add(self, group: Any, store: Any) -> None:
+        """Compare in ``group``, if this is on. Collective: all members of the group call it, with the group's store."""
+        if not self.is_on or not isinstance(group, dist.ProcessGroup):
+            return
+        own = dist.PrefixStore("detrain_nb/compare", store)
+        rank, size = group.rank(), group.size()
+        gloo = _C10D.ProcessGroupGloo(own, rank, size, timeout=self._timeout)
+        self._beside[group] = _C10D._create_process_group_wrapper(gloo, "beside", own, rank, size, self._timeout)
+
+    def _compared(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        name, signature = function.__name__, inspect.signature(function)
+
+        @functools.wraps(function)
+        def compare(*args: Any, **options: Any) -> Any:
+            try:
+                given = signature.bind(*args, **options)
+                given.apply_defaults()
+                group = given.arguments.get("group") or dist.group.WORLD
+                own = _describe(name, given.arguments, group) if group in self._beside else ""
+            except (TypeError, ValueError, RuntimeError):  # torch says what is wrong with the call
+                own = ""
+            if own:
+                self._compare(self._beside[group], own)
+            return function(*args, **options)
+
+        # the stack of a rank that waits names the function
+        compare.__code__ = compare.__code__.replace(co_name=name)  # type: ignore[attr-defined]
+        return compare
+
+    def _compare(self, beside: Any, own: str) -> None:
+        compared = own.partition(" [")[0] if own.startswith(_SIZES_MAY_DIFFER) else own
+        try:
+            beside.broadcast([torch.empty(0, zlib.crc32(compared.encode()))], dist.BroadcastOptions()).wait()
+        except RuntimeError as exc:
+            if _DIFFERS not in str(exc):
+                raise
+            raise RuntimeError(f"the ranks were to begin different collectives, here {own}: nothing was sent") from None
+
+
+def _describe(name: str, given: Mapping[str, Any], group: Any) -> str:
+    """What a rank is to begin: ``reduce (MAX, root 0) of Float [3, 2]``."""
+    parts = []
+    if given.get("op") is not None:
+        parts.append(getattr(given["op"], "op", given["op"]).name)
+    for root, of_group in (("src", "group_src"), ("dst", "group_dst")):
+        if root in given:
+            is_of_group = given[of_group] is not None
+            number = dist.get_global_rank(group, given[of_group]) if is_of_group else given[root] or 0
+            parts.append(f"root {number}")
+    how = f" ({', '.join(parts)})" if parts else ""
+    tensor = next((each for value in given.values() for each in _tensors(value)), None)
+    if tensor is None:
+        return f"{name}{how}"
+    kind = tensor.type().rpartition(".")[2].removesuffix("Tensor")
+    return f"{name}{how} of {kind} {list(tensor.shape)}"
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    for each in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(each, torch.Tensor):
+            yield each
