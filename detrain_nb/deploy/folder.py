@@ -189,14 +189,14 @@ def _scan(folder: _Folder) -> list[os.DirEntry[str]]:
 
 def _look_at(entry: os.DirEntry[str], name: str, parent: str, top: str) -> tuple[str, os.stat_result | None]:
     """Return the real path of an entry and what it is; None for what never travels, or is gone."""
-    if entry.name in _NEVER:
+    if entry.name.lower() in _NEVER:  # .GIT is .git where case is none
         return "", None
     real = os.path.join(parent, entry.name)
     if entry.is_symlink():
         real = os.path.realpath(entry.path)
         if not os.path.exists(entry.path) or not real.startswith(os.path.join(top, "")):
             return "", None
-        if not _NEVER.isdisjoint(Path(real).relative_to(top).parts):
+        if not _NEVER.isdisjoint(Path(real.lower()).relative_to(top.lower()).parts):
             return "", None
     try:
         return real, entry.stat()

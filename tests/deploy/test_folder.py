@@ -44,6 +44,7 @@ def test_files_are_listed_with_size_digest_and_mode(tmp_path: Path) -> None:
 
 def test_what_never_travels(tmp_path: Path) -> None:
     names = [".git/config", "a/.git", "__pycache__/a.pyc", "a/__pycache__/b.pyc", ".venv/bin/python", "node_modules/x"]
+    names += [".GIT/config", "a/.Git/config"]
     names += ["myenv/pyvenv.cfg", "myenv/lib/a.py", ".ipynb_checkpoints/a.ipynb", "a/b/.ipynb_checkpoints/c"]
     _plant(tmp_path, dict.fromkeys(["kept.py", "a/kept.py", ".hidden", *names], ""))
     assert list(list_folder(tmp_path)) == [".hidden", "a/kept.py", "kept.py"]
