@@ -32,6 +32,7 @@ __all__ = ["DataCheck", "DataState", "FolderSync", "SyncedNode", "check"]
 _BRING_LIMIT_S = 120.0  # for what a node has to do; it waits up to 60 s for another that writes to the same folder
 _CHUNK_BYTES = 1 << 18
 _MOST_NAMED = 3
+_WHERE_LOOKED = "a path that is not given in full is looked for in the folder where the ranks of each node start"
 
 
 class SyncedNode(NodeAccess, Protocol):
@@ -254,19 +255,27 @@ class DataCheck:
         return {name: _differ(state, usual) for name, state in self.states.items()}
 
     def __repr__(self) -> str:
+        if not self._is_anywhere:
+            return f"{self._title()}\n{_WHERE_LOOKED}"
         rows = [["node", "files", "bytes", "checksum", ""], *self._rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
         return f"{self._title()}\n{table}"
 
     def _repr_html_(self) -> str:
+        if not self._is_anywhere:
+            return f"<p>{html.escape(self._title())}<br>{_WHERE_LOOKED}</p>"
         cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows()]
         head = "".join(f"<th>{title}</th>" for title in ("node", "files", "bytes", "checksum", ""))
         body = "".join(f"<tr>{row}</tr>" for row in cells)
         return f"<p>{html.escape(self._title())}</p><table><tr>{head}</tr>{body}</table>"
 
+    @property
+    def _is_anywhere(self) -> bool:
+        return any(state.exists for state in self.states.values())
+
     def _title(self) -> str:
-        if not any(state.exists for state in self.states.values()):
+        if not self._is_anywhere:
             return f"{self.path}: on no node"
         return f"{self.path}: {'the same' if self.is_same else 'not the same'} on {len(self.states)} nodes"
 

@@ -837,7 +837,10 @@ def test_links_to_files_count_as_files(data_nodes: list[FolderNode], tmp_path: P
 
 
 def test_data_that_is_nowhere_is_told(data_nodes: list[FolderNode]) -> None:
-    assert repr(check(data_nodes, "nothing")).startswith("nothing: on no node\n")
+    nothing = check(data_nodes, "nothing")
+    where = "a path that is not given in full is looked for in the folder where the ranks of each node start"
+    assert repr(nothing) == f"nothing: on no node\n{where}"
+    assert nothing._repr_html_() == f"<p>nothing: on no node<br>{where}</p>"
 
 
 def test_names_of_nodes_and_files_are_text_in_html() -> None:
