@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from .errors import SpecError
 
-__all__ = ["NodeOffer", "NodePlan", "Plan", "parse_ranks", "plan_nodes", "plan_one_node"]
+__all__ = ["MOST_RANKS", "NodeOffer", "NodePlan", "Plan", "parse_ranks", "plan_nodes", "plan_one_node"]
 
 DEVICES = ("auto", "cpu", "cuda")
+MOST_RANKS = 1 << 16  # of one session
 
 
 @dataclass(frozen=True)

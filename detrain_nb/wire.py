@@ -279,6 +279,7 @@ class Attached(Message):
     ``ranks`` is empty before the launch. Messages up to ``acknowledged`` were shown, up to ``sent`` perhaps, up to
     ``last_number`` not by this notebook. How cells and ranks stand has come before, without a number: ``RanCell``,
     ``Unfinished``, ``RankUp``, ``RankEnded``. Of the notebook's own messages, those up to ``received`` have arrived.
+    ``free_bytes``: of its memory; 0 where that is not known.
     """
 
     incarnation: str
@@ -294,6 +295,7 @@ class Attached(Message):
     generation: int
     info: Json
     received: int = 0
+    free_bytes: int = 0
     protocol: int = PROTOCOL
 
 

@@ -67,7 +67,7 @@ class SessionCommands:
         if args.ranks is None:
             left = "no ranks are left, nor their variables; %distributed restart starts them"
             with told_when_interrupted("%distributed restart", left):
-                print(self._holder.restart(args.count, env=args.env, cold=args.cold))
+                print(self._holder.restart(args.count, env=args.env, cold=args.cold, force=args.force))
             return
         if args.env or args.cold:
             raise UsageError(

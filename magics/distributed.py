@@ -74,8 +74,9 @@ class DistributedMagics(Magics):
     def distributed_line(self, line: str) -> None:
         """The session of this notebook.
 
-        %distributed start [--nodes NODES] [-n N] [--fresh] [--device auto|cpu|cuda] [--backend NAME] [--name NAME]
-                           [--no-init] [--env K=V] [--seed N] [--start fork|exec] [--linger S] [--group-timeout S]
+        %distributed start [--nodes NODES] [-n N] [--force] [--fresh] [--device auto|cpu|cuda] [--backend NAME]
+                           [--name NAME] [--no-init] [--env K=V] [--seed N] [--start fork|exec] [--linger S]
+                           [--group-timeout S]
         %distributed doctor [--nodes NODES] | put FILE... [--to FOLDER] | get REMOTE... | data check PATH | shrink
         %distributed status | where | stop [NAME] | restart [-n N | -r RANKS] | list
         %distributed interrupt [-r RANKS | --kill RANKS] | replay -r RANKS [--cells 1-4]
@@ -111,7 +112,7 @@ class DistributedMagics(Magics):
         args = self._parse_cell_line(prog, line)
         self._check_syntax(cell)
         with told_when_interrupted(f"{prog}: the start of its session", NOTHING_RUNS):
-            session = self.holder.for_cell(getattr(args, "count", None))
+            session = self.holder.for_cell(getattr(args, "count", None), force=getattr(args, "force", False))
         number = session.next_cell(at_least=self._execution_count())
         chosen = session.choose(args.ranks)
         screen = screen_for(self._ipython)

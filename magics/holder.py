@@ -19,6 +19,7 @@ from ..session.session import LINGER_S, Session, end_session
 from .candidates import similar_nodes
 from .notebook import session_name
 from .options import Settings
+from .progress import redrawn_line
 
 if TYPE_CHECKING:
     from ..spec.node import Node
@@ -43,6 +44,7 @@ class StartOptions:
     linger: float | None = None
     group_timeout: float | None = None
     fresh: bool = False
+    force: bool = False
     env_names: tuple[str, ...] = ()  # set by an earlier kernel, to values that are written nowhere
     is_known: bool = True  # else an earlier kernel's, of which there is no record
 
@@ -68,13 +70,17 @@ class StartOptions:
             env_names=started.env,
         )
 
-    def again(self, *, count: int | None, env: Sequence[tuple[str, str]]) -> StartOptions:
-        """The same for another start: with ``count`` ranks, if given, and ``env`` added."""
+    def again(self, *, count: int | None, env: Sequence[tuple[str, str]], force: bool) -> StartOptions:
+        """The same for another start: with ``count`` ranks, if given, and ``env`` added.
+
+        With another count more ranks than there is room for need ``force`` again.
+        """
         nodes = self.nodes
         if count and nodes and not isinstance(nodes, str):
             nodes = [node.model_copy(update={"ranks": None}) for node in nodes]
         added = tuple({**dict(self.env), **dict(env)}.items())
-        return replace(self, count=count or self.count, nodes=nodes, env=added, fresh=True)
+        force = force or self.force and count in (None, self.count)
+        return replace(self, count=count or self.count, nodes=nodes, env=added, fresh=True, force=force)
 
     @property
     def not_kept(self) -> str:
@@ -93,6 +99,7 @@ class SessionHolder:
 
     def __init__(self, ipython: Any) -> None:
         self.session: Session | None = None
+        self._ipython = ipython
         self._stop_gap_s = STOP_GAP_S if getattr(ipython, "kernel", None) else 0.0
         self.settings = Settings.from_env()
         self.name = session_name(ipython.user_ns)  # of the notebook: its session's, unless told otherwise
@@ -111,23 +118,27 @@ class SessionHolder:
                 end_session(name, holder=self.name, ask_passphrase=ask_passphrase)
             except SessionError as exc:  # another notebook holds it; or one on nodes has ended by itself
                 refusal = exc
+        nodes = _read_nodes(wanted.nodes)
         try:
-            session = Session.start(
-                wanted.count,
-                nodes=_read_nodes(wanted.nodes),
-                device=wanted.device,
-                backend=wanted.backend,
-                name=name,
-                init=not wanted.no_init,
-                sync=not wanted.no_sync,
-                env=dict(wanted.env),
-                seed=wanted.seed,
-                start=wanted.start,
-                linger_s=_linger_s() if wanted.linger is None else wanted.linger,
-                group_timeout_s=wanted.group_timeout,
-                ask_passphrase=ask_passphrase,
-                holder=self.name,
-            )
+            with redrawn_line(self._ipython, is_live=self.settings.output == "live") as draw:
+                session = Session.start(
+                    wanted.count,
+                    nodes=nodes,
+                    device=wanted.device,
+                    backend=wanted.backend,
+                    name=name,
+                    init=not wanted.no_init,
+                    sync=not wanted.no_sync,
+                    env=dict(wanted.env),
+                    seed=wanted.seed,
+                    start=wanted.start,
+                    linger_s=_linger_s() if wanted.linger is None else wanted.linger,
+                    group_timeout_s=wanted.group_timeout,
+                    ask_passphrase=ask_passphrase,
+                    holder=self.name,
+                    force=wanted.force,
+                    on_progress=draw,
+                )
         except SessionError as exc:
             raise refusal or exc from None
         except (LaunchError, TransportError) as exc:
@@ -138,7 +149,9 @@ class SessionHolder:
         self._started_with = replace(wanted, is_known=True)
         return self._hold(session)
 
-    def restart(self, count: int | None, *, env: Sequence[tuple[str, str]] = (), cold: bool = False) -> Session:
+    def restart(
+        self, count: int | None, *, env: Sequence[tuple[str, str]] = (), cold: bool = False, force: bool = False
+    ) -> Session:
         """End the session and start another with the options of the last, also one that an earlier kernel has left.
 
         ``env`` is added to what the ranks had. What of that is not known any more is said. ``cold``: see ``end``.
@@ -148,7 +161,7 @@ class SessionHolder:
         before = self._started_with
         if before is None and (left := known_sessions().get(self.name)):
             before = StartOptions.of_earlier(self.name, left.nodes, left.started)
-        wanted = (before or StartOptions()).again(count=count, env=env)
+        wanted = (before or StartOptions()).again(count=count, env=env, force=force)
         if wanted.not_kept:
             print(wanted.not_kept)
         return self.start(wanted)
@@ -242,10 +255,10 @@ class SessionHolder:
             raise UsageError(f"no session runs: start one with %%distributed or %distributed start{left}")
         return self.session
 
-    def for_cell(self, count: int | None) -> Session:
+    def for_cell(self, count: int | None, *, force: bool = False) -> Session:
         """The session, started if there is none. Raises: SessionError, UsageError for another number of ranks."""
         if self.session is None:
-            return self.start(StartOptions(count=count))
+            return self.start(StartOptions(count=count, force=force))
         if not self.session.is_alive:
             raise self.session.failure or SessionError(
                 f"session {self.session.name!r} has ended: start another with %distributed restart"

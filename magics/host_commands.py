@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +11,12 @@ from IPython.core.error import UsageError
 from IPython.display import display
 
 from .holder import SessionHolder, ask_passphrase
-from .progress import CopyProgress, format_size
-from .screen import screen_for
+from .progress import CopyProgress, format_size, redrawn_line
 from .stops import told_when_interrupted
 
 if TYPE_CHECKING:
     from ..deploy.files import Copied
 
-_PATIENCE_S = 0.5
 _SOME_FILES = "some of the files may be there"
 
 
@@ -68,26 +65,8 @@ class HostCommands:
             write_nodes(args.nodes, report.measured_nodes())
             print(f"{args.nodes} has the bandwidth and latency that were measured")
 
-    @contextmanager
-    def _lines(self) -> Iterator[Callable[[str], None]]:
-        """A line that is drawn anew, and gone at the end; none where output is final, or while it takes no time."""
-        screen, started = screen_for(self._ipython), time.monotonic()
-        is_live = self._holder.settings.output == "live"
-        last = ""
-
-        def draw(text: str) -> None:
-            nonlocal last
-            if is_live and time.monotonic() - started >= _PATIENCE_S:
-                last = text
-                screen.set_transient(text)
-
-        try:
-            yield draw
-            if last:
-                screen.draw_now(last)
-        finally:
-            screen.set_transient("")
-            screen.close()
+    def _lines(self) -> AbstractContextManager[Callable[[str], None]]:
+        return redrawn_line(self._ipython, is_live=self._holder.settings.output == "live")
 
     @contextmanager
     def _progress(self, what: str) -> Iterator[CopyProgress]:

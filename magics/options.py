@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from IPython.core.error import UsageError
 
 from ..deploy.kept import LONGEST_WARM_S
+from ..plan import MOST_RANKS
 
 
 class HelpShown(Exception):
@@ -154,6 +155,8 @@ def _positive(text: str) -> int:
     number = _whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} ranks: a session needs at least 1")
+    if number > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{number} ranks: a session has at most {MOST_RANKS:,}")
     return number
 
 
@@ -208,6 +211,7 @@ def cell_parser(prog: str = "%%distributed") -> LineParser:
         parser.add_argument("ranks", metavar="RANKS", help=_RANKS_HELP)
     else:
         parser.add_argument("-n", dest="count", type=_positive, metavar="N", help="how many ranks to start")
+        _add_force(parser)
         parser.add_argument("-r", "--ranks", metavar="RANKS", help=f"run on these only: {_RANKS_HELP}")
     parser.add_argument(
         "--merge",
@@ -240,6 +244,7 @@ def session_parser() -> LineParser:
     which.add_argument("-n", dest="count", type=_positive, metavar="N", help="how many ranks")
     which.add_argument("-r", "--ranks", metavar="RANKS", help="only these, fresh; the others keep their variables")
     _add_cold(again)
+    _add_force(again)
     again.add_argument(
         "--env", type=_variable, action="append", default=[], metavar="K=V", help="added to those of the start"
     )
@@ -304,10 +309,15 @@ def _add_cold(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cold", action="store_true", help=cold)
 
 
+def _add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="also more ranks than there is room for")
+
+
 def _add_start(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],...; default: here")
     how_many = "how many, on nodes how many on each; default: the GPUs, else 2, on nodes 1"
     parser.add_argument("-n", dest="count", type=_positive, metavar="N", help=how_many)
+    _add_force(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--backend", metavar="NAME", help="of the process group; default gloo, with NCCL on GPUs")
     parser.add_argument("--name", metavar="NAME", help="the session's name; default: the notebook's")

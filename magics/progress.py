@@ -1,14 +1,40 @@
-"""How far a copy is, as one line: a bar, per cent, bytes, bytes a second."""
+"""How far a start or a copy is, as one line that is drawn anew; of a copy a bar, per cent, bytes, bytes a second."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+from .screen import screen_for
+
+_PATIENCE_S = 0.5
 _REDRAW_S = 0.2
 _RATE_S = 5.0  # what was copied in the last seconds tells the rate
 _BAR_CHARS = 30
+
+
+@contextmanager
+def redrawn_line(ipython: Any, *, is_live: bool) -> Iterator[Callable[[str], None]]:
+    """A line that is drawn anew, and gone at the end; none where output is not live, or while it takes no time."""
+    screen, started = screen_for(ipython), time.monotonic()
+    last = ""
+
+    def draw(text: str) -> None:
+        nonlocal last
+        if is_live and time.monotonic() - started >= _PATIENCE_S:
+            last = text
+            screen.set_transient(text)
+
+    try:
+        yield draw
+        if last:
+            screen.draw_now(last)
+    finally:
+        screen.set_transient("")
+        screen.close()
 
 
 class CopyProgress:

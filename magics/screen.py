@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -217,7 +218,8 @@ class KernelScreen:
         self._transient_shown, self._redrawn_at = self._transient, time.monotonic()
         kind = "update_display_data" if self._transient_id else "display_data"
         self._transient_id = self._transient_id or uuid.uuid4().hex
-        self._send(kind, _display({"text/plain": self._transient_shown}, self._transient_id))
+        shown = self._transient_shown  # of what has no form a front end shows nothing, of an empty text a blank line
+        self._send(kind, _display({"text/plain": shown} if shown else {}, self._transient_id))
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
         """An IOPub message of this cell. ipykernel's socket hands it to its own thread: any thread may."""
@@ -228,16 +230,18 @@ class KernelScreen:
 
 
 class TextScreen:
-    """A terminal, or any text stream: live, in order of arrival, nothing is taken back."""
+    """A terminal, or any text stream: live, in order of arrival, nothing is taken back but the line at its foot."""
 
     can_clear = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shown: list[Item] = []
+        self._foot = ""  # what a terminal shows where the next line will stand
 
     def show(self, item: Item, *, display_id: str = "") -> None:
         with self._lock:
+            self._draw_foot("")
             self._shown.append(item)
             if isinstance(item, Text):
                 stream = sys.stderr if item.stream == "stderr" else sys.stdout
@@ -251,10 +255,19 @@ class TextScreen:
         self.show(rich)
 
     def set_transient(self, text: str) -> None:
-        """A terminal that others print to has no line of its own to redraw."""
+        """The last of the lines, on a terminal; it is drawn again when it changes, below what was shown since."""
+        with self._lock:
+            self._draw_foot(text.rpartition("\n")[2])
 
     def draw_now(self, text: str) -> None:
-        """As above."""
+        self.set_transient(text)
+
+    def _draw_foot(self, text: str) -> None:
+        text = text[: shutil.get_terminal_size().columns - 1]
+        if text != self._foot and sys.stdout.isatty():
+            sys.stdout.write(f"\r\x1b[K{text}")
+            sys.stdout.flush()
+            self._foot = text
 
     def replace(self, items: list[Item]) -> None:
         """What stands on a terminal stays."""
@@ -270,7 +283,7 @@ class TextScreen:
         return lambda: True
 
     def close(self) -> None:
-        """All was shown at once."""
+        self.set_transient("")
 
 
 def screen_for(ipython: Any) -> Screen:

@@ -62,6 +62,7 @@ from .launching import LauncherEnd
 from .loop import Loop
 from .memory import Memory
 from .processes import drain
+from .room import free_memory_bytes
 from .spool import Spool
 
 _ATTACH_LIMIT_S = 30.0
@@ -296,6 +297,7 @@ class _Agent:
             generation=self._memory.generation,
             info=self._memory.info,
             received=self._received,
+            free_bytes=free_memory_bytes() or 0,
         )
 
     def _lose_notebook(self) -> None:

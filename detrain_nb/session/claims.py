@@ -124,7 +124,7 @@ class Claims:
 
 
 def _check_numbers(said: Attached) -> None:
-    limits = {"gpus": _MOST_GPUS, "cpus": 1 << 20, "generation": _LAST_GENERATION}
+    limits = {"gpus": _MOST_GPUS, "cpus": 1 << 20, "free_bytes": 1 << 60, "generation": _LAST_GENERATION}
     for name, limit in limits.items():
         if not 0 <= getattr(said, name) <= limit:
             raise WireError(f"it says {name} {getattr(said, name)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..errors import CellInterrupted, CellTimeout, LaunchError, RankLost, format_ranks
 from ..wire import Broadcast, EndGeneration, GenerationEnded, GenerationReady, NewGeneration
@@ -48,8 +48,8 @@ class Generations:
                 if attempt == _ATTEMPTS - 1 or isinstance(exc, LaunchError) and not self._inbox.fresh:
                     raise
 
-    def make(self) -> None:
-        """Let all ranks make the default group of the next generation.
+    def make(self, *, tell: Callable[[int], None] = lambda ready: None) -> None:
+        """Let all ranks make the default group of the next generation; ``tell`` gets how many have it.
 
         Raises: LaunchError with their reason, RankLost when one ends meanwhile. Nobody is left waiting then.
         """
@@ -61,7 +61,7 @@ class Generations:
             ready.fail(RankLost(describe_ends({rank: end}, hosts={}), ranks=[rank]), rank=rank)
         self._ranks.send(NewGeneration(everyone, self._inbox.generation, self.is_checked))
         try:
-            self._wait_for_group(ready)
+            self._wait_for_group(ready, tell)
         except BaseException:
             self.end()  # those that wait for the others
             ready.wait_quietly(END_LIMIT_S)
@@ -73,7 +73,7 @@ class Generations:
             self.end()
             raise LaunchError(f"{format_ranks(failed)} could not make the process group: {next(iter(failed.values()))}")
 
-    def _wait_for_group(self, ready: Request) -> None:
+    def _wait_for_group(self, ready: Request, tell: Callable[[int], None]) -> None:
         """Wait for all; when one cannot make it, the others wait in vain."""
         deadline = time.monotonic() + GROUP_LIMIT_S
         while not ready.wait_quietly(0.05) and not ready.has_failed:
@@ -81,6 +81,7 @@ class Generations:
                 raise CellTimeout(f"the ranks did not make the process group within {GROUP_LIMIT_S:g} s")
             if _errors(ready):
                 self.end()
+            tell(len(ready.answers))
         ready.wait(0.0, what="making the process group")
 
     def end(self, *, without_waiting_for: Iterable[int] = ()) -> list[str]:

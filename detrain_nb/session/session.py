@@ -31,7 +31,7 @@ from ..deploy import (
 from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
 from ..errors import DetrainError, SessionError, SpecError, TransportError
-from ..plan import Plan, plan_nodes, plan_one_node
+from ..plan import MOST_RANKS, Plan, plan_nodes, plan_one_node
 from ..wire import Complete, Completions, Inspect, Inspection, Message, RanCell, StartedCold
 from .cells import CellObserver, CellRun
 from .core import Core, Ranks
@@ -44,7 +44,7 @@ from .rank_link import IDLE_LIMIT_S
 from .results import CellResult
 from .runs import Runs
 from .safe_output import safe_completions
-from .start import RankStart, attach, go_on, launch
+from .start import RankStart, attach, go_on, launch, require_room
 from .status import SessionStatus, look
 from .uncut import run_to_its_end
 from .whereabouts import Whereabouts
@@ -105,6 +105,8 @@ class Session:
         ask_passphrase: AskPassphrase | None = None,
         holder: str = "",
         warm_s: float = 0.0,
+        force: bool = False,
+        on_progress: Callable[[str], None] = lambda line: None,
     ) -> Session:
         """Start ``ranks`` ranks on this machine; by default one a GPU, else two on the CPU.
 
@@ -128,11 +130,16 @@ class Session:
         After ``stop`` each node keeps what its ranks have imported for ``warm_s``: the next start of this process there
         takes a tenth of the time, unless something it depends on has changed. ``stop(cold=True)`` leaves nothing.
 
+        More than 8 ranks on a node, and more than 4 for each of its processors or than its free memory holds, are
+        refused unless ``force`` is set. ``on_progress`` gets a line that says how far the start is, again and again.
+
         Raises: SpecError for numbers that do not fit, LaunchError when the ranks do not come up, SessionError when a
         session of that name runs already. Nothing is left behind then.
         """
-        if ranks is not None and ranks < 1:
-            raise SpecError(f"{ranks} ranks: a session needs at least 1")
+        if ranks is not None and type(ranks) is not int:
+            raise SpecError(f"ranks {ranks!r}: give a whole number")
+        if ranks is not None and not 1 <= ranks <= MOST_RANKS:
+            raise SpecError(f"{ranks} ranks: a session needs at least 1, and has at most {MOST_RANKS:,}")
         folder = os.path.abspath(folder or current_folder())
         transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         if group_timeout_s is None:
@@ -142,6 +149,7 @@ class Session:
         check_warm(warm_s)
         name = check_session_name(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}")
         files = SessionFiles(transports, folder, is_synced=sync)
+        on_progress(_describe_connecting(transports))
         ends = bring_up_agents(transports, name)
         transports = [end.transport for end in ends]
         files.reach_by(transports)
@@ -158,15 +166,19 @@ class Session:
             else:
                 offers = [transport.offer(attached[node].gpus) for node, transport in enumerate(transports)]
                 core.set_plan(plan_nodes(offers, device=device, backend=backend, ranks=ranks))
+            if not force:
+                require_room(core.plan, attached)
             of_env = tuple(env or ())
             core.note_down(
                 StartedWith(ranks, device, backend, init, sync, of_env, seed, start, linger_s, group_timeout_s)
             )
+            if files.is_synced:
+                on_progress("bringing the files of the folder to the nodes")
             session.notices.extend([*files.notices, *files.bring()])
             for number, end in enumerate(ends):
                 if end.why_cold:
                     session._inbox.take(StartedCold(end.why_cold), node=number)
-            launch(core, how, attached)
+            launch(core, how, attached, say=on_progress)
         except BaseException:
             session.stop(cold=True)
             raise
@@ -590,6 +602,13 @@ class Session:
             on = {names.get(rank, "") for rank in chosen}
             for words in self._files.bring(on):
                 self._core.tell(words, observer)
+
+
+def _describe_connecting(transports: Sequence[Transport]) -> str:
+    names = [transport.name for transport in transports if transport.name]
+    if not names:
+        return "starting an agent"
+    return f"connecting to {', '.join(names) if len(names) <= _MOST_HOSTS else f'{len(names)} nodes'}"
 
 
 def _attach_to(name: str, transports: Sequence[Transport], *, is_known: bool) -> list[End]:

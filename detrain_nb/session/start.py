@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +20,14 @@ from .core import Core
 from .inbox import agent_of
 from .safe_output import clean_text
 
-START_LIMIT_S = 120.0
+START_LIMIT_S = 120.0  # without a further rank that has come up
 CATCH_UP_LIMIT_S = 60.0
+_TELL_GAP_S = 0.1
+_ALWAYS_FIT = 8  # ranks of a node, whatever it has
+_PER_PROCESSOR = 4
+_RANK_BYTES = 250_000_000  # what torch, a group and a small model take
+
+Say = Callable[[str], None]  # how far a start is, in a line
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,24 @@ def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int
     return {node: answer for node, answer in answers.items() if isinstance(answer, Attached)}
 
 
-def launch(core: Core, how: RankStart, attached: Mapping[int, Attached]) -> None:
+def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
+    """Raises: SpecError where a node is to have far more ranks than it has processors or memory for."""
+    for number, node in enumerate(plan.nodes):
+        has = attached[number]
+        fitting = _PER_PROCESSOR * has.cpus
+        if has.free_bytes:
+            fitting = min(fitting, has.free_bytes // _RANK_BYTES)
+        if len(node.ranks) > max(_ALWAYS_FIT, fitting):
+            free = f" and {has.free_bytes / 1e9:.1f} GB of free memory" if has.free_bytes else ""
+            processors = "1 processor" if has.cpus == 1 else f"{has.cpus} processors"
+            raise SpecError(
+                f"{len(node.ranks):,} ranks on {node.name or 'this machine'}, which has {processors}{free}: they take "
+                f"about {len(node.ranks) * _RANK_BYTES / 1e9:.0f} GB and share the processors; start at most "
+                f"{max(_ALWAYS_FIT, fitting)}, or all the same with --force (in Python force=True)"
+            )
+
+
+def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say: Say) -> None:
     """Start the ranks of all nodes at once. Raises: LaunchError."""
     core.wants_group, core.group_timeout_s = how.has_group, how.group_timeout_s
     store = (core.transports[0].address, _open_store(core))
@@ -114,9 +137,21 @@ def launch(core: Core, how: RankStart, attached: Mapping[int, Attached]) -> None
     for node, transport in enumerate(core.transports):
         message = how.message(core.plan, node, transport, cpus=attached[node].cpus, run_id=run_id, store=store)
         core.ranks.send_to(node, message)
-    core.inbox.ranks_up.wait(START_LIMIT_S, what="start")
+    _wait_until_all_up(core, say)
     if how.has_group:
-        core.generations.make()
+        core.generations.make(tell=lambda ready: say(f"making the process group: {ready} of {core.world_size} ranks"))
+
+
+def _wait_until_all_up(core: Core, say: Say) -> None:
+    """Raises: CellTimeout, or why a rank cannot come."""
+    request, num_up, deadline = core.inbox.ranks_up, -1, math.inf
+    while not request.wait_quietly(_TELL_GAP_S) and not request.has_failed:
+        if len(request.answers) > num_up:
+            num_up, deadline = len(request.answers), time.monotonic() + START_LIMIT_S
+        say(f"importing torch: {num_up} of {core.world_size} ranks are up")
+        if time.monotonic() >= deadline:
+            raise CellTimeout(f"{num_up} of {core.world_size} ranks are up, and no other came in {START_LIMIT_S:g} s")
+    request.wait(0.0, what="start")
 
 
 def _open_store(core: Core) -> int:

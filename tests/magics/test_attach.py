@@ -107,7 +107,7 @@ class Front:
 
 
 def _text_of(content: Any) -> str:
-    text = content["data"]["text/plain"]
+    text = content["data"].get("text/plain", "")
     return f"{text}\n" if text else ""
 
 

@@ -47,7 +47,7 @@ def test_quiet_shows_nothing_and_out_has_it_all(kernel: Any) -> None:
 def test_redrawn_lines_move_in_place_a_line_a_rank(kernel: Any) -> None:
     code = "for i in range(8):\n    print(f'\\r{i * 10}%', end='')\n    time.sleep(.15)\nprint()"
     outcome = kernel.run(f"%%distributed\n{code}")
-    drawn = [content["data"]["text/plain"] for kind, content in outcome.live if kind.endswith("display_data")]
+    drawn = [content["data"].get("text/plain", "") for kind, content in outcome.live if kind.endswith("display_data")]
     assert any(re.fullmatch(r"\[0\] [1-6]0%\n\[1\] [1-6]0%", text) for text in drawn)
     assert outcome.shown == [("stdout", "[0-1] 70%\n")]
 
@@ -193,7 +193,7 @@ def test_stop_button_interrupts_the_ranks_and_variables_stay(kernel: Any) -> Non
 
 def test_cell_says_who_is_waited_for_and_where(kernel: Any) -> None:
     outcome = kernel.run("%%distributed\nif rank == 1:\n    time.sleep(2.5)")
-    drawn = [content["data"]["text/plain"] for kind, content in outcome.live if kind.endswith("display_data")]
+    drawn = [content["data"].get("text/plain", "") for kind, content in outcome.live if kind.endswith("display_data")]
     assert "waiting for rank 1 (line 3)" in drawn
     assert outcome.shown == []
 

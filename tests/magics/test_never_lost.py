@@ -66,7 +66,9 @@ dist.all_reduce(torch.ones(1))
     outcome = kernel.run(code)
     assert outcome.status == "ok"
     drawn = [
-        data["data"]["text/plain"] for kind, data in outcome.live if kind in ("display_data", "update_display_data")
+        data["data"].get("text/plain", "")
+        for kind, data in outcome.live
+        if kind in ("display_data", "update_display_data")
     ]
     line = next(text for text in drawn if "wait" in text)
     assert re.search(r"rank 0 waits in all_reduce #\d+ \(line 6\); rank 1 is in load_data \(line 3\)", line), line

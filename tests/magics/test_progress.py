@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 from typing import Any
 
 import pytest
 from detrain_nb.magics.progress import CopyProgress, format_size
+from detrain_nb.magics.screen import TextScreen
+from detrain_nb.magics.transcript import Text
 
 # A copy of so many seconds as put and get tell it, in the real kernel; what it copies is made up.
 _COPY = """
@@ -84,8 +87,8 @@ def test_front_end_has_one_line_that_moves_to_the_end_and_goes(kernel: Any) -> N
     drawn = [content for kind, content in outcome.live if kind.endswith("display_data")]
     assert [kind for kind, _ in outcome.live if kind == "display_data"] == ["display_data"], "one line"
     assert len({content["transient"]["display_id"] for content in drawn}) == 1
+    assert drawn.pop()["data"] == {}, "it is gone in the end: an empty text would leave a blank line"
     texts = [content["data"]["text/plain"] for content in drawn]
-    assert texts.pop() == "", "it is gone in the end"
     found = [match.groups() for match in map(_LINE.fullmatch, texts) if match]
     assert len(found) == len(texts)
     assert len(found) >= 4
@@ -94,14 +97,14 @@ def test_front_end_has_one_line_that_moves_to_the_end_and_goes(kernel: Any) -> N
     assert (shares[-1], found[-1][1], found[-1][3]) == (100, "", found[-1][4])
     assert all(groups[5] for groups in found)
     assert outcome.text() == "gpu1: 3 files\n"
-    assert outcome.rich() == [""]
+    assert outcome.rich() == []
 
 
 def test_copy_that_fails_leaves_no_line(kernel: Any) -> None:
     outcome = kernel.run(_COPY.format(parts=40, fails_at=30))
-    drawn = [content["data"]["text/plain"] for kind, content in outcome.live if kind.endswith("display_data")]
-    assert drawn[-1] == ""
-    assert not any("100 %" in text for text in drawn)
+    drawn = [content["data"] for kind, content in outcome.live if kind.endswith("display_data")]
+    assert drawn[-1] == {}
+    assert not any("100 %" in data.get("text/plain", "") for data in drawn)
     assert "the disk is full" in outcome.error
 
 
@@ -128,7 +131,7 @@ def test_nested_bars_of_ranks_are_a_block_each_and_no_errors(kernel: Any) -> Non
     outcome = kernel.run(_NESTED.format(options=""))
     assert outcome.text() == "[0-1] epoch 0\n[0-1] epoch 1\n[0-1] done\n[0-1] epochs 2/2\n"
     assert outcome.text("stderr") == ""
-    blocks = [content["data"]["text/plain"] for kind, content in outcome.live if kind.endswith("display_data")]
+    blocks = [content["data"].get("text/plain", "") for kind, content in outcome.live if kind.endswith("display_data")]
     both = re.compile(r"\[0\] epochs [01]/2\n\[0\] steps \d+/30\n\[1\] epochs [01]/2\n\[1\] steps \d+/30")
     assert any(map(both.fullmatch, blocks)), blocks
     assert max(block.count("\n") for block in blocks) <= 4
@@ -183,3 +186,42 @@ print("no newline", rank, end="")
     outcome = kernel.run(code)
     shown = ["[0-1] 1 80 24", "[0-1] said at ten", "[0-1] loading 19", "[0-1] \x1b[32mtraining\x1b[0m 19"]
     assert outcome.text().splitlines() == [*shown, "[0] no newline 0", "[1] no newline 1"]
+
+
+def test_start_says_how_far_it_is_until_the_ranks_are_up(kernel: Any) -> None:
+    kernel.run("%distributed stop --cold")
+    started = kernel.run("%distributed start -n 2")
+    drawn = [content["data"].get("text/plain", "") for kind, content in started.live if kind.endswith("display_data")]
+    assert any(re.fullmatch(r"importing torch: [01] of 2 ranks are up", line) for line in drawn), drawn
+    assert drawn[-1] == ""
+    assert started.rich() == []
+    assert re.fullmatch(r"<Session '\S+': 2 ranks on cpu, running>\n", started.text())
+
+
+def test_far_more_ranks_than_there_is_room_for_are_asked_about(kernel: Any) -> None:
+    kernel.run("%distributed stop")
+    for line in ("%%distributed -n 1000\n1", "%distributed start -n 1000"):
+        refused = kernel.run(line)
+        assert re.match(
+            r"UsageError: 1,000 ranks on this machine, which has \d+ processors? and [\d.]+ GB", refused.error
+        )
+        assert "start at most" in refused.error and "--force" in refused.error
+        assert len(refused.error.strip().splitlines()) == 1
+    assert "no session runs" in kernel.run("%distributed status").error
+    assert kernel.run("%%distributed -n 2\nimport time\nx = rank + 1").status == "ok"
+
+
+class _Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminal_has_the_line_at_its_foot(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = _Tty()
+    monkeypatch.setattr("sys.stdout", out)
+    screen = TextScreen()
+    screen.set_transient("[0] half a line\nwaiting for rank 0")
+    screen.set_transient("waiting for rank 0")
+    screen.show(Text("stdout", "done\n"))
+    screen.close()
+    assert out.getvalue() == "\r\x1b[Kwaiting for rank 0\r\x1b[Kdone\n"

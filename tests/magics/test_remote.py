@@ -46,7 +46,9 @@ def kernel(idle: Any) -> Iterator[Any]:
 def _lines(outcome: Any) -> list[str]:
     """What is shown at the end, line by line; nothing of a bar is left in it."""
     assert outcome.status == "ok", outcome.error
-    text = "".join(content if isinstance(content, str) else content["text/plain"] for _, content in outcome.shown)
+    text = "".join(
+        content if isinstance(content, str) else content.get("text/plain", "") for _, content in outcome.shown
+    )
     assert "%," not in text
     assert "#" not in text
     return text.splitlines()
@@ -166,7 +168,7 @@ def test_files_go_there_and_come_back(kernel: Any, tmp_path: Path) -> None:
 def _assert_bar(what: str, outcome: Any) -> None:
     """One line that is drawn anew, does not go back, reaches 100 %, and is gone at the end."""
     drawn = [content for kind, content in outcome.live if kind.endswith("display_data")]
-    texts = [content["data"]["text/plain"] for content in drawn]
+    texts = [content["data"].get("text/plain", "") for content in drawn]
     shares = [int(found[3]) for text in texts if (found := _BAR.fullmatch(text)) and found[1] == what]
     assert len(shares) > 1, texts
     assert shares == sorted(shares)

@@ -28,8 +28,10 @@ from detrain_nb.errors import (
     SpecError,
     ValueNotSupported,
 )
+from detrain_nb.plan import plan_one_node
 from detrain_nb.session.results import TextOnly
-from detrain_nb.wire import Display, Interrupt, RunCell, parse_bundle
+from detrain_nb.session.start import require_room
+from detrain_nb.wire import Attached, Display, Interrupt, RunCell, parse_bundle
 
 from .soon import assert_soon
 from .training import Watcher
@@ -634,3 +636,36 @@ def test_threads_of_a_rank_are_what_the_environment_says(monkeypatch: pytest.Mon
         }
     with Session.start(1, device="cpu", init=False, env={"OMP_NUM_THREADS": "2"}) as session:
         assert session.run_cell("torch.get_num_threads()").values == {0: 2}
+
+
+# ---- more ranks than there is room for
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cpus", "free_gb", "most"),
+    [
+        pytest.param(8, 1, 0.5, None, id="eight start anywhere"),
+        pytest.param(9, 2, 64.0, 8, id="too few processors"),
+        pytest.param(64, 16, 64.0, None, id="four for each"),
+        pytest.param(65, 16, 64.0, 64, id="more than four for each"),
+        pytest.param(64, 64, 4.0, 16, id="too little memory"),
+        pytest.param(64, 64, 0.0, None, id="memory is not known"),
+    ],
+)
+def test_far_more_ranks_than_there_is_room_for_need_force(ranks: int, cpus: int, free_gb: float, most: int) -> None:
+    has = Attached("a", 1, "here", 0, cpus, 0, 0, 0, [], [], 0, None, free_bytes=int(free_gb * 1e9))
+    plan = plan_one_node(ranks=ranks, device="cpu", backend=None, gpus=0)
+    if most is None:
+        require_room(plan, {0: has})
+        return
+    with pytest.raises(SpecError, match=rf"^{ranks} ranks on this machine, .* at most {most}, .*force=True"):
+        require_room(plan, {0: has})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [(1000, r"1,000 ranks .* \(in Python force=True\)"), (10**12, "at most 65,536"), (2.5, "give a whole number")],
+)
+def test_start_of_absurdly_many_ranks_is_refused(ranks: Any, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        Session.start(ranks=ranks, device="cpu")
