@@ -33,6 +33,11 @@ class Sent:
             and bool(status.st_mode & 0o100) == self.is_executable
         )
 
+    def stands(self, path: str) -> bool:
+        """It is there, whatever a rank made of it; not one that lost its end with the power, of the time it came at."""
+        status = lstat(path)
+        return status is not None and (status.st_mtime_ns != self.mtime_ns or status.st_size == self.size)
+
 
 def note_path(cache: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
     """Where what came to ``folder`` is noted."""
@@ -53,7 +58,7 @@ def read_state(cache: str | os.PathLike[str], folder: str) -> tuple[str, str]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         with open(note_path(cache, folder), encoding="utf-8") as file:
             noted = json.load(file)
-        if all(os.path.lexists(os.path.join(folder, name)) for name in noted["files"]):
+        if all(Sent(*fields).stands(os.path.join(folder, name)) for name, fields in noted["files"].items()):
             return str(noted["root"]), str(noted["digest"])
     return "", ""
 
@@ -65,6 +70,8 @@ def write_note(path: str, root: str, folder: str, sent: dict[str, Sent], *, dige
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump({"root": root, "folder": folder, "digest": digest, "files": fields}, file)
+            file.flush()
+            os.fsync(file.fileno())  # without a note, a file that lost its end with the power would be somebody else's
         os.replace(draft, path)
     except BaseException:
         os.unlink(draft)

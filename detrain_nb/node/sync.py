@@ -69,7 +69,7 @@ def _compare(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, S
     for name, (sha256, is_executable) in wanted.items():
         path = os.path.join(folder, name)
         before = sent.get(name)
-        if before and (before.sha256, before.is_executable) == (sha256, is_executable) and lstat(path):
+        if before and (before.sha256, before.is_executable) == (sha256, is_executable) and before.stands(path):
             continue  # what a rank made of it is the rank's
         if before and before.is_untouched(path):
             want.add(name)

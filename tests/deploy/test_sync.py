@@ -22,7 +22,7 @@ from detrain_nb.deploy import files, sync
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.deploy.sync import DataCheck, DataState, FolderSync, check
 from detrain_nb.errors import DetrainError, SessionError, SpecError, WireError
-from detrain_nb.node.notes import read_state
+from detrain_nb.node.notes import read_state, write_note
 from detrain_nb.session.files import SessionFiles
 
 from ..testbed.nodes import ssh_nodes
@@ -122,6 +122,36 @@ def test_changes_go_and_nothing_else(root: Path, node: FolderNode, packed: list[
     keeper.bring([node])
     assert packed[2:] == [["run.sh"]]
     assert not (node.work / "pkg").exists() and not os.access(node.work / "run.sh", os.X_OK)
+
+
+def test_file_that_lost_its_end_with_the_power_comes_again(root: Path, node: FolderNode, tmp_path: Path) -> None:
+    """Its time is the one that it came with; what a rank makes of a file has its own."""
+    write(root, torn_py="x = 1", changed_py="y = 1")
+    FolderSync(root).bring([node])
+    torn, came = node.work / "torn.py", (node.work / "torn.py").stat().st_mtime_ns
+    torn.write_text("")
+    os.utime(torn, ns=(came, came))
+    (node.work / "changed.py").write_text("")
+    FolderSync(root).bring([FolderNode(tmp_path)])
+    assert node.files() == {"torn.py": "x = 1", "changed.py": ""}
+
+
+def test_note_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(handle: int) -> None:
+        synced.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def note_replace(draft: str, path: str) -> None:
+        assert synced == [os.stat(draft).st_ino]
+        replace(draft, path)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    write_note(str(tmp_path / "note.json"), "/root", "/folder", {})
+    assert synced == [(tmp_path / "note.json").stat().st_ino]
 
 
 def test_while_nothing_changes_nothing_is_said(root: Path, node: FolderNode) -> None:
