@@ -23,6 +23,7 @@ from .screen import Screen, screen_for
 from .stops import NOTHING_RUNS, told_when_interrupted
 from .transcript import Text
 
+_LAST_CELL = 1_000_000  # that a choice of cells may name
 _EVERYTHING = RenderOptions(max_lines=0, max_chars=0)
 _CODE_CHARS = 80  # of a cell's first line, in a list
 _AS_IT_CAME = replace(_EVERYTHING, merge="all", is_kept=False)
@@ -314,5 +315,9 @@ def _parse_cells(text: str) -> list[int]:
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise UsageError(f"%distributed replay: {part!r} is no choice of cells: give numbers like 1-4,7")
+        if dash and int(last) < int(first):
+            raise UsageError(f"%distributed replay: {part!r} runs backwards: give {last}-{first}")
+        if int(last or first) > _LAST_CELL:
+            raise UsageError(f"%distributed replay: there is no cell {last or first}")
         found += range(int(first), int(last or first) + 1)
     return found

@@ -16,6 +16,7 @@ from IPython.core.error import UsageError
 
 from ..deploy.kept import LONGEST_WARM_S
 from ..plan import MOST_RANKS
+from ..session.start import LARGEST_SEED, LONGEST_S
 
 
 class HelpShown(Exception):
@@ -133,6 +134,9 @@ class Settings:
             value = -1
         if isinstance(value, (int, float)) and not 0 <= value < math.inf:
             raise UsageError(f"{of}: {key} is a number, 0 or more, not {text!r}")
+        most = _MOST_SHOWN if isinstance(value, int) else LONGEST_S
+        if not isinstance(value, str) and value > most and key != "warm":
+            raise UsageError(f"{of}: {key} is at most {most:.0f}, not {text!r}")
         if key == "warm" and value > LONGEST_WARM_S:
             raise UsageError(f"{of}: {key} is at most {LONGEST_WARM_S:.0f} seconds, a day, not {text!r}")
         return replace(self, **{key: value})
@@ -141,6 +145,7 @@ class Settings:
         return "\n".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
 
+_MOST_SHOWN = 10**9  # lines or characters
 _CHOICES = {"output": ("live", "final"), "merge": ("same", "all", "rank0"), "check": ("off", "on")}
 
 
@@ -149,6 +154,13 @@ def _whole(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+
+
+def _seed(text: str) -> int:
+    number = _whole(text)
+    if abs(number) > LARGEST_SEED:
+        raise argparse.ArgumentTypeError(f"{number}: give a number from -2**62 to 2**62")
+    return number
 
 
 def _positive(text: str) -> int:
@@ -164,6 +176,8 @@ def _not_negative(text: str) -> int:
     number = _whole(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is less than 0; 0 is no limit")
+    if number > _MOST_SHOWN:
+        raise argparse.ArgumentTypeError(f"{number} is more than {_MOST_SHOWN}; 0 is no limit")
     return number
 
 
@@ -175,14 +189,14 @@ def _number(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    if not 0 < _number(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} seconds: give more than 0")
+    if not 0 < _number(text) <= LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text} seconds: give more than 0, at most {LONGEST_S:.0f}")
     return _number(text)
 
 
 def _seconds_or_0(text: str) -> float:
-    if not 0 <= _number(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} seconds: give 0 or more")
+    if not 0 <= _number(text) <= LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text} seconds: give 0 or more, at most {LONGEST_S:.0f}")
     return _number(text)
 
 
@@ -327,7 +341,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-init", action="store_true", help="make no process group")
     parser.add_argument("--env", type=_variable, action="append", default=[], metavar="K=V", help="for the ranks")
-    parser.add_argument("--seed", type=_whole, default=0, metavar="N", help="rank r is seeded with N + r")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="rank r is seeded with N + r")
     parser.add_argument(
         "--linger", type=_seconds_or_0, metavar="S", help="how long the ranks wait for the notebook to come back; 600"
     )

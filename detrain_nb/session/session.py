@@ -397,6 +397,8 @@ class Session:
         """
         if not code.strip():
             raise SpecError("the cell is empty: write the code to run below its first line")
+        if timeout_s is not None and not timeout_s > 0:  # a number that is none, too
+            raise SpecError(f"timeout_s {timeout_s}: give more than 0 seconds")
         self._bring_changes(ranks, observer)
         number = self.next_cell(at_least=number or 1)
         run = self._runs.run(code, ranks, observer, number=number, first_line=first_line, timeout_s=timeout_s)

@@ -22,6 +22,8 @@ from .safe_output import clean_text
 
 START_LIMIT_S = 120.0  # without a further rank that has come up
 CATCH_UP_LIMIT_S = 60.0
+LONGEST_S = 1e8  # three years; above some number a clock of the system or of torch runs over
+LARGEST_SEED = 1 << 62
 _TELL_GAP_S = 0.1
 _ALWAYS_FIT = 8  # ranks of a node, whatever it has
 _PER_PROCESSOR = 4
@@ -45,8 +47,11 @@ class RankStart:
 
     def check(self) -> None:
         """Raises: SpecError for what does not fit, SessionError where this process is a rank itself."""
-        if not 0 <= self.linger_s < math.inf:
-            raise SpecError(f"linger_s {self.linger_s}: give a number of seconds, 0 or more")
+        for name, seconds in (("linger_s", self.linger_s), ("group_timeout_s", self.group_timeout_s)):
+            if not 0 <= seconds <= LONGEST_S:
+                raise SpecError(f"{name} {seconds}: give a number of seconds, 0 or more, at most {LONGEST_S:.0f}")
+        if abs(self.seed) > LARGEST_SEED:
+            raise SpecError(f"seed {self.seed}: give a number from -2**62 to 2**62")
         if self.start not in ("fork", "exec"):
             raise SpecError(f"start {self.start!r} is neither fork nor exec")
         if not os.path.isdir(self.folder):

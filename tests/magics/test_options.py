@@ -79,6 +79,17 @@ _COMMANDS = (
         ("%distributed start -n x", "argument -n: 'x' is no whole number"),
         ("%distributed start -n 1.5", "argument -n: '1.5' is no whole number"),
         ("%distributed start -n 0", "argument -n: 0 ranks: a session needs at least 1"),
+        ("%distributed start -n -1", "argument -n: -1 ranks: a session needs at least 1"),
+        ("%distributed restart -n 100000", "argument -n: 100000 ranks: a session has at most 65,536"),
+        ("%distributed start --seed 1e3", "argument --seed: '1e3' is no whole number"),
+        (f"%distributed start --seed {10**30}", "give a number from -2**62 to 2**62"),
+        ("%distributed start --linger 1e300", "argument --linger: 1e300 seconds: give 0 or more, at most 100000000"),
+        ("%%distributed --timeout nan", "argument --timeout: nan seconds: give more than 0, at most 100000000"),
+        ("%%distributed --timeout 1e300", "argument --timeout: 1e300 seconds: give more than 0, at most 100000000"),
+        (
+            f"%%distributed --max-lines {10**12}",
+            f"argument --max-lines: {10**12} is more than 1000000000; 0 is no limit",
+        ),
         ("%distributed start --device gpu", "--device 'gpu': give one of auto, cpu, cuda"),
         ("%distributed start --start spawn", "--start 'spawn': give one of fork, exec"),
         ("%distributed start --seed x", "argument --seed: 'x' is no whole number"),
@@ -122,6 +133,22 @@ def test_wrong_line_says_what_to_do(line: str, said: str) -> None:
         command = rest.split()[0] if prog == "%distributed" and "command" not in said else ""
         assert words.startswith(f"{prog} {command}".strip() + ": ")
         assert words.endswith(" --help)")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("hang=nan", "hang is a number, 0 or more, not 'nan'"),
+        ("hang=1e300", "hang is at most 100000000, not '1e300'"),
+        ("timeout=-1", "timeout is a number, 0 or more, not '-1'"),
+        ("warm=inf", "warm is a number, 0 or more, not 'inf'"),
+        (f"max_lines={10**12}", f"max_lines is at most 1000000000, not '{10**12}'"),
+        ("max_chars=1e3", "max_chars is a number, 0 or more, not '1e3'"),
+    ],
+)
+def test_setting_that_cannot_be_says_what_is_allowed(assignment: str, said: str) -> None:
+    with pytest.raises(UsageError, match=f"^%distributed config: {said}$"):
+        options.Settings().changed(assignment)
 
 
 def test_value_that_begins_like_an_option_follows_an_equals_sign() -> None:

@@ -663,6 +663,27 @@ def test_far_more_ranks_than_there_is_room_for_need_force(ranks: int, cpus: int,
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"linger_s": 1e300},
+        {"linger_s": -5},
+        {"group_timeout_s": float("nan")},
+        {"group_timeout_s": -1},
+        {"seed": 1 << 70},
+    ],
+)
+def test_start_with_a_number_that_no_clock_or_generator_takes_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=": give a number "):
+        Session.start(1, device="cpu", **options)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), 0, -1])
+def test_time_for_a_cell_is_more_than_none(session: Session, timeout_s: float) -> None:
+    with pytest.raises(SpecError, match="give more than 0 seconds"):
+        session.run_cell("1", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
     ("ranks", "said"),
     [(1000, r"1,000 ranks .* \(in Python force=True\)"), (10**12, "at most 65,536"), (2.5, "give a whole number")],
 )
