@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_IPYTHON_LINE = re.compile(r"[ \t]*([%!]|[\w, ]+=\s*[%!])|[^#]*\?[ \t]*$")
+_IPYTHON_LINE = re.compile(r"[ \t]*[%!]|[\w, \t]+=\s*[%!]|[^#]*\?[ \t]*$")
 _SETTING_UP = re.compile(r"%(load_ext|reload_ext|autoreload|matplotlib|env|set_env)\b")
 _AROUND_PYTHON = re.compile(r"%%(time|timeit|capture|prun)\b")
 

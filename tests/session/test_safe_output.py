@@ -15,7 +15,7 @@ from detrain_nb import wire
 from detrain_nb.cli import terminal
 from detrain_nb.doctor import judgement
 from detrain_nb.errors import HUNG_UP, DetrainError, RemoteError
-from detrain_nb.session import diagnosis, inbox, losses
+from detrain_nb.session import definitions, diagnosis, inbox, losses
 from detrain_nb.session.evidence import Evidence
 from detrain_nb.session.safe_output import (
     PieceCleaner,
@@ -270,6 +270,13 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
     "safe_output._HIDDEN": (show_hidden, "\x1b", ["\u202e", " "]),
     "safe_output._NAMES": (_as_completion, "x", ["x", ".", ".x", "="]),
     "safe_output._KEY": (_as_completion, "'", ["'", '"', "x", "\\"]),
+    "definitions._IPYTHON_LINE": (
+        lambda text: definitions._IPYTHON_LINE.match(text[:-1]),
+        " ",
+        [" ", "x", "x ", "=", "? ", "#", "%"],
+    ),
+    "definitions._SETTING_UP": (definitions._SETTING_UP.match, "%", ["load_ext", "env"]),
+    "definitions._AROUND_PYTHON": (definitions._AROUND_PYTHON.match, "%%", ["time", "%"]),
     "errors.HUNG_UP": (HUNG_UP.search, "c", ["connection ", "broken ", "remote process ", "c"]),
     "losses._TIMED_OUT": (_as_silence, "timed out waiting ", ["timed out waiting for 1", "1", "t"]),
     "diagnosis._STANDARD_LIBRARY": (_as_frame, "/lib/python3.", ["/lib64/python3.1", "1", "/lib"]),
