@@ -213,7 +213,8 @@ def _read_addresses(said: Said) -> tuple[tuple[str, str], ...]:
     for entry in found:
         try:
             name, address = entry
-            pairs.append((Said({"name": name}).text("name", most=32), str(ipaddress.ip_address(str(address)))))
+            said = Said({"name": name, "address": address})
+            pairs.append((said.text("name", most=32), str(ipaddress.ip_address(said.text("address")))))
         except (ValueError, TypeError):
             raise TransportError("what it says of itself cannot be read: an address is none") from None
     return tuple(pairs)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DetrainError, LaunchError, SessionError, TransportError
+from ..node.talk import clean
 from ..spec.node import Node
 from ..transport.ssh import AskPassphrase, SshConnection, find_route
 from ..transport.ssh_config import HostSettings, SshTarget, default_config, read_config
@@ -126,9 +127,9 @@ class RemoteProgram:
             raise TransportError("what came is not what our program says")
         if said.get("type") == "failed":
             known = {"SessionError": SessionError, "LaunchError": LaunchError}
-            raise known.get(str(said.get("kind")), LaunchError)(as_text(str(said.get("text", ""))[:4096]))
+            raise known.get(clean(said.get("kind")), LaunchError)(_as_words(said.get("text", "")))
         if said.get("type") != kind:
-            raise TransportError(f"{kind} was expected, {as_text(str(said.get('type'))[:40])!r} came")
+            raise TransportError(f"{kind} was expected, {clean(said.get('type'))[:40]!r} came")
         return said
 
     def take_socket(self) -> socket.socket:
@@ -204,6 +205,11 @@ def _write_script(node: Node, source: str) -> bytes:
 def _quote_path(path: str) -> str:
     """A path as a shell takes it literally, but for ~/, the home there."""
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+
+
+def _as_words(said: object) -> str:
+    """What failed there, in its lines."""
+    return as_text(said[:4096]) if isinstance(said, str) else clean(said)
 
 
 def as_text(said: object) -> str:

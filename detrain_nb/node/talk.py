@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -215,7 +216,7 @@ def check_name(name: object) -> str:
 
 def clean(said: object) -> str:
     """What the other side said, fit for one line."""
-    text = said if isinstance(said, str) else repr(said)
+    text = said if isinstance(said, str) else reprlib.repr(said)  # what is nested can be too deep for repr
     return "".join(char if char.isprintable() else "?" for char in text[:4096])
 
 

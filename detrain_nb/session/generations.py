@@ -15,6 +15,7 @@ from .safe_output import one_line
 GROUP_LIMIT_S = 60.0
 END_LIMIT_S = 0.8  # a rank whose C code holds the GIL ends it later
 _ATTEMPTS = 3
+_MOST_STALE = 100  # variables that one rank names
 
 
 class Generations:
@@ -106,7 +107,7 @@ class Generations:
         stale: set[str] = set()
         for answer in ended.answers.values():
             if isinstance(answer, GenerationEnded):
-                stale.update(one_line(name) for name in answer.stale)
+                stale.update(one_line(name) for name in answer.stale[:_MOST_STALE])
         self.stale = sorted(stale)
         return self.stale
 

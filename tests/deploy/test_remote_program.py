@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from detrain_nb.deploy import host_probe, remote_program, ssh_node
+from detrain_nb.deploy import host_facts, host_probe, remote_program, ssh_node
+from detrain_nb.errors import TransportError
 from detrain_nb.node import bootstrap, probe
 from detrain_nb.node import files as node_files
+from detrain_nb.node.talk import clean
 from detrain_nb.spec.node import Node
 
 _PLANTED = ("__future__", "collections", "ctypes", "json", "platform", "socket", "struct", "typing")
@@ -75,3 +77,13 @@ def test_nothing_of_what_python_itself_looks_in_is_left_out(tmp_path: Path) -> N
     node = Node(host="h", python=_PYTHON, setup=("export PYTHONSAFEPATH=1",))
     shell = subprocess.run(["bash"], input=remote_program._write_script(node, source), stdout=subprocess.PIPE)
     assert json.loads(shell.stdout) == expected
+
+
+def test_what_is_nested_too_deep_to_be_written_is_said_in_words() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    assert len(clean(deep)) < 100
+    assert len(remote_program._as_words(deep)) < 100
+    with pytest.raises(TransportError, match="address"):
+        host_facts._read_addresses(host_facts.Said({"addresses": [["eth0", deep]]}))
