@@ -165,6 +165,18 @@ class RankTerminal:
         if self._row == len(self._rows):
             self._rows.append("")
             self._column = None
+        elif all(map(_is_blank, self._rows[self._row :])):  # all that was drawn here is gone: it is as if it began
+            self._drop_below()
+            if isinstance(row := self._rows[self._row], _Row):
+                row.clear()
+            else:
+                self._rows[self._row] = ""
+            self._column = None
+
+    def _drop_below(self) -> None:
+        del self._rows[self._row + 1 :]
+        self._is_taken_back |= self._num_shown > len(self._rows)
+        self._num_shown = min(self._num_shown, len(self._rows))
 
     def _write(self, text: str) -> None:
         while text:
@@ -255,9 +267,7 @@ class RankTerminal:
             return
         place = self._place
         if command == "J":
-            del self._rows[self._row + 1 :]
-            self._is_taken_back |= self._num_shown > len(self._rows)
-            self._num_shown = min(self._num_shown, len(self._rows))
+            self._drop_below()
         if number or place < _count_columns(self._rows[self._row]):
             self._column = place
             self._drawn_row().erase(0 if number else self._place, self._place + 1 if number == 1 else None)
@@ -323,6 +333,10 @@ class _Row:
             end = min(end, len(self.cells))
             self.cells[start:end] = " " * (end - start)
             self.styles[start:end] = [""] * len(self.styles[start:end])
+
+    def clear(self) -> None:
+        """Be as a row on which nothing was drawn, but that is none as long as it is empty."""
+        self.cells, self.styles, self.is_drawn, self.text = [], [], False, None
 
     def line(self) -> str:
         """As it is shown; where something was drawn without blanks at its end."""

@@ -40,6 +40,7 @@ def drawn(*texts: str) -> list[str]:
         (["abc\x1b[2G\x1b[K"], ["a"]),
         (["a\nb\nc\x1b[2F\x1b[Jd\n"], ["d"]),
         (["a\nb\n\x1b[2Ax\x1b[Ey\n"], ["x", "y"]),
+        (["a\n  \x1b[A\nb\n"], ["a", "b"]),
         (["a\x1b[3Cb"], ["a   b"]),
     ],
 )
@@ -68,6 +69,12 @@ def test_lines_written_over_bars_move_these_down() -> None:
 def test_only_what_was_drawn_on_is_a_drawing() -> None:
     lines = drawn("plain\n\x1b[31mred\x1b[0m\n\x1b[m\x1b[Kred\x1b[m\x1b[K\na\r\n\r1%\r2%\n")
     assert [isinstance(line, Drawn) for line in lines] == [False, False, False, False, True]
+
+
+def test_what_comes_where_a_bar_is_gone_is_no_drawing() -> None:
+    gone = f"\n\r 1%{UP}\n\r 2%{UP}\n\r   \r{UP}"
+    (bar, warning) = drawn(f"\router 1\router 2{gone}{gone}\r\nUserWarning: careful\n")
+    assert (bar, type(bar), warning, type(warning)) == ("outer 2", Drawn, "UserWarning: careful", str)
 
 
 @pytest.mark.parametrize(
