@@ -20,9 +20,14 @@ from .transcript import Bundle, Item, Rich, Text
 
 _GAP_S = 0.05  # 20 batches a second: a Jupyter server drops above 1,000 messages
 _REDRAW_S = 0.1
+_FRAME_S = 0.01  # a frame that is drawn in several writes is whole after that
+_LONGEST_FRAME_S = 0.3
+_MOVED_CHARS = 200_000  # more is not sent again to have the redrawn lines below it
+_MOVED_CHARS_PER_S = 100_000
 _IDLE_S = 2.0
 _DRAW_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 600.0  # hundreds of megabytes at a server's rate
+_CLEAR: tuple[str, dict[str, Any]] = ("clear_output", {"wait": True})  # when the next output comes
 _STORED = ("stream", "display_data")
 _RESENT_CHARS = 250_000
 _SERVER_BYTES_PER_S = 700_000  # a Jupyter server drops stream output above 1 MB/s
@@ -76,8 +81,9 @@ class KernelScreen:
         self._transient = ""
         self._transient_shown = ""
         self._transient_id = ""
-        self._redrawn_at = 0.0
+        self._redrawn_at = self._drawn_at = self._moved_at = 0.0
         self._outline: list[str] = []  # what was sent and stands in the cell, message by message
+        self._texts: list[tuple[str, dict[str, Any]]] | None = []  # the same, where it is text and not too much
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._given = self._sent = 0  # counts of what came in and of what went out
@@ -100,7 +106,7 @@ class KernelScreen:
 
     def set_transient(self, text: str) -> None:
         with self._changed:
-            self._transient = text
+            self._transient, self._drawn_at = text, time.monotonic()
         self._start()
 
     def draw_now(self, text: str) -> None:
@@ -171,17 +177,14 @@ class KernelScreen:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._has_redrawn() or self._is_closed, _IDLE_S)
-                batch, self._waiting = _merged(self._waiting), []
-                self._updates.clear()
-                given = self._given
-                self._outline += [content.get("name", kind) for kind, content in batch if kind in _STORED]
+                batch, given = self._take_waiting()
                 is_closed = self._is_closed
-                if not batch and not self._has_redrawn() and not is_closed:
+                if not batch and not self._waiting and not self._has_redrawn() and not is_closed:
                     self._thread = None  # a later line starts another one
                     return
             unpaced_bytes = self._send_batch(batch)
             self._sent = given
-            self._redraw(now=is_closed)
+            self._redraw(now=is_closed or batch[:1] == [_CLEAR])
             with self._changed:
                 self._changed.notify_all()
             if is_closed and not self._waiting:
@@ -190,6 +193,29 @@ class KernelScreen:
                 time.sleep(unpaced_bytes / _SERVER_BYTES_PER_S)
             with self._changed:  # what comes after silence goes out at once, the rest waits for its batch
                 self._changed.wait_for(lambda: self._is_closed, _GAP_S)
+
+    def _take_waiting(self) -> tuple[list[tuple[str, dict[str, Any]]], int]:
+        """What is to be sent now, and up to which count that is all; lines that are redrawn stay below all others."""
+        batch, above = _merged(self._waiting), self._texts
+        if batch and self._transient_id and above is not None and _are_texts(batch) and not self._is_closed:
+            gap_s = _LONGEST_FRAME_S + _count_chars(above) / _MOVED_CHARS_PER_S
+            if time.monotonic() - self._moved_at < gap_s:
+                return [], self._sent
+            batch = [_CLEAR, *_merged([*above, *batch])]
+            self._transient_shown = self._transient_id = ""
+            self._moved_at = time.monotonic()
+        self._waiting = []
+        self._updates.clear()
+        for kind, content in batch:
+            if kind == "clear_output":
+                self._outline, self._texts = [], []
+            elif kind in _STORED:
+                self._outline.append(content.get("name", kind))
+                if self._texts is not None:
+                    self._texts.append((kind, content))
+        if self._texts and not (_are_texts(self._texts) and _count_chars(self._texts) <= _MOVED_CHARS):
+            self._texts = None
+        return batch, self._given
 
     def _send_batch(self, batch: list[tuple[str, dict[str, Any]]]) -> int:
         """Send what waits; returns the bytes of stream output that the server has not had time for yet."""
@@ -213,7 +239,9 @@ class KernelScreen:
         return self._transient != self._transient_shown
 
     def _redraw(self, *, now: bool) -> None:
-        if not self._has_redrawn() or not (now or time.monotonic() - self._redrawn_at >= _REDRAW_S):
+        since_s = time.monotonic() - self._redrawn_at
+        is_whole = since_s >= _LONGEST_FRAME_S or time.monotonic() - self._drawn_at >= _FRAME_S
+        if not self._has_redrawn() or not now and (since_s < _REDRAW_S or not is_whole):
             return
         self._transient_shown, self._redrawn_at = self._transient, time.monotonic()
         kind = "update_display_data" if self._transient_id else "display_data"
@@ -263,7 +291,8 @@ class TextScreen:
         self.set_transient(text)
 
     def _draw_foot(self, text: str) -> None:
-        text = text[: shutil.get_terminal_size().columns - 1]
+        end = "\x1b[0m" if "\x1b" in text else ""  # of its colours, where that is cut off
+        text = text[: shutil.get_terminal_size().columns - 1] + end
         if text != self._foot and sys.stdout.isatty():
             sys.stdout.write(f"\r\x1b[K{text}")
             sys.stdout.flush()
@@ -290,6 +319,14 @@ def screen_for(ipython: Any) -> Screen:
     """The screen of the cell that runs now."""
     kernel = getattr(ipython, "kernel", None)
     return KernelScreen(kernel) if kernel is not None else TextScreen()
+
+
+def _are_texts(batch: list[tuple[str, dict[str, Any]]]) -> bool:
+    return all(kind == "stream" for kind, _ in batch)
+
+
+def _count_chars(texts: list[tuple[str, dict[str, Any]]]) -> int:
+    return sum(len(content["text"]) for _, content in texts)
 
 
 def _message(item: Item, display_id: str = "") -> tuple[str, dict[str, Any]]:

@@ -141,6 +141,39 @@ for step in tqdm(range(40), miniters=1, mininterval=0, bar_format="{{percentage:
 
 
 @pytest.mark.slow
+def test_nested_bars_stay_below_the_lines_a_block_for_each_rank_and_are_no_errors(notebook: OpenNotebook) -> None:
+    nb = notebook(
+        START,
+        f"""
+%%distributed
+import os, time, warnings
+from tqdm.notebook import tqdm, trange
+{WAIT_FOR}
+form = dict(bar_format="{{desc}}{{n}}/{{total}}", mininterval=0)
+for epoch in trange(2, desc="epochs ", **form):
+    for step in trange(30, desc="steps ", leave=False, **form):
+        if step % 10 == 0:
+            tqdm.write(f"epoch {{epoch}} step {{step}}")
+            time.sleep(0.2)
+        if epoch == 1 and step == 15:
+            wait_for("go on")
+warnings.warn("careful")
+""",
+    )
+    nb.run(0)
+    nb.start(1)
+    lines = r"(\[[01]\] epoch [01] step \d+\n){10}"
+    nb.wait_for_text(1, rf"\A{lines}\[0\] epochs 1/2\n\[0\] steps 15/30\n\[1\] epochs 1/2\n\[1\] steps 15/30\n\Z")
+    say(nb, "go on")
+    expect(nb.prompt(1)).to_have_text("[2]:")
+    steps = "".join(f"[0-1] epoch {epoch} step {step}\n" for epoch in (0, 1) for step in (0, 10, 20))
+    nb.wait_for_text(1, rf"\A{re.escape(steps)}\[0-1\] epochs 2/2\n.*UserWarning: careful")
+    printed, warned = nb.save().cells[1].outputs
+    assert (printed.name, printed.text) == ("stdout", f"{steps}[0-1] epochs 2/2\n")
+    assert (warned.name, "careful" in warned.text) == ("stderr", True)
+
+
+@pytest.mark.slow
 def test_figures_and_tables_are_shown_as_such(notebook: OpenNotebook) -> None:
     nb = notebook(
         START,
