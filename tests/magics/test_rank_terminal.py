@@ -120,7 +120,12 @@ def test_lines_are_new_at_once_and_taken_back_when_they_are_drawn_on() -> None:
 def test_cursor_stays_in_the_last_rows() -> None:
     lines = [f"line {i}" for i in range(100)]
     assert drawn("\n".join(lines) + "\x1b[999999999A\rX")[:77] == [*lines[:76], "Xine 76"]
+    assert drawn("a\x1b[999999999Cx") == ["a" + " " * 78 + "x"]
     assert drawn("a\x1b[999999999B\x1b[999999999C\x1b[Bx") == ["a" + " " * 78 + "x"]
+
+
+def test_letter_that_is_drawn_has_few_marks() -> None:
+    assert len(drawn("\rx" + "\u0301" * 100_000)[0]) < 20
 
 
 def test_cursor_does_not_come_back_to_what_something_else_was_shown_below() -> None:
@@ -179,7 +184,7 @@ def test_pieces_make_no_difference(text: str, cuts: list[int]) -> None:
     "piece",
     [
         *("\x1b[999999999A", "\x1b[999999999Bx", "\x1b[999999999C\x1b[1K", "\x1b[999999999A\x1b[J\n", "x\b", "漢\b\b"),
-        *("\x1b[31m", "\x1b[31mx\x1b[0m", "\u0301", "x", "\x1b]", "\x1b[1"),
+        *("\x1b[31m", "\x1b[31mx\x1b[0m", "\u0301", "x", "x\n", "\x1b]x", "\x1b[1"),
     ],
 )
 def test_time_and_memory_are_linear_in_what_a_rank_sends(piece: str) -> None:
@@ -191,3 +196,4 @@ def test_time_and_memory_are_linear_in_what_a_rank_sends(piece: str) -> None:
         terminal.feed(cleaner.clean(piece.encode()))
     assert time.monotonic() - started < 10
     assert sum(map(len, terminal.block)) < 300_000
+    assert (len(terminal._rows) <= 24, len(cleaner._begun) < 200) == (True, True)
