@@ -201,7 +201,8 @@ class SessionHolder:
             self.session.detach()  # it has ended, or is this very session under an earlier connection
         session.hang_s, session.stop_gap_s = self.settings.hang, self._stop_gap_s
         session.warm_s = self.settings.warm
-        if words := session.check_collectives(self.settings.check == "on"):
+        words = session.check_collectives(self.settings.check == "on")
+        if words and session.cells:  # else nothing was made with the groups that there were
             print(words)
         self.session = session
         for words in session.notices:
