@@ -197,3 +197,11 @@ def test_time_and_memory_are_linear_in_what_a_rank_sends(piece: str) -> None:
     assert time.monotonic() - started < 10
     assert sum(map(len, terminal.block)) < 300_000
     assert (len(terminal._rows) <= 24, len(cleaner._begun) < 200) == (True, True)
+
+
+@pytest.mark.parametrize("begin", ["\x1b]", "\x1b[1", "\x1b "])
+def test_sequence_that_never_ends_is_not_kept(begin: str) -> None:
+    cleaner = PieceCleaner()
+    for part in (begin, *[begin[-1] * 1000] * 100):
+        assert cleaner.clean(part.encode()) == ""
+        assert len(cleaner._begun) < 200
