@@ -1,21 +1,27 @@
-"""Variables from one rank to others, over the default process group: the ranks of one job trust each other.
+"""Variables from one rank to others, over the default process group.
 
-Everything travels in one piece of pickled data, so that what belongs together (a model and its optimizer) still does
-when it arrives. Tensors come to the device of the rank that gets them.
+Plain values travel as raw buffers (values.py). Where there is any other, all are pickled in one piece, so that what
+belongs together (a model and its optimizer) still does when it arrives: the ranks of one job trust each other. Tensors
+come to the device of the rank that gets them.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import DetrainError, SessionError
+from .. import values
+from ..errors import DetrainError, SessionError, ValueNotSupported
 
 _PIECE_BYTES = 64 << 20
+_PROBLEM, _VALUES, _PICKLE = range(3)  # what is sent: why nothing is, a description and its buffers, or a pickle
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_Buffer = bytes | bytearray | memoryview
 
 
 def broadcast(
@@ -34,43 +40,96 @@ def broadcast(
 
 
 def _send(look_up: Callable[[], dict[str, Any]], targets: list[int], carrier: torch.device) -> None:
-    try:
-        data, problem = _pickled(look_up()), ""
-    except DetrainError as exc:
-        data, problem = b"", str(exc)
-    notice = torch.frombuffer(bytearray(problem.encode() or b"\0"), dtype=torch.uint8).to(carrier)
-    sizes = torch.tensor([len(data), len(problem.encode())], device=carrier)
-    content = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+    kind, parts = _packed(look_up)
     for target in targets:
-        dist.send(sizes, target)
-        if problem:
-            dist.send(notice, target)
-            continue
-        for piece in content.split(_PIECE_BYTES):
-            dist.send(piece.to(carrier), target)
-    if problem:
-        raise SessionError(problem)
+        dist.send(torch.tensor([kind, len(parts[0])], device=carrier), target)
+        for part in parts:
+            for piece in _pieces(part):
+                dist.send(piece.to(carrier), target)
+    if kind == _PROBLEM:
+        raise SessionError(bytes(parts[0]).decode())
 
 
 def _receive(source: int, carrier: torch.device, device: torch.device) -> dict[str, Any]:
-    sizes = torch.zeros(2, dtype=torch.int64, device=carrier)
-    dist.recv(sizes, source)
-    size, problem_size = (int(number) for number in sizes)
-    data = bytearray(problem_size or size)
-    for piece in torch.frombuffer(data, dtype=torch.uint8).split(_PIECE_BYTES):
-        arrived = piece.to(carrier)
-        dist.recv(arrived, source)
-        if carrier.type != "cpu":
-            piece.copy_(arrived)
-    if problem_size:
-        raise SessionError(data.decode())
+    start = torch.zeros(2, dtype=torch.int64, device=carrier)
+    dist.recv(start, source)
+    kind, size = (int(number) for number in start)
+    content = _receive_part(size, source, carrier)
+    if kind == _PROBLEM:
+        raise SessionError(content.decode())
+    if kind == _VALUES:
+        description = json.loads(content)
+        buffers = [_receive_part(size, source, carrier) for size in values.buffer_sizes(description)]
+        found: dict[str, Any] = _moved(values.unpack(description, buffers), device)
+        return found
     try:
-        found = torch.load(io.BytesIO(data), map_location=device, weights_only=False)  # from a rank of our own job
+        found = torch.load(io.BytesIO(content), map_location=device, weights_only=False)  # from a rank of our own job
     except AttributeError as exc:
         raise SessionError(
             f"{exc}: run the cell that defines it here first, %distributed replay -r {dist.get_rank()}"
         ) from exc
     return dict(found)
+
+
+def _receive_part(size: int, source: int, carrier: torch.device) -> bytearray:
+    data = bytearray(size)
+    for piece in _pieces(data):
+        arrived = piece.to(carrier)
+        dist.recv(arrived, source)
+        if carrier.type != "cpu":
+            piece.copy_(arrived)
+    return data
+
+
+def _pieces(part: _Buffer) -> Iterator[torch.Tensor]:
+    """Of at most 64 MiB each, in the memory of ``part`` where that is writable."""
+    if len(part):
+        yield from torch.frombuffer(bytearray(part) if memoryview(part).readonly else part, dtype=torch.uint8).split(
+            _PIECE_BYTES
+        )
+
+
+def _packed(look_up: Callable[[], dict[str, Any]]) -> tuple[int, Sequence[_Buffer]]:
+    """What is sent, and its parts. The size of the first is announced, those of the others follow from it."""
+    try:
+        variables = look_up()
+        if _is_plain(variables, set()):
+            try:
+                description, buffers = values.pack(variables, name="the variables")
+                return _VALUES, [json.dumps(description, allow_nan=False).encode(), *buffers]
+            except ValueNotSupported:  # too large, or of an odd kind of tensor
+                pass
+        return _PICKLE, [_pickled(variables)]
+    except DetrainError as exc:
+        return _PROBLEM, [str(exc).encode()]
+
+
+def _is_plain(value: Any, seen: set[int]) -> bool:
+    """It would arrive as it is, and shares no memory with another one that was ``seen``."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return True
+    if kind is torch.Tensor:
+        is_data = value.layout is torch.strided and not value.requires_grad and value.grad is None
+        return is_data and not vars(value) and _is_new(value.untyped_storage().data_ptr(), seen)
+    items = [*value.keys(), *value.values()] if kind is dict else value
+    return kind in (dict, list, tuple) and _is_new(id(value), seen) and all(_is_plain(item, seen) for item in items)
+
+
+def _is_new(identity: int, seen: set[int]) -> bool:
+    if identity in seen:
+        return False
+    seen.add(identity)
+    return True
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The same with its tensors on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    return type(value)(_moved(item, device) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _pickled(variables: dict[str, Any]) -> bytes:

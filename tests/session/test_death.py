@@ -336,6 +336,41 @@ def test_broadcast_from_any_rank_to_all(equipped: Session) -> None:
     assert equipped.run_cell("float(value.min()), float(value.max())").values == {0: (1.0, 1.0), 1: (1.0, 1.0)}
 
 
+_PLAIN = """
+plain = {"step": 7, "losses": [1.5, float("nan")], "name": "net", "at": (1, None)}
+plain["x"] = torch.arange(6).view(2, 3) + rank
+weights = torch.ones(3, 2, dtype=torch.bfloat16) * rank
+"""
+_ALIKE = """
+step = plain["step"], plain["name"], plain["at"], str(plain["losses"])
+(*step, plain["x"].tolist(), weights.dtype == torch.bfloat16, weights.sum().item())
+"""
+
+
+@pytest.mark.rare_elsewhere
+def test_plain_values_are_broadcast_without_a_pickle(equipped: Session) -> None:
+    equipped.run_cell(f"{_PLAIN}load = torch.load\ntorch.load = None")
+    equipped.broadcast(["plain", "weights"], source=1)
+    equipped.run_cell("layer = torch.nn.Linear(1, 1)")
+    with pytest.raises(SessionError, match="rank 0: TypeError"):
+        equipped.broadcast("layer", source=1)
+    equipped.run_cell("torch.load = load")
+    expected = (7, "net", (1, None), "[1.5, nan]", [[1, 2, 3], [4, 5, 6]], True, 6.0)
+    assert equipped.run_cell(_ALIKE).values == {0: expected, 1: expected}
+
+
+@pytest.mark.rare_elsewhere
+def test_broadcast_keeps_gradients_parameters_and_what_is_shared(equipped: Session) -> None:
+    equipped.run_cell(
+        "leaf = torch.ones(2, requires_grad=True)\nwhole = torch.zeros(4)\npart = whole[:2]\n"
+        "weight = torch.nn.Parameter(torch.ones(1))\nitems = []\nboth = [items, items]"
+    )
+    equipped.broadcast(["leaf", "whole", "part", "weight", "both"])
+    code = "part += 1\nleaf.requires_grad, type(weight).__name__, whole.tolist(), both[0] is both[1]"
+    expected = (True, "Parameter", [1.0, 1.0, 0.0, 0.0], True)
+    assert equipped.run_cell(code).values == {0: expected, 1: expected}
+
+
 @pytest.mark.rare_elsewhere
 def test_broadcast_refusals_leave_nobody_waiting(equipped: Session) -> None:
     with pytest.raises(SessionError, match=r"no variable 'nothing'"):
