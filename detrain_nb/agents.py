@@ -29,6 +29,7 @@ HOLDER_NAME = "holder"
 LOCK_NAME = "agent.lock"
 USES_NAME = "uses.json"
 ENDED_PREFIX = ".ended-"  # of the folder of an agent that is ending
+GROUPS_FILE = re.compile(r"groups\.([0-9]+)\.[0-9]+(\.end)?")  # where ranks meet to make groups: a file, then a link
 _WRITTEN = re.compile(r"agent\.(lock|pid|sock|log)|launcher\.log|holder|(started|uses)\.json|spool\.[0-9]{6,}")
 _LAUNCHER_LOGS = "torchelastic"  # the folder that launch.py names to torchrun
 _AGENT_MODULE = "detrain_nb.node.agent"
@@ -147,12 +148,19 @@ def _remove_written(folder: Path) -> None:
     """Remove the files that agents write; the lock as the last one: without it the folder is nobody's."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        for name in sorted(filter(_WRITTEN.fullmatch, os.listdir(opened)), key=LOCK_NAME.__eq__):
+        for name in sorted(os.listdir(opened), key=LOCK_NAME.__eq__):
             state = os.stat(name, dir_fd=opened, follow_symlinks=False)
-            if state.st_uid == os.getuid() and (stat.S_ISREG(state.st_mode) or stat.S_ISSOCK(state.st_mode)):
+            if state.st_uid == os.getuid() and _is_written(name, state.st_mode):
                 os.unlink(name, dir_fd=opened)
     finally:
         os.close(opened)
+
+
+def _is_written(name: str, mode: int) -> bool:
+    """Agents, and the ranks of their sessions, make it."""
+    if GROUPS_FILE.fullmatch(name):
+        return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+    return _WRITTEN.fullmatch(name) is not None and (stat.S_ISREG(mode) or stat.S_ISSOCK(mode))
 
 
 def connect(folder: Path) -> socket.socket:

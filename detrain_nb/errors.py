@@ -4,6 +4,7 @@ DetrainError
 ├── SpecError (ValueError)            what was asked for cannot be: a field, a number, a name
 │   └── CellSyntaxError               a cell is not Python; nothing was sent
 ├── SessionError                      the session is not in a state for that: none runs, a rank is busy
+│   └── ForeignConnection             another user's process is connected to a process group
 ├── LaunchError                       the ranks of a node could not be started
 ├── TransportError                    a node cannot be reached, or its channel broke
 │   └── WireError                     the other side sent what is not a message
@@ -30,6 +31,7 @@ __all__ = [
     "CellSyntaxError",
     "CellTimeout",
     "DetrainError",
+    "ForeignConnection",
     "LaunchError",
     "NodeLost",
     "NotFinite",
@@ -76,6 +78,10 @@ class CellSyntaxError(SpecError):
 
 class SessionError(DetrainError):
     """The session is not in a state for what was asked."""
+
+
+class ForeignConnection(SessionError):
+    """A process of another user of the machine is connected to a process group, which was not used."""
 
 
 class LaunchError(DetrainError):

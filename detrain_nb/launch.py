@@ -19,6 +19,7 @@ STORE_FD_VARIABLE = "DETRAIN_NB_STORE_FD"  # a bound socket that the agent hands
 WARM_FD_VARIABLE = "DETRAIN_NB_WARM_FD"  # where the agent gives orders to its warm process
 GPUS_VARIABLE = "DETRAIN_NB_GPUS"  # which of the GPUs that the agent has counted: it writes CUDA_VISIBLE_DEVICES
 TERMINAL_COLUMNS, TERMINAL_ROWS = 80, 24  # what programs on a rank believe that they draw on
+LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"  # where the ranks of a session's only node listen
 _RENDEZVOUS_LIMIT_S = 120  # the other nodes may be slower to import torch
 
 
@@ -33,6 +34,7 @@ class RankConfig:
     seed: int
     threads: int
     group_timeout_s: float = 0.0  # 0: torch's own
+    is_only_node: bool = False  # no rank is on another
 
     def to_env(self) -> dict[str, str]:
         return {RANK_CONFIG_VARIABLE: json.dumps(asdict(self))}
@@ -104,6 +106,8 @@ def launch_node(
         "TTY_COMPATIBLE": "1",
         **({} if node.gpus is None else {GPUS_VARIABLE: ",".join(map(str, node.gpus))}),
         **extra_env,
+        # a group is connected when it is made: who is at the other ends is looked up before it is used
+        "TORCH_GLOO_LAZY_INIT": "0",
         **config.to_env(),
     }
     return NodeLaunch([python, "-m", module, *options], env)

@@ -5,6 +5,8 @@ alone frees nobody while something else, a DDP model say, holds a reference to i
 
 One rank has no connection yet: that which waits in gloo for a peer to connect to it, and the peer was stopped before it
 did. Then this process is that peer, and hangs up.
+
+Before a group is used, the other ends of its connections are looked up: they have to be of the same user.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import resource
 import socket
 import struct
 from collections.abc import Iterable, Iterator
+
+from .far_ends import ends_of, require_own
 
 _SOCKET_LINK = "socket:["
 _TCP = (socket.AF_INET, socket.AF_INET6)
@@ -43,6 +47,13 @@ class Connections:
                 self._known.update(self._new())
             finally:  # an interrupt may come here too: what is opened later is the user's
                 self._before = None
+
+    def require_own(self) -> None:
+        """Look up who is at the other end of what has been recorded up to now, before it is used.
+
+        Raises: ForeignConnection; SessionError where that cannot be found out.
+        """
+        require_own(lambda: filter(None, map(ends_of, self._new())))
 
     def shut(self, most_peers: int) -> int:
         """Shut all of them down, those of a recording that still goes on too; returns how many.

@@ -1,7 +1,8 @@
 """The process groups of a rank. All groups of one generation are made, and end, together.
 
-The default group is made on the engine's own store, under a prefix with the generation's number, so that a new one
-never meets what an old one left there. ``init_process_group`` in a cell replaces the default group instead of failing.
+The ranks of a session's only node meet in a file of the generation (meeting.py), those of several nodes in the engine's
+own store, under a prefix with the generation's number, so that a new one never meets what an old one left there.
+``init_process_group`` in a cell replaces the default group instead of failing.
 The main thread makes generations; the control thread ends them, whatever the main thread waits for.
 """
 
@@ -13,6 +14,8 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ import torch.multiprocessing
 from ..errors import SessionError
 from .checking import Checking
 from .connections import Connections
+from .meeting import Meeting
 from .stale import forget_meshes
 
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
@@ -32,10 +36,20 @@ _STORE_TIMEOUT = datetime.timedelta(minutes=5)
 
 
 class Generation:
-    """The default process group of this rank, and the generation it belongs to."""
+    """The default process group of this rank, and the generation it belongs to.
+
+    ``folder``: where the ranks meet if all are on this node, a folder that only its user can enter.
+    """
 
     def __init__(
-        self, *, rank: int, world_size: int, backend: str, device: torch.device, timeout_s: float = 0.0
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        backend: str,
+        device: torch.device,
+        timeout_s: float = 0.0,
+        folder: Path | None = None,
     ) -> None:
         self.number = 0
         self.ended = 0  # the last generation that was ended from outside the main thread
@@ -46,7 +60,9 @@ class Generation:
         self._device = device
         self._timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else _GROUP_TIMEOUT
         self._store_address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # cells may set others
-        self._store: dist.TCPStore | None = None
+        self._folder = folder
+        self._meeting: Meeting | None = None  # the file that is the store
+        self._store: dist.Store | None = None
         self._groups_made = 0
         self._groups_seen = 0
         self._connections = Connections()
@@ -85,11 +101,13 @@ class Generation:
                 self._abort()
             self.number = number
             self._groups_made = 0
-            self._store = None
+            self._store = self._meeting = None
         forget_meshes()
         self._checking.switch(is_checked)
         self._make_group(self._backend)
         self._require_not_ended()
+        if self._meeting:
+            self._meeting.remove_earlier()
 
     def renumber(self, rank: int, world_size: int) -> None:
         """The next group is of so many ranks; there is none now."""
@@ -105,6 +123,7 @@ class Generation:
             if number < self.number or number <= self.ended:
                 return 0
             self.ended = number
+            self._end_meetings(number)
             return self._abort()
 
     def wait_for_end(self, number: int, limit_s: float) -> None:
@@ -112,6 +131,15 @@ class Generation:
         deadline = time.monotonic() + limit_s
         while self.ended <= number and time.monotonic() < deadline:
             time.sleep(0.002)  # not for the lock: an abort may take its time
+
+    def _end_meetings(self, number: int) -> None:
+        """Nobody waits for the others in the present generation any more, or begins to in that of ``number``."""
+        if self._folder is None:
+            return
+        for meeting in (self._meeting, Meeting(self._folder, number)):
+            if meeting:
+                with contextlib.suppress(OSError):  # no room on the disk: the connections are shut in any case
+                    meeting.end()
 
     def _abort(self) -> int:
         shut = self._connections.shut(self._world_size)
@@ -151,8 +179,8 @@ class Generation:
     def _make_group(self, backend: str, **options: Any) -> None:
         with self._connections.recording():
             if self._store is None:
-                self._store = dist.TCPStore(*self._store_address, None, is_master=False, timeout=_STORE_TIMEOUT)
-            self._require_not_ended()  # an end that comes from here on shuts the store's connection
+                self._store = self._open_store()
+            self._require_not_ended()
             self._groups_made += 1
             self.started_ns = time.time_ns()
             # torch counts names from 0 again: a mesh of an ended generation must not find a group of this one by name
@@ -170,6 +198,28 @@ class Generation:
                 **options,
             )
 
+    def _open_store(self) -> dist.Store:
+        """What the ranks find each other through. An end that comes from here on ends it too."""
+        if self._folder is None:
+            return dist.TCPStore(*self._store_address, None, is_master=False, timeout=_STORE_TIMEOUT)
+        self._meeting = Meeting.next(self._folder, self.number)
+        self._meeting.open()
+        self._groups_made = self._meeting.again  # as in a rank that is fresh
+        store = dist.FileStore(str(self._meeting.path))
+        store.set_timeout(_STORE_TIMEOUT)
+        return store
+
+    @contextlib.contextmanager
+    def _connecting(self) -> Iterator[None]:
+        """In here torch makes a group; behind it the group's other ends are known to be of this user."""
+        with self._connections.recording():
+            yield
+            try:
+                self._connections.require_own()
+            except SessionError:
+                self.end(self.number)
+                raise
+
     def _require_not_ended(self) -> None:
         if self.ended >= self.number:
             raise SessionError(f"generation {self.number} was ended while it was made")
@@ -177,7 +227,7 @@ class Generation:
     def _new_group(self, *args: Any, **options: Any) -> Any:
         """Every group is made here or in ``_split_group``: default, ``new_group``, of a mesh."""
         self._groups_seen += 1
-        with self._connections.recording():
+        with self._connecting():
             made = self._torch_new_group(*args, **options)
             self._checking.add(*made)
             return made
@@ -185,7 +235,7 @@ class Generation:
     def _split_group(self, *args: Any, **options: Any) -> Any:
         """On NCCL a mesh makes its groups of the default one, without ``_new_group``."""
         self._groups_seen += 1
-        with self._connections.recording():
+        with self._connecting():
             return self._torch_split_group(*args, **options)
 
 

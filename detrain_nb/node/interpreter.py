@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -123,6 +124,7 @@ class _Interpreter:
         _open_streams()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._interrupts.install()
+        session_folder = Path.cwd()
         os.chdir(config.folder)
         sys.path[:] = [config.folder, *(path for path in sys.path if path not in ("", config.folder))]
         self._device = self._set_device()
@@ -133,6 +135,7 @@ class _Interpreter:
             backend=config.backend,
             device=self._device,
             timeout_s=config.group_timeout_s,
+            folder=session_folder if config.is_only_node else None,
         )
         self._generation.take_over_torch()
         speak_before_abort(lambda: describe_last(since_ns=self._generation.started_ns))

@@ -158,7 +158,8 @@ def _waiting_call(evidence: Evidence) -> str:
     called = "" if _is_in_standard_library(evidence) else _called_name(evidence.call)
     is_own = evidence.call.startswith(_OWN_WAITS) or evidence.asleep_in == "do_wait"
     is_wait = called == "wait" and not is_own and "nanosleep" not in evidence.asleep_in
-    is_store = called == "get" and "poll" in evidence.asleep_in
+    is_file_store = "nanosleep" in evidence.asleep_in and "store" in evidence.call.lower()  # it looks, and sleeps
+    is_store = called == "get" and "poll" in evidence.asleep_in or called in ("get", "wait") and is_file_store
     return evidence.call if is_wait or is_store else ""
 
 

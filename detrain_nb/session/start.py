@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks
-from ..launch import RankConfig, launch_node, threads_per_rank
+from ..launch import LOOPBACK, LOOPBACK_INTERFACE, RankConfig, launch_node, threads_per_rank
 from ..plan import DEVICES, NodePlan, Plan
 from ..transport import Transport
 from ..wire import Attach, Attached, Launch, OpenStore, StoreOpened
@@ -84,6 +84,7 @@ class RankStart:
             seed=self.seed,
             threads=threads,
             group_timeout_s=self.group_timeout_s,
+            is_only_node=len(plan.nodes) == 1,
         )
         launch = launch_node(
             plan,
@@ -92,7 +93,7 @@ class RankStart:
             python=transport.python,
             run_id=run_id,
             store=store,
-            interface=transport.interface,
+            interface=transport.interface if len(plan.nodes) > 1 else LOOPBACK_INTERFACE,
             start=self.start,
             extra_env={**transport.env, **self.env},
         )
@@ -136,7 +137,8 @@ def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
 def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say: Say) -> None:
     """Start the ranks of all nodes at once. Raises: LaunchError."""
     core.wants_group, core.group_timeout_s = how.has_group, how.group_timeout_s
-    store = (core.transports[0].address, _open_store(core))
+    address = core.transports[0].address if len(core.transports) > 1 else LOOPBACK
+    store = (address, _open_store(core, address))
     run_id = uuid.uuid4().hex
     core.inbox.ranks_up = core.inbox.requests.new(range(core.world_size))
     for node, transport in enumerate(core.transports):
@@ -159,10 +161,10 @@ def _wait_until_all_up(core: Core, say: Say) -> None:
     request.wait(0.0, what="start")
 
 
-def _open_store(core: Core) -> int:
+def _open_store(core: Core, address: str) -> int:
     """The port on the first node that the store of the rendezvous will listen on."""
     core.inbox.store_opened = core.inbox.requests.new([agent_of(0)])
-    core.ranks.send_to(0, OpenStore(core.transports[0].address))
+    core.ranks.send_to(0, OpenStore(address))
     core.inbox.store_opened.wait(START_LIMIT_S, what="a socket for the store")
     answer = core.inbox.store_opened.answers[agent_of(0)]
     if not isinstance(answer, StoreOpened) or not answer.port:

@@ -211,6 +211,12 @@ CASES = [
     ),
     Case("request.wait() where the kernel tells nothing", (rank(0, asleep="", call="r.wait()"),), ("waits r.wait()",)),
     Case("store.get() sleeps in a socket", (rank(0, asleep=POLL, call="st.get('x')"),), ("waits st.get('x')",)),
+    Case(
+        "a store in a file is looked at again and again",
+        (rank(0, asleep=NANOSLEEP, call="store.wait(['x'])"), rank(1, asleep=NANOSLEEP, call="get_store().get('x')")),
+        ("waits store.wait(['x'])", "waits get_store().get('x')"),
+    ),
+    Case("wait() that sleeps is no store", (rank(0, asleep=NANOSLEEP, call="lock.wait(1)"),), ("sleeps",)),
     Case("queue.get() in C is no store", (rank(0, asleep=FUTEX, call="SimpleQueue().get()"),), ("sleeps",)),
     Case("lock of the user", (rank(0, asleep=FUTEX, call="lock.acquire()"),), ("sleeps",)),
     Case("wait of the standard library", (rank(0, EVENT, call="waiter.wait()"),), ("sleeps",)),

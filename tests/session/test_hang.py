@@ -153,6 +153,10 @@ HANGS = {
         "if rank == 1: dist.new_group([0, 1])\nelse: load_earlier()",
         "rank 1 waits in new_group (line 1); rank 0 is in load_earlier (line 2)",
     ),
+    "default group that is made": (
+        "if rank == 1: dist.init_process_group()\nelse: load_earlier()",
+        "rank 1 waits in init_process_group (line 1); rank 0 is in load_earlier (line 2)",
+    ),
     "other collective": (
         "x = torch.ones(2)\nif rank == 0: dist.all_reduce(x)\nelse: dist.broadcast(x, 1)",
         "rank 0 waits in all_reduce #N (line 2); rank 1 waits in broadcast #N (line 3); "
@@ -179,7 +183,13 @@ HANGS = {
     ),
 }
 # Who has ended, who has another order, another collective or other shapes, a line of the user's in a library's hang.
-TELLING_HANGS = {"a rank that has ended the cell", "recv against recv", "other collective", "backward of DDP"}
+TELLING_HANGS = {
+    "a rank that has ended the cell",
+    "default group that is made",
+    "recv against recv",
+    "other collective",
+    "backward of DDP",
+}
 
 
 def _case(name: str, code: str, words: str) -> Any:

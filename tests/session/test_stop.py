@@ -115,6 +115,7 @@ _BLOCKED = {
     "fully_shard": ("if rank == 1: sharded(x).sum().backward()", "rank 1 waited in"),
     "store": ("if rank == 0: dist.new_group([0, 1])", "rank 0 waited in new_group"),
     "store, other rank": ("if rank == 1: dist.new_group([0, 1])", "rank 1 waited in new_group"),
+    "default group": ("if rank == 0: dist.init_process_group()", "rank 0 waited in init_process_group"),
     "object collective": ("if rank == 0: dist.all_gather_object([None] * 2, 'x')", "rank 0 waited in all_gather"),
     "asynchronous": ("if rank == 0: dist.all_reduce(x, async_op=True).wait()", "rank 0 waited in all_reduce"),
     "the other sleeps": ("if rank == 0: dist.barrier()\ntime.sleep(60)", "rank 0 waited in barrier"),
@@ -151,6 +152,7 @@ _TELLING = {
     "recv against recv",
     "two groups crossed",
     "fully_shard",
+    "default group",
     "the other in a subprocess",
     "RuntimeError is caught",
 }

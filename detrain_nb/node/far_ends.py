@@ -1,0 +1,138 @@
+"""Who holds the other end of a TCP connection on this machine, as the kernel tells in /proc/net.
+
+Any user of a machine can connect to a port on its loopback. gloo takes whoever comes first for the rank that it
+expects, and torch unpickles what comes from a rank.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from ..errors import ForeignConnection, SessionError
+
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_ESTABLISHED = "01"
+_OPEN_HERE = (1, 8)  # of the kernel's states: established, or closed by the other end alone
+_WORD_BYTES = 4  # the tables have an address as words of this machine's byte order
+_LIMIT_S = 20.0  # for the other end to be taken by its process
+_GAP_S = 0.002
+
+Address = tuple[bytes, int]
+Ends = tuple[Address, Address]  # the near one, and the far one
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """``inode`` is 0 while no process holds the connection: it was not accepted yet, or has been closed already."""
+
+    uid: int
+    inode: int
+    state: str
+
+    @property
+    def is_known(self) -> bool:
+        return self.inode != 0 and self.state == _ESTABLISHED
+
+
+def require_own(find: Callable[[], Iterable[Ends]]) -> None:
+    """Raise unless a process of this user holds the far end of each connection that ``find`` gives.
+
+    One that leads to another machine is let be; one that is shut meanwhile is not given any more.
+    Raises: ForeignConnection; SessionError when it cannot be found out.
+    """
+    deadline = time.monotonic() + _LIMIT_S
+    while connections := set(find()):
+        holders = _read_holders({(far, near) for near, far in connections})
+        unknown = []
+        for near, far in connections:
+            holder = holders.get((far, near))
+            if holder is None or not holder.is_known:
+                unknown += [far] if holder or _is_here(near, far) else []
+            elif holder.uid != os.geteuid():
+                raise ForeignConnection(
+                    f"a process of uid {holder.uid}{_name(holder.uid)} is connected to a process group of this session "
+                    f"(its port {far[1]}, ours {near[1]}): the group was ended, nothing of that user was read"
+                )
+        if not unknown:
+            return
+        if time.monotonic() > deadline:
+            raise SessionError(
+                f"a connection of the process group (from port {unknown[0][1]} of this machine) has no owner: "
+                "it was closed, or /proc/net does not show it"
+            )
+        time.sleep(_GAP_S)
+
+
+def ends_of(fd: int) -> Ends | None:
+    """The two ends of a TCP connection; None for a socket that is none, not connected, or shut here."""
+    try:
+        sock = socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+    with sock:
+        try:
+            is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+            if not is_tcp or sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _OPEN_HERE:
+                return None
+            return _address(sock.getsockname()), _address(sock.getpeername())
+        except OSError:
+            return None
+
+
+def _is_here(near: Address, far: Address) -> bool:
+    """The far end is on this machine, whatever the kernel's tables show."""
+    return near[0] == far[0] or any(ipaddress.ip_address(host).is_loopback for host, _ in (near, far))
+
+
+def _address(name: tuple[str, int]) -> Address:
+    host = ipaddress.ip_address(name[0].partition("%")[0])
+    return _plain(host.packed), name[1]
+
+
+def _plain(packed: bytes) -> bytes:
+    """An IPv4 address as such, also where a socket of IPv6 has it."""
+    mapped = ipaddress.IPv6Address(packed).ipv4_mapped if len(packed) == 16 else None
+    return mapped.packed if mapped else packed
+
+
+def _read_holders(wanted: Collection[Ends]) -> dict[Ends, _Holder]:
+    """Who holds the ``wanted`` connections, which are named by their near and far end. Raises: SessionError."""
+    ports = {f"{near[1]:04X}" for near, _ in wanted}
+    holders: dict[Ends, _Holder] = {}
+    for table in _TABLES:
+        try:
+            with open(table, encoding="ascii") as file:
+                rows = [line.split() for line in file.readlines()[1:]]
+        except FileNotFoundError as exc:
+            if table == _TABLES[1]:
+                continue  # a machine without IPv6
+            raise SessionError(f"who is connected to the process group cannot be checked: {exc}") from exc
+        for _, near, far, state, _, _, _, uid, _, inode, *_ in rows:
+            if near.rpartition(":")[2] in ports and (ends := (_parse(near), _parse(far))) in wanted:
+                holder = _Holder(int(uid), int(inode), state)
+                if holder.is_known or ends not in holders:
+                    holders[ends] = holder
+    return holders
+
+
+def _parse(text: str) -> Address:
+    host, _, port = text.partition(":")
+    raw = bytes.fromhex(host)
+    if sys.byteorder == "little":
+        raw = b"".join(raw[start : start + _WORD_BYTES][::-1] for start in range(0, len(raw), _WORD_BYTES))
+    return _plain(raw), int(port, 16)
+
+
+def _name(uid: int) -> str:
+    import pwd
+
+    try:
+        return f" ({pwd.getpwuid(uid).pw_name})"
+    except KeyError:
+        return ""

@@ -1,0 +1,117 @@
+"""Who is at the other end of a connection on this machine: a process of this user, or the group is not used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from detrain_nb.errors import ForeignConnection, SessionError
+from detrain_nb.node import far_ends
+from detrain_nb.node.far_ends import ends_of, require_own
+
+_UID = 12345
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+_CONNECT = """
+import os, socket, sys
+os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
+sock = socket.socket(socket.AF_INET6 if ":" in sys.argv[2] else socket.AF_INET)
+if sys.argv[4]:
+    sock.bind((sys.argv[4], 0))
+sock.connect((sys.argv[2], int(sys.argv[3])))
+sock.sendall(b"x")
+if sys.argv[5] == "leave":
+    os._exit(0)
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def _connected(
+    host: str = "127.0.0.1", *, uid: int = 0, source: str = "", then: str = "stay"
+) -> Iterator[socket.socket]:
+    """Our end of a connection that a process of ``uid`` has made."""
+    is_mapped = host.startswith("::ffff:")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server(("::" if is_mapped else host, 0), family=family, dualstack_ipv6=is_mapped) as server:
+        server.settimeout(20)
+        port = str(server.getsockname()[1])
+        arguments = [sys.executable, "-c", _CONNECT, str(uid), host.removeprefix("::ffff:"), port, source, then]
+        other = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            accepted, _ = server.accept()
+            with accepted:
+                assert accepted.recv(1) == b"x"
+                if then == "leave":
+                    other.wait(20)
+                yield accepted
+        finally:
+            other.kill()
+            other.communicate()
+
+
+def _look(*connections: socket.socket) -> None:
+    require_own(lambda: filter(None, (ends_of(connection.fileno()) for connection in connections)))
+
+
+@needs_root
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+def test_process_of_another_user_is_found_out(host: str) -> None:
+    with _connected(host) as own:
+        _look(own)
+        with _connected(host, uid=_UID) as foreign, pytest.raises(ForeignConnection, match=f"uid {_UID} is connected"):
+            _look(own, foreign)
+
+
+@needs_root
+def test_another_address_of_this_machine_hides_nobody() -> None:
+    addresses = {address[4][0] for address in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    source = next((address for address in addresses if not address.startswith("127.0.0.1")), "127.0.0.2")
+    with _connected(uid=_UID, source=source) as foreign, pytest.raises(ForeignConnection):
+        _look(foreign)
+
+
+@needs_root
+def test_who_has_left_what_it_said_is_not_taken_for_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says uid 0 of a connection that no process holds."""
+    monkeypatch.setattr(far_ends, "_LIMIT_S", 0.1)
+    with _connected(uid=_UID, then="leave") as left, pytest.raises(SessionError, match="has no owner"):
+        _look(left)
+
+
+def test_one_that_is_not_accepted_yet_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        accepted: list[socket.socket] = []
+        timer = threading.Timer(0.2, lambda: accepted.append(server.accept()[0]))
+        timer.start()
+        _look(ours)
+        timer.join()
+        assert accepted, "nobody held the other end before"
+        accepted[0].close()
+
+
+def test_one_that_is_shut_meanwhile_is_not_looked_at() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        timer = threading.Timer(0.2, ours.shutdown, (socket.SHUT_RDWR,))
+        timer.start()
+        _look(ours)  # an end of the generation shuts it
+        timer.join()
+
+
+def test_what_is_no_connection_is_not_looked_at() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+    ):
+        pair = socket.socketpair()
+        _look(server, datagrams, *pair)
+        for end in pair:
+            end.close()

@@ -1,0 +1,193 @@
+"""Another user of the machine, who can connect to whatever listens on its loopback, reaches no process group.
+
+Real processes of another uid: one writes into the engine's store, one connects to gloo's port before the rank does that
+is waited for. Which of two ranks listens for the other is left to their ports: groups are made until it is this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.errors import DetrainError, LaunchError, RankError, RankLost
+
+from .training import COLLECTIVE
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+_UID = 12345
+_BECOME = f"os.setgroups([]); os.setgid({_UID}); os.setuid({_UID})\n"
+_DEADLINE_S = 30.0
+_ATTEMPTS = 40  # each meets the rank that listens with a chance of a half
+
+# Overwrites all keys of the store, again and again, until its input ends; then says which it has seen.
+_WRITER = f"""
+import os, select, sys
+import torch.distributed as dist
+{_BECOME}
+store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), None, is_master=False)
+seen = set()
+print("connected", flush=True)
+while not select.select([sys.stdin], [], [], 0.001)[0]:
+    for key in store.list_keys():
+        if key not in seen:
+            seen.add(key)
+            store.set(key, b"\\0" * 64)
+print(*seen, sep="\\n")
+"""
+
+# Connects to each port that it reads, as each of the peers that gloo counts there, and says so.
+_INTRUDER = f"""
+import os, socket, struct, sys
+{_BECOME}
+for line in sys.stdin:
+    connections = []
+    for port in line.split():
+        for number in range(4):
+            connections.append(socket.socket())
+            connections[-1].settimeout(10)
+            connections[-1].connect(("127.0.0.1", int(port)))
+            connections[-1].sendall(struct.pack("@n", number))
+    print("connected", flush=True)
+"""
+
+# Rank 1 comes late to each group while there is "wait", until there is "go".
+_LATE = """
+import os, time
+def come_late():
+    deadline = time.monotonic() + 20
+    while os.path.exists("wait") and not os.path.exists("go") and time.monotonic() < deadline:
+        time.sleep(0.005)
+generation = dist.init_process_group.__self__
+make_group = generation._torch_init
+if rank == 1:
+    generation._torch_init = lambda *args, **options: (come_late(), make_group(*args, **options))[1]
+"""
+
+
+@contextlib.contextmanager
+def _other_user(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+        for stream in (process.stdin, process.stdout):
+            if stream:
+                stream.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def session(folder: Path) -> Iterator[Session]:
+    with Session.start(ranks=2, device="cpu", folder=folder) as started:
+        started.run_cell(_LATE)
+        yield started
+
+
+def _kill_rank_0(session: Session) -> None:
+    session.run_cell("import os")
+    with pytest.raises(RankLost):
+        session.run_cell("if rank == 0: os.kill(os.getpid(), 9)")
+
+
+def _free(session: Session) -> None:
+    with pytest.raises(DetrainError, match="freed"):
+        session.run_cell("if rank == 0: dist.barrier()", timeout_s=0.3)
+
+
+def test_what_another_user_writes_into_the_store_reaches_no_group() -> None:
+    with Session.start(ranks=2, device="cpu", init=False) as session:
+        address, port = session.run_cell("import os\nos.environ['MASTER_ADDR'], os.environ['MASTER_PORT']").values[0]
+        with _other_user(_WRITER, address, port) as writer:
+            assert writer.stdin and writer.stdout
+            assert writer.stdout.readline() == "connected\n"
+            assert session.run_cell(f"dist.init_process_group()\n{COLLECTIVE}").values == {0: 2.0, 1: 2.0}
+            session.run_cell("dist.new_group([0, 1])")
+            _kill_rank_0(session)
+            assert session.run_cell(f"dist.init_process_group()\n{COLLECTIVE}").values == {0: 2.0, 1: 2.0}
+            _free(session)
+            assert session.run_cell(f"dist.init_process_group()\n{COLLECTIVE}").values == {0: 2.0, 1: 2.0}
+            seen, _ = writer.communicate("\n", timeout=_DEADLINE_S)
+        assert "torchelastic" in seen, "it could read and write what the engine keeps there"
+        assert "generation" not in seen and "default_pg" not in seen, seen
+
+
+def _listening_ports(session: Session) -> set[int]:
+    """Of rank 0; none where its process is gone, and the next one not up yet."""
+    up = session._inbox.up.get(0)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        connections = psutil.Process(up.pid).net_connections(kind="tcp") if up else []
+        return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+    return set()
+
+
+def _let_intruder_in(session: Session, intruder: subprocess.Popen[str], go: Path, before: set[int]) -> None:
+    """When rank 0 listens for the peers of a new group, the intruder connects first; then rank 1 may come."""
+    assert intruder.stdin and intruder.stdout
+    deadline = time.monotonic() + _DEADLINE_S
+    while time.monotonic() < deadline:
+        if ports := _listening_ports(session) - before:
+            intruder.stdin.write(" ".join(map(str, ports)) + "\n")
+            intruder.stdin.flush()
+            intruder.stdout.readline()
+            break
+        time.sleep(0.005)
+    go.touch()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code"),
+    [
+        pytest.param(lambda session: session.run_cell("1"), "dist.init_process_group()", id="first"),
+        pytest.param(
+            lambda session: session.run_cell("1"),
+            "if rank == 1: come_late()\ndist.new_group([0, 1])",
+            id="of a cell",
+        ),
+        pytest.param(_free, "1", id="after a freed stop"),
+        pytest.param(_kill_rank_0, "1", id="after a death"),
+    ],
+)
+def test_other_user_who_takes_the_place_of_a_rank_ends_the_group(
+    session: Session, folder: Path, prepare: Callable[[Session], None], code: str
+) -> None:
+    go, waits = folder / "go", folder / "wait"
+    with _other_user(_INTRUDER) as intruder:
+        for _ in range(_ATTEMPTS):
+            prepare(session)
+            before = _listening_ports(session)
+            waits.touch()
+            entering = threading.Thread(target=_let_intruder_in, args=(session, intruder, go, before))
+            entering.start()
+            try:
+                session.run_cell(code, timeout_s=_DEADLINE_S)
+            except (LaunchError, RankError) as exc:
+                told = str(exc)
+                break
+            finally:
+                go.touch()
+                entering.join()
+                go.unlink()
+                waits.unlink()
+        else:
+            pytest.fail("the intruder was never taken for a rank")
+    assert f"uid {_UID} is connected to a process group" in told, told
+    assert session.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}, "all is made anew"
