@@ -52,7 +52,7 @@ def test_notebook_takes_what_is_remembered_of_long_cells() -> None:
     told = _told(memory)
     assert [cell.cell for cell in told] == list(range(told[0].cell, 51)), "the oldest are forgotten"
     assert len(told) > 10
-    claims = Claims(History(), [])
+    claims = Claims(History())
     for cell in told:
         claims.check_time(cell, 0, is_attached=False)
 
