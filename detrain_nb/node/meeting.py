@@ -33,8 +33,10 @@ class Meeting:
         return self.path.is_symlink()
 
     def open(self) -> None:
-        """Make ready for the end, which then needs no room on the disk. Raises: OSError."""
+        """Make the file, and ready for its end, which then needs no room on the disk. Raises: OSError."""
         self._make_end()
+        with contextlib.suppress(FileExistsError):  # another rank has made it, or ended it already
+            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
     def end(self) -> None:
         """Free all ranks that wait in it, and let nobody begin to. Raises: OSError where there is no room for that."""

@@ -230,7 +230,11 @@ class NodeLink:
     def _serve_connection(self) -> None:
         """Send and receive until we hang up. Raises: LinkClosed when the other end does, WireError."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self._link, selectors.EVENT_READ)
+            try:
+                selector.register(self._link, selectors.EVENT_READ)
+            except ValueError as exc:  # a start that was interrupted has closed it before this thread ran
+                self.is_closed = True
+                raise LinkClosed("the start was interrupted") from exc
             selector.register(self._woken, selectors.EVENT_READ)
             events = selectors.EVENT_READ
             while not self.is_closed and not self.is_kept:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from detrain_nb.node.meeting import Meeting
 def test_end_frees_who_waits(tmp_path: Path) -> None:
     meeting = Meeting.next(tmp_path, 1)
     meeting.open()
+    assert stat.filemode(meeting.path.stat().st_mode) == "-rw-------", "whatever the user's umask"
     store = dist.FileStore(str(meeting.path))
     store.set("mine", "here")
     timer = threading.Timer(0.1, meeting.end)
@@ -28,7 +30,6 @@ def test_end_frees_who_waits(tmp_path: Path) -> None:
 def test_end_needs_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting.next(tmp_path, 1)
     meeting.open()
-    meeting.path.write_bytes(b"")
     monkeypatch.setattr(meetings.os, "symlink", lambda *_: pytest.fail("there is no room for it"))
     monkeypatch.setattr(Meeting, "_make_end", lambda self: None)
     meeting.end()

@@ -78,6 +78,23 @@ def test_no_error_of_this_machine_loses_a_node(node: Node) -> None:
     assert isinstance(FrameReader().feed(node.sock.recv(1 << 16))[0].message(), Attach)
 
 
+def test_start_that_is_interrupted_before_its_connection_is_served_ends_quietly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An exception in the thread would fail the test."""
+    serve = NodeLink._run
+
+    def serve_what_is_closed(link: NodeLink) -> None:
+        link._link.sock.close()
+        serve(link)
+
+    monkeypatch.setattr(NodeLink, "_run", serve_what_is_closed)
+    node = Node()
+    node.link.wait_for_end(limit_s=_LIMIT_S)
+    node.sock.close()
+    assert (node.closed, node.tries) == (["the start was interrupted"], 0)
+
+
 def test_what_is_sent_meanwhile_holds_up_nobody(node: Node) -> None:
     is_connected = threading.Event()
 
