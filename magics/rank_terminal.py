@@ -99,7 +99,7 @@ class RankTerminal:
         """The lines that were not new so far: those that are drawn, and the one that is not finished."""
         if not self._rows[-1] and self._num_shown == len(self._rows) - 1:
             return []
-        lines = _lines(self._rows[self._num_shown :])
+        lines = _lines([_shortened(row) for row in self._rows[self._num_shown :]])
         if self._open_style:
             lines[-1] += _PLAIN
         while lines and not lines[-1].strip():
@@ -212,7 +212,14 @@ class RankTerminal:
         """The column of the cursor."""
         if self._column is not None:
             return self._column
-        return _count_columns(self._rows[self._row])
+        return self._count_columns()
+
+    def _count_columns(self) -> int:
+        """How many columns the cursor's row has; of one that is too long to be drawn on, about that."""
+        row = self._rows[self._row]
+        if isinstance(row, str) and len(row) <= _MAX_DRAWN_COLUMNS and not _NARROW.fullmatch(row):
+            row = self._rows[self._row] = _Row.of(row)  # once: each control sequence that comes asks again
+        return len(row)
 
     def _row_with_cells(self) -> _Row:
         """The cursor's row, to be changed."""
@@ -246,7 +253,7 @@ class RankTerminal:
         elif command == "D":
             self._column = max(0, place - steps)
         elif command in "CG":
-            furthest = max(place, _count_columns(self._rows[self._row]), TERMINAL_COLUMNS - 1)
+            furthest = max(place, self._count_columns(), TERMINAL_COLUMNS - 1)
             self._column = min(place + steps if command == "C" else steps - 1, furthest)
         if command in "AB":
             self._column = min(place, TERMINAL_COLUMNS - 1)
@@ -268,7 +275,7 @@ class RankTerminal:
         place = self._place
         if command == "J":
             self._drop_below()
-        if number or place < _count_columns(self._rows[self._row]):
+        if number or place < self._count_columns():
             self._column = place
             self._drawn_row().erase(0 if number else self._place, self._place + 1 if number == 1 else None)
 
@@ -383,11 +390,12 @@ def _lines(rows: list[str | _Row]) -> list[str]:
     ]
 
 
-def _count_columns(row: str | _Row) -> int:
-    """How many columns a row has; of one that is too long to be drawn on, about that."""
-    if isinstance(row, _Row) or len(row) > _MAX_DRAWN_COLUMNS or _NARROW.fullmatch(row):
-        return len(row)
-    return len(_Row.of(row))
+def _shortened(row: str | _Row) -> str | _Row:
+    """Of a row that is made up anew whenever it has grown, no more than can be drawn on."""
+    if isinstance(row, str) or len(row) <= _MAX_DRAWN_COLUMNS:
+        return row
+    end = _MAX_DRAWN_COLUMNS
+    return _Row(row.cells[:end], row.styles[:end], is_drawn=row.is_drawn, had_letters=row.had_letters)
 
 
 def _is_blank(row: str | _Row) -> bool:

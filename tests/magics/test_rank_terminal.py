@@ -199,6 +199,49 @@ def test_time_and_memory_are_linear_in_what_a_rank_sends(piece: str) -> None:
     assert (len(terminal._rows) <= 24, len(cleaner._begun) < 200) == (True, True)
 
 
+_WIDE = "漢" * 499
+_MUCH = 250_000  # bytes of one message
+
+
+@pytest.mark.parametrize(
+    ("before", "piece"),
+    [
+        (_WIDE, "\x1b[J"),
+        (_WIDE, "\x1b[C"),
+        (_WIDE, "\x1b[999999999G"),
+        (_WIDE, "\x1b[1K"),
+        (f"{_WIDE}\n" * 23, "\x1b[24A\x1b[C\x1b[B\x1b[C"),
+        ("", "漢\x1b[J" * 900 + "\n"),
+        ("\x1b[31ma\x1b[32mb" * 80, "\x1b[C"),
+    ],
+)
+def test_control_sequence_takes_no_time_by_the_width_of_its_row(before: str, piece: str) -> None:
+    terminal = RankTerminal()
+    terminal.feed(before)
+    text = PieceCleaner().clean(piece.encode() * (_MUCH // len(piece.encode())))
+    began = time.thread_time()
+    terminal.feed(text)
+    assert time.thread_time() - began < 2.5
+
+
+@pytest.mark.parametrize(
+    ("before", "piece"),
+    [
+        ("\x1b[31m" + "ab\x1b[32m" * 120_000, "x"),
+        (("\x1b[31ma\x1b[32mb" * 450 + "\n") * 23, "\x1b[A\rx\n"),
+        (f"{_WIDE}\n" * 23, "\x1b[24A\rx\x1b[24B"),
+    ],
+)
+def test_small_message_takes_no_time_by_all_that_was_written_before(before: str, piece: str) -> None:
+    terminal, cleaner = RankTerminal(), PieceCleaner()
+    terminal.feed(cleaner.clean(before.encode()))
+    began = time.thread_time()
+    for _ in range(250):
+        terminal.feed(cleaner.clean(piece.encode()))
+        assert terminal.block
+    assert time.thread_time() - began < 2.5
+
+
 @pytest.mark.parametrize("begin", ["\x1b]", "\x1b[1", "\x1b "])
 def test_sequence_that_never_ends_is_not_kept(begin: str) -> None:
     cleaner = PieceCleaner()
