@@ -10,27 +10,30 @@ _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, 
 _IPYTHON_LINE = re.compile(r"[ \t]*[%!]|[\w, \t]+=\s*[%!]|[^#]*\?[ \t]*$")
 _SETTING_UP = re.compile(r"%(load_ext|reload_ext|autoreload|matplotlib|env|set_env)\b")
 _AROUND_PYTHON = re.compile(r"%%(time|timeit|capture|prun)\b")
+_MOST_CHARS = 1 << 18  # of a cell: a node may have made it up, and its syntax tree takes some 500 times as much memory
 
 
 def definitions_of(code: str) -> str:
     """The imports and definitions of a cell's top level, on the lines where they stood; empty when there are none.
 
     With them the lines of IPython that make later cells what they are (``%load_ext``), and a ``try`` around imports.
-    A body in another language than Python has none.
+    A body in another language than Python has none, and none is looked for in more than 256 K characters.
     """
-    parsed = _parse(code)
+    code = code.replace("\r\n", "\n").replace("\r", "\n")  # so does Python before it counts lines
+    parsed = _parse(code) if len(code) <= _MOST_CHARS else None
     if parsed is None:
         return ""
     lines = code.split("\n")
-    kept = [""] * len(lines)
+    encoded = [line.encode(errors="surrogatepass") for line in lines]  # columns count bytes
+    kept: list[list[str]] = [[] for _ in lines]
     for node in parsed.body:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
         if isinstance(node, ast.Pass) and _SETTING_UP.match(lines[first - 1]):
-            kept[first - 1] = lines[first - 1]
+            kept[first - 1].append(lines[first - 1])
         elif _defines(node):
-            for number, text in _text_of(node, lines, first):
-                kept[number] = f"{kept[number]}; {text}" if kept[number] else text
-    return "\n".join(kept) if any(kept) else ""
+            for number, text in _text_of(node, encoded, first):
+                kept[number].append(text)
+    return "\n".join(map("; ".join, kept)) if any(kept) else ""
 
 
 def _parse(code: str) -> ast.Module | None:
@@ -55,11 +58,10 @@ def _defines(node: ast.stmt) -> bool:
     return isinstance(node, _DEFINING)
 
 
-def _text_of(node: ast.stmt, lines: list[str], first: int) -> Iterator[tuple[int, str]]:
+def _text_of(node: ast.stmt, encoded: list[bytes], first: int) -> Iterator[tuple[int, str]]:
     """Its lines, with their index in the cell: others may stand beside it on the first and the last one."""
     last = node.end_lineno or first
     for number in range(first, last + 1):
-        data = lines[number - 1].encode()  # columns count bytes
         start = node.col_offset if number == node.lineno else 0
         end = node.end_col_offset if number == last else None
-        yield number - 1, data[start:end].decode()
+        yield number - 1, encoded[number - 1][start:end].decode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from detrain_nb.session.definitions import definitions_of
@@ -45,3 +47,26 @@ def test_there_may_be_none(code: str) -> None:
 
 def test_cell_magic_around_python_is_looked_into() -> None:
     assert definitions_of("%%time\nimport os\nx = 1\n").split() == ["import", "os"]
+
+
+@pytest.mark.parametrize("end", ["\r", "\r\n"])
+def test_lines_may_end_as_python_lets_them(end: str) -> None:
+    assert definitions_of(f"import os{end}x = 1{end}import json").split("\n") == ["import os", "", "import json"]
+
+
+def test_lines_of_ipython_may_hold_what_is_no_text() -> None:
+    assert definitions_of("!echo \ud800\nimport os") == "\nimport os"
+
+
+def test_what_is_parsed_of_a_cell_is_bounded() -> None:
+    """The syntax tree of some megabytes that a node has made up takes gigabytes."""
+    assert definitions_of("import os\n" + "0," * (1 << 16)) == "import os\n"
+    assert definitions_of("import os\n" + "0," * (1 << 17)) == ""
+
+
+def test_definitions_that_share_a_line_take_time_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detrain_nb.session.definitions._MOST_CHARS", 1 << 20)
+    count = (1 << 20) // len("import a;")
+    began = time.process_time()
+    assert definitions_of("import a;" * count) == "; ".join(["import a"] * count)
+    assert time.process_time() - began < 5  # it takes 0.6 s, and would take 10 to 40 if each looked at the whole line
