@@ -39,7 +39,7 @@ class Candidates:
 
     def _cells(self, word: str) -> list[str]:
         session = self._session()
-        numbers = [str(ran.cell) for ran in session.cells] if session else []
+        numbers = [str(cell) for cell in dict.fromkeys(ran.cell for ran in session.cells)] if session else []
         return [number for number in numbers if number.startswith(word)]
 
     def of(self, kind: str | None, word: str) -> list[str] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ..errors import SpecError, short_ranks
@@ -19,7 +19,7 @@ class History:
         self.collective: set[int] = set()  # cells that needed other ranks
         self.failed: set[int] = set()
         self.last_cell = 0  # the highest number that counts; 0 when nothing was run
-        self._ran: dict[int, RanCell] = {}
+        self._ran: dict[int, dict[tuple[str, int], RanCell]] = {}  # what of a cell ran as which code: nodes may differ
         self._known: set[int] = {0}  # those that are run again too; 0 is what comes before the first
         self._not_ended_well: set[int] = set()  # stopped, timed out, or still running
 
@@ -36,8 +36,16 @@ class History:
 
     @property
     def cells(self) -> list[RanCell]:
-        """Those that were run, in their order; not what was run once more."""
-        return [ran for _, ran in sorted(self._ran.items())]
+        """Those that were run, in their order; not what was run once more.
+
+        A cell whose code nodes do not agree on is there once for each, with the ranks whose node says so.
+        """
+        return [part for _, parts in sorted(self._ran.items()) for part in parts.values()]
+
+    @property
+    def disputed(self) -> list[int]:
+        """The cells whose code nodes do not agree on."""
+        return sorted(cell for cell, parts in self._ran.items() if len(parts) > 1)
 
     def begin(self, message: RunCell) -> None:
         """A cell is about to be sent. One that is run again is there already."""
@@ -45,22 +53,26 @@ class History:
         self._known.add(message.cell)
         if not message.is_replay:
             cell, code, first_line = message.cell, message.code, message.first_line
-            self._ran[cell] = RanCell(message.ranks, cell, code, first_line, False, [], False)
+            self._ran[cell] = {(code, first_line): RanCell(message.ranks, cell, code, first_line, False, [], False)}
             self._not_ended_well.add(cell)
 
     def end_well(self, cell: int) -> None:
         self._not_ended_well.discard(cell)
 
     def take(self, message: RanCell) -> None:
-        """A cell that an earlier notebook has run."""
+        """A cell that an earlier notebook has run; its ranks are those of the node that says so.
+
+        What one node says of it gives the ranks of another no other code.
+        """
         self._known.add(message.cell)
         if message.cell < _LAST_COUNTED:
             self.last_cell = max(self.last_cell, message.cell)
         if message.is_replay:
             return
-        if earlier := self._ran.get(message.cell):  # another node's part of it
+        parts, code = self._ran.setdefault(message.cell, {}), (message.code, message.first_line)
+        if earlier := parts.get(code):  # another node says the same
             message = replace(message, ranks=sorted({*earlier.ranks, *message.ranks}))
-        self._ran[message.cell] = message
+        parts[code] = message
         if message.is_collective:
             self.collective.add(message.cell)
         if message.has_failed:
@@ -68,26 +80,37 @@ class History:
 
     def renumber(self, number: Mapping[int, int]) -> None:
         """Ranks got other numbers; those without one are gone."""
-        for cell, ran in self._ran.items():
-            self._ran[cell] = replace(ran, ranks=[number[rank] for rank in ran.ranks if rank in number])
+        for parts in self._ran.values():
+            for code, ran in parts.items():
+                parts[code] = replace(ran, ranks=[number[rank] for rank in ran.ranks if rank in number])
 
-    def to_replay(self, cells: Iterable[int] | None, *, running: Collection[int]) -> list[RanCell]:
-        """Those of ``cells``, in their order; by default all that ended well and needed no other rank.
+    def to_replay(
+        self, cells: Iterable[int] | None, *, ranks: Collection[int], running: Collection[int]
+    ) -> list[RanCell]:
+        """What ``ranks`` ran of ``cells``, in their order; by default of all that ended well and needed no other rank.
 
         Of those that did need others, also where they failed, the imports and definitions: later cells need the names.
         Raises: SpecError when one of them was not run.
         """
         if cells is None:
-            return [cell for number in sorted(set(self._ran) - set(running)) if (cell := self._alone(number))]
-        wanted = sorted(set(cells))
-        if unknown := [cell for cell in wanted if cell not in self._ran]:
+            parts = (self._alone(part) for part in self._parts(set(self._ran) - set(running), ranks))
+            return [part for part in parts if part]
+        wanted = set(cells)
+        if unknown := sorted(wanted - self._ran.keys()):
             known = short_ranks(self._ran) if self._ran else "none so far"
             raise SpecError(f"cell {unknown[0]} was not run on the ranks; cells that were: {known}")
-        return [self._ran[cell] for cell in wanted]
+        return list(self._parts(wanted, ranks))
 
-    def _alone(self, number: int) -> RanCell | None:
-        """What of a cell a rank can run without the others; None for nothing."""
-        if number in self.collective:
-            code = definitions_of(self._ran[number].code)
-            return replace(self._ran[number], code=code) if code else None
-        return None if number in self.failed | self._not_ended_well else self._ran[number]
+    def _parts(self, cells: Iterable[int], ranks: Collection[int]) -> Iterator[RanCell]:
+        """What some of ``ranks`` ran of ``cells``, with those alone."""
+        for cell in sorted(cells):
+            for part in self._ran[cell].values():
+                if on := [rank for rank in part.ranks if rank in ranks]:
+                    yield replace(part, ranks=on)
+
+    def _alone(self, part: RanCell) -> RanCell | None:
+        """What of it a rank can run without the others; None for nothing."""
+        if part.cell in self.collective:
+            code = definitions_of(part.code)
+            return replace(part, code=code) if code else None
+        return None if part.cell in self.failed | self._not_ended_well else part

@@ -146,18 +146,16 @@ class Runs:
         """See Session.replay."""
         chosen = self._core.choose(ranks)
         replayed: dict[int, DetrainError | None] = {}
-        for earlier in self._inbox.history.to_replay(cells, running=self.running):
-            on = [rank for rank in chosen if rank in earlier.ranks]
-            if on:
-                shown = observer(earlier.cell) if observer else None
-                replayed[earlier.cell] = None
-                number, first_line = self.next_number(), earlier.first_line
-                try:
-                    self.run(earlier.code, on, shown, number=number, first_line=first_line, is_replay=True)
-                except CellInterrupted:
-                    raise
-                except (RankError, CellTimeout) as exc:
-                    replayed[earlier.cell] = exc
+        for earlier in self._inbox.history.to_replay(cells, ranks=chosen, running=self.running):
+            shown = observer(earlier.cell) if observer else None
+            replayed.setdefault(earlier.cell, None)
+            number, first_line = self.next_number(), earlier.first_line
+            try:
+                self.run(earlier.code, earlier.ranks, shown, number=number, first_line=first_line, is_replay=True)
+            except CellInterrupted:
+                raise
+            except (RankError, CellTimeout) as exc:
+                replayed[earlier.cell] = exc
         return replayed
 
     @property

@@ -525,7 +525,10 @@ class Session:
 
     @property
     def cells(self) -> list[RanCell]:
-        """The cells that were run, in their order, with their code and their ranks."""
+        """The cells that were run, in their order, with their code and their ranks.
+
+        After an attach a cell is there once for each code that nodes say it had.
+        """
         return self._runs.known
 
     @property

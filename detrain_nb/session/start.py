@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks
+from ..errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks, short_ranks
 from ..launch import LOOPBACK, LOOPBACK_INTERFACE, RankConfig, launch_node, threads_per_rank
 from ..plan import DEVICES, NodePlan, Plan
 from ..transport import Transport
@@ -195,6 +195,11 @@ def go_on(core: Core, *, steal: bool = False) -> None:
         if answer.last_number > answer.acknowledged:
             _catch_up(core, node, answer.last_number)
     _wait_until_up(core)
+    if disputed := core.inbox.history.disputed:
+        core.inbox.notice(
+            f"nodes do not agree on the code of cell {short_ranks(disputed)} (%distributed log --list shows it): "
+            "a rank is given again only what its own node says"
+        )
     for run in core.inbox.runs.values():
         run.hosts.update(core.hosts)
 

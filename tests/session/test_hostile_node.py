@@ -436,6 +436,43 @@ def test_number_of_a_cell_that_a_node_makes_up_keeps_no_honest_node_out_later(cl
             assert not session._inbox.lost_nodes
 
 
+@pytest.mark.parametrize(("code", "first_line"), [("evil()", 1), ("x = 1", 9)])
+def test_rank_is_given_again_only_what_its_own_node_says(code: str, first_line: int) -> None:
+    """Also where another says that the same cell was different; the notebook says so."""
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    ran = [RanCell([0], 3, "x = 1", 1, False, [], False), RanCell([1], 3, code, first_line, False, [], False)]
+    given: list[RunCell] = []
+    for node, said in zip((good, bad), ran):
+        up = RankUp(node.rank, 1, 0, 2, 1, node.name, "cpu", "2")
+        node.answers[Attach] = lambda _, told=[said, up, node.attached]: told
+
+    def run(message: Message) -> list[Message]:
+        assert isinstance(message, RunCell)
+        given.append(message)
+        return [CellDone(0, message.cell, 0.1, True, False, b"")]
+
+    good.answers[RunCell] = run
+    with _attached(good, bad) as session:
+        assert session.cells == ran
+        assert [text for text in session.notices if "nodes do not agree on the code of cell 3 " in text]
+        for cells in (None, [3]):
+            assert session.replay(0, cells=cells) == {3: None}
+        assert [(run.ranks, run.code, run.first_line) for run in given] == [([0], "x = 1", 1)] * 2
+
+
+def test_code_of_a_node_is_not_looked_at_to_replay_on_the_ranks_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("detrain_nb.session.history.definitions_of", lambda code: seen.append(code) or code)
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    lie = RanCell([1], 3, "import evil", 1, True, [], False)
+    bad.answers[Attach] = lambda _: [lie, RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2"), bad.attached]
+    with _attached(good, bad) as session:
+        assert session.replay(0) == {}
+        assert seen == []
+        assert session.replay(1) == {3: None}
+        assert seen == ["import evil"]
+
+
 def test_node_that_promises_output_and_sends_none_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detrain_nb.session.start.CATCH_UP_LIMIT_S", 0.2)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
