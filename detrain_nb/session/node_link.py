@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import DetrainError, SessionError, TransportError, WireError
@@ -36,6 +36,7 @@ from ..wire import (
     LinkClosed,
     Message,
     Notice,
+    Output,
     Received,
     Refused,
     Unfinished,
@@ -49,6 +50,8 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 _MOST_UNANSWERED = 6  # signs of life; files that go the same way may stand before them
 _SLOW_BYTES_PER_S = 10_000  # what is under way on a slow connection gives the node time
 _LONGEST_UNDER_WAY_S = 120.0  # but no more: each piece of 1 MB is answered
+_PIECE_BYTES = 1 << 16  # of output: so much is taken at once
+_GIVE_WAY_S = 0.001  # between two pieces: the locks that are let go of there are free for who waits for them
 
 
 @dataclass
@@ -314,7 +317,12 @@ class NodeLink:
             self._incarnation = message.incarnation
         elif isinstance(message, Refused):
             self._connect, self.is_taken = None, message.is_taken  # it has done with us
-        self._events.message(message, frame.number)
+        for index, piece in enumerate(_pieces(message)):
+            if index:
+                time.sleep(_GIVE_WAY_S)
+            if self.is_closed:
+                return  # what has not been taken whole is not acknowledged: the next notebook shows it
+            self._events.message(piece, frame.number)
         if frame.number:
             self._check_number(frame.number, is_explained=isinstance(message, Notice))
 
@@ -455,6 +463,15 @@ class NodeLink:
         if missing and not is_explained:
             self._events.gap(f"{missing} messages from the ranks are missing")
         self._last_number = number
+
+
+def _pieces(message: Message) -> Iterator[Message]:
+    """Output in pieces: what a rank draws takes time, in which other nodes and a stop are to get through."""
+    if not isinstance(message, Output) or len(message.body) <= _PIECE_BYTES:
+        yield message
+        return
+    for start in range(0, len(message.body), _PIECE_BYTES):
+        yield replace(message, body=message.body[start : start + _PIECE_BYTES])
 
 
 _links: weakref.WeakSet[NodeLink] = weakref.WeakSet()

@@ -15,7 +15,7 @@ import pickle
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -565,6 +565,48 @@ def _run(pair: Pair, *answers: Message, **options: Any) -> Any:
 
 
 _DONE = CellDone(1, 0, 0.0, True, False, b"")
+
+
+class _SlowEyes(Eyes):
+    """Takes a while for all that it is given, as for what a rank draws."""
+
+    def __init__(self, at_first: Callable[[], object]) -> None:
+        super().__init__()
+        self._at_first = at_first
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        super().output(rank, stream, text)
+        if len(self.texts) == 1:
+            self._at_first()
+        time.sleep(0.005)
+
+    @property
+    def num_chars(self) -> int:
+        return sum(map(len, self.texts))
+
+
+_LARGE = Output(1, 0, "stdout", b"x" * (4 << 20))
+
+
+def test_other_nodes_get_through_while_a_large_output_is_taken(pair: Pair) -> None:
+    seen: list[int] = []
+
+    def take_turn() -> None:
+        with pair.inbox.taking:
+            seen.append(eyes.num_chars)
+
+    turn = threading.Thread(target=take_turn)
+    eyes = _SlowEyes(turn.start)
+    _run(pair, _LARGE, _DONE, observer=eyes)
+    turn.join(10)
+    assert seen[0] < eyes.num_chars == len(_LARGE.body)
+
+
+def test_link_that_is_closed_takes_no_more_of_a_large_output(pair: Pair) -> None:
+    eyes = _SlowEyes(lambda: pair.session._ranks._links[1].begin_to_close(is_seen=True))
+    with pytest.raises(DetrainError):
+        _run(pair, _LARGE, _DONE, observer=eyes)
+    assert 0 < eyes.num_chars < len(_LARGE.body)
 
 
 def test_value_of_a_cell_that_is_no_json_ends_the_link(pair: Pair) -> None:
