@@ -7,6 +7,7 @@ DetrainError
 │   └── ForeignConnection             another user's process is connected to a process group
 ├── LaunchError                       the ranks of a node could not be started
 ├── TransportError                    a node cannot be reached, or its channel broke
+│   ├── HostKeyError                  a host shows a key that is not known, or revoked
 │   └── WireError                     the other side sent what is not a message
 ├── NodeLost                          a node's agent or launcher is gone, and its ranks with it
 ├── RankLost                          the process of a rank ended by itself
@@ -32,6 +33,7 @@ __all__ = [
     "CellTimeout",
     "DetrainError",
     "ForeignConnection",
+    "HostKeyError",
     "LaunchError",
     "NodeLost",
     "NotFinite",
@@ -90,6 +92,17 @@ class LaunchError(DetrainError):
 
 class TransportError(DetrainError):
     """A node cannot be reached, or the channel to it broke."""
+
+
+class HostKeyError(TransportError):
+    """A host shows a key that is not known for it, or revoked; ``command``, if there is one, does what ``advice`` says.
+
+    Both are ours alone, so that they can be shown as such: no text with a host's words is searched for them.
+    """
+
+    def __init__(self, fault: str, *, advice: str = "", command: str = "") -> None:
+        self.fault, self.advice, self.command = fault, advice, command
+        super().__init__(": ".join(filter(None, (fault, advice, command))))
 
 
 class WireError(TransportError):

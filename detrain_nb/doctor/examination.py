@@ -35,7 +35,7 @@ class Host:
     probe: HostProbe
     where: str = ""
     fingerprint: str = ""
-    ssh_fault: str = ""
+    ssh_fault: DetrainError | None = None
     fault: str = ""
     facts: HostFacts | None = None
     address: tuple[str, str] | Fault = field(default_factory=lambda: Fault(""))
@@ -115,7 +115,7 @@ class Examination:
         try:
             connection = host.probe.connect()
         except DetrainError as exc:
-            host.ssh_fault = str(exc)
+            host.ssh_fault = exc
             return
         host.where, host.fingerprint = connection.settings.where, connection.host_key_fingerprint
         try:

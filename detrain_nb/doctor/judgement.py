@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..deploy.host_facts import Disk, Fault, HostFacts
+from ..errors import HostKeyError
 from .examination import Host
 from .report import Cell, Row, count
 
@@ -31,11 +32,6 @@ _MOST_NAMED = 4
 
 _VERSION = re.compile(r"\d{1,4}\.\d{1,4}[0-9A-Za-z.+!-]{0,40}")
 _BUILD = re.compile(r".*\+(cu\d+|cpu|rocm[\d.]+)")
-_HOST_KEY = "the host key of"  # how transport/known_hosts.py begins
-_REMEDY = re.compile(
-    r": (?P<what>after comparing .*?, add it): (?P<command>.*)"
-    r"|: (?P<other_what>[^:]*forget the old one) \((?P<other>ssh-keygen .*)\) and connect again"
-)
 
 _FOLDER_IS_WELL = {"private": "", "absent": ": made when it is needed"}
 _FOLDER_AILS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -81,18 +77,15 @@ def write_rows(hosts: Sequence[Host], *, has_bandwidth: bool) -> Iterator[Row]:
 
 
 def _judge_ssh(host: Host) -> Cell:
-    if not host.ssh_fault:
+    if host.ssh_fault is None:
         return Cell(host.where, "good")
-    return Cell("refused by us") if _HOST_KEY in host.ssh_fault else Cell(host.ssh_fault, "bad")
+    return Cell("refused by us") if isinstance(host.ssh_fault, HostKeyError) else Cell(str(host.ssh_fault), "bad")
 
 
 def _judge_host_key(host: Host) -> Cell:
-    if _HOST_KEY not in host.ssh_fault:
-        return Cell(host.fingerprint, "good") if host.fingerprint else Cell()
-    if found := _REMEDY.search(host.ssh_fault):  # set apart, so that it can be copied
-        advice, command = found["what"] or found["other_what"], found["command"] or found["other"]
-        return Cell(host.ssh_fault.replace(found[0], ""), "bad", advice, command)
-    return Cell(host.ssh_fault, "bad")
+    if isinstance(host.ssh_fault, HostKeyError):
+        return Cell(host.ssh_fault.fault, "bad", host.ssh_fault.advice, host.ssh_fault.command)
+    return Cell(host.fingerprint, "good") if host.fingerprint else Cell()
 
 
 def _judge_python(host: Host) -> Cell:

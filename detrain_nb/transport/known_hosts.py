@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import TransportError
+from ..errors import HostKeyError, TransportError
 
 __all__ = ["KnownHosts", "fingerprint"]
 
@@ -46,25 +46,26 @@ class KnownHosts:
     def check(self, host: str, port: int, key_type: str, key_blob: bytes) -> None:
         """Return when the key is known for the host.
 
-        Raises: TransportError when it is revoked, unknown, or not the one that is known.
+        Raises: HostKeyError when it is revoked, unknown, or not the one that is known.
         """
         name, shown = _look_up_name(host, port), fingerprint(key_blob)
         for line in self._find_revoked(host, port):
             if line.blob == key_blob:
-                raise TransportError(
-                    f"the host key of {name} is revoked ({line.where}): {key_type} {shown}: do not connect; "
-                    "ask the host's owner for its new key"
+                raise HostKeyError(
+                    f"the host key of {name} is revoked ({line.where}): {key_type} {shown}",
+                    advice="do not connect; ask the host's owner for its new key",
                 )
         known = self._find(host, port)
         if any(line.blob == key_blob for line in known):
             return
         on_same_port = [line for line in known if line.names(name)]
         if on_same_port:
-            raise TransportError(_describe_change(on_same_port, name, key_type, shown))
+            raise _complain_of_change(on_same_port, name, key_type, shown)
         shown_key = f"{name} {key_type} {base64.b64encode(key_blob).decode()}"  # a scan could meet another host
-        raise TransportError(
-            f"the host key of {name} is not known: {key_type} {shown}: after comparing this fingerprint with the one "
-            f"that the host's owner tells you, add it: echo {shlex.quote(shown_key)} >> {self._name_users_file()}"
+        raise HostKeyError(
+            f"the host key of {name} is not known: {key_type} {shown}",
+            advice="after comparing this fingerprint with the one that the host's owner tells you, add it",
+            command=f"echo {shlex.quote(shown_key)} >> {self._name_users_file()}",
         )
 
     def _find(self, host: str, port: int) -> list[_Line]:
@@ -159,13 +160,14 @@ def _look_up_name(host: str, port: int) -> str:
     return host.lower() if port == DEFAULT_PORT else f"[{host.lower()}]:{port}"
 
 
-def _describe_change(known: list[_Line], name: str, key_type: str, shown: str) -> str:
+def _complain_of_change(known: list[_Line], name: str, key_type: str, shown: str) -> HostKeyError:
     first = next((line for line in known if line.key_type == key_type), known[0])
     lines = ", ".join(f"{line.key_type} {fingerprint(line.blob)} ({line.where})" for line in known)
-    remove = f"ssh-keygen -R {shlex.quote(name)} -f {_quote_path(first.path)}"
-    return (
-        f"the host key of {name} has changed: it shows {key_type} {shown}, known is {lines}: somebody may be in "
-        f"between; if the host's owner confirms the new key, forget the old one ({remove}) and connect again"
+    return HostKeyError(
+        f"the host key of {name} has changed: it shows {key_type} {shown}, known is {lines}: "
+        "somebody may be in between",
+        advice="if the host's owner confirms the new key, forget the old one and connect again",
+        command=f"ssh-keygen -R {shlex.quote(name)} -f {_quote_path(first.path)}",
     )
 
 

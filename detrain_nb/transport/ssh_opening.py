@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import TransportError
+from ..errors import HostKeyError, TransportError
 from .known_hosts import DEFAULT_PORT, KnownHosts
 from .ssh_config import HostSettings
 from .ssh_identities import AskPassphrase, Identities, Offer
@@ -28,6 +29,8 @@ WINDOW_BYTES = 16 << 20
 _PACKET_BYTES = 256 << 10
 _JOIN_LIMIT_S = 2.0
 _BANNER_ERROR = "Error reading SSH protocol banner"
+_METHOD = re.compile(r"[a-z0-9@.-]{1,64}")
+_MOST_METHODS = 8
 
 # In order of preference; a paramiko that does not know one goes without. No CBC, no 3DES, no MD5, no SHA-1.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
@@ -167,7 +170,7 @@ def _dial_through(via: Hop, settings: HostSettings, *, deadline: float) -> param
 def _negotiate(
     transport: paramiko.Transport, sock: StrangersSocket, settings: HostSettings, known: KnownHosts, *, deadline: float
 ) -> None:
-    """Agree on algorithms and check the host key. Raises: TransportError, _HungUp."""
+    """Agree on algorithms and check the host key. Raises: TransportError, HostKeyError, _HungUp."""
     import paramiko
 
     name, port = settings.hostname, settings.port
@@ -181,8 +184,8 @@ def _negotiate(
         raise TransportError(f"{settings.where}: hung up after the handshake") from exc
     try:
         known.check(name, port, key.get_name(), key.asbytes())
-    except TransportError as exc:
-        raise TransportError(f"{settings.where}: {exc}") from None
+    except HostKeyError as exc:
+        raise HostKeyError(f"{settings.where}: {exc.fault}", advice=exc.advice, command=exc.command) from None
 
 
 def _choose_algorithms(transport: paramiko.Transport, known_types: tuple[str, ...]) -> None:
@@ -223,6 +226,8 @@ def _wait_for_keys(
     if not says_ssh and (str(error).startswith(_BANNER_ERROR) or isinstance(error, (EOFError, OSError))):
         raise _HungUp(str(error)) from error
     reason = "hung up during the handshake" if isinstance(error, EOFError) else f"the handshake failed: {clean(error)}"
+    if not says_ssh:  # the error has what it says instead, which may be a sentence for the user
+        reason = f"what it says first is not SSH: is port {settings.port} that of sshd?"
     if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
         reason = f"offers nothing that is still safe, its sshd is too old: {clean(error)}"
     raise TransportError(f"{settings.where}: {reason}") from error
@@ -240,7 +245,7 @@ def _authenticate(
             further = transport.auth_publickey(settings.user, offer.key)
         except paramiko.BadAuthenticationType as exc:
             raise TransportError(
-                f"{settings.where}: takes no keys, only {clean(', '.join(exc.allowed_types))}: "
+                f"{settings.where}: takes no keys, only {_list_methods(exc.allowed_types)}: "
                 "allow PubkeyAuthentication in its sshd"
             ) from exc
         except paramiko.AuthenticationException as exc:
@@ -251,11 +256,18 @@ def _authenticate(
             raise TransportError(f"{settings.where}: trying {offer.name} broke the connection: {clean(exc)}") from exc
         if further:
             raise TransportError(
-                f"{settings.where}: takes {offer.name}, but wants {clean(', '.join(further))} too, which is not "
-                "supported"
+                f"{settings.where}: takes {offer.name}, but wants {_list_methods(further)} too, which is not supported"
             )
         return True
     return False
+
+
+def _list_methods(said: Iterable[str]) -> str:
+    """The ways to authenticate that a host wants, as far as they are names: it may write a sentence instead."""
+    return (
+        ", ".join([name for name in said if _METHOD.fullmatch(name)][:_MOST_METHODS])
+        or "something that it does not name"
+    )
 
 
 def _describe_break(transport: paramiko.Transport, offer: Offer, number: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detrain_nb.errors import TransportError
+from detrain_nb.errors import HostKeyError, TransportError
 from detrain_nb.transport.known_hosts import KnownHosts, fingerprint
 
 ED25519, ECDSA, RSA = "ssh-ed25519", "ecdsa-sha2-nistp256", "ssh-rsa"
@@ -187,9 +187,9 @@ def test_command_that_adds_a_key_adds_the_one_that_was_shown(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / "a file's $name"
-    with pytest.raises(TransportError) as caught:
+    with pytest.raises(HostKeyError) as caught:
         KnownHosts.read([file]).check("gpu1", port, key_type, make_blob(key_type))
-    _, _, command = str(caught.value).rpartition("add it: ")
+    command = caught.value.command
     assert command.endswith(""" >> ~/'a file'"'"'s $name'"""), "a file in the home is named shortly"
     subprocess.run(["sh", "-c", command], check=True)
     assert is_known(KnownHosts.read([file]), "gpu1", port, key_type)

