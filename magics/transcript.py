@@ -24,9 +24,9 @@ Nodes = Mapping[int, str]  # the names of the ranks' nodes, of those that have o
 TAIL_LINES = 200
 _STREAMS = ("stdout", "drawn", "stderr")  # in their order
 _PREFIX_CHARS = 5  # "[0] " and the newline
-# Above either, lines are matched by their position: the diff takes time by the product of both.
+# Above either, lines are matched by their position. Steps are counted, not timed: each run of a cell looks the same.
 _DIFF_LINES = 2000
-_DIFF_PAIRS = 100_000  # of equal lines
+_DIFF_STEPS = 1_000_000  # of the diffs of one cell, about 0.1 s
 _MOST_RICH, _MOST_RICH_CHARS = 1000, 64 << 20  # of one rank in one cell
 
 
@@ -183,11 +183,12 @@ def canonical(
     chosen = sorted(transcripts)[:1] if merge == "rank0" else sorted(transcripts)
     by_rank = {rank: transcripts[rank].sections(how_to_read[rank]) for rank in chosen}
     items: list[Item] = []
+    effort = _Effort()
     for index in range(max((len(sections) for sections in by_rank.values()), default=0)):
         here = {rank: sections[index] for rank, sections in by_rank.items() if index < len(sections)}
         for stream in _STREAMS:
             lines = {rank: said[stream] for rank, (said, _) in here.items() if said[stream]}
-            merged = merge_lines(lines, is_merging=merge == "same")
+            merged = merge_lines(lines, is_merging=merge == "same", effort=effort)
             text = "".join(f"{label(ranks, nodes)} {line}\n" for ranks, line in merged)
             if text:
                 items.append(Text(shown_stream(stream), text))
@@ -215,29 +216,60 @@ def rich_items(bundles: dict[int, Bundle], *, is_merging: bool, nodes: Nodes | N
     return items
 
 
-def merge_lines(lines: dict[int, list[str]], *, is_merging: bool) -> Iterator[_Marked]:
+class _TooMuch(Exception):
+    """A diff would take too long."""
+
+
+class _Effort:
+    """How much work diffs may still be."""
+
+    def __init__(self) -> None:
+        self._left_steps = _DIFF_STEPS
+
+    def spend(self, steps: int) -> None:
+        self._left_steps -= steps
+        if self._left_steps < 0:
+            raise _TooMuch
+
+
+class _Matcher(difflib.SequenceMatcher[str]):
+    """Raises _TooMuch where lines were chosen to be slow to match: each match may look at all lines again."""
+
+    def __init__(self, a: list[str], b: list[str], effort: _Effort) -> None:
+        super().__init__(None, a, b, autojunk=False)
+        self._effort = effort
+        counts = (1 + len(self.b2j.get(line, ())) for line in a)
+        self._steps_before = list(itertools.accumulate(counts, initial=0))
+
+    def find_longest_match(
+        self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
+    ) -> difflib.Match:
+        self._effort.spend(self._steps_before[-1 if ahi is None else ahi] - self._steps_before[alo])
+        return super().find_longest_match(alo, ahi, blo, bhi)
+
+
+def merge_lines(lines: dict[int, list[str]], *, is_merging: bool, effort: _Effort | None = None) -> Iterator[_Marked]:
     """The lines of several ranks in order of rank, those that stand in the same place of several ranks' output once."""
-    if is_merging and (max(map(len, lines.values()), default=0) > _DIFF_LINES or _count_pairs(lines) > _DIFF_PAIRS):
+    effort = effort or _Effort()
+    if not is_merging:
+        return iter([((rank,), line) for rank in sorted(lines) for line in lines[rank]])
+    try:
+        if max(map(len, lines.values()), default=0) > _DIFF_LINES:
+            raise _TooMuch
+        merged: list[_Marked] = []
+        for rank in sorted(lines):
+            merged = _merge_two(merged, [((rank,), line) for line in lines[rank]], effort)
+        return iter(merged)
+    except _TooMuch:
         return iter(_merge_by_place(lines))
-    merged: list[_Marked] = []
-    for rank in sorted(lines):
-        mine: list[_Marked] = [((rank,), line) for line in lines[rank]]
-        merged = _merge_two(merged, mine) if is_merging and merged else merged + mine
-    return iter(merged)
 
 
-def _count_pairs(lines: dict[int, list[str]]) -> int:
-    """How many lines of one rank are equal to one of another, at most."""
-    most: collections.Counter[str] = collections.Counter()
-    for of_rank in lines.values():
-        most |= collections.Counter(of_rank)
-    return sum(count * count for count in most.values())
-
-
-def _merge_two(first: list[_Marked], second: list[_Marked]) -> list[_Marked]:
+def _merge_two(first: list[_Marked], second: list[_Marked], effort: _Effort) -> list[_Marked]:
+    if not first:
+        return second
     a, b = [line for _, line in first], [line for _, line in second]
     merged: list[_Marked] = []
-    for tag, a_start, a_end, b_start, b_end in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+    for tag, a_start, a_end, b_start, b_end in _Matcher(a, b, effort).get_opcodes():
         if tag == "equal":
             pairs = zip(first[a_start:a_end], second[b_start:b_end])
             merged += [(mine + theirs, line) for (mine, line), (theirs, _) in pairs]

@@ -157,6 +157,33 @@ def test_lines_chosen_to_be_slow_to_merge_are_merged_by_their_place(second: list
     assert sum(len(ranks) for ranks, _ in merged) == 1999 + len(second)
 
 
+def _slow_to_merge(num_single: int) -> tuple[list[str], list[str]]:
+    """Lines of two ranks whose matches are found one by one, each by a look at many pairs of equal lines."""
+    first = [line for i in range(num_single) for line in (f"same {i}", f"first {i}")] + ["z"] * 300
+    second = [line for i in range(num_single) for line in (f"same {i}", f"second {i}")]
+    return first, second + [line for i in range(300) for line in ("z", f"other {i}")]
+
+
+def test_lines_whose_matches_are_found_one_by_one_are_merged_by_their_place() -> None:
+    first, second = _slow_to_merge(650)
+    began = time.thread_time()
+    merged = list(merge_lines({0: first, 1: second}, is_merging=True))
+    assert time.thread_time() - began < 2
+    assert merged[0] == ((0, 1), "same 0")
+    assert sum(len(ranks) for ranks, _ in merged) == len(first) + len(second)
+
+
+def test_many_rich_outputs_make_no_more_room_for_slow_merges() -> None:
+    transcripts = {rank: Transcript(max_lines=0, max_chars=0) for rank in (0, 1)}
+    for _ in range(10):
+        for transcript, lines in zip(transcripts.values(), _slow_to_merge(80)):
+            transcript.add_lines("stdout", lines)
+            transcript.add_rich(Rich({"text/plain": "x"}))
+    began = time.thread_time()
+    assert _canonical(transcripts)
+    assert time.thread_time() - began < 2
+
+
 def test_displays_by_the_million_are_kept_up_to_a_number_and_a_size(capsys: pytest.CaptureFixture[str]) -> None:
     cell = LiveCell(TextScreen(), (0,), 1, RenderOptions(is_live=False))
     for number in range(5000):
