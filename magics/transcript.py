@@ -238,8 +238,8 @@ class _Matcher(difflib.SequenceMatcher[str]):
     def __init__(self, a: list[str], b: list[str], effort: _Effort) -> None:
         super().__init__(None, a, b, autojunk=False)
         self._effort = effort
-        counts = (1 + len(self.b2j.get(line, ())) for line in a)
-        self._steps_before = list(itertools.accumulate(counts, initial=0))
+        equal = collections.Counter(b)
+        self._steps_before = list(itertools.accumulate((1 + equal[line] for line in a), initial=0))
 
     def find_longest_match(
         self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
