@@ -103,7 +103,7 @@ def _oldest_pending(evidence: Evidence, reached: Mapping[int, _Reached]) -> tupl
 def _missing_from(collective: Collective, evidence: Evidence, reached: Mapping[int, _Reached]) -> tuple[int, ...]:
     """The members of its group that have not come to it; of a group whose members are not known, any ranks."""
     members = [rank for rank in evidence.members.get(collective.group, reached) if rank in reached]
-    return tuple(rank for rank in members if reached[rank].get(collective.group, 0) < collective.sequence)
+    return tuple(sorted(rank for rank in members if reached[rank].get(collective.group, 0) < collective.sequence))
 
 
 def _is_short(collective: Collective, evidence: Evidence, reached: Mapping[int, _Reached]) -> bool:
@@ -254,15 +254,13 @@ def _find_mismatches(everyone: list[Evidence], *, is_over: bool = False) -> dict
         for evidence in everyone
         for collective in (evidence.collectives if is_over else evidence.pending)
     }
+    begun: dict[_Key, dict[int, Collective]] = {}
+    for evidence in everyone:
+        for collective in evidence.collectives:
+            begun.setdefault(_key(collective), {})[evidence.rank] = collective
     found = {}
     for key, members in looked_at.items():
-        called = {
-            evidence.rank: collective
-            for evidence in everyone
-            if evidence.rank in members.get(key[0], (evidence.rank,))
-            for collective in evidence.collectives
-            if _key(collective) == key
-        }
+        called = {rank: each for rank, each in begun[key].items() if rank in members.get(key[0], (rank,))}
         if len(called) > 1 and (words := _describe_difference(called)):
             found[key] = words
     return found

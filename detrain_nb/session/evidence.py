@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ..wire import Position
@@ -16,6 +17,7 @@ _BUSY_SHARE = 0.2  # of a processor: a rank that uses more is computing
 _FRESH_S = 2.0  # what a rank said of its collectives longer ago is not evidence
 _STATES = ("starting", "idle", "running", "down")
 _MAX_ENTRIES = 200
+_MAX_GROUPS = 1000
 _MAX_NUMBER = 1 << 53  # an int of JSON may have thousands of digits
 _HASH_CHARS = 8  # of the names that torch makes of a group's ranks
 
@@ -69,7 +71,7 @@ class Evidence:
     asleep_in: str = ""
     cpu_share: float | None = None
     collectives: tuple[Collective, ...] = ()
-    members: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    members: Mapping[str, Collection[int]] = field(default_factory=dict)
     operations: int = -1
     steps: Mapping[str, int] = field(default_factory=dict)
     age_s: float = -1.0
@@ -107,8 +109,8 @@ class Evidence:
         return f"at {line}" if line else f"in cell {self.cell}"
 
 
-def gather(position: Position, *, before: Position | None = None, is_cuda: bool = False) -> Evidence:
-    """What a rank's worker said; ``before`` is what it said at an earlier look."""
+def gather(position: Position, *, world_size: int, before: Position | None = None, is_cuda: bool = False) -> Evidence:
+    """What a rank's worker said, in a world of so many ranks; ``before`` is what it said at an earlier look."""
     share = None
     if before is not None and before.pid == position.pid:
         used_s, passed_s = position.cpu_s - before.cpu_s, position.clock_s - before.clock_s
@@ -127,7 +129,7 @@ def gather(position: Position, *, before: Position | None = None, is_cuda: bool 
         one_line(position.asleep_in),
         share,
         tuple(_read_collectives(known.get("entries"), age_s=max(0.0, age_s))),
-        _read_members(known.get("members")),
+        _read_members(known.get("members"), world_size),
         known["operations"] if type(known.get("operations")) is int else -1,
         _read_steps(known.get("steps")),
         age_s,
@@ -151,13 +153,17 @@ def _read_collectives(entries: Any, *, age_s: float) -> Iterable[Collective]:
 
 
 def _read_steps(steps: Any) -> dict[str, int]:
-    numbers = steps.items() if isinstance(steps, dict) else ()
-    return {one_line(name): number if type(number) is int else -1 for name, number in numbers}
+    """Of too many groups none is known: ranks that may differ in one of them are not in step."""
+    if not isinstance(steps, dict):
+        return {}
+    is_all, some = len(steps) <= _MAX_GROUPS, islice(steps.items(), _MAX_GROUPS)
+    return {one_line(name): number if is_all and type(number) is int else -1 for name, number in some}
 
 
-def _read_members(members: Any) -> dict[str, tuple[int, ...]]:
+def _read_members(members: Any, world_size: int) -> dict[str, frozenset[int]]:
+    """Each rank that there is once, however many a node names: what follows takes time for every one of them."""
     return {
-        one_line(name): tuple(ranks)
-        for name, ranks in (members.items() if isinstance(members, dict) else ())
+        one_line(name): frozenset(rank for rank in ranks if 0 <= rank < world_size)
+        for name, ranks in islice(members.items() if isinstance(members, dict) else (), _MAX_GROUPS)
         if isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
     }

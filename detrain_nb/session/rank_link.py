@@ -272,10 +272,11 @@ class RankLink:
         """Where ranks are now, and with what an earlier look gave ``before``, the evidence of what they do."""
         wanted = list(ranks)
         positions = self.locate(wanted, stack=stack)
-        evidence = []
+        world_size, evidence = max(self.inbox.node_of, default=-1) + 1, []
         for rank in wanted:
             if rank in positions:
-                evidence.append(gather(positions[rank], before=before.get(rank), is_cuda=rank in self.cuda_ranks))
+                is_cuda, earlier = rank in self.cuda_ranks, before.get(rank)
+                evidence.append(gather(positions[rank], world_size=world_size, before=earlier, is_cuda=is_cuda))
             else:
                 evidence.append(Evidence(rank, "starting" if rank in self.inbox.lost else "no answer"))
         return positions, evidence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -738,12 +739,38 @@ def position(**changes: Any) -> Position:
 def test_evidence_is_what_the_worker_says() -> None:
     entries = [["all_reduce", 6, "2", "mesh_tp", "Float[3]", True, 1.5]]
     said = {"entries": entries, "members": {"2": [0, 1]}, "operations": 9}
-    found = gather(position(collectives=said, call="f()", asleep_in=FUTEX), before=position(cpu_s=0.9, clock_s=9.5))
+    before = position(cpu_s=0.9, clock_s=9.5)
+    found = gather(position(collectives=said, call="f()", asleep_in=FUTEX), world_size=2, before=before)
     assert found.collectives == (Collective("all_reduce", 6, "2", "mesh_tp", "Float[3]", True, 2.0),)
-    assert (found.members, found.operations, found.call, found.asleep_in) == ({"2": (0, 1)}, 9, "f()", FUTEX)
+    assert (found.members, found.operations, found.call, found.asleep_in) == ({"2": {0, 1}}, 9, "f()", FUTEX)
     assert found.cpu_share == pytest.approx(0.2)
-    assert gather(position(), before=position(pid=6, clock_s=9.0)).cpu_share is None
-    assert gather(position(), before=position(clock_s=11.0)).cpu_share is None
+    assert gather(position(), world_size=2, before=position(pid=6, clock_s=9.0)).cpu_share is None
+    assert gather(position(), world_size=2, before=position(clock_s=11.0)).cpu_share is None
+
+
+def test_members_that_a_node_says_by_the_hundred_thousand_cost_no_time() -> None:
+    """All of it is one message of less than a megabyte, and looked at again while a cell hangs."""
+    entries = [["all_reduce", 10 + number, "g", "", "", True, 100.0] for number in range(200)]
+    said = {"entries": entries, "members": {"g": [number % 2 for number in range(480_000)]}, "operations": 5}
+    behind = {"entries": [["all_reduce", 1, "g", "", "", True, 100.0]], "members": {"g": [0, 1]}, "operations": 5}
+    began_s = time.process_time()
+    evidence = [gather(position(rank=rank, collectives=said), world_size=8) for rank in range(2, 8)]
+    evidence += [gather(position(rank=rank, collectives=behind), world_size=8) for rank in (0, 1)]
+    judge(evidence)
+    describe_mismatch(evidence)
+    watch = HangWatch(5.0)
+    watch.note(evidence, now=100.0)
+    watch.is_hopeless(evidence, now=300.0)
+    assert time.process_time() - began_s < 5.0
+
+
+def test_groups_and_steps_of_a_node_have_a_number() -> None:
+    members = {str(number): [0, 1, 1, 7, -1, 8] for number in range(5000)}
+    said = {"members": members, "operations": 5, "steps": {str(number): 1 for number in range(5000)}}
+    found = gather(position(collectives=said), world_size=8)
+    assert len(found.members) <= 1000
+    assert set(found.members.values()) == {frozenset({0, 1, 7})}
+    assert set(found.steps.values()) == {-1}, "not all of them are known"
 
 
 EVIL = "<script>alert(1)</script>\nrank 1: fine\x1b[31m\u202e"
@@ -769,7 +796,7 @@ EVIL = "<script>alert(1)</script>\nrank 1: fine\x1b[31m\u202e"
     ids=lambda changes: str(changes)[:50].encode("ascii", "replace").decode(),
 )  # fmt: skip
 def test_garbage_from_a_node_breaks_nothing_and_forges_nothing(changes: dict[str, Any]) -> None:
-    evidence = [gather(position(**changes), before=position(clock_s=9.0)), rank(1, ALL_REDUCE, **PENDING)]
+    evidence = [gather(position(**changes), world_size=2, before=position(clock_s=9.0)), rank(1, ALL_REDUCE, **PENDING)]
     verdicts = judge(evidence)
     watch = HangWatch(0.0)
     watch.note(evidence, now=100.0)
@@ -814,4 +841,4 @@ def test_ranks_are_in_step_where_their_next_collectives_meet(ranks: list[Evidenc
 @pytest.mark.parametrize("said", [None, [], {"0": True}, {"0": "6"}, {"0": 6.0}, {"0": [6]}])
 def test_steps_that_are_none_are_not_known(said: Any) -> None:
     known = {"operations": 3, "steps": said}
-    assert set(gather(position(collectives=known)).steps.values()) <= {-1}
+    assert set(gather(position(collectives=known), world_size=2).steps.values()) <= {-1}

@@ -925,7 +925,7 @@ class _Ends:
         watch = HangWatch(1.0)
         for answer in self.request.answers.values():
             if isinstance(answer, Position):
-                evidence = [gather(answer, before=replace(answer, cpu_s=0.0, clock_s=0.0))]
+                evidence = [gather(answer, world_size=2, before=replace(answer, cpu_s=0.0, clock_s=0.0))]
                 watch.note(evidence, now=100.0)
                 words += [watch.report(evidence, running=[1], now=200.0), str(watch.is_hopeless(evidence, now=200.0))]
                 where = Whereabouts("mine", tuple(judge(evidence).values()), {}, describe_mismatch(evidence))
