@@ -21,6 +21,7 @@ Logged = Output | Display | ClearOutput | CellDone | CellFailed
 BEGINNINGS, SHOWN_PERHAPS, NEW = range(3)  # the parts of a cell, in the order in which they are read
 _READ_BYTES = 1 << 20
 _MOST_LOOKED_AT_BYTES = 64 << 20
+_MOST_PIECES = 10_000  # of a cell
 _PREFIX = ".log-"
 
 
@@ -50,6 +51,7 @@ class OutputLog:
             self.error = f"the log under {self._folder} takes no more ({exc}): later output is only shown"
             return
         pieces = self._pieces.setdefault(message.cell, [])
+        part = part if len(pieces) < _MOST_PIECES else NEW  # a node may go to and fro: the rest is read as it came
         if pieces and pieces[-1][0] == part:
             pieces[-1] = (part, pieces[-1][1] + len(data))
         else:

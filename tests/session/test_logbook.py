@@ -86,6 +86,16 @@ def test_reader_goes_on_where_it_was() -> None:
     assert [message.body for message in reader.read() if isinstance(message, Output)] == [b"s\n"]
 
 
+def test_node_that_goes_to_and_fro_between_the_parts_of_a_cell_takes_no_memory() -> None:
+    logbook, count = Logbook(), 15_000
+    for number in range(count):
+        _add(logbook, 0, f"{number}\n", is_shown_perhaps=number % 2 == 0)
+    assert len(logbook.log.reader(1)._find_pieces()) <= 10_001
+    said = [int(message.body) for message in logbook.log.read(1) if isinstance(message, Output)]
+    assert sorted(said) == list(range(count))
+    assert said[-5000:] == list(range(count - 5000, count)), "as it came"
+
+
 def test_table_of_a_result_reads_the_beginning_of_what_was_printed() -> None:
     log = OutputLog()
     for _ in range(40):
