@@ -12,6 +12,7 @@ Before a group is used, the other ends of its connections are looked up: they ha
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import socket
@@ -23,6 +24,8 @@ from .far_ends import ends_of, require_own
 _SOCKET_LINK = "socket:["
 _TCP = (socket.AF_INET, socket.AF_INET6)
 _CONNECT_LIMIT_S = 1.0  # to a listening socket of this process
+_SO_ATTACH_FILTER = 26
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("@HBBI", 0x06, 0, 0, 0), 8)  # of a classic filter: return 0 bytes
 _PAIR_NUMBER = struct.Struct("@n")  # what gloo's peers send first: which of the listener's pairs, counted from 0, it is
 
 
@@ -55,6 +58,17 @@ class Connections:
         """
         require_own(lambda: filter(None, map(ends_of, self._new())))
 
+    def let_nobody_in(self) -> None:
+        """Have the kernel drop who connects from now on to what listens here since the recording began.
+
+        All peers are there. gloo goes on listening, takes whoever comes, and ends the process when it has no descriptor
+        left for that. Where the kernel cannot, all stays as it is. A server that another thread has opened meanwhile
+        cannot be told from it.
+        """
+        for fd, identity in self._new().items():
+            if _identity(fd) == identity:
+                _drop_what_comes(fd)
+
     def shut(self, most_peers: int) -> int:
         """Shut all of them down, those of a recording that still goes on too; returns how many.
 
@@ -68,6 +82,7 @@ class Connections:
         for fd, identity in new.items():
             if _identity(fd) == identity:
                 _hang_up_on(fd, most_peers)
+                _drop_what_comes(fd)  # it may be there as long as somebody holds what was half made
         return shut
 
     def _new(self) -> dict[int, str]:
@@ -110,6 +125,18 @@ def _shut(fd: int) -> bool:
     finally:
         sock.detach()
     return True
+
+
+def _drop_what_comes(fd: int) -> None:
+    """Only on a listening socket: connections that it has made have filters of their own."""
+    with contextlib.suppress(OSError):
+        sock = socket.socket(fileno=fd)
+        try:
+            if sock.family in _TCP and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))  # struct sock_fprog
+                sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        finally:
+            sock.detach()
 
 
 def _hang_up_on(fd: int, most_peers: int) -> None:

@@ -6,6 +6,7 @@ expects, and torch unpickles what comes from a rank.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -70,19 +71,30 @@ def require_own(find: Callable[[], Iterable[Ends]]) -> None:
 
 
 def ends_of(fd: int) -> Ends | None:
-    """The two ends of a TCP connection; None for a socket that is none, not connected, or shut here."""
+    """The two ends of a TCP connection; None for a socket that is none, not connected, or shut here.
+
+    Needs no descriptor: another user may have used them up. Raises: OSError when it cannot be found out.
+    """
     try:
-        sock = socket.socket(fileno=os.dup(fd))
-    except OSError:
+        sock = socket.socket(fileno=fd)
+    except OSError as exc:
+        _raise_unless_closed(exc)
         return None
-    with sock:
-        try:
-            is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-            if not is_tcp or sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _OPEN_HERE:
-                return None
-            return _address(sock.getsockname()), _address(sock.getpeername())
-        except OSError:
+    try:
+        is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+        if not is_tcp or sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _OPEN_HERE:
             return None
+        return _address(sock.getsockname()), _address(sock.getpeername())
+    except OSError as exc:
+        _raise_unless_closed(exc)
+        return None
+    finally:
+        sock.detach()
+
+
+def _raise_unless_closed(error: OSError) -> None:
+    if error.errno not in (errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN):
+        raise error
 
 
 def _is_here(near: Address, far: Address) -> bool:
@@ -109,8 +121,8 @@ def _read_holders(wanted: Collection[Ends]) -> dict[Ends, _Holder]:
         try:
             with open(table, encoding="ascii") as file:
                 rows = [line.split() for line in file.readlines()[1:]]
-        except FileNotFoundError as exc:
-            if table == _TABLES[1]:
+        except OSError as exc:
+            if table == _TABLES[1] and isinstance(exc, FileNotFoundError):
                 continue  # a machine without IPv6
             raise SessionError(f"who is connected to the process group cannot be checked: {exc}") from exc
         for _, near, far, state, _, _, _, uid, _, inode, *_ in rows:

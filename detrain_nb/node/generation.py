@@ -216,9 +216,11 @@ class Generation:
             yield
             try:
                 self._connections.require_own()
-            except SessionError:
+            except BaseException:  # an interrupt too: it is not known whose the group is
                 self.end(self.number)
                 raise
+            if self._device.type == "cpu":  # NCCL may make connections later
+                self._connections.let_nobody_in()
 
     def _require_not_ended(self) -> None:
         if self.ended >= self.number:

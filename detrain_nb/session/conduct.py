@@ -16,7 +16,7 @@ from .rank_link import RankLink
 from .rescue import Rescue
 from .stuck import StuckWatch
 
-_DID_NOT_FIT = "gloo::EnforceNotMet"  # in the last words of a rank
+_DID_NOT_FIT = "op.preamble.length"  # in the last words of a rank: gloo names what it has compared
 _CHECK = "%distributed config check=on names them before they are sent"
 LOOK_GAP_S = 1.0
 ENDING_LIMIT_S = 10.0  # from what a rank raised to its end, where that follows: a driver takes back what it had

@@ -56,13 +56,14 @@ def test_what_was_recorded_is_shut_and_nothing_else(listener: socket.socket) -> 
             assert connections.shut(most_peers=2) == 4, "both ends of two connections, while it is still recorded"
             for number in range(2):  # a listening socket that is new may be that of a group: its peers hang up
                 _hear_peer(server, number)
-            _connect_closed = _connect(server)
+            with pytest.raises(TimeoutError):
+                socket.create_connection(server.getsockname(), timeout=0.2)
     after = _connect(listener)
     assert _is_shut(recorded)
     assert _is_shut(nested)
     assert not _is_shut(before)
     assert not _is_shut(after)
-    for pair in (before, recorded, nested, after, _connect_closed):
+    for pair in (before, recorded, nested, after):
         for sock in pair:
             sock.close()
 
@@ -115,3 +116,18 @@ def test_connections_are_shut_where_no_descriptor_is_left(listener: socket.socke
         assert _is_shut(pair)
         for sock in pair:
             sock.close()
+
+
+def test_nobody_is_let_in_any_more_and_who_is_there_stays(listener: socket.socket) -> None:
+    connections = Connections()
+    with connections.recording():
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ours, theirs = _connect(server)
+            connections.let_nobody_in()
+            with pytest.raises(TimeoutError):
+                socket.create_connection(server.getsockname(), timeout=0.2)
+            ours.sendall(b"x")
+            assert theirs.recv(1) == b"x"
+    others = _connect(listener)
+    for sock in (ours, theirs, *others):
+        sock.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -85,6 +86,25 @@ def test_who_has_left_what_it_said_is_not_taken_for_root(monkeypatch: pytest.Mon
     monkeypatch.setattr(far_ends, "_LIMIT_S", 0.1)
     with _connected(uid=_UID, then="leave") as left, pytest.raises(SessionError, match="has no owner"):
         _look(left)
+
+
+@needs_root
+def test_other_user_is_found_out_where_no_descriptor_is_left() -> None:
+    """They may have used them up: what cannot be looked at is not taken for the own."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with _connected(uid=_UID) as foreign:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (foreign.fileno() + 1, before[1]))
+        files: list[int] = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    files.append(os.dup(0))
+            with pytest.raises(SessionError, match="cannot be checked"):
+                _look(foreign)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for fd in files:
+                os.close(fd)
 
 
 def test_one_that_is_not_accepted_yet_is_waited_for() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -191,3 +192,14 @@ def test_other_user_who_takes_the_place_of_a_rank_ends_the_group(
             pytest.fail("the intruder was never taken for a rank")
     assert f"uid {_UID} is connected to a process group" in told, told
     assert session.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}, "all is made anew"
+
+
+def test_nobody_can_connect_once_a_group_is_made(session: Session) -> None:
+    """gloo listens as long as a group lives, and takes whoever comes; a rank without a descriptor for that ends."""
+    session.run_cell("group = dist.new_group([0, 1])")
+    ports = _listening_ports(session)
+    assert len(ports) >= 2
+    for port in ports:
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", port), timeout=0.2).close()
+    assert session.run_cell("t = torch.ones(1)\ndist.all_reduce(t, group=group)\nt.item()").values == {0: 2.0, 1: 2.0}
