@@ -120,14 +120,13 @@ def test_connections_are_shut_where_no_descriptor_is_left(listener: socket.socke
 
 def test_nobody_is_let_in_any_more_and_who_is_there_stays(listener: socket.socket) -> None:
     connections = Connections()
-    with connections.recording():
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            ours, theirs = _connect(server)
-            connections.let_nobody_in()
-            with pytest.raises(TimeoutError):
-                socket.create_connection(server.getsockname(), timeout=0.2)
-            ours.sendall(b"x")
-            assert theirs.recv(1) == b"x"
+    with connections.recording(), socket.create_server(("127.0.0.1", 0)) as server:
+        ours, theirs = _connect(server)
+        connections.let_nobody_in()
+        with pytest.raises(TimeoutError):
+            socket.create_connection(server.getsockname(), timeout=0.2)
+        ours.sendall(b"x")
+        assert theirs.recv(1) == b"x"
     others = _connect(listener)
     for sock in (ours, theirs, *others):
         sock.close()
