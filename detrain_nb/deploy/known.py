@@ -24,7 +24,7 @@ from ..plan import DEVICES
 if TYPE_CHECKING:
     from ..spec.node import Node
 
-__all__ = ["KnownSession", "StartedWith", "forget", "known_sessions", "remember", "session_names"]
+__all__ = ["KnownSession", "StartedWith", "forget", "known_sessions", "noted_owners", "remember", "session_names"]
 
 _FOLDER = ".remote"
 _LOCAL_FILE = "started.json"
@@ -76,6 +76,16 @@ def known_sessions() -> dict[str, KnownSession]:
         started = _read_started(_load(_local_file(name)))
         found[name] = KnownSession(holder_of(name), pid, started=started)
     return found
+
+
+def noted_owners(session: str, names: Sequence[str]) -> dict[int, int]:
+    """By rank, the position of its node among ``names``, as last noted here; empty where these were not the nodes."""
+    known = known_sessions().get(session)
+    nodes = known.nodes if known else ()
+    if [node.name for node in nodes] != list(names) or sum(node.ranks or 0 for node in nodes) > _MOST_RANKS:
+        return {}
+    owners = [position for position, node in enumerate(nodes) for _ in range(node.ranks or 0)]
+    return dict(enumerate(owners))
 
 
 def session_names() -> list[str]:

@@ -36,6 +36,8 @@ class Claims:
         self._first: Attached | None = None
         self._world_size = 0  # as the ranks of the first node say; 0 where none is up
         self._has_plan = False  # which ranks there are is known
+        self._is_noted = False  # until then: who had which was noted down here
+        self.disputed: dict[int, tuple[int, int]] = {}  # ranks that two nodes say they have, neither of them the first
         self._remembered: dict[int, int] = {}  # by node: how much it has said before it was attached to
 
     def know_ranks(self, node_of: Mapping[int, int]) -> None:
@@ -43,8 +45,15 @@ class Claims:
         self._has_plan = True
         self.node_of = dict(node_of)
 
-    def measure_by(self, first: Attached, *, world_size: int) -> None:
-        """What the first node says is the measure for the others, until it is known which ranks there are."""
+    def measure_by(self, first: Attached, *, world_size: int, noted: Mapping[int, int]) -> None:
+        """What the first node says is the measure for the others, until it is known which ranks there are.
+
+        ``noted``: which node had a rank. It counts if the first node agrees: since then the session may have shrunk.
+        """
+        own = {rank for rank, owner in noted.items() if owner == 0}
+        self._is_noted = len(noted) == world_size and own == set(first.ranks)
+        if self._is_noted:
+            self.node_of = dict(noted)
         self._first, self._world_size = first, world_size
 
     @property
@@ -66,13 +75,17 @@ class Claims:
         elif isinstance(message, Attached):
             ranks = [*message.ranks, *message.with_group]
         for rank in ranks:
-            if self._owner_of(rank, node) != node:
+            owner = self._owner_of(rank, node)
+            if owner and owner != node and not self._has_plan and not self._is_noted:
+                self.disputed.setdefault(rank, (owner, node))
+            if owner != node:
                 raise WireError(f"a node speaks for rank {rank}, which it does not have")
 
     def _owner_of(self, rank: int, node: int) -> int | None:
         if self._has_plan:
             return self.node_of.get(rank)
-        return self.node_of.setdefault(rank, node) if 0 <= rank < _MOST_RANKS else None
+        is_its_turn = node == 0 or self.is_measured  # else it could take a rank of the first
+        return self.node_of.setdefault(rank, node) if is_its_turn and 0 <= rank < _MOST_RANKS else None
 
     def check_time(self, message: Message, node: int, *, is_attached: bool) -> None:
         """Raises: WireError for what an agent says at another time, of another cell, or in other numbers."""

@@ -126,6 +126,11 @@ class Inbox:
         return self._claims.node_of
 
     @property
+    def disputed(self) -> dict[int, tuple[int, int]]:
+        """The ranks that two nodes say they have, and these nodes."""
+        return dict(self._claims.disputed)  # copied: others may be added meanwhile
+
+    @property
     def busy(self) -> dict[int, CellRun]:
         """The ranks that run a cell, and which."""
         return {rank: run for run in list(self.runs.values()) for rank in run.running}
@@ -262,9 +267,13 @@ class Inbox:
             run.news.set()
 
     @_one_at_a_time
-    def measure_by(self, first: Attached) -> None:
-        """The first node has been attached to: what it says is the measure for the others, as they are attached to."""
-        self._claims.measure_by(first, world_size=max((up.world_size for up in self.up.values()), default=0))
+    def measure_by(self, first: Attached, noted: Mapping[int, int]) -> None:
+        """The first node has been attached to: what it says is the measure for the others, as they are attached to.
+
+        So is ``noted``, which node had which rank, as far as the first agrees.
+        """
+        world_size = max((up.world_size for up in self.up.values()), default=0)
+        self._claims.measure_by(first, world_size=world_size, noted=noted)
 
     @_one_at_a_time
     def close(self, reason: str, node: int = 0, *, is_untrue: bool = False) -> None:

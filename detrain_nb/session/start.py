@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..deploy.known import noted_owners
 from ..errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks, short_ranks
 from ..launch import LOOPBACK, LOOPBACK_INTERFACE, RankConfig, launch_node, threads_per_rank
 from ..plan import DEVICES, NodePlan, Plan
@@ -176,14 +177,20 @@ def go_on(core: Core, *, steal: bool = False) -> None:
     """Take up what the agents remember. Raises: SessionError, CellTimeout.
 
     The first node has the store of the rendezvous: without it there is no session, and what it says is the measure for
-    the others. One of them that says what cannot be counts as absent.
+    the others. One of them that says what cannot be counts as absent, as does one that claims a rank which another had
+    when this machine noted it down.
     """
     attached = attach(core, [0], steal=steal)
-    core.inbox.measure_by(attached[0])
+    names = [transport.name for transport in core.transports]
+    core.inbox.measure_by(attached[0], noted_owners(core.name, names))
     others = [node for node in range(1, len(core.transports)) if node not in core.absent]
     attached |= attach(core, others, steal=steal) if others else {}
+    for rank, (one, other) in core.inbox.disputed.items():
+        raise SessionError(
+            f"{names[one]} and {names[other]} both say that they have rank {rank} of session {core.name!r}, and this "
+            f"machine has not noted which had it: attach where it was started, or end it: %distributed stop {core.name}"
+        )
     core.absent |= core.inbox.untrue
-    names = [transport.name for transport in core.transports]
     world_size = max((up.world_size for up in core.inbox.up.values()), default=0)
     known = _what_runs(attached, names, world_size=world_size, session=core.name)
     core.wants_group, core.group_timeout_s = known.has_group, known.group_timeout_s

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 import detrain_nb
 from detrain_nb import Session
-from detrain_nb.deploy import End
+from detrain_nb.deploy import End, known
 from detrain_nb.errors import DetrainError, RankError, RankLost, SessionError, WireError
 from detrain_nb.session.cells import CellObserver, CellRun
 from detrain_nb.session.diagnosis import HangWatch, describe_mismatch, judge
@@ -37,6 +37,7 @@ from detrain_nb.session.rank_link import RankLink
 from detrain_nb.session.safe_output import safe_completions
 from detrain_nb.session.status import RankStatus
 from detrain_nb.session.whereabouts import Whereabouts
+from detrain_nb.spec.node import Node
 from detrain_nb.wire import (
     Attach,
     Attached,
@@ -331,8 +332,8 @@ def test_streams_that_no_rank_has_are_not_kept(pair: Pair) -> None:
 
 
 @contextlib.contextmanager
-def _attached(good: FakeNode, bad: FakeNode, *more: FakeNode) -> Iterator[Session]:
-    session = Session.attach("mine", nodes=[good, bad, *more])
+def _attached(*nodes: FakeNode, name: str = "mine") -> Iterator[Session]:
+    session = Session.attach(name, nodes=nodes)
     try:
         yield session
     finally:
@@ -471,6 +472,71 @@ def test_code_of_a_node_is_not_looked_at_to_replay_on_the_ranks_of_another(monke
         assert seen == []
         assert session.replay(1) == {3: None}
         assert seen == ["import evil"]
+
+
+def _three_of_which_one_claims_too_much(is_late: bool) -> list[FakeNode]:
+    """Node bad, second of three, says that it has rank 2 too, before or after the node that has it says so."""
+    nodes = [FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)]
+    ups = [RankUp(rank, 1, 0, 3, 1, nodes[rank].name, "cpu", "2") for rank in range(3)]
+    nodes[1].attached = replace(nodes[1].attached, ranks=[1, 2], with_group=[1, 2])
+    told = [[ups[0]], [ups[1], replace(ups[2], host="bad")], [ups[2]]]
+    last, is_said = nodes[1 if is_late else 2], threading.Event()
+
+    def answer(node: FakeNode) -> Iterator[Message]:
+        if node is last:
+            is_said.wait(10)
+        yield from told[node.rank]
+        if node is not last and node.rank:
+            is_said.set()
+        yield node.attached
+
+    for node in nodes:
+        node.answers[Attach] = lambda _, node=node: answer(node)
+    return nodes
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_rank_that_two_nodes_claim_is_an_error_that_names_both(is_late: bool) -> None:
+    with pytest.raises(SessionError, match=r"(bad and third|third and bad) both say that they have rank 2 "):
+        Session.attach("mine", nodes=_three_of_which_one_claims_too_much(is_late))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_node_that_claims_a_rank_which_was_noted_of_another_counts_as_absent(is_late: bool) -> None:
+    noted = [Node(host=f"{name}.invalid", name=name, ranks=1) for name in ("good", "bad", "third")]
+    known.remember("noted", noted, holder="x")
+    try:
+        with _attached(*_three_of_which_one_claims_too_much(is_late), name="noted") as session:
+            assert list(session._inbox.lost_nodes) == [1]
+            assert "speaks for rank 2, which it does not have" in session._inbox.lost_nodes[1]
+            assert session._inbox.node_of == {0: 0, 1: 1, 2: 2}
+            assert session.run_cell("1", ranks=[0, 2]).ranks == (0, 2)
+    finally:
+        known.forget("noted")
+
+
+def test_note_of_ranks_that_is_out_of_date_keeps_nobody_out() -> None:
+    """The session has shrunk since, from another machine."""
+    nodes = [FakeNode("good", 0), FakeNode("other", 1)]
+    known.remember("noted", [Node(host=f"{node.name}.invalid", name=node.name, ranks=2) for node in nodes], holder="x")
+    try:
+        with _attached(*nodes, name="noted") as session:
+            assert session.run_cell("1").ranks == (0, 1)
+    finally:
+        known.forget("noted")
+
+
+def test_node_that_takes_a_rank_of_the_first_before_it_is_asked_is_the_one_that_is_named() -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+
+    def answer(_: Message) -> list[Message]:
+        bad.say(RankUp(0, 1, 0, 2, 1, "bad", "cpu", "2"), is_numbered=False)
+        bad.wait_until_hung_up_on()
+        return [RankUp(0, 1, 0, 2, 1, "good", "cpu", "2"), good.attached]
+
+    good.answers[Attach] = answer
+    with pytest.raises(DetrainError, match=r"^bad: .*a node speaks for rank 0, which it does not have"):
+        Session.attach("mine", nodes=[good, bad])
 
 
 def test_node_that_promises_output_and_sends_none_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -891,7 +957,7 @@ class _Ends:
         self.inbox.requests._numbers = itertools.count(1)
         self.request = self.inbox.requests.new([1], ["x"])
         self._bring_up(0, self.good)
-        self.inbox.measure_by(replace(self.good.attached, ranks=[0]))
+        self.inbox.measure_by(replace(self.good.attached, ranks=[0]), noted={})
         if situation == "attaching":
             self.inbox.attached = self.inbox.requests.new([-2])
         else:
