@@ -236,7 +236,7 @@ def _ask(sock: socket.socket, message: Begin) -> Begun:
         for frame in reader.feed(data):
             answer = frame.message()
             if isinstance(answer, Begun):
-                return Begun(" ".join(as_text(answer.error).split("\n")), answer.is_taken)
+                return Begun(as_text(answer.error.replace("\n", " ")), answer.is_taken)
     raise OSError("it does not answer")
 
 

@@ -208,12 +208,12 @@ def _quote_path(path: str) -> str:
 
 
 def _as_words(said: object) -> str:
-    """What failed there, in its lines."""
-    return as_text(said[:4096]) if isinstance(said, str) else clean(said)
+    """What failed there, in its lines: none but the first could be taken for what we say ourselves."""
+    return "\n  | ".join(map(as_text, said[:4096].strip().split("\n"))) if isinstance(said, str) else clean(said)
 
 
 def as_text(said: object) -> str:
-    """Text from a node, without control characters. Raises: ValueError when it is none, or too long."""
+    """One line of text from a node, without control characters. Raises: ValueError when it is none, or too long."""
     if not isinstance(said, str) or len(said) > 4096:
         raise ValueError("a text was expected")
-    return "".join(char if char.isprintable() or char == "\n" else "?" for char in said)
+    return "".join(char if char.isprintable() else "?" for char in said)

