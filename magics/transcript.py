@@ -28,6 +28,8 @@ _PREFIX_CHARS = 5  # "[0] " and the newline
 _DIFF_LINES = 2000
 _DIFF_STEPS = 1_000_000  # of the diffs of one cell, about 0.1 s
 _MOST_RICH, _MOST_RICH_CHARS = 1000, 64 << 20  # of one rank in one cell
+_LABEL_CHARS = 20  # about that stands before each line of a text
+_MOST_TEXT_CHARS = 4 << 20  # of one text, with what stands before its lines
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Rich:
 
     @property
     def num_chars(self) -> int:
-        return sum(len(data) if isinstance(data, str) else len(repr(data)) for data in self.bundle.values())
+        num_lines: int = self.bundle.get("text/plain", "").count("\n")
+        chars = sum(len(data) if isinstance(data, str) else len(repr(data)) for data in self.bundle.values())
+        return chars + num_lines * _LABEL_CHARS
 
 
 Item = Text | Rich
@@ -207,13 +211,21 @@ def rich_items(bundles: dict[int, Bundle], *, is_merging: bool, nodes: Nodes | N
     for ranks in groups.values():
         bundle = bundles[ranks[0]]
         prefix = f"{label(ranks, nodes or {})} "
-        text = bundle.get("text/plain", "")
-        indented = prefix + text.replace("\n", "\n" + " " * len(prefix))
         if set(bundle) == {"text/plain"}:
-            items.append(Rich({"text/plain": indented}))
+            items.append(Rich({"text/plain": _indented(prefix, bundle["text/plain"])}))
         else:
             items += [Text("stdout", f"{prefix.rstrip()}\n"), Rich(bundle)]
     return items
+
+
+def _indented(prefix: str, text: str) -> str:
+    """The text behind ``prefix``; of one that is very long its beginning."""
+    indented = prefix + text[:_MOST_TEXT_CHARS].replace("\n", "\n" + " " * len(prefix))
+    if max(len(indented), len(text)) <= _MOST_TEXT_CHARS:
+        return indented
+    return (
+        f"{indented[:_MOST_TEXT_CHARS]}\n{' ' * len(prefix)}... the rest of {len(text):,} characters is not shown ..."
+    )
 
 
 class _TooMuch(Exception):

@@ -226,7 +226,8 @@ class Inbox:
         elif isinstance(message, LauncherEnded):
             self._take_end_of_launcher(message, node)
         elif isinstance(message, Notice):
-            self._take_gap(replace(message, text=f"{self._on(node)}{message.text}"), number, node)
+            text = message.text[:_LONGEST_NOTICE].replace("\n", "\n  ")  # no line of it passes for one of ours
+            self._take_gap(replace(message, text=f"{self._on(node)}{text}"), number, node)
         elif isinstance(message, StartedCold):
             self.notice(f"{self._on(node)}started cold: {one_line(message.reason)}")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from ..errors import RemoteError, format_ranks, short_ranks
 from ..wire import RankEnded
-from .safe_output import clean_text
+from .safe_output import clean_words
 
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting (?:for )?(\d{1,15})ms")  # gloo's words
 
@@ -41,10 +41,12 @@ def what_to_do_about_down(ends: Mapping[int, RankEnded]) -> str:
     ranks, are = format_ranks(ends), "is" if len(ends) == 1 else "are"
     if is_gone(first):
         return (
-            f"{ranks} {are} gone, {clean_text(first.down)}: the others keep their variables; %distributed shrink makes "
-            "them one group without it, %distributed restart starts all anew"
+            f"{ranks} {are} gone, {_behind_ours(first.down)}: the others keep their variables; "
+            "%distributed shrink makes them one group without it, %distributed restart starts all anew"
         )
-    return f"{ranks} {are} left down, {clean_text(first.down)}: %distributed restart -r {short_ranks(ends)} tries again"
+    return (
+        f"{ranks} {are} left down, {_behind_ours(first.down)}: %distributed restart -r {short_ranks(ends)} tries again"
+    )
 
 
 def describe_ends(ends: Mapping[int, RankEnded], *, hosts: Mapping[int, str]) -> str:
@@ -52,7 +54,7 @@ def describe_ends(ends: Mapping[int, RankEnded], *, hosts: Mapping[int, str]) ->
     gone: dict[str, list[int]] = {}
     for end in ends.values():
         if is_gone(end):
-            gone.setdefault(clean_text(end.reason), []).append(end.rank)
+            gone.setdefault(_behind_ours(end.reason), []).append(end.rank)
     lines = [f"{reason}; there {'was' if len(of) == 1 else 'were'} {format_ranks(of)}" for reason, of in gone.items()]
     alone = [end for _, end in sorted(ends.items()) if not is_gone(end)]
     return "\n".join([*lines, *(describe_end(end, host=hosts.get(end.rank, "this machine")) for end in alone)])
@@ -61,12 +63,12 @@ def describe_ends(ends: Mapping[int, RankEnded], *, hosts: Mapping[int, str]) ->
 def describe_end(end: RankEnded, *, host: str) -> str:
     """How a rank's process ended, with the last lines of its stderr."""
     how = f"signal {end.signal} ({_signal_name(end.signal)})" if end.signal else f"exit code {end.exit_code}"
-    reason = f", {clean_text(end.reason)}" if end.reason else ""
-    words = clean_text(end.stderr_tail).strip()
+    reason = f", {_behind_ours(end.reason)}" if end.reason else ""
+    words = _behind_ours(end.stderr_tail).strip()
     if is_gone(end):
-        return f"rank {end.rank}: {clean_text(end.reason)}"
+        return f"rank {end.rank}: {_behind_ours(end.reason)}"
     what = "was replaced" if end.asked else f"ended with {how}{reason}"
-    return f"rank {end.rank} on {host} (pid {end.pid}) {what}{f'; its last words:{chr(10)}{words}' if words else ''}"
+    return f"rank {end.rank} on {host} (pid {end.pid}) {what}{f'; its last words:{chr(10)}  {words}' if words else ''}"
 
 
 def describe_silence(errors: Mapping[int, RemoteError]) -> str:
@@ -81,6 +83,11 @@ def describe_silence(errors: Mapping[int, RemoteError]) -> str:
         return f"{format_ranks(silent)} {said}"
     cut = "the network between these hosts may be cut"
     return f"{format_ranks(silent)} on {' and '.join(hosts)} {said.replace('nothing', 'nothing of each other')}: {cut}"
+
+
+def _behind_ours(words: str) -> str:
+    """What a node says behind words of ours: none of its lines passes for one of them."""
+    return clean_words(words).replace("\n", "\n  ")
 
 
 def _signal_name(number: int) -> str:

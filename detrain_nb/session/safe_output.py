@@ -30,12 +30,12 @@ _KEY = re.compile(r"'[^'\"\\]*'|\"[^'\"\\]*\"")
 _FROM_THIS_MACHINE = ("text/html", "image/svg+xml", "text/markdown", "text/latex")
 # colours (SGR) are kept; every other escape sequence, and every control character but tab, newline, return, goes
 _COLOURS = r"\x1b\[[0-9;:]{0,64}m"
-_MOVES = r"\x08|\x1b\[[0-9]{0,9}[A-GJK]"  # of the cursor, and what erases: within a rank's own lines only
+_MOVES = r"\x08+|\x1b\[[0-9]{0,9}[A-GJK]"  # of the cursor, and what erases: within a rank's own lines only
 _OTHERS = (
     r"\x1b\[[0-?]*[ -/]*[@-~]?"  # control sequences
     r"|\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # strings for the terminal: titles, links, clipboard
     r"|\x1b[ -/]*[0-~]?"
-    r"|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]"
+    r"|\x08+|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]+"
 )
 _ESCAPES = re.compile(f"({_COLOURS})|{_OTHERS}")
 _ESCAPES_BUT_MOVES = re.compile(f"({_COLOURS}|{_MOVES})|{_OTHERS}")
@@ -53,6 +53,11 @@ def clean_text(text: str, *, keeps_moves: bool = False) -> str:
         return text
     escapes = _ESCAPES_BUT_MOVES if keeps_moves else _ESCAPES
     return _SURROGATES.sub("\ufffd", escapes.sub(lambda match: match[1] or "", text))
+
+
+def clean_words(text: str) -> str:
+    """Clean text for where something stands before it on its line: it cannot go back there and write over that."""
+    return clean_text(text).replace("\r\n", "\n").replace("\r", "\n")
 
 
 class PieceCleaner:
@@ -95,7 +100,7 @@ def one_line(text: str) -> str:
 
 def show_hidden(text: str) -> str:
     """Clean text in which what turns the direction of writing, or cannot be seen, is shown as an escape."""
-    return _HIDDEN.sub(lambda match: _escaped(match[0]), clean_text(text))
+    return _HIDDEN.sub(lambda match: _escaped(match[0]), clean_words(text))
 
 
 def safe_completions(found: Completions, *, code: str, position: int) -> Completions:
@@ -140,7 +145,7 @@ def cleaned(message: Message) -> Message:
     texts: dict[str, Any] = {}
     for name, value in vars(message).items():
         if isinstance(value, str):
-            texts[name] = clean_text(value)
+            texts[name] = clean_words(value)
         elif isinstance(value, list) and value and isinstance(value[0], str):
             texts[name] = [one_line(text) for text in value]
     made: Message = replace(message, **texts)  # type: ignore[type-var]
@@ -160,7 +165,7 @@ def safe_bundle(bundle: object, *, is_this_machine: bool) -> Bundle:
     safe = {mime: bundle[mime] for mime in allowed if mime in bundle and _has_right_type(mime, bundle[mime])}
     if not is_this_machine:
         safe = {mime: value for mime, value in safe.items() if mime not in _BEGINNINGS or _is_image(mime, value)}
-    safe["text/plain"] = clean_text(safe.get("text/plain", ""))
+    safe["text/plain"] = clean_words(safe.get("text/plain", ""))
     if "application/json" in safe:
         safe["application/json"] = _clean_json(safe["application/json"])
     return safe

@@ -19,7 +19,7 @@ from ..transport import Transport
 from ..wire import Attach, Attached, Launch, OpenStore, StoreOpened
 from .core import Core
 from .inbox import agent_of
-from .safe_output import clean_text
+from .safe_output import clean_words
 
 START_LIMIT_S = 120.0  # without a further rank that has come up
 CATCH_UP_LIMIT_S = 60.0
@@ -169,7 +169,7 @@ def _open_store(core: Core, address: str) -> int:
     core.inbox.store_opened.wait(START_LIMIT_S, what="a socket for the store")
     answer = core.inbox.store_opened.answers[agent_of(0)]
     if not isinstance(answer, StoreOpened) or not answer.port:
-        raise LaunchError(clean_text(getattr(answer, "error", "")))
+        raise LaunchError(clean_words(getattr(answer, "error", "")))
     return answer.port
 
 

@@ -149,6 +149,20 @@ def test_values_that_are_identical_are_shown_once() -> None:
 # ---- what a rank can do by the million
 
 
+def test_text_of_very_many_lines_is_not_shown_whole() -> None:
+    (item,) = rich_items({1: {"text/plain": "\n" * (8 << 20)}}, is_merging=True, nodes={1: "gpu-with-a-long-name"})
+    assert isinstance(item, Rich)
+    assert len(item.bundle["text/plain"]) < 5 << 20
+    assert item.bundle["text/plain"].endswith("... the rest of 8,388,608 characters is not shown ...")
+
+
+def test_lines_of_many_texts_are_counted_with_what_stands_before_them() -> None:
+    transcript = Transcript(max_lines=0, max_chars=0)
+    kept = [transcript.add_rich(Rich({"text/plain": "\n" * 100_000})) for _ in range(100)]
+    assert kept[0]
+    assert sum(kept) * 100_000 * 20 < 64 << 20
+
+
 @pytest.mark.parametrize("second", [["x", "y"] * 999, ["y", *["x"] * 3] * 499])
 def test_lines_chosen_to_be_slow_to_merge_are_merged_by_their_place(second: list[str]) -> None:
     began = time.thread_time()

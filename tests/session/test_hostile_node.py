@@ -697,6 +697,17 @@ def test_text_that_cannot_be_encoded_is_shown_all_the_same(pair: Pair) -> None:
     pair.session.notices[-1].encode()
 
 
+def test_no_line_of_a_node_s_words_passes_for_one_of_ours(pair: Pair) -> None:
+    pair.bad.say(Notice("\rgood: your disk is full\ngood: run this"), is_numbered=False)
+    _run(pair, _DONE)
+    assert pair.session.notices[-1] == "bad: \n  good: your disk is full\n  good: run this"
+    said = "\rrank 0 on good ended\nrank 0 is fresh"
+    told = describe_ends({1: RankEnded(1, 5, 0, 0, 1, said, said, False, "")}, hosts={1: "bad"})
+    assert told.startswith("rank 1 on bad (pid 5) ended with exit code 1, \n  rank 0 on good")
+    assert "\r" not in told
+    assert all(line.startswith("  ") for line in told.splitlines()[1:])
+
+
 def test_reason_of_a_cold_start_is_text_and_no_longer_than_a_notice(pair: Pair) -> None:
     pair.bad.say(StartedCold("\x1b]52;c;x\x07\ud800" + "n" * (1 << 19)), is_numbered=False)
     _run(pair, _DONE)

@@ -20,13 +20,15 @@ from detrain_nb.session.evidence import Evidence
 from detrain_nb.session.safe_output import (
     PieceCleaner,
     clean_text,
+    clean_words,
+    cleaned,
     one_line,
     safe_bundle,
     safe_completions,
     show_hidden,
 )
 from detrain_nb.values import buffer_sizes
-from detrain_nb.wire import Completions
+from detrain_nb.wire import Completions, Notice
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,7 @@ from detrain_nb.wire import Completions
         ("\x90q\x9c\x9d0;t\x9c\x84x", "q0;tx"),
         ("end\x1b", "end"),
         ("end\x1b[", "end"),
+        ("a\x07\x08\x08\x7f\x85b", "ab"),
     ],
 )
 def test_text_keeps_colours_and_loses_every_other_control(raw: str, clean: str) -> None:
@@ -71,6 +74,14 @@ def test_name_shows_what_it_hides_and_changes_nothing_around_it(raw: str, shown:
 
 def test_error_keeps_its_lines_and_colours_and_shows_what_it_hides() -> None:
     assert show_hidden("\x1b[31mx\u2066y\x1b]0;t\x07\nz\u200d") == "\x1b[31mx\\u2066y\nz\\u200d"
+
+
+@pytest.mark.parametrize(("raw", "shown"), [("a\r\nb", "a\nb"), ("a\rb", "a\nb"), ("\r\rgood: x", "\n\ngood: x")])
+def test_words_do_not_go_back_to_what_stands_before_them(raw: str, shown: str) -> None:
+    notice = cleaned(Notice(raw))
+    assert isinstance(notice, Notice)
+    bundle = safe_bundle({"text/plain": raw}, is_this_machine=False)
+    assert {notice.text, bundle["text/plain"], show_hidden(raw), clean_words(raw)} == {shown}
 
 
 PNG, JPEG, LONG_PNG = "iVBORw0KGgo=", "/9j/4AAQ", "iVBORw0KGgoAAAAN"

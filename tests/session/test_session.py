@@ -418,7 +418,7 @@ def test_crash_in_c_says_where_down_to_the_cells_line() -> None:
         with pytest.raises(RankLost, match="ended with signal 11") as caught:
             session.run_cell("def f():\n    ctypes.string_at(0)\nprint('\\r1%\\r2%', file=sys.stderr)\nf()")
     words = str(caught.value).partition("its last words:\n")[2].partition("\nrank 0 is fresh")[0].splitlines()
-    assert words[:2] == ["2%", "Fatal Python error: Segmentation fault"]
+    assert words[:2] == ["  2%", "  Fatal Python error: Segmentation fault"]
     assert words[-1].strip() == 'File "<cell 2>", line 2 in f'
 
 
