@@ -264,10 +264,8 @@ def _authenticate(
 
 def _list_methods(said: Iterable[str]) -> str:
     """The ways to authenticate that a host wants, as far as they are names: it may write a sentence instead."""
-    return (
-        ", ".join([name for name in said if _METHOD.fullmatch(name)][:_MOST_METHODS])
-        or "something that it does not name"
-    )
+    names = [name for name in said if _METHOD.fullmatch(name)]
+    return ", ".join(names[:_MOST_METHODS]) or "something that it does not name"
 
 
 def _describe_break(transport: paramiko.Transport, offer: Offer, number: int) -> str:
