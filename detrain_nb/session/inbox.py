@@ -275,11 +275,12 @@ class Inbox:
         """
         world_size = max((up.world_size for up in self.up.values()), default=0)
         self._claims.measure_by(first, world_size=world_size, noted=noted)
+        self.untrue, self.lost_nodes = {**self.untrue, **self.lost_nodes}, {}  # gone before they were asked
 
     @_one_at_a_time
     def close(self, reason: str, node: int = 0, *, is_untrue: bool = False) -> None:
         """A node has hung up for good, or was hung up on because what it said cannot be."""
-        if is_untrue and self._claims.is_measured and self.attached.waits_for(agent_of(node)):
+        if is_untrue and self._claims.is_measured and node not in self._attached:
             self.untrue[node] = reason
             self.attached.take_from(agent_of(node), Refused(reason))
             return

@@ -81,7 +81,7 @@ class RankLink:
             self._links[node].send(message)
         except TransportError as exc:
             self._links[node].wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
-            if self.inbox.failure or node not in self.inbox.lost_nodes:
+            if self.inbox.failure or node not in self.inbox.lost_nodes | self.inbox.untrue:
                 gone = NodeLost(f"the agent of session {self._session!r} is gone: {exc}")
                 raise self.inbox.failure or gone from exc
 

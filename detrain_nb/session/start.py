@@ -16,7 +16,7 @@ from ..errors import CellTimeout, LaunchError, SessionError, SpecError, format_r
 from ..launch import LOOPBACK, LOOPBACK_INTERFACE, RankConfig, launch_node, threads_per_rank
 from ..plan import DEVICES, NodePlan, Plan
 from ..transport import Transport
-from ..wire import Attach, Attached, Launch, OpenStore, StoreOpened
+from ..wire import Attach, Attached, Launch, OpenStore, Refused, StoreOpened
 from .core import Core
 from .inbox import agent_of
 from .safe_output import clean_words
@@ -112,7 +112,10 @@ def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int
     inbox = core.inbox
     inbox.attached = inbox.requests.new(map(agent_of, nodes))
     for node in nodes:
-        core.ranks.send_to(node, Attach(core.name, core.holder, steal))
+        if node in inbox.untrue:  # it was hung up on before it was asked
+            inbox.attached.take_from(agent_of(node), Refused(inbox.untrue[node]))
+        else:
+            core.ranks.send_to(node, Attach(core.name, core.holder, steal))
     inbox.attached.wait(START_LIMIT_S, what="attach")
     answers = {node: inbox.attached.answers[agent_of(node)] for node in nodes}
     return {node: answer for node, answer in answers.items() if isinstance(answer, Attached)}

@@ -539,6 +539,22 @@ def test_node_that_takes_a_rank_of_the_first_before_it_is_asked_is_the_one_that_
         Session.attach("mine", nodes=[good, bad])
 
 
+@pytest.mark.parametrize("said", [b"\xff" * 64, to_frame(RankUp(0, 1, 0, 2, 1, "bad", "cpu", "2")).to_bytes()])
+def test_node_that_says_what_cannot_be_just_before_it_is_asked_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+
+    def between(*_: object) -> dict[int, int]:  # the first node has been attached to, the others were not asked yet
+        bad.say_bytes(said)
+        assert bad.wait_until_hung_up_on()
+        return {}
+
+    monkeypatch.setattr("detrain_nb.session.start.noted_owners", between)
+    with _attached(good, bad) as session:
+        _assert_absent(session)
+
+
 def test_node_that_promises_output_and_sends_none_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detrain_nb.session.start.CATCH_UP_LIMIT_S", 0.2)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
