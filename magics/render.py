@@ -12,6 +12,7 @@ from .rank_terminal import RankTerminal
 from .screen import Screen
 from .transcript import (
     Bundle,
+    Effort,
     Item,
     Nodes,
     Rich,
@@ -77,6 +78,7 @@ class LiveCell:
         self._blocks: dict[tuple[int, str], list[str]] = {}  # what is drawn there
         self._displays: dict[tuple[int, str], tuple[str, Rich]] = {}
         self._shown: list[Item] = []
+        self._effort_live = Effort()  # of all redraws together: a rank can ask for one with a few bytes
         self._room_lines, self._room_chars = options.max_lines, options.max_chars
         self._lines_not_shown = 0
         self._room_notices = _MOST_NOTICES
@@ -228,7 +230,7 @@ class LiveCell:
         for (rank, stream), terminal in self._terminals.items():
             for kind, lines in by_stream(stream, terminal.shown):
                 so_far[rank].add_lines(kind, lines)
-        self._shown = self._canonical(so_far)
+        self._shown = self._canonical(so_far, self._effort_live)
         self._screen.replace(self._shown)
         texts = [item.text for item in self._shown if isinstance(item, Text)]
         self._room_lines = self._options.max_lines - sum(text.count("\n") for text in texts)
@@ -277,9 +279,11 @@ class LiveCell:
         prefix = label([source[0]], self._nodes)
         return [f"{prefix} {line[:_DRAWN_CHARS]}" for line in block]
 
-    def _canonical(self, transcripts: dict[int, Transcript]) -> list[Item]:
+    def _canonical(self, transcripts: dict[int, Transcript], effort: Effort | None = None) -> list[Item]:
         how_to_read = {rank: f"%distributed log --cell {self._cell} --rank {rank}" for rank in self._transcripts}
-        return canonical(transcripts, merge=self._options.merge, how_to_read=how_to_read, nodes=self._nodes)
+        return canonical(
+            transcripts, merge=self._options.merge, how_to_read=how_to_read, nodes=self._nodes, effort=effort
+        )
 
 
 def _is_of(item: Item, rich: Rich) -> bool:

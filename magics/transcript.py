@@ -180,14 +180,19 @@ class Transcript:
 
 
 def canonical(
-    transcripts: dict[int, Transcript], *, merge: str, how_to_read: dict[int, str], nodes: Nodes | None = None
+    transcripts: dict[int, Transcript],
+    *,
+    merge: str,
+    how_to_read: dict[int, str],
+    nodes: Nodes | None = None,
+    effort: Effort | None = None,
 ) -> list[Item]:
     """The canonical form of a cell. ``merge`` is "same" (identical lines once), "all", or "rank0" (the first rank)."""
     nodes = nodes or {}
     chosen = sorted(transcripts)[:1] if merge == "rank0" else sorted(transcripts)
     by_rank = {rank: transcripts[rank].sections(how_to_read[rank]) for rank in chosen}
     items: list[Item] = []
-    effort = _Effort()
+    effort = effort or Effort()
     for index in range(max((len(sections) for sections in by_rank.values()), default=0)):
         here = {rank: sections[index] for rank, sections in by_rank.items() if index < len(sections)}
         for stream in _STREAMS:
@@ -232,7 +237,7 @@ class _TooMuch(Exception):
     """A diff would take too long."""
 
 
-class _Effort:
+class Effort:
     """How much work diffs may still be."""
 
     def __init__(self) -> None:
@@ -247,7 +252,7 @@ class _Effort:
 class _Matcher(difflib.SequenceMatcher[str]):
     """Raises _TooMuch where lines were chosen to be slow to match: each match may look at all lines again."""
 
-    def __init__(self, a: list[str], b: list[str], effort: _Effort) -> None:
+    def __init__(self, a: list[str], b: list[str], effort: Effort) -> None:
         super().__init__(None, a, b, autojunk=False)
         self._effort = effort
         equal = collections.Counter(b)
@@ -260,9 +265,9 @@ class _Matcher(difflib.SequenceMatcher[str]):
         return super().find_longest_match(alo, ahi, blo, bhi)
 
 
-def merge_lines(lines: dict[int, list[str]], *, is_merging: bool, effort: _Effort | None = None) -> Iterator[_Marked]:
+def merge_lines(lines: dict[int, list[str]], *, is_merging: bool, effort: Effort | None = None) -> Iterator[_Marked]:
     """The lines of several ranks in order of rank, those that stand in the same place of several ranks' output once."""
-    effort = effort or _Effort()
+    effort = effort or Effort()
     if not is_merging:
         return iter([((rank,), line) for rank in sorted(lines) for line in lines[rank]])
     try:
@@ -276,7 +281,7 @@ def merge_lines(lines: dict[int, list[str]], *, is_merging: bool, effort: _Effor
         return iter(_merge_by_place(lines))
 
 
-def _merge_two(first: list[_Marked], second: list[_Marked], effort: _Effort) -> list[_Marked]:
+def _merge_two(first: list[_Marked], second: list[_Marked], effort: Effort) -> list[_Marked]:
     if not first:
         return second
     a, b = [line for _, line in first], [line for _, line in second]

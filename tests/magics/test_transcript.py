@@ -187,6 +187,19 @@ def test_lines_whose_matches_are_found_one_by_one_are_merged_by_their_place() ->
     assert sum(len(ranks) for ranks, _ in merged) == len(first) + len(second)
 
 
+def test_redraws_that_a_rank_asks_for_again_and_again_take_no_time_by_what_was_slow_to_merge() -> None:
+    sent = SimpleNamespace(send=lambda *_, **__: None)
+    screen = KernelScreen(SimpleNamespace(get_parent=lambda _: {}, iopub_socket=None, session=sent))
+    cell = LiveCell(screen, (0, 1, 2), 1, RenderOptions())
+    for rank, lines in enumerate(_slow_to_merge(400)):
+        cell.output(rank, "stdout", "\n".join(lines) + "\n")
+    began = time.thread_time()
+    for _ in range(50):
+        cell.clear(2, False)
+    assert time.thread_time() - began < 2
+    cell.finish({})
+
+
 def test_many_rich_outputs_make_no_more_room_for_slow_merges() -> None:
     transcripts = {rank: Transcript(max_lines=0, max_chars=0) for rank in (0, 1)}
     for _ in range(10):
