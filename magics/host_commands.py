@@ -78,6 +78,8 @@ def _say_copied(copied: dict[str, Copied]) -> None:
     for name, done in copied.items():
         files = "1 file" if done.files == 1 else f"{done.files:,} files"
         print(f"{name or Path.cwd().name}: {files}, {format_size(done.size_bytes)}")
+        if done.num_there:
+            print(f"  there already, the same files: {done.num_there:,}")
         if done.num_skipped:
             shown = ", ".join(done.skipped[:3])
             print(f"  left out, neither file nor folder: {done.num_skipped:,} ({shown})")

@@ -25,7 +25,7 @@ from ..node.arrivals import TreeWriter, receive_tree
 from ..node.files import MAGIC
 from ..node.talk import Failed, FilesError, Talk, Untrue, as_size, check_name
 from ..node.trees import MOST_NAMED, File, Progress, Tree, list_tree, send_tree
-from .private import is_private
+from .private import holds_homes, is_private, is_same
 
 __all__ = ["Copied", "NodeAccess", "OnProgress", "Stop", "get", "label", "on_every", "open_talk", "put"]
 
@@ -61,7 +61,7 @@ class NodeAccess(Protocol):
 class Copied:
     """What was copied. Links, devices and what else is no file or folder were not: ``skipped`` names some of them.
 
-    ``kept`` names some of the files that stay here as they may hold keys.
+    ``kept`` names some of the files that stay here as they may hold keys. ``num_there``: files that are the ones there.
     """
 
     files: int
@@ -70,6 +70,7 @@ class Copied:
     skipped: tuple[str, ...] = ()
     num_kept: int = 0
     kept: tuple[str, ...] = ()
+    num_there: int = 0
 
     def __add__(self, other: Copied) -> Copied:
         return Copied(
@@ -79,6 +80,7 @@ class Copied:
             (*self.skipped, *other.skipped),
             self.num_kept + other.num_kept,
             (*self.kept, *other.kept),
+            self.num_there + other.num_there,
         )
 
 
@@ -125,26 +127,28 @@ def put(
     """Copy files and folders, with what is in them, into the folder ``target`` of a node, which is made.
 
     A target that is not given in full is one of the folder where the ranks start (that of this machine is ``folder``),
-    as is none. Executable files stay so; links in a folder are not followed, nor does what may hold keys go elsewhere
-    with it (deploy/private.py): it does when it is named itself.
-    Raises: SpecError for paths that are not here, DetrainError with the node and the path when it cannot be done.
+    as is none. Executable files stay so; links in a folder are not followed, nor does what may hold keys go with it
+    (deploy/private.py): it does when it is named itself.
+    Raises: SpecError for paths that are not here, for homes, and for a folder that would be copied into itself,
+    DetrainError with the node and the path when it cannot be done.
     """
-    tree, kept = _list_here(paths), list[str]()
-    if hasattr(node, "run_files"):
-        kept = _leave_out_keys(tree)
-    else:
-        _leave_out_itself(tree, os.path.join(node.work_folder(folder), os.path.expanduser(target or "")))
+    wanted, num_there = _find_here(paths), 0
+    tree = _list_here(wanted)
+    if not hasattr(node, "run_files"):
+        num_there = _leave_out_itself(tree, os.path.join(node.work_folder(folder), os.path.expanduser(target or "")))
+    kept = _leave_out_keys(tree)
     progress = Progress(_stoppable(on_progress, stop))
     with open_talk(node, stop=stop) as (talk, lane):
         talk.say("put", base=node.work_folder(folder), target=target or ".")
         staging = str(talk.hear("ready").get("staging"))
+        _check_outside(wanted, staging)
         with _here():
             send_tree(talk, tree, progress, bulk=lambda file: lane.put(file, staging, progress))
         done = talk.hear("done")
         if (as_size(done.get("files")), as_size(done.get("size"))) != (progress.files, progress.size):
             raise Untrue("what it says has arrived is not what was sent")
     skipped = tree.num_skipped, tuple(tree.skipped)
-    return Copied(progress.files, progress.size, *skipped, len(kept), tuple(kept[:MOST_NAMED]))
+    return Copied(progress.files, progress.size, *skipped, len(kept), tuple(kept[:MOST_NAMED]), num_there)
 
 
 def get(
@@ -409,9 +413,20 @@ def _here() -> Iterator[None]:
         raise DetrainError(f"this machine: {exc}") from exc
 
 
-def _list_here(paths: Paths) -> Tree:
+def _find_here(paths: Paths) -> list[str]:
+    """The full paths. Raises: SpecError for none, and for a home: nobody means all that is in it."""
+    given = [os.fspath(path) for path in _as_list(paths)]
+    if "" in given:
+        raise SpecError("'' is no path: name files or folders")
+    wanted = [os.path.abspath(os.path.expanduser(path)) for path in given]
+    for path in wanted:
+        if holds_homes(path):
+            raise SpecError(f"{path} is a home, or holds homes: name the files or folders in it that are meant")
+    return wanted
+
+
+def _list_here(wanted: Sequence[str]) -> Tree:
     """Raises: SpecError."""
-    wanted = [os.path.abspath(os.path.expanduser(os.fspath(path))) for path in _as_list(paths)]
     names = [os.path.basename(path) for path in wanted]
     try:
         for name in names:
@@ -422,9 +437,28 @@ def _list_here(paths: Paths) -> Tree:
         raise SpecError(str(exc)) from exc
 
 
-def _leave_out_itself(tree: Tree, target: str) -> None:
-    """What would be copied to where it is."""
-    tree.files = [file for file in tree.files if os.path.realpath(os.path.join(target, file.name)) != file.path]
+def _check_outside(wanted: Sequence[str], staging: str) -> None:
+    """Raises: SpecError when a folder would be copied into itself: each such copy makes the next one larger.
+
+    What the node has just made has a name of its own: where it is here too, the node is this machine, or has its disk.
+    """
+    if not os.path.isdir(staging):
+        return
+    target, *above = Path(os.path.realpath(staging)).parents
+    for path in wanted:
+        if any(is_same(Path(path), folder) for folder in (target, *above)):
+            raise SpecError(
+                f"{path} would be copied into itself, its files are there already: the target {target} is in it; "
+                "name a target elsewhere (--to), or the files that are meant"
+            )
+
+
+def _leave_out_itself(tree: Tree, target: str) -> int:
+    """Take out what would be copied to where it is, and count it."""
+    real = os.path.realpath
+    others = [file for file in tree.files if real(os.path.join(target, file.name)) != real(file.path)]
+    count, tree.files = len(tree.files) - len(others), others
+    return count
 
 
 def _leave_out_keys(tree: Tree) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from pathspec import GitIgnoreSpec
 
-__all__ = ["is_private", "why_kept"]
+__all__ = ["holds_homes", "is_private", "is_same", "why_kept"]
 
 # As in .gitignore, in small letters. What is a folder is left out with all that is in it.
 _KEYS = """
@@ -61,7 +61,7 @@ def is_private(path: str, lifted: tuple[str, ...] = ()) -> bool:
 def why_kept(folder: str | os.PathLike[str]) -> str:
     """Say why no file of ``folder`` leaves this machine; empty where they may."""
     real = Path(os.path.realpath(folder))
-    if real == real.parent or any(_is_same(real, above) for home in _homes(real) for above in (home, *home.parents)):
+    if holds_homes(real):
         what = "is a home, or holds homes"
     elif is_private(real.as_posix()) or real.as_posix().lower().endswith(_HOLDERS):
         what = "is where keys or tokens are"
@@ -71,6 +71,12 @@ def why_kept(folder: str | os.PathLike[str]) -> str:
         f"{folder} {what}: its files stay here, nothing of it goes to the nodes; "
         "for a project's files there, start from a notebook, or after %cd, in a folder of the project's own"
     )
+
+
+def holds_homes(path: str | os.PathLike[str]) -> bool:
+    """Whether it is a home, or homes are below it."""
+    real = Path(os.path.realpath(path))
+    return real == real.parent or any(is_same(real, above) for home in _homes(real) for above in (home, *home.parents))
 
 
 def _homes(folder: Path) -> Iterator[Path]:
@@ -84,8 +90,8 @@ def _homes(folder: Path) -> Iterator[Path]:
     return (Path(os.path.realpath(home)) for home in found if os.path.isabs(home))
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    """Also by another case of its name, or mounted in two places."""
+def is_same(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file or folder: also by another case of its name, or mounted in two places."""
     try:
         return os.path.samefile(one, other)
     except OSError:

@@ -213,6 +213,42 @@ def test_file_on_this_machine_is_not_copied_onto_itself(tmp_path: Path) -> None:
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+def test_folder_is_not_copied_into_itself(node: SshNode, home: Path, tmp_path: Path) -> None:
+    there = make_tree(tmp_path / "s")
+    before = describe(there)
+    for target in (None, str(there), str(there / "deep" / "new")):
+        with pytest.raises(SpecError, match="would be copied into itself"):
+            put(LocalTransport(), there, target, folder=str(there))
+    (home / "s").mkdir()
+    (home / "s" / "file").write_text("file")
+    with pytest.raises(SpecError, match="would be copied into itself"):  # a host that is this machine
+        put(node, home / "s", str(home / "s" / "new"))
+    wait_until_gone(home)
+    assert describe(home / "s") == {"file": b"-file"}
+    assert describe(there) == before
+
+
+def test_same_names_stay_in_a_copy_on_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    for name in (".env", "id_rsa", "train.py"):
+        (tmp_path / "s" / name).write_text(name)
+    copied = put(LocalTransport(), tmp_path / "s", "copies", folder=str(tmp_path))
+    assert (copied.files, copied.num_kept) == (1, 2)
+    assert list(describe(tmp_path / "copies")) == ["s", "s/train.py"]
+    assert put(LocalTransport(), tmp_path / "s" / ".env", folder=str(tmp_path / "s")) == Copied(0, 0, num_there=1)
+
+
+@pytest.mark.parametrize("path", ["~", "/", "", "~/.."])
+def test_home_as_a_whole_is_refused_before_it_is_listed(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "alice"))
+    (tmp_path / "home" / "alice").mkdir(parents=True)
+    with pytest.raises(SpecError, match="is a home, or holds homes" if path else "'' is no path"):
+        put(LocalTransport(), path, "copies", folder=str(tmp_path))
+    assert list(describe(tmp_path)) == ["home", "home/alice"]
+
+
 def test_links_and_devices_are_neither_followed_nor_written(node: SshNode, home: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
@@ -245,7 +281,7 @@ def test_keys_in_a_folder_go_only_when_they_are_named(node: SshNode, home: Path,
         (tmp_path / ".cache" / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / ".cache" / place).write_text("x")
     assert put(node, tmp_path / ".cache" / "huggingface") == Copied(1, 1, num_kept=1, kept=("huggingface/token",))
-    assert put(LocalTransport(), tmp_path / "tree", str(tmp_path / "copy")).files == 5
+    assert put(LocalTransport(), tmp_path / "tree", str(tmp_path / "copy")).kept == kept
 
 
 def test_what_stands_there_is_replaced_and_keeps_being_whole(node: SshNode, home: Path, tmp_path: Path) -> None:
