@@ -1,8 +1,7 @@
 """Collectives that the ranks compare before they begin them (``%distributed config check=on``).
 
-The comparison is torch's own, of its detail mode: operation and shape of what is sent. What a rank is to begin becomes
-the shape of an empty tensor, and is sent beside the group: around the group itself, detail mode lets
-DistributedDataParallel end the process on gloo, and it compares neither reduction nor root.
+Each rank sends a checksum of what it is to begin to all others, beside the group. Torch's own comparison, its detail
+mode, lets DistributedDataParallel end the process on gloo, and it compares neither reduction nor root.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import inspect
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,7 +23,7 @@ _COMPARED = (
     "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
 _SIZES_MAY_DIFFER = ("all_to_all", "all_to_all_single", "reduce_scatter")
-_DIFFERS = "Detected mismatch between collectives"
+COMPARED = "/compare"  # behind the name of a group: its comparisons
 
 
 class Checking:
@@ -34,10 +34,13 @@ class Checking:
         self._timeout = timeout
         self._of_torch = {name: getattr(dist, name) for name in _COMPARED}
         self._beside: dict[Any, Any] = {}  # by group: what compares
+        self._last: dict[Any, dict[str, Any]] = {}  # by group: its last comparison
+        self.begun = 0  # comparisons, in all groups
 
     def switch(self, is_on: bool) -> None:
         """For the groups that are made from now on; there are none now."""
         self._beside.clear()
+        self._last.clear()
         if is_on == self.is_on:
             return
         self.is_on = is_on
@@ -51,8 +54,11 @@ class Checking:
             return
         own = dist.PrefixStore("detrain_nb/compare", store)
         rank, size = group.rank(), group.size()
-        gloo = _C10D.ProcessGroupGloo(own, rank, size, timeout=self._timeout)
-        self._beside[group] = _C10D._create_process_group_wrapper(gloo, "beside", own, rank, size, self._timeout)
+        self._beside[group] = _C10D.ProcessGroupGloo(own, rank, size, timeout=self._timeout)
+
+    def recorded(self) -> list[dict[str, Any]]:
+        """The last comparison of each group, as torch's recorder would have it. Call from any thread."""
+        return list(self._last.copy().values())
 
     def _compared(self, function: Callable[..., Any]) -> Callable[..., Any]:
         name, signature = function.__name__, inspect.signature(function)
@@ -67,21 +73,41 @@ class Checking:
             except (TypeError, ValueError, RuntimeError):  # torch says what is wrong with the call
                 own = ""
             if own:
-                self._compare(self._beside[group], own)
+                self._compare(group, name, own)
             return function(*args, **options)
 
         # the stack of a rank that waits names the function
         compare.__code__ = compare.__code__.replace(co_name=name)  # type: ignore[attr-defined]
         return compare
 
-    def _compare(self, beside: Any, own: str) -> None:
+    def _compare(self, group: Any, name: str, own: str) -> None:
         compared = own.partition(" [")[0] if own.startswith(_SIZES_MAY_DIFFER) else own
+        checksum = torch.tensor([zlib.crc32(compared.encode())], device="cpu")
+        everyones = [torch.empty_like(checksum) for _ in range(group.size())]
+        entry = self._begin(group, name)
         try:
-            beside.broadcast([torch.empty(0, zlib.crc32(compared.encode()))], dist.BroadcastOptions()).wait()
-        except RuntimeError as exc:
-            if _DIFFERS not in str(exc):
-                raise
-            raise RuntimeError(f"the ranks were to begin different collectives, here {own}: nothing was sent") from None
+            self._beside[group].allgather([everyones], [checksum]).wait()
+        finally:
+            entry["retired"] = True
+        if any(each != checksum for each in everyones):
+            raise RuntimeError(f"the ranks were to begin different collectives, here {own}: nothing was sent")
+
+    def _begin(self, group: Any, name: str) -> dict[str, Any]:
+        """Note what this rank is to begin: with the others' checksums it waits for them to come to it."""
+        self.begun += 1
+        before = self._last.get(group)
+        self._last[group] = {
+            "profiling_name": name,
+            "collective_seq_id": before["collective_seq_id"] + 1 if before else 1,
+            "process_group": [group.group_name, group.group_desc],
+            "recorder": COMPARED,
+            "input_dtypes": [],
+            "input_sizes": [],
+            "is_p2p": False,
+            "retired": False,
+            "time_created_ns": time.time_ns(),
+        }
+        return self._last[group]
 
 
 def _describe(name: str, given: Mapping[str, Any], group: Any) -> str:

@@ -79,7 +79,12 @@ class Generation:
     @property
     def operations(self) -> int:
         """Counts what needed other ranks: collectives, messages from rank to rank, groups that were made."""
-        return self._groups_seen + sum(self.sequences.values())
+        return self._groups_seen + self._checking.begun + sum(self.sequences.values())
+
+    @property
+    def comparisons(self) -> list[dict[str, Any]]:
+        """See ``Checking.recorded``."""
+        return self._checking.recorded()
 
     @property
     def sequences(self) -> dict[str, int]:

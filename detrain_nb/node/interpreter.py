@@ -229,7 +229,11 @@ class _Interpreter:
         if isinstance(message, Locate):
             known: dict[str, Any] = {}
             with contextlib.suppress(Exception):
-                known = look_inside(since_ns=self._generation.started_ns, before_cell=self._sequences_before)
+                known = look_inside(
+                    since_ns=self._generation.started_ns,
+                    before_cell=self._sequences_before,
+                    comparisons=self._generation.comparisons,
+                )
             if _json_bytes(known) > _LISTED_BYTES:  # somebody has given a group a very long name
                 known = {}
             return Collectives(self._rank, message.request, known)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from .checking import COMPARED
 from .generation import GROUP_NAMES, ON_NCCL, count_operations
 from .mainthread import read_awaited, read_call
 
@@ -26,15 +27,19 @@ _OF = "recorder"  # in an entry: what its recorder's numbers are of
 _DUMPS = {"_dump_fr_trace_json": "", "_dump_nccl_trace_json": ON_NCCL}
 
 
-def look_inside(*, since_ns: int, before_cell: Mapping[str, int]) -> dict[str, Any]:
+def look_inside(
+    *, since_ns: int, before_cell: Mapping[str, int], comparisons: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
     """All that the notebook is told, as JSON.
 
     ``entries`` are those of ``read_collectives``, which names groups; ``members``: the ranks of each group among them
     that is not the default one; ``steps``: how many operations were begun in each group, and -1 where the last cell
     began other ones than collectives in it, or that is not known (``before_cell`` has their numbers when it began);
     ``operations`` grows with all that is begun with other ranks; ``call`` and ``awaited`` are of the main thread.
+    ``comparisons``, of checking.py, stand among entries and steps like collectives of groups of their own.
     """
-    recorded: list[dict[str, Any]] = _or_nothing(lambda: _dump(since_ns), [])
+    dumped: list[dict[str, Any]] = _or_nothing(lambda: _dump(since_ns), [])
+    recorded = [*dumped, *comparisons]
     groups: dict[str, _Group] | None = _or_nothing(_read_groups, None)
     entries: list[list[Any]] = _or_nothing(lambda: _last_of(recorded), [])
     named = {entry[2] for entry in entries} - {_DEFAULT}
@@ -44,12 +49,14 @@ def look_inside(*, since_ns: int, before_cell: Mapping[str, int]) -> dict[str, A
         for name, group in groups_read.items()
         for of, number in group.sequences.items()
     }
+    numbers = {_label(each): each["collective_seq_id"] for each in comparisons}
+    steps.update({label: number for label, number in numbers.items() if label.partition(COMPARED)[0] in groups_read})
     return {
         "entries": entries,
         "members": {
             label: group.ranks
             for name, group in groups_read.items()
-            for label in (name, name + ON_NCCL)
+            for label in (name, name + ON_NCCL, name + COMPARED)
             if name != _DEFAULT and label in named
         },
         "steps": steps,
@@ -126,7 +133,8 @@ def _dump(since_ns: int) -> list[dict[str, Any]]:
     for name, of in _DUMPS.items():
         if dump := getattr(_distributed_c10d, name, None):
             found = json.loads(dump(True, False)).get("entries") or []
-            entries += ({**entry, _OF: of} for entry in found if entry["time_created_ns"] >= since_ns)
+            known = (each for each in found if each["time_created_ns"] >= since_ns)
+            entries += ({**each, _OF: of} for each in known if each["process_group"][0])  # no name: checking.py's own
     return entries
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import format_ranks
-from .evidence import DEFAULT_GROUP, Collective, Evidence
+from .evidence import Collective, Evidence
 
 _DISTRIBUTED = "/torch/distributed/"
 _BACKWARD = "/torch/autograd/"  # DDP waits for its collectives below it
@@ -108,7 +108,7 @@ def _missing_from(collective: Collective, evidence: Evidence, reached: Mapping[i
 
 def _is_short(collective: Collective, evidence: Evidence, reached: Mapping[int, _Reached]) -> bool:
     """A member of its group, which is known, has not come to it."""
-    is_known = collective.group == DEFAULT_GROUP or collective.group in evidence.members
+    is_known = collective.is_of_all or collective.group in evidence.members
     return is_known and bool(_missing_from(collective, evidence, reached))
 
 

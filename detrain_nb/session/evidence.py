@@ -12,6 +12,7 @@ from ..wire import Position
 from .safe_output import one_line
 
 DEFAULT_GROUP = "0"
+_COMPARED = "/compare"  # behind the name of a group: what its ranks compare, with numbers of its own
 _BACKEND = "/"  # in the name of a group whose operations have numbers of their own
 _BUSY_SHARE = 0.2  # of a processor: a rank that uses more is computing
 _FRESH_S = 2.0  # what a rank said of its collectives longer ago is not evidence
@@ -26,7 +27,7 @@ _HASH_CHARS = 8  # of the names that torch makes of a group's ranks
 class Collective:
     """One entry of a rank's flight recorder; ``seconds`` since it was enqueued.
 
-    ``group``: what is on NCCL has "/nccl" behind its name, and numbers of its own.
+    ``group``: what is on NCCL has "/nccl" behind its name, what ranks compare "/compare", and numbers of its own.
     """
 
     op: str
@@ -38,16 +39,22 @@ class Collective:
     seconds: float
 
     @property
+    def is_of_all(self) -> bool:
+        """It is of the default group, which has all ranks."""
+        return self.group.partition(_BACKEND)[0] == DEFAULT_GROUP
+
+    @property
     def of_group(self) -> str:
         """In words, with a space before; empty for the default group."""
-        name = self.group.partition(_BACKEND)[0]
-        if name == DEFAULT_GROUP:
+        if self.is_of_all:
             return ""
+        name = self.group.partition(_BACKEND)[0]
         name = name if name.isdecimal() else name[:_HASH_CHARS]
         return f" of group {name}" + (f" ({self.description})" if self.description else "")
 
     def __str__(self) -> str:
-        return f"{self.op} #{self.sequence}{self.of_group}"
+        number = "" if self.group.endswith(_COMPARED) else f" #{self.sequence}"
+        return f"{self.op}{number}{self.of_group}"
 
 
 @dataclass(frozen=True)

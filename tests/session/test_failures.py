@@ -150,6 +150,23 @@ def test_rank_that_waits_for_the_comparison_is_said_and_freed(checked: Session) 
     assert checked.run_cell("dist.barrier()").ranks == (0, 1)
 
 
+@pytest.mark.here_only
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_rank_that_waits_for_the_comparison_with_one_that_failed_is_freed(
+    checked: Session, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failing: int
+) -> None:
+    monkeypatch.setattr(checked, "hang_s", 1000.0)
+    number = checked.next_cell()
+    with pytest.raises(RankError, match="ValueError: a bad batch") as caught:
+        checked.run_cell(
+            f"if rank == {failing}:\n    raise ValueError('a bad batch')\ndist.all_reduce(torch.ones(1))", timeout_s=30
+        )
+    assert f"rank {1 - failing} waited in all_reduce (line 3): freed\n" in caught.value.note
+    assert set(caught.value.errors) == {0, 1}
+    assert [checked.log.text(number, rank, "stderr") for rank in (0, 1)] == ["", ""]
+    assert checked.run_cell("dist.barrier()").ranks == (0, 1)
+
+
 @pytest.mark.slow
 @pytest.mark.here_only
 def test_ranks_that_time_out_in_different_collectives_are_told_these() -> None:
