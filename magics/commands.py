@@ -50,15 +50,19 @@ class SessionCommands:
     # ---- its life
 
     def _start(self, args: Any) -> None:
+        given = {name: value for name, value in vars(args).items() if name in StartOptions.__dataclass_fields__}
+        wanted = StartOptions(**{**given, "env": tuple(args.env)})
         session = self._holder.session
         if session is not None and session.is_alive:
-            raise UsageError(
-                f"%distributed start: {session.world_size} ranks run already; "
-                "to start them anew, %distributed restart (their variables are lost)"
-            )
-        wanted = {name: value for name, value in vars(args).items() if name in StartOptions.__dataclass_fields__}
+            if different := self._holder.differs(wanted):
+                raise UsageError(
+                    f"%distributed start: {session.world_size} ranks run already, with another {', '.join(different)}; "
+                    "to start them anew, %distributed stop first (their variables are lost)"
+                )
+            print(f"session {session.name!r} runs already, with {session.world_size} ranks: go on")
+            return
         with told_when_interrupted("%distributed start", NOTHING_RUNS):
-            print(self._holder.start(StartOptions(**{**wanted, "env": tuple(args.env)})))
+            print(self._holder.start(wanted))
 
     def _stop(self, args: Any) -> None:
         with told_when_interrupted("%distributed stop", "the ranks end in the background"):

@@ -149,6 +149,21 @@ class SessionHolder:
         self._started_with = replace(wanted, is_known=True)
         return self._hold(session)
 
+    def differs(self, wanted: StartOptions) -> list[str]:
+        """Name the options of ``wanted`` that the running session was not started with."""
+        session, before = self.session, self._started_with or StartOptions()
+        if session is None:
+            return []
+        is_same = {
+            "-n": wanted.count == before.count or (not session.nodes and wanted.count == session.world_size),
+            "--nodes": _are_same_nodes(wanted.nodes, before.nodes),
+            "--name": (wanted.name or self.name) == session.name,
+            "--env": dict(wanted.env) == dict(before.env) and not before.env_names,
+        }
+        for name in ("device", "backend", "no_init", "no_sync", "seed", "start", "linger", "group_timeout"):
+            is_same[f"--{name.replace('_', '-')}"] = getattr(wanted, name) == getattr(before, name)
+        return [option for option, same in is_same.items() if not same]
+
     def restart(
         self, count: int | None, *, env: Sequence[tuple[str, str]] = (), cold: bool = False, force: bool = False
     ) -> Session:
@@ -292,6 +307,13 @@ class SessionHolder:
         there = known_sessions()
         own = [self.name] if self.name in there else [name for name in there if there[name].holder == self.name]
         return own[0] if own else ""
+
+
+def _are_same_nodes(wanted: str | Sequence[Node] | None, before: str | Sequence[Node] | None) -> bool:
+    """Also where a notebook that has attached knows the nodes, but not how its user named them."""
+    if wanted is None or before is None or isinstance(before, str):
+        return wanted == before
+    return list(_read_nodes(wanted) or ()) == list(before)
 
 
 def _read_nodes(nodes: str | Sequence[Node] | None) -> Sequence[Node] | None:

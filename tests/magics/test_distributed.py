@@ -238,7 +238,10 @@ def test_status_is_a_table(kernel: Any) -> None:
         ("%%distributed 'x\nx", "No closing quotation"),
         ("%%distributed\n   ", "the cell is empty"),
         ("%%distributed", "the cell body is empty"),
-        ("%distributed start", "2 ranks run already; to start them anew, %distributed restart"),
+        (
+            "%distributed start -n 3 --seed 5",
+            "2 ranks run already, with another -n, --seed; to start them anew, %distributed",
+        ),
         ("%distributed nosuch", "'nosuch' is no command: there are start, status"),
         ("%distributed status now", "'now' is one word too many: leave it out"),
         ("%distributed doctor", "no session on other machines runs: name hosts with --nodes"),
@@ -258,6 +261,14 @@ def test_wrong_line_is_one_line_and_changes_nothing(kernel: Any, code: str, line
     assert line in outcome.error
     assert outcome.error.strip().count("\n") == 0
     assert outcome.error.startswith("UsageError: ")
+
+
+def test_same_start_again_goes_on_with_the_session_that_runs(kernel: Any) -> None:
+    kernel.run("%%distributed\nkept = 5")
+    outcome = kernel.run("%distributed start -n 2")
+    assert outcome.status == "ok", outcome.error
+    assert "runs already, with 2 ranks" in outcome.text()
+    assert kernel.run("%%distributed\nkept").rich() == ["[0-1] 5"]
 
 
 def test_unknown_variable_is_refused_with_the_nearest_name(kernel: Any) -> None:
