@@ -29,6 +29,7 @@ _KINDS = (
 _BROKEN_GROUP = re.compile(
     r"process group|ProcessGroup|gloo|NCCL|[Cc]onnection (closed|reset|was aborted)|Broken pipe|[Ss]ocket closed"
 )
+_NO_GROUP = "Default process group has not been initialized"
 _PLACE = re.compile(r"\s*(?:\[[^\]]*\](?::\d+)?:?|<[^<>]* at 0x[0-9a-f]+>)")
 _TORCH = torch.__path__[0]
 _CLEAR_PLANNERS = "clear_redistribute_planner_cache"
@@ -68,6 +69,11 @@ class StaleVariables:
         names = sorted(set().union(*found))
         if not names:
             return ""
+        if _NO_GROUP in text:
+            return (
+                "the process groups have been ended: call dist.init_process_group() again, "
+                f"then make {', '.join(names)} again ({_short(text)})"
+            )
         were = "was" if len(names) == 1 else "were"
         return (
             f"{', '.join(names)} {were} made with process groups that have been ended since: "

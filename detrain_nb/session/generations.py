@@ -133,8 +133,10 @@ class Generations:
 
 def describe_new_groups(stale: Iterable[str], *, is_wanted: bool = True) -> str:
     """What the user has to know when a generation was ended; ``stale`` was made with it."""
-    again = f": make again what was made with the old ones: {', '.join(stale)}" if stale else ""
-    return f"the process groups {'are made anew before the next cell' if is_wanted else 'were ended'}{again}"
+    again = f"make again what was made with the old ones: {', '.join(stale)}" if stale else ""
+    if is_wanted:
+        return "the process groups are made anew before the next cell" + (f": {again}" if again else "")
+    return "the process groups were ended: call dist.init_process_group() again" + (f", then {again}" if again else "")
 
 
 def _errors(ready: Request) -> dict[int, str]:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from detrain_nb.node.stale import StaleVariables, forget_meshes
@@ -44,6 +45,16 @@ def test_error_is_explained_while_a_generation_ends() -> None:
             assert "mesh_0, mesh_1, " in stale.explain(error, str(error))
     finally:
         noting.join()
+
+
+def test_default_group_that_has_ended_is_to_be_made_first() -> None:
+    stale, mesh = StaleVariables(), _Mesh()
+    stale.note({"mesh": mesh})
+    with pytest.raises(ValueError, match="Default process group") as caught:
+        torch.distributed.all_reduce(torch.ones(1))
+    said = stale.explain(caught.value, str(caught.value))
+    words = "the process groups have been ended: call dist.init_process_group() again, then make mesh again (Default "
+    assert said.startswith(words)
 
 
 def test_what_is_gone_explains_nothing() -> None:
