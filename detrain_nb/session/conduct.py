@@ -79,7 +79,7 @@ class Conductor:
             if all(end.asked for end in run.lost.values()):
                 for rank in run.lost:
                     self._inbox.fresh.pop(rank, None)
-                note = "\n".join([note, *advice(run.lost)])
+                note = "\n".join([note, *advice(run.lost, world_size=self._world_size)])
                 raise CellInterrupted(run.errors(), world_size=len(run.ranks), note=note) from None
         if run.is_done:
             with contextlib.suppress(KeyboardInterrupt):  # there is nothing left to stop: what ranks raised is told
@@ -151,7 +151,7 @@ class Conductor:
         """What to do about the ranks that were lost: the user is told it now."""
         for rank in run.lost:
             self._inbox.fresh.pop(rank, None)
-        return advice(run.lost)
+        return advice(run.lost, world_size=self._world_size)
 
 
 class _Watch:

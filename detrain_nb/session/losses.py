@@ -13,20 +13,23 @@ from .safe_output import clean_words
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting (?:for )?(\d{1,15})ms")  # gloo's words
 
 
-def advice(ends: Mapping[int, RankEnded]) -> list[str]:
-    """What to do about ranks that ended."""
+def advice(ends: Mapping[int, RankEnded], *, world_size: int) -> list[str]:
+    """What to do about ranks that ended, of ``world_size``."""
     fresh = [rank for rank, end in ends.items() if not end.down]
     lines = [what_to_do_about_down({rank: end}) for rank, end in sorted(ends.items()) if end.down and not is_gone(end)]
     if gone := {rank: end for rank, end in ends.items() if is_gone(end)}:
         lines.append(what_to_do_about_down(gone))
     if fresh:
         is_one, short = len(fresh) == 1, short_ranks(fresh)
+        source = min(set(range(world_size)) - ends.keys(), default=None)  # nobody else has the variables
         lines.append(
             f"{format_ranks(fresh)} {'is' if is_one else 'are'} fresh, "
             f"{'its' if is_one else 'their'} variables are gone:\n"
-            f"  %distributed replay -r {short}  runs earlier cells there again\n"
-            f"  %broadcast NAME -r {short}  brings variables from rank 0"
+            f"  %distributed replay -r {short}  runs earlier cells there again"
         )
+        if source is not None:
+            option = f" --from {source}" if source else ""
+            lines[-1] += f"\n  %broadcast NAME{option} -r {short}  brings variables from rank {source}"
     return lines
 
 

@@ -189,7 +189,7 @@ class RankLink:
                 raise self.inbox.failure
             down = {rank: end for rank, end in self.inbox.lost.items() if rank in wanted and end.down}
             if down:
-                raise SessionError("\n".join(advice(down)))
+                raise SessionError("\n".join(advice(down, world_size=len(self.inbox.node_of))))
             busy = {rank: run for rank, run in self.inbox.busy.items() if rank in wanted}
             starting = wanted & self.inbox.lost.keys()
             if not busy and not starting:

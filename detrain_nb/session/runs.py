@@ -93,7 +93,10 @@ class Runs:
     def pop_news(self) -> str:
         """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
         fresh, self._inbox.fresh = self._inbox.fresh, {}
-        return "\n".join([describe_ends(fresh, hosts=self._core.hosts), *advice(fresh)]) if fresh else ""
+        if not fresh:
+            return ""
+        ended = describe_ends(fresh, hosts=self._core.hosts)
+        return "\n".join([ended, *advice(fresh, world_size=self._core.world_size)])
 
     def _raise_for(self, run: CellRun, story: str) -> None:
         """``story``: what became of ranks that were freed."""

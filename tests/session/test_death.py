@@ -75,6 +75,7 @@ def test_death_is_told_and_healed(equipped: Session, name: str, victim: int) -> 
     assert f"rank {lost} on {hosts[lost]} (pid {pids[lost]}) ended with {how}" in said
     assert f"rank {lost} is fresh, its variables are gone" in said
     assert f"rank {1 - lost} kept its variables" in said
+    assert f"-r {lost}  brings variables from rank {1 - lost}" in said
     assert set(re.findall(r"\w+", said.partition("make again")[2])) >= STALE
     if "all_reduce" not in death:
         assert lost == victim
@@ -195,6 +196,8 @@ def test_both_ranks_at_once(equipped: Session) -> None:
         equipped.run_cell("os.kill(os.getpid(), 9)")
     assert caught.value.ranks == (0, 1)
     assert "ranks 0-1 are fresh, their variables are gone" in str(caught.value)
+    assert "%distributed replay -r 0-1" in str(caught.value)
+    assert "%broadcast" not in str(caught.value), "nobody has the variables"
     assert_works(equipped)
 
 

@@ -1014,7 +1014,8 @@ class _Ends:
 
     def read(self) -> list[str]:
         """All that the notebook makes of what was said: it can be shown, or is an error in words."""
-        words = [*self.inbox.notices, describe_ends(self.inbox.fresh, hosts={}), *advice(self.inbox.fresh)]
+        fresh = self.inbox.fresh
+        words = [*self.inbox.notices, describe_ends(fresh, hosts={}), *advice(fresh, world_size=2)]
         watch = HangWatch(1.0)
         for answer in self.request.answers.values():
             if isinstance(answer, Position):
