@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import keyword
 import re
 from collections.abc import Callable
 from typing import Any
@@ -148,7 +149,7 @@ class DistributedMagics(Magics):
         key = (prog, line)
         if key not in self._parsed:
             args = self._cell_parsers[prog].parse_line(line)
-            if args.out and not args.out.isidentifier():
+            if args.out is not None and not _is_variable(args.out):
                 raise UsageError(f"{prog}: --out {args.out!r} is no name of a variable")
             self._parsed[key] = args
         return self._parsed[key]
@@ -178,7 +179,7 @@ class DistributedMagics(Magics):
     def _pull(self, line: str) -> None:
         args = options.pull_parser().parse_line(line)
         names = [name for name in args.names.split(",") if name]
-        if args.new_name and (len(names) != 1 or not args.new_name.isidentifier()):
+        if args.new_name is not None and (len(names) != 1 or not _is_variable(args.new_name)):
             raise UsageError("%pull: --as gives one variable another name, and a name is an identifier")
         session = self.holder.running()
         chosen = session.choose(args.ranks)
@@ -220,3 +221,7 @@ class DistributedMagics(Magics):
             raise UsageError(str(exc)) from None
         except DetrainError as exc:
             raise exc.with_traceback(None) from None
+
+
+def _is_variable(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.display import display
 
+from ..errors import SpecError
 from .holder import SessionHolder, ask_passphrase
 from .progress import CopyProgress, format_size, redrawn_line
 from .stops import told_when_interrupted
@@ -42,8 +43,11 @@ class HostCommands:
         _say_copied(copied)
 
     def data(self, args: Any) -> None:
-        """Say whether the same files are on every node."""
-        display(self._holder.running().check_data(args.path))
+        """Say whether the same files are on every node. Raises: SpecError where none has any."""
+        check = self._holder.running().check_data(args.path)
+        if not check.is_anywhere:
+            raise SpecError(f"{args.path}: on no node")
+        display(check)
 
     def doctor(self, args: Any) -> None:
         """Examine hosts: those of the session, or any."""

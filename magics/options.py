@@ -149,6 +149,12 @@ _MOST_SHOWN = 10**9  # lines or characters
 _CHOICES = {"output": ("live", "final"), "merge": ("same", "all", "rank0"), "check": ("off", "on")}
 
 
+def _not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no name")
+    return text
+
+
 def _whole(text: str) -> int:
     try:
         return int(text)
@@ -285,16 +291,18 @@ def session_parser() -> LineParser:
     commands.add_parser("detach", help="leave the ranks running, for a later attach")
     commands.add_parser("list", help="the sessions of this user on this machine")
     put = commands.add_parser("put", help="copy files and folders to the nodes")
-    put.add_argument("paths", nargs="+", metavar="FILE")
+    put.add_argument("paths", type=_not_empty, nargs="+", metavar="FILE")
     put.add_argument("--to", metavar="FOLDER", help="default: where the ranks start")
     get = commands.add_parser("get", help="copy files and folders from the nodes, each node's into a folder of its own")
-    get.add_argument("paths", nargs="+", metavar="REMOTE", help="relative ones from where the ranks start")
+    get.add_argument(
+        "paths", type=_not_empty, nargs="+", metavar="REMOTE", help="relative ones from where the ranks start"
+    )
     get.add_argument("--to", metavar="FOLDER", help="default: the current one")
     for copy in (put, get):
         copy.add_argument("--nodes", metavar="NAMES", help="only these nodes of the session, with commas")
     data = commands.add_parser("data", help="are the same files on every node?")
     data.add_argument("check", choices=("check",), help="compare count, bytes, and the content of a sample")
-    data.add_argument("path", metavar="PATH")
+    data.add_argument("path", type=_not_empty, metavar="PATH")
     doctor = commands.add_parser(
         "doctor", bare=_MEANT_NODES, help="can these hosts train together, and what to do if not"
     )
@@ -334,7 +342,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     _add_force(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--backend", metavar="NAME", help="of the process group; default gloo, with NCCL on GPUs")
-    parser.add_argument("--name", metavar="NAME", help="the session's name; default: the notebook's")
+    parser.add_argument("--name", type=_not_empty, metavar="NAME", help="the session's name; default: the notebook's")
     parser.add_argument("--fresh", action="store_true", help="first end what an earlier kernel has left of it")
     parser.add_argument(
         "--no-sync", action="store_true", help="leave the notebook's folder here; else nodes get what changes in it"

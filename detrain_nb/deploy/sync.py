@@ -255,7 +255,7 @@ class DataCheck:
         return {name: _differ(state, usual) for name, state in self.states.items()}
 
     def __repr__(self) -> str:
-        if not self._is_anywhere:
+        if not self.is_anywhere:
             return f"{self._title()}\n{_WHERE_LOOKED}"
         rows = [["node", "files", "bytes", "checksum", ""], *self._rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
@@ -263,7 +263,7 @@ class DataCheck:
         return f"{self._title()}\n{table}"
 
     def _repr_html_(self) -> str:
-        if not self._is_anywhere:
+        if not self.is_anywhere:
             return f"<p>{html.escape(self._title())}<br>{_WHERE_LOOKED}</p>"
         cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows()]
         head = "".join(f"<th>{title}</th>" for title in ("node", "files", "bytes", "checksum", ""))
@@ -271,13 +271,15 @@ class DataCheck:
         return f"<p>{html.escape(self._title())}</p><table><tr>{head}</tr>{body}</table>"
 
     @property
-    def _is_anywhere(self) -> bool:
+    def is_anywhere(self) -> bool:
+        """Whether a node has it."""
         return any(state.exists for state in self.states.values())
 
     def _title(self) -> str:
-        if not self._is_anywhere:
+        if not self.is_anywhere:
             return f"{self.path}: on no node"
-        return f"{self.path}: {'the same' if self.is_same else 'not the same'} on {len(self.states)} nodes"
+        nodes = "1 node" if len(self.states) == 1 else f"{len(self.states)} nodes"
+        return f"{self.path}: {'the same' if self.is_same else 'not the same'} on {nodes}"
 
     def _rows(self) -> list[list[str]]:
         differences = self.differences

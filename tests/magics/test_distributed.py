@@ -235,6 +235,7 @@ def test_status_is_a_table(kernel: Any) -> None:
         ("%%distributed --merge some\nx", "--merge 'some': give one of same, all, rank0"),
         ("%%distributed --timeout -1\nx", "-1 seconds: give more than 0"),
         ("%%distributed --out 1a\nx", "--out '1a' is no name of a variable"),
+        ("%%distributed --out class\nx", "--out 'class' is no name of a variable"),
         ("%%distributed 'x\nx", "No closing quotation"),
         ("%%distributed\n   ", "the cell is empty"),
         ("%%distributed", "the cell body is empty"),
@@ -269,6 +270,13 @@ def test_same_start_again_goes_on_with_the_session_that_runs(kernel: Any) -> Non
     assert outcome.status == "ok", outcome.error
     assert "runs already, with 2 ranks" in outcome.text()
     assert kernel.run("%%distributed\nkept").rich() == ["[0-1] 5"]
+
+
+def test_data_check_here_fails_for_what_is_not_there(kernel: Any, tmp_path: Path) -> None:
+    outcome = kernel.run(f"%distributed data check {tmp_path}/nosuch")
+    assert (outcome.status, outcome.error.strip().count("\n")) == ("error", 0)
+    assert "nosuch: on no node" in outcome.error
+    assert f"{tmp_path}: the same on 1 node" in kernel.run(f"%distributed data check {tmp_path}").rich()[0].splitlines()
 
 
 def test_unknown_variable_is_refused_with_the_nearest_name(kernel: Any) -> None:

@@ -76,6 +76,9 @@ _COMMANDS = (
         ("%push", "the following arguments are required: NAME[,NAME...]"),
         ("%broadcast x --from", "--from needs a value: --from RANK"),
         # a value that cannot be
+        ("%distributed put ''", "argument FILE: '' is no name"),
+        ("%distributed data check ''", "argument PATH: '' is no name"),
+        ("%distributed start --name ''", "argument --name: '' is no name"),
         ("%distributed start -n x", "argument -n: 'x' is no whole number"),
         ("%distributed start -n 1.5", "argument -n: '1.5' is no whole number"),
         ("%distributed start -n 0", "argument -n: 0 ranks: a session needs at least 1"),

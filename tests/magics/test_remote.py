@@ -131,8 +131,8 @@ def test_wrong_line_is_answered_with_one(kernel: Any, line: str, words: str) -> 
     _assert_one_line(kernel.run(line), words)
 
 
-def test_data_that_is_on_no_node_is_said(kernel: Any) -> None:
-    assert _lines(kernel.run("%distributed data check nosuchfolder"))[0] == "nosuchfolder: on no node"
+def test_data_that_is_on_no_node_is_an_error(kernel: Any) -> None:
+    _assert_one_line(kernel.run("%distributed data check nosuchfolder"), "nosuchfolder: on no node")
 
 
 def test_file_that_no_host_has_is_said_in_a_line_for_each(kernel: Any) -> None:
