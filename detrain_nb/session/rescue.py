@@ -18,6 +18,7 @@ from .cells import CellRun
 from .diagnosis import Verdict, are_in_step, describe_mismatch, describe_wait, judge
 from .evidence import Evidence
 from .generations import Generations, describe_new_groups
+from .losses import advice
 from .rank_link import RankLink
 
 PRESS_LIMIT_S = 0.15  # ranks that run Python end within that
@@ -75,15 +76,19 @@ class Rescue:
     def stop_in_the_way(self, runs: Iterable[CellRun]) -> str:
         """Stop was pressed while a cell waited for ``runs``: the next press for those that were stopped before.
 
-        Says in one line what became of each; cells that nobody has stopped go on.
+        Says in one line what became of each, and below it what to do about ranks that it replaced; cells that nobody
+        has stopped go on.
         """
-        words = []
+        words, replaced = [], {}
         for run in sorted(runs, key=lambda run: run.cell):
             if run.presses:
                 words.append(f"cell {run.cell}: {'; '.join(self.stop(run).splitlines())}")
+                replaced.update({rank: end for rank, end in run.lost.items() if end.asked})
             elif run.running:
                 words.append(f"{self._ranks.where(run.running)} still in cell {run.cell}: {_GOES_ON}")
-        return "; ".join(words)
+        for rank in replaced:  # the user is told it now
+            self._ranks.inbox.fresh.pop(rank, None)
+        return "\n".join(["; ".join(words), *advice(replaced, world_size=self._world_size)])
 
     def describe_in_the_way(self, busy: Mapping[int, CellRun]) -> str:
         """What a cell waits for that needs ranks which run others, and what a stop does now."""
