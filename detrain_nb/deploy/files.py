@@ -442,13 +442,11 @@ def _check_outside(wanted: Sequence[str], staging: str) -> None:
 
     What the node has just made has a name of its own: where it is here too, the node is this machine, or has its disk.
     """
-    if not os.path.isdir(staging):
-        return
-    target, *above = Path(os.path.realpath(staging)).parents
+    above = Path(os.path.realpath(staging)).parents if os.path.isdir(staging) else ()
     for path in wanted:
-        if any(is_same(Path(path), folder) for folder in (target, *above)):
+        if any(is_same(Path(path), folder) for folder in above):
             raise SpecError(
-                f"{path} would be copied into itself, its files are there already: the target {target} is in it; "
+                f"{path} would be copied into itself, its files are there already: the target {above[0]} is in it; "
                 "name a target elsewhere (--to), or the files that are meant"
             )
 

