@@ -164,12 +164,14 @@ class Interrupt(Message):
 class NewGeneration(Message):
     """End the process groups of the generation before, and make the default group of generation ``number``.
 
-    ``is_checked``: its ranks compare collectives before they begin them.
+    ``is_checked``: its ranks compare collectives before they begin them. Without ``has_group`` it is left to cells to
+    make groups, and nobody answers.
     """
 
     ranks: list[int]
     number: int
     is_checked: bool = False
+    has_group: bool = True
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,14 @@ class Generation:
         Collective: every rank starts the same number. Raises: SessionError when it is ended in the meantime, and what
         torch raises.
         """
+        self.begin(number, is_checked=is_checked)
+        self._make_group(self._backend)
+        self._require_not_ended()
+        if self._meeting:
+            self._meeting.remove_earlier()
+
+    def begin(self, number: int, *, is_checked: bool = False) -> None:
+        """End what there is: groups that are made from here on are those of generation ``number``."""
         self.end(self.number)
         with self._changing:
             if dist.is_initialized():  # it came to be while its generation was ended
@@ -109,10 +117,6 @@ class Generation:
             self._store = self._meeting = None
         forget_meshes()
         self._checking.switch(is_checked)
-        self._make_group(self._backend)
-        self._require_not_ended()
-        if self._meeting:
-            self._meeting.remove_earlier()
 
     def renumber(self, rank: int, world_size: int) -> None:
         """The next group is of so many ranks; there is none now."""

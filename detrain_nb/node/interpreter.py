@@ -362,6 +362,9 @@ class _Interpreter:
         self._send(ClearOutput(self._rank, self._cell, wait))
 
     def _start_generation(self, message: NewGeneration) -> None:
+        if not message.has_group:
+            self._generation.begin(message.number, is_checked=message.is_checked)
+            return
         error = ""
         try:
             self._generation.start(message.number, is_checked=message.is_checked)

@@ -139,10 +139,14 @@ class Core:
                 observer.waiting("")
 
     def mend_group(self, chosen: Iterable[int]) -> None:
-        """All ranks have a group again, if ``chosen`` are all, or the others have time for it."""
+        """All ranks have a group again, or can make one, if ``chosen`` are all, or the others have time for it."""
         is_everybody = len(set(chosen)) == self.world_size
-        if self.wants_group and (is_everybody or not self.inbox.busy and not self.inbox.lost):
+        if not is_everybody and (self.inbox.busy or self.inbox.lost):
+            return
+        if self.wants_group:
             self.generations.mend(limit_s=IDLE_LIMIT_S)
+        else:
+            self.generations.begin()
 
     def tell(self, words: str, observer: CellObserver | None) -> None:
         """Say to the user what no cell says: in the cell that is to run, or whenever somebody asks."""

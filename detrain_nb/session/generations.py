@@ -29,10 +29,17 @@ class Generations:
         self._inbox = ranks.inbox
         self._world_size = world_size
         self._ended = 0
+        self._begun_by: dict[int, int] = {}  # the incarnations of the ranks that know of the present one
+        self._begun_checked = False
 
     def go_on_from(self, number: int) -> None:
         """An earlier notebook has made the generation of that number."""
         self._inbox.generation = number
+
+    def go_on_with_ranks(self) -> None:
+        """All ranks have it but those that are fresh since; called when it is known which are."""
+        fresh = self._inbox.fresh
+        self._begun_by = {rank: known for rank, known in self._incarnations().items() if rank not in fresh}
 
     def mend(self, *, limit_s: float) -> None:
         """Make the default group anew when a cell has destroyed it, or its generation was ended.
@@ -60,7 +67,7 @@ class Generations:
         ready = self._inbox.generation_ready = self._inbox.requests.new(everyone)
         for rank, end in list(self._inbox.lost.items()):  # its loss was told before anybody waited for it
             ready.fail(RankLost(describe_ends({rank: end}, hosts={}), ranks=[rank]), rank=rank)
-        self._ranks.send(NewGeneration(everyone, self._inbox.generation, self.is_checked))
+        self._send_new(everyone)
         try:
             self._wait_for_group(ready, tell)
         except BaseException:
@@ -73,6 +80,27 @@ class Generations:
         if failed:
             self.end()
             raise LaunchError(f"{format_ranks(failed)} could not make the process group: {next(iter(failed.values()))}")
+
+    def begin(self) -> None:
+        """Let all ranks count the groups that cells make from one, where they would not do so alike.
+
+        That is where one is fresh, where the last generation was ended, or where it is compared in another way.
+        """
+        is_of_all = self._begun_by == self._incarnations()
+        is_as_wanted = self._begun_checked == self.is_checked or any(self._inbox.has_group.values())
+        if self._inbox.generation > self._ended and is_of_all and is_as_wanted:
+            return
+        self.end()
+        self._inbox.generation += 1
+        self._send_new(range(self._world_size))
+
+    def _send_new(self, ranks: Iterable[int]) -> None:
+        self._begun_by, self._begun_checked = self._incarnations(), self.is_checked
+        number = self._inbox.generation
+        self._ranks.send(NewGeneration(list(ranks), number, self.is_checked, self.is_wanted))
+
+    def _incarnations(self) -> dict[int, int]:
+        return {rank: up.incarnation for rank, up in self._inbox.up.items()}
 
     def _wait_for_group(self, ready: Request, tell: Callable[[int], None]) -> None:
         """Wait for all; when one cannot make it, the others wait in vain."""

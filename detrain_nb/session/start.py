@@ -205,6 +205,7 @@ def go_on(core: Core, *, steal: bool = False) -> None:
         if answer.last_number > answer.acknowledged:
             _catch_up(core, node, answer.last_number)
     _wait_until_up(core)
+    core.generations.go_on_with_ranks()
     if disputed := core.inbox.history.disputed:
         core.inbox.notice(
             f"nodes do not agree on the code of cell {short_ranks(disputed)} (%distributed log --list shows it): "

@@ -322,6 +322,28 @@ def _tidy_up(node: OwnFolder) -> None:
     assert not node._folder.exists()
 
 
+def test_groups_that_cells_make_are_made_again_after_a_death(nodes: list[OwnFolder]) -> None:
+    """Without a default group: a fresh rank counts those that it has made as the others do."""
+    reduced = "ones = torch.ones(1)\ndist.all_reduce(ones)\nones.item()"
+    grouped = f"dist.init_process_group()\n{reduced}"
+    both = {0: 2.0, 1: 2.0}
+    first = Session.start(1, nodes=nodes, device="cpu", init=False, group_timeout_s=20, name="mine")
+    for _ in range(2):
+        assert first.run_cell(grouped).values == both
+    with pytest.raises(RankLost):
+        first.run_cell("import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    assert first.run_cell(grouped).values == both
+    first.detach()
+    with Session.attach("mine", nodes=nodes) as again:
+        assert again.run_cell(reduced).values == both
+        again.restart_ranks(0)
+        assert again.run_cell(grouped).values == both
+        again.check_collectives()
+        again.run_cell(grouped)
+        with pytest.raises(RankError, match="different collectives"):
+            again.run_cell("dist.all_reduce(torch.ones(1 + rank))")
+
+
 def test_first_node_takes_the_session_with_it(cold_starts: None, nodes: list[OwnFolder]) -> None:
     session = Session.start(1, nodes=nodes, device="cpu")
     there = psutil.Process(nodes[1].agent_pid).children(recursive=True)
