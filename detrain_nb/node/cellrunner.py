@@ -148,6 +148,7 @@ class CellRunner(InteractiveShell):
 
         Raises: KeyboardInterrupt that came when the code had ended; what the code had raised is its context then.
         """
+        self.display_trap.set()  # a cell may have set sys.displayhook: IPython sets it for each cell
         self.execution_count = cell
         self.compile.lines_before = first_line - 1
         self.cell_source, self.cell_value = code, {}
@@ -176,7 +177,7 @@ class CellRunner(InteractiveShell):
         """What a rank shows as a widget would never change: say so once in a cell."""
         if _WIDGET in bundle and not self._has_said_widget:
             self._has_said_widget = True
-            print(_NO_WIDGETS, file=sys.stderr)
+            sys.stderr.write(f"{_NO_WIDGETS}\n")
 
     def _show_unreported(self) -> None:
         """%run and the like show an error and go on."""

@@ -75,6 +75,7 @@ from .recorder import describe_last, look_inside
 from .rings import break_rings
 from .room import require_room
 from .stale import StaleVariables
+from .streams import Streams
 from .unattended import refuse_questions
 
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
@@ -121,7 +122,7 @@ class _Interpreter:
         self._cell = 0
         self._sequences_before: dict[str, int] = {}  # of the groups, when the last cell began
         self._arriving: dict[int, tuple[Push, list[int], list[bytearray]]] = {}
-        _open_streams()
+        self._streams = Streams()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._interrupts.install()
         session_folder = Path.cwd()
@@ -258,7 +259,8 @@ class _Interpreter:
         started = time.perf_counter()
         value, error = self._run_code(message)
         seconds = time.perf_counter() - started
-        self._say_what_was_overwritten(is_known=message.is_replay)
+        _flush_streams()
+        self._say_what_was_broken(is_known=message.is_replay)
         _flush_streams()
         has_group, is_collective = self._generation.has_group, self._generation.operations != operations_before
         has_generation_ended = self._generation.ended > ended_before
@@ -287,11 +289,14 @@ class _Interpreter:
             return {}, exc
         return outcome.value, outcome.error
 
-    def _say_what_was_overwritten(self, *, is_known: bool) -> None:
-        lines = self._given.newly_overwritten()
-        if lines and not is_known:
-            with contextlib.suppress(Exception):  # a cell may have put anything there
-                print(*lines, sep="\n", file=sys.stderr)
+    def _say_what_was_broken(self, *, is_known: bool) -> None:
+        """Put back what the cell has broken of what later cells need; name what it has overwritten."""
+        lines = self._streams.put_back()
+        overwritten = self._given.newly_overwritten()
+        if not is_known:
+            lines += overwritten
+        with contextlib.suppress(Exception):  # a cell may have put anything there
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
 
     def _was_freed(self, error: BaseException, ended_before: int) -> bool:
         """A stop has ended the generation in which the cell waited.
@@ -476,17 +481,6 @@ class _Interpreter:
             return  # a process that a cell has forked: what it says would get into the middle of what the rank says
         with self._interrupts.held_back(), self._sending:
             self._link.sendall(to_frame(message).to_bytes())
-
-
-def _open_streams() -> None:
-    """Streams on descriptors 1 and 2 that give each line at once, C's too: a pipe would hold back whole blocks."""
-    for fd, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
-    with contextlib.suppress(ValueError, AttributeError):
-        _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, 1, 0)  # 1 is _IOLBF
 
 
 def _flush_streams() -> None:

@@ -1,4 +1,8 @@
-"""KeyboardInterrupt on a rank: raised in the cell it was sent for, in no other, and not lost in a destructor."""
+"""KeyboardInterrupt on a rank: raised in the cell it was sent for, in no other, and not lost in a destructor.
+
+A SIGINT that a cell sends itself is one, too, as in IPython's kernel. As there, a handler of the user lasts as long
+as its cell.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +26,18 @@ class Interrupts:
         self.is_in_cell = False
         self._is_letting_go = self._has_struck = self._is_held_back = self._has_come = False
         self._cell = self._strikes = 0
+        self._again_for = 0  # the cell that a signal of ours is for
         self._sent_for = sent_for
         self._next_strike = threading.Timer(0.0, lambda: None)
 
     def install(self) -> None:
-        signal.signal(signal.SIGINT, self._strike)
+        signal.signal(signal.SIGINT, self._on_signal)
         sys.unraisablehook = self._on_unraisable
 
     def begin(self, cell: int) -> None:
         """Until ``is_in_cell`` is unset interrupts for ``cell`` are raised; one that has come already, too."""
         self._cell = cell
+        self.install()
         self.is_in_cell = True
         self._strike()
 
@@ -64,7 +70,7 @@ class Interrupts:
             self._is_held_back = False
             if self._has_come:
                 self._has_come = False
-                self._strike()
+                self._strike(is_meant=True)
 
     def let_go_by(self, act: Callable[[], None]) -> None:
         """Call ``act``, which lets go of what a cell held that has failed.
@@ -73,6 +79,7 @@ class Interrupts:
         a time, and one comes by itself after ``_LETTING_GO_LIMIT_S``. None gets out of here: nobody is left who would
         catch it.
         """
+        self.install()  # the cell may have set a handler of its own
         self._strike_in(_LETTING_GO_LIMIT_S)
         try:
             self._is_letting_go = True
@@ -83,15 +90,20 @@ class Interrupts:
         self._has_struck = False
         self._next_strike.cancel()
 
-    def _strike(self, *signal_and_frame: object) -> None:
-        """The signal may come too early or too late: then it is none of the present cell."""
+    def _on_signal(self, *signal_and_frame: object) -> None:
+        """The worker sends one before the next cell, ours may come too late; any other comes from the cell itself."""
+        again_for, self._again_for = self._again_for, 0
+        self._strike(is_meant=again_for in (0, self._cell))
+
+    def _strike(self, *, is_meant: bool = False) -> None:
+        """Raise it, unless it is none of the present cell."""
         if self._is_held_back:
-            self._has_come = True
+            self._has_come |= is_meant or self.is_due
         elif self._is_letting_go:
             self._is_letting_go = False  # until a destructor has swallowed it
             self._has_struck = True
             raise KeyboardInterrupt
-        elif self.is_in_cell and self.is_due:
+        elif self.is_in_cell and (is_meant or self.is_due):
             self._strikes += 1
             raise KeyboardInterrupt
 
@@ -106,9 +118,11 @@ class Interrupts:
     def _strike_in(self, seconds: float) -> None:
         """A signal to the main thread: it wakes that from a wait for a lock, as ``interrupt_main`` does not."""
         self._next_strike.cancel()
-        self._next_strike = threading.Timer(
-            seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
-        )
+        self._next_strike = threading.Timer(seconds, self._strike_again, (self._cell,))
         self._next_strike.daemon = True
         with contextlib.suppress(RuntimeError):  # there is no room for a thread: the cell may have failed of that
             self._next_strike.start()
+
+    def _strike_again(self, cell: int) -> None:
+        self._again_for = cell
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -301,3 +301,44 @@ def test_broken_cuda_context_of_one_rank_frees_the_others(session: Session) -> N
         session.run_cell(code, timeout_s=60)
     code = "t = torch.ones(1); dist.all_reduce(t); globals().get('kept'), t.item()"
     assert session.run_cell(code, timeout_s=60).values == {0: (None, 2.0), 1: (1, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("import os; os.close(1); os.close(2)", "descriptor 1 (stdout)"),
+        ("import os; fd = os.open(os.devnull, os.O_WRONLY); os.dup2(fd, 1); os.close(fd)", "descriptor 1 (stdout)"),
+        ("import sys; sys.stdout = sys.stderr = None", "sys.stdout"),
+        ("import sys; sys.stderr.close(); sys.stdin.close(); sys.stdout.detach()", "sys.stdin"),
+        ("import sys\nwith open('/dev/null', 'w') as sys.stdout: pass", "sys.stdout"),
+        ("import builtins; builtins.print = None", "builtins.print"),
+    ],
+)
+@pytest.mark.here_only
+def test_stream_that_a_cell_has_broken_is_put_back(session: Session, code: str, named: str) -> None:
+    said = session.run_cell(f"{code}\nNone", ranks=0).stderr[0]
+    assert named in said
+    assert "it is put back" in said
+    result = session.run_cell("import os, sys; print('out'); print('err', file=sys.stderr); sys.stdin.read()", ranks=0)
+    assert (result.stdout[0], result.stderr[0]) == ("out\n", "err\n")
+
+
+@pytest.mark.here_only
+def test_stream_that_works_is_the_users_to_keep(session: Session) -> None:
+    tee = "class Tee:\n    def write(self, text): return sys.__stdout__.write(text.upper())\nsys.stdout = Tee()"
+    assert session.run_cell(f"import sys\n{tee}", ranks=0).stderr[0] == ""
+    assert session.run_cell("print('out')\nsys.stdout = sys.__stdout__", ranks=0).stdout[0] == "OUT\n"
+
+
+@pytest.mark.here_only
+def test_display_hook_lasts_as_long_as_its_cell(session: Session) -> None:
+    session.run_cell("import sys; sys.displayhook = None", ranks=0)
+    assert session.run_cell("42", ranks=0).values == {0: 42}
+
+
+@pytest.mark.parametrize("code", ["signal.raise_signal(signal.SIGINT)", "os.kill(os.getpid(), signal.SIGINT)"])
+@pytest.mark.here_only
+def test_sigint_that_a_cell_sends_itself_is_an_interrupt(session: Session, code: str) -> None:
+    session.run_cell("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)", ranks=0)
+    with pytest.raises(RankError, match="KeyboardInterrupt"):
+        session.run_cell(f"import os, signal\n{code}\nos.write(1, b'not reached')", ranks=0)
