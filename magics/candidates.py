@@ -1,14 +1,17 @@
-"""What may stand for a value on the line of a magic: hosts, nodes, sessions, files. No connection is opened for it."""
+"""What may stand for a value on the line of a magic: hosts, sessions, files, variables. It opens no connection."""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import difflib
+import keyword
 import os
 import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from ..deploy.known import session_names
 from ..errors import DetrainError
@@ -19,18 +22,22 @@ _LIMIT_S = 0.05  # a key was pressed
 _TO_ESCAPE = re.compile(r"([^\w@%+=:,./~-])")
 _ESCAPED = re.compile(r"\\(.)")
 _NODES_FILES = (".toml", ".json")
+_EVERYWHERE = {*dir(builtins), *keyword.kwlist, "In", "Out", "get_ipython"}
 
 
 class Candidates:
     """``of`` gives what a word that was begun may become; ``session`` is the notebook's, if it holds one."""
 
-    def __init__(self, session: Callable[[], Session | None]) -> None:
+    def __init__(self, session: Callable[[], Session | None], ipython: Any) -> None:
         self._session = session
+        self._ipython = ipython
         self._reading: threading.Thread | None = None
         self._by_kind: dict[str, Callable[[str], list[str]]] = {
             "NODES": lambda word: self._in_time(_hosts_and_files, word),
             "NAMES": self._nodes,
             "RANKS": self._nodes,
+            "NAMES HERE": lambda word: _in_list(word, self._own_variables()),
+            "NAMES THERE": self._variables,
             "CELL": self._cells,
             "CELLS": lambda word: _in_list(word, self._cells("")),
             "SESSION": lambda word: self._in_time(_sessions, word),
@@ -50,6 +57,20 @@ class Candidates:
     def _nodes(self, word: str) -> list[str]:
         session = self._session()
         return _in_list(word, session.plan.hosts) if session else []
+
+    def _own_variables(self) -> list[str]:
+        here, others = self._ipython.user_ns, self._ipython.user_ns_hidden
+        return [name for name, value in list(here.items()) if name[:1] != "_" and value is not others.get(name)]
+
+    def _variables(self, word: str) -> list[str]:
+        """Those of the first idle rank, for the last place of a list; not the names that Python has everywhere."""
+        session = self._session()
+        start = word.rpartition(",")[2]
+        found = session.complete(start, len(start)) if session else None
+        if found is None:
+            return []
+        names = [start[: found.start] + match for match in found.matches]
+        return _in_list(word, [name for name in names if name.isidentifier() and name not in _EVERYWHERE])
 
     def _in_time(self, read: Callable[[str], Iterable[str]], word: str) -> list[str]:
         """What ``read`` finds; nothing while a disk, or what an Include names, keeps us waiting."""

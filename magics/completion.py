@@ -34,7 +34,7 @@ def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Calla
     if kernel is None:
         return lambda: None
     complete, inspect = kernel.do_complete, kernel.do_inspect
-    candidates = Candidates(session)
+    candidates = Candidates(session, ipython)
 
     def do_complete(code: str, cursor_pos: int) -> Any:
         start = _body_start(code, cursor_pos)
@@ -75,7 +75,7 @@ def _body_start(code: str, position: int) -> int | None:
 def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | None:
     """What the word that is being written on the line of a magic of ours may become, and that word.
 
-    None where the notebook knows better: on other lines, and for its variables.
+    None where the notebook knows better: on other lines.
     """
     line = before.rpartition("\n")[2].lstrip()
     prog, space, rest = line.partition(" ")
@@ -102,9 +102,11 @@ def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | Non
     options = sorted(name for name in _names(parser) if name.startswith(word))
     if word.startswith("-"):
         return options, word
-    values = _values(action, word, candidates)
-    if values is None and commands is None and prog in _LINE_PARSERS:
-        return None  # %push x
+    is_variable = commands is None and prog in _LINE_PARSERS and action is not None
+    if is_variable:
+        values = candidates.of("NAMES HERE" if prog == "%push" else "NAMES THERE", word)
+    else:
+        values = _values(action, word, candidates)
     return [*(values or []), *options], word
 
 

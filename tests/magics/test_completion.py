@@ -55,7 +55,8 @@ class _Tab:
         self.asked_notebook = 0
         self.session: Any = None
         kernel = SimpleNamespace(do_complete=self._complete, do_inspect=None)
-        route_to_ranks(SimpleNamespace(kernel=kernel), lambda: self.session)
+        notebook = SimpleNamespace(kernel=kernel, user_ns={"name": 1, "_hidden": 2}, user_ns_hidden={})
+        route_to_ranks(notebook, lambda: self.session)
         self._kernel = kernel
 
     def _complete(self, code: str, cursor_pos: int) -> dict[str, Any]:
@@ -167,7 +168,13 @@ def test_choices_commands_files_and_options(tab: _Tab) -> None:
     assert tab.asked_notebook == 0
 
 
-@pytest.mark.parametrize("line", ["%push na", "%push ", "%pull x", "%time x", "x = gp", "%distributed"])
+def test_names_of_the_notebook_can_be_pushed(tab: _Tab) -> None:
+    assert tab("%push na") == ["name"]
+    assert tab("%push ") == ["name", "--help", "--ranks"]
+    assert tab("%pull na") == [], "there is no session"
+
+
+@pytest.mark.parametrize("line", ["%time x", "x = gp", "%distributed"])
 def test_names_of_the_notebook_are_its_own_business(tab: _Tab, line: str) -> None:
     assert tab(line) == []
     assert tab.asked_notebook == 1
@@ -214,7 +221,7 @@ def test_thousands_of_hosts_are_read_in_time(home: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("detrain_nb.magics.candidates._LIMIT_S", 0.05)
     text = "".join(f"Host gpu{number}\n  HostName 10.0.0.1\n  User alice\n" for number in range(2000))
     (home / ".ssh/config").write_text(text)
-    candidates = Candidates(lambda: None)
+    candidates = Candidates(lambda: None, None)
     deadline = time.monotonic() + 20  # on a machine that does something else just now it takes some tries
     while not (found := candidates.of("NODES", "gpu19")):
         assert time.monotonic() < deadline

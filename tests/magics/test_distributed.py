@@ -325,6 +325,18 @@ def test_names_of_the_ranks_complete_in_the_body(kernel: Any) -> None:
     assert "world_size" in _complete(kernel, "%%rank 0\nworld_")
 
 
+def test_variables_complete_where_they_are_taken_from(kernel: Any) -> None:
+    kernel.run("%%distributed\nonly_there, only_too = 1, 2")
+    kernel.run("%pull only_too --as only_in_notebook")
+    for magic in ("%pull", "%broadcast"):
+        assert {"only_there", "only_too"} <= set(_complete(kernel, f"{magic} only_t"))
+        assert "only_there,only_too" in _complete(kernel, f"{magic} only_there,only_to")
+        found = _complete(kernel, f"{magic} ")
+        assert {"only_there", "--ranks"} <= set(found)
+        assert not {"print", "import", "only_in_notebook"} & set(found)
+    assert "only_in_notebook" in _complete(kernel, "%push only_in")
+
+
 def test_options_complete_on_the_first_line(kernel: Any) -> None:
     assert _complete(kernel, "%%distributed --m") == ["--max-lines", "--merge"]
     assert _complete(kernel, "%distributed sta") == ["start", "status"]
