@@ -716,7 +716,7 @@ def test_what_the_node_asks_for_is_refused(recorder: Recorder, key: Path) -> Non
 def test_node_that_does_not_answer_a_request_ends_within_the_limit(
     what: str, says_yes: bool, recorder: Recorder, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ssh, "_CHANNEL_LIMIT_S", 2.0)
+    monkeypatch.setattr(ssh, "_CHANNEL_LIMIT_S", 1.0)
     recorder.make_known()
     recorder.takes = True
     if says_yes:
@@ -1127,15 +1127,15 @@ def wait_for_close(sock: socket.socket) -> None:
 def test_listener_that_never_answers_ends_within_the_limit(listen: Callable[..., int]) -> None:
     port = listen(wait_for_close)
     began = time.monotonic()
-    with fails(match=rf"me@127.0.0.1:{port}: takes the connection but does not speak SSH within 3 s"):
-        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=3)
+    with fails(match=rf"me@127.0.0.1:{port}: takes the connection but does not speak SSH within 1 s"):
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=1)
     assert time.monotonic() - began < 15
 
 
 def test_sshd_that_stops_in_the_handshake_ends_within_the_limit(listen: Callable[..., int]) -> None:
     port = listen(lambda sock: (sock.sendall(b"SSH-2.0-OpenSSH_9.2p1\r\n"), wait_for_close(sock))[1])
-    with fails(match="does not finish the handshake within 3 s"):
-        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=3)
+    with fails(match="does not finish the handshake within 2 s"):
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=2)
 
 
 @pytest.mark.parametrize(
@@ -1368,14 +1368,14 @@ def test_no_more_than_eight_at_a_time_are_at_one_door(listen: Callable[..., int]
 
     def attempt(_: int) -> None:
         with pytest.raises(TransportError, match="does not speak SSH"):
-            SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=3)
+            SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=1.5)
 
     with ThreadPoolExecutor(20) as pool:
         list(pool.map(attempt, range(20)))
     came.sort()
     assert len(came) == 20
-    assert came[8] - came[0] > 1, "the ninth comes when one of the first eight has given up"
-    assert came[16] - came[8] > 1
+    assert came[8] - came[0] > 0.5, "the ninth comes when one of the first eight has given up"
+    assert came[16] - came[8] > 0.5
 
 
 # Through a bastion
