@@ -42,6 +42,8 @@ export PIP_NO_INPUT := 1
 export ROOMS BASE
 # What belongs to another environment stays out of this one.
 unexport PYTHONPATH PYTHONHOME
+# Every process of every rank would compile our modules anew, and pytest each test.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
