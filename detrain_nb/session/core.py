@@ -23,12 +23,11 @@ Ranks = str | int | Iterable[int] | None
 class Core:
     """One per session. It has no ranks until it has a plan."""
 
-    def __init__(self, name: str, ends: Sequence[End], *, holder: str) -> None:
+    def __init__(self, name: str, ends: Sequence[End], *, holder: str, is_attaching: bool = False) -> None:
         self.name = name
         self.holder = holder
         self.transports = [end.transport for end in ends]
-        self.absent = {node: end.absent for node, end in enumerate(ends) if end.absent}
-        self.ranks = RankLink(name, ends)
+        self.ranks = RankLink(name, ends, is_attaching=is_attaching)
         self.inbox = self.ranks.inbox
         self.hang_s = 5.0
         self.stop_gap_s = 0.0

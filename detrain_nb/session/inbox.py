@@ -85,14 +85,23 @@ class Inbox:
     """The state of a session's ranks as their messages tell it.
 
     ``nodes`` are the names of its nodes, in order: all but the first may be lost, and the others go on. What comes from
-    ``strangers``, by position, is not from this machine.
+    ``strangers``, by position, is not from this machine. ``is_attaching``: the session is there already, and a node
+    that is lost before it was attached to is ``absent``; those who are so from the start are given.
     """
 
-    def __init__(self, session: str, nodes: Sequence[str] = ("",), *, strangers: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        session: str,
+        nodes: Sequence[str] = ("",),
+        *,
+        strangers: Collection[int] = (),
+        absent: Mapping[int, str] | None = None,
+        is_attaching: bool = False,
+    ) -> None:
         self.nodes = tuple(nodes)
         self._strangers = frozenset(strangers)
         self.lost_nodes: dict[int, str] = {}  # and why
-        self.untrue: dict[int, str] = {}  # when they were attached to, they said what cannot be: what that was
+        self.absent = dict(absent or {})  # and why; they are lost when the others have been attached to
         self.is_renumbering = False
         self.requests = Requests()
         self.runs: dict[int, CellRun] = {}
@@ -108,7 +117,7 @@ class Inbox:
         self.failure: DetrainError | None = None
         self.taking = threading.RLock()  # every node has its own thread; taken before ``following``
         self.following = threading.Lock()  # between the log and who is shown what comes after it
-        self.is_showing_missed = False
+        self.is_showing_missed = is_attaching
         self.attached = self.requests.new(map(agent_of, range(len(nodes))))
         self.store_opened = self.requests.new([])
         self.ranks_up = self.requests.new([])
@@ -116,6 +125,7 @@ class Inbox:
         self.generation_ready = self.requests.new([])
         self.generation_ended = self.requests.new([])
         self._session = session
+        self._is_attaching = is_attaching
         self._attached: dict[int, Attached] = {}  # by node: which messages were for an earlier notebook
         self._left: set[int] = set()  # cells that an earlier notebook has left running: nobody waits for them
         self._on_end: dict[int, list[Callable[[CellRun], None]]] = {}
@@ -172,7 +182,7 @@ class Inbox:
     @_one_at_a_time
     def take(self, message: Message, number: int = 0, node: int = 0) -> None:
         """Take what ``node`` sent. Raises: WireError when a message does not fit what was asked, or that node."""
-        if node in self.lost_nodes:
+        if node in self.lost_nodes or node in self.absent:
             return
         missed_up_to = self._attached[node].last_number if node in self._attached else 0
         try:
@@ -275,15 +285,17 @@ class Inbox:
         """
         world_size = max((up.world_size for up in self.up.values()), default=0)
         self._claims.measure_by(first, world_size=world_size, noted=noted)
-        self.untrue, self.lost_nodes = {**self.untrue, **self.lost_nodes}, {}  # gone before they were asked
 
     @_one_at_a_time
-    def close(self, reason: str, node: int = 0, *, is_untrue: bool = False) -> None:
+    def lose_absent(self) -> None:
+        """All nodes that are there have been attached to, and the ranks are known: the others are lost."""
+        self._is_attaching = False
+        for node, reason in self.absent.items():
+            self.lose_node(node, reason)
+
+    @_one_at_a_time
+    def close(self, reason: str, node: int = 0) -> None:
         """A node has hung up for good, or was hung up on because what it said cannot be."""
-        if is_untrue and self._claims.is_measured and node not in self._attached:
-            self.untrue[node] = reason
-            self.attached.take_from(agent_of(node), Refused(reason))
-            return
         self.lose_node(node, f"the agent of session {self._session!r} is gone ({reason})")
 
     @_one_at_a_time
@@ -296,7 +308,9 @@ class Inbox:
 
     def _takes_all_with_it(self, node: int) -> bool:
         """The first node has the store of the rendezvous; and before all are up there is no session."""
-        return node == 0 or not self.up or self.ranks_up.is_open or self.attached.is_open
+        if node == 0 or self._is_attaching:
+            return node == 0
+        return not self.up or self.ranks_up.is_open or self.attached.is_open
 
     @_one_at_a_time
     def lose_node(self, node: int, reason: str) -> None:
@@ -305,6 +319,10 @@ class Inbox:
             return
         if self._takes_all_with_it(node):
             self.fail(NodeLost(f"{self._on(node)}{reason}: %distributed restart"))
+            return
+        if self._is_attaching and node not in self._attached:
+            self.absent.setdefault(node, reason)
+            self.attached.take_from(agent_of(node), Refused(reason))
             return
         self.lost_nodes[node] = reason
         gone = f"node {self.nodes[node]} is lost"

@@ -66,7 +66,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class NodeEvents:
-    """What the background thread of a link calls; ``closed`` once, at the end: why, and whether a message was untrue.
+    """What the background thread of a link calls; ``closed`` once, at the end: why.
 
     ``broken``: the connection is gone and another one is being made; an answer that is not numbered is lost.
     """
@@ -75,7 +75,7 @@ class NodeEvents:
     checkpoint: Callable[[], Checkpoint]
     gap: Callable[[str], None]
     broken: Callable[[], None]
-    closed: Callable[[str, bool], None]
+    closed: Callable[[str], None]
 
 
 class NodeLink:
@@ -208,7 +208,7 @@ class NodeLink:
     # ---- the background thread
 
     def _run(self) -> None:
-        reason, is_untrue = "closed", False
+        reason = "closed"
         try:
             while True:
                 try:
@@ -223,12 +223,12 @@ class NodeLink:
         except LinkClosed as exc:
             reason, self.is_hung_up_on = str(exc), True
         except WireError as exc:
-            reason, is_untrue = str(exc), True
+            reason = str(exc)
         except Exception as exc:
             reason = f"taking a message failed: {exc!r}"
             raise
         finally:
-            self._end(reason, is_untrue=is_untrue)
+            self._end(reason)
 
     def _serve_connection(self) -> None:
         """Send and receive until we hang up. Raises: LinkClosed when the other end does, WireError."""
@@ -261,14 +261,14 @@ class NodeLink:
                 self._send_the_rest()
                 self._wait_until_received()
 
-    def _end(self, reason: str, *, is_untrue: bool) -> None:
+    def _end(self, reason: str) -> None:
         with self._sending:
             self.is_closed = True
             if not self.is_kept:
                 self._link.close()
         for sock in (self._wake, self._woken):
             sock.close()
-        self._events.closed(reason, is_untrue)
+        self._events.closed(reason)
 
     def _until_due(self) -> float | None:
         alive_in_s = None if self._connect is None else max(0.0, self._alive_at - time.monotonic())

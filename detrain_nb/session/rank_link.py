@@ -45,10 +45,12 @@ _TELL_AFTER_S = 0.1
 class RankLink:
     """The ranks of one session, behind the links to their nodes. What they say is in ``inbox``."""
 
-    def __init__(self, session: str, ends: Sequence[End]) -> None:
+    def __init__(self, session: str, ends: Sequence[End], *, is_attaching: bool = False) -> None:
         trusted = [end.transport.is_this_machine or end.transport.is_trusted for end in ends]
         strangers = [node for node, is_trusted in enumerate(trusted) if not is_trusted]
-        self.inbox = Inbox(session, [end.transport.name for end in ends], strangers=strangers)
+        names = [end.transport.name for end in ends]
+        absent = {node: end.absent for node, end in enumerate(ends) if end.absent}
+        self.inbox = Inbox(session, names, strangers=strangers, absent=absent, is_attaching=is_attaching)
         self.cuda_ranks: frozenset[int] = frozenset()
         self._session = session
         self._links = [self._link_to(node, end) for node, end in enumerate(ends)]
@@ -60,7 +62,7 @@ class RankLink:
             checkpoint=lambda: inbox.checkpoint(node),
             gap=inbox.notice,
             broken=lambda: inbox.break_off(node),
-            closed=lambda reason, is_untrue: inbox.close(reason, node, is_untrue=is_untrue),
+            closed=lambda reason: inbox.close(reason, node),
         )
         if end.absent:
             events = replace(events, closed=lambda *_: None)  # it is known, and told with the ranks that were there
@@ -81,7 +83,7 @@ class RankLink:
             self._links[node].send(message)
         except TransportError as exc:
             self._links[node].wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
-            if self.inbox.failure or node not in self.inbox.lost_nodes | self.inbox.untrue:
+            if self.inbox.failure or node not in self.inbox.lost_nodes | self.inbox.absent:
                 gone = NodeLost(f"the agent of session {self._session!r} is gone: {exc}")
                 raise self.inbox.failure or gone from exc
 

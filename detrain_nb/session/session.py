@@ -70,13 +70,15 @@ WHERE_GAP_S = 0.1  # between two looks that tell who uses the processor
 class Session:
     """Ranks on this machine that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
 
-    def __init__(self, name: str, ends: Sequence[End], files: SessionFiles, *, holder: str) -> None:
+    def __init__(
+        self, name: str, ends: Sequence[End], files: SessionFiles, *, holder: str, is_attaching: bool = False
+    ) -> None:
         self.name = name
         self.holder = holder or f"pid {os.getpid()}"
         self.warm_s = 0.0  # how long nodes keep what the ranks have imported, after a stop
         self.not_ended: list[str] = []  # nodes that ``stop`` did not reach: their ranks end by themselves
         self._stopping = threading.Lock()
-        self._core = Core(name, ends, holder=self.holder)
+        self._core = Core(name, ends, holder=self.holder, is_attaching=is_attaching)
         self._ranks = self._core.ranks
         self._inbox = self._core.inbox
         self._transports = self._core.transports
@@ -215,12 +217,11 @@ class Session:
         files = SessionFiles(transports, current_folder(), is_synced=sync, takes_over=False)
         ends = _attach_to(name, transports, is_known=nodes is None)
         try:
-            session = cls(name, ends, files, holder=holder)
+            session = cls(name, ends, files, holder=holder, is_attaching=True)
         except BaseException:  # an interrupt
             leave_agents(ends)
             raise
         try:
-            session._inbox.is_showing_missed = True
             go_on(session._core, steal=steal)
             session._core.note_down()
             session.notices.extend(files.notices)

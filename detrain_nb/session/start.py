@@ -22,6 +22,7 @@ from .inbox import agent_of
 from .safe_output import clean_words
 
 START_LIMIT_S = 120.0  # without a further rank that has come up
+ATTACH_LIMIT_S = 30.0  # of a node that others can do without
 CATCH_UP_LIMIT_S = 60.0
 LONGEST_S = 1e8  # three years; above some number a clock of the system or of torch runs over
 LARGEST_SEED = 1 << 62
@@ -108,16 +109,26 @@ class RankStart:
 
 
 def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int, Attached]:
-    """What the agents of ``nodes`` say of themselves, by the node's position; see ``Inbox.untrue``."""
+    """What the agents of ``nodes`` say of themselves, by the node's position.
+
+    The first node has to answer, as have all at a start; another that does not is one of ``Inbox.absent``.
+    """
     inbox = core.inbox
     inbox.attached = inbox.requests.new(map(agent_of, nodes))
     for node in nodes:
-        if node in inbox.untrue:  # it was hung up on before it was asked
-            inbox.attached.take_from(agent_of(node), Refused(inbox.untrue[node]))
+        if node in inbox.absent:
+            inbox.attached.take_from(agent_of(node), Refused(inbox.absent[node]))
         else:
             core.ranks.send_to(node, Attach(core.name, core.holder, steal))
-    inbox.attached.wait(START_LIMIT_S, what="attach")
-    answers = {node: inbox.attached.answers[agent_of(node)] for node in nodes}
+    try:
+        inbox.attached.wait(START_LIMIT_S if 0 in nodes else ATTACH_LIMIT_S, what="attach")
+    except CellTimeout:
+        if 0 in nodes:
+            raise
+        for node in nodes:
+            if inbox.attached.waits_for(agent_of(node)):
+                core.ranks.hang_up(node, f"it did not answer within {ATTACH_LIMIT_S:g} s")
+    answers = {node: inbox.attached.answers.get(agent_of(node)) for node in nodes}
     return {node: answer for node, answer in answers.items() if isinstance(answer, Attached)}
 
 
@@ -180,27 +191,24 @@ def go_on(core: Core, *, steal: bool = False) -> None:
     """Take up what the agents remember. Raises: SessionError, CellTimeout.
 
     The first node has the store of the rendezvous: without it there is no session, and what it says is the measure for
-    the others. One of them that says what cannot be counts as absent, as does one that claims a rank which another had
-    when this machine noted it down.
+    the others. One of them that is lost before it has answered, or says what cannot be, counts as absent, as does one
+    that claims a rank which another had when this machine noted it down.
     """
     attached = attach(core, [0], steal=steal)
     names = [transport.name for transport in core.transports]
     core.inbox.measure_by(attached[0], noted_owners(core.name, names))
-    others = [node for node in range(1, len(core.transports)) if node not in core.absent]
-    attached |= attach(core, others, steal=steal) if others else {}
+    attached |= attach(core, range(1, len(core.transports)), steal=steal) if len(core.transports) > 1 else {}
     for rank, (one, other) in core.inbox.disputed.items():
         raise SessionError(
             f"{names[one]} and {names[other]} both say that they have rank {rank} of session {core.name!r}, and this "
             f"machine has not noted which had it: attach where it was started, or end it: %distributed stop {core.name}"
         )
-    core.absent |= core.inbox.untrue
     world_size = max((up.world_size for up in core.inbox.up.values()), default=0)
     known = _what_runs(attached, names, world_size=world_size, session=core.name)
     core.wants_group, core.group_timeout_s = known.has_group, known.group_timeout_s
     core.set_plan(known.plan)
     core.generations.go_on_from(max(answer.generation for answer in attached.values()))
-    for node, reason in core.absent.items():
-        core.inbox.lose_node(node, reason)
+    core.inbox.lose_absent()
     for node, answer in attached.items():
         if answer.last_number > answer.acknowledged:
             _catch_up(core, node, answer.last_number)

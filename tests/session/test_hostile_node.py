@@ -526,7 +526,7 @@ def test_note_of_ranks_that_is_out_of_date_keeps_nobody_out() -> None:
         known.forget("noted")
 
 
-def test_node_that_takes_a_rank_of_the_first_before_it_is_asked_is_the_one_that_is_named() -> None:
+def test_node_that_takes_a_rank_of_the_first_before_it_is_asked_counts_as_absent() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
 
     def answer(_: Message) -> list[Message]:
@@ -535,28 +535,55 @@ def test_node_that_takes_a_rank_of_the_first_before_it_is_asked_is_the_one_that_
         return [RankUp(0, 1, 0, 2, 1, "good", "cpu", "2"), good.attached]
 
     good.answers[Attach] = answer
-    words = "a node speaks for rank 0, which it does not have"
-    try:
-        with _attached(good, bad) as session:  # it was known before the node was asked
-            _assert_absent(session, words)
-    except DetrainError as exc:
-        assert str(exc).startswith("bad: ") and words in str(exc)
+    with _attached(good, bad) as session:
+        _assert_absent(session, "a node speaks for rank 0, which it does not have")
 
 
-@pytest.mark.parametrize("said", [b"\xff" * 64, to_frame(RankUp(0, 1, 0, 2, 1, "bad", "cpu", "2")).to_bytes()])
-def test_node_that_says_what_cannot_be_just_before_it_is_asked_is_not_waited_for(
+@pytest.mark.parametrize("said", [b"\xff" * 64, to_frame(RankUp(0, 1, 0, 2, 1, "bad", "cpu", "2")).to_bytes(), b""])
+def test_node_that_is_lost_just_before_it_is_asked_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
 
     def between(*_: object) -> dict[int, int]:  # the first node has been attached to, the others were not asked yet
         bad.say_bytes(said)
+        if not said:
+            bad.leave()
         assert bad.wait_until_hung_up_on()
         return {}
 
     monkeypatch.setattr("detrain_nb.session.start.noted_owners", between)
     with _attached(good, bad) as session:
         _assert_absent(session)
+
+
+def test_node_that_hangs_up_or_says_nothing_when_it_is_attached_to_counts_as_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("detrain_nb.session.start.ATTACH_LIMIT_S", 0.2)
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    for act, why in ((bad.leave, "is gone"), (lambda: None, "did not answer within 0.2 s")):
+        bad.answers[Attach] = lambda _, act=act: act() or []
+        with _attached(good, bad) as session:
+            _assert_absent(session, why)
+
+
+def test_node_that_is_lost_after_it_has_answered_while_another_is_asked_is_lost_alone() -> None:
+    nodes = [FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)]
+
+    def answer(node: FakeNode) -> Iterator[Message]:
+        if node.rank == 2:
+            assert nodes[1].wait_until_hung_up_on()
+        yield RankUp(node.rank, 1, 0, 3, 1, node.name, "cpu", "2")
+        yield node.attached
+        if node.rank == 1:
+            node.say_bytes(b"\xff" * 64)
+
+    for node in nodes:
+        node.answers[Attach] = lambda _, node=node: answer(node)
+    with _attached(*nodes) as session:
+        assert list(session._inbox.lost_nodes) == [1]
+        assert session.run_cell("1", ranks=[0, 2]).ranks == (0, 2)
 
 
 def test_node_that_promises_output_and_sends_none_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1014,7 +1041,7 @@ class _Ends:
         """Have everything said taken; returns why the bad node's link was closed."""
         self.bad.leave()
         assert self.link._links[1].wait_for_end(limit_s=20)
-        return self.inbox.lost_nodes.get(1, "") or self.inbox.untrue.get(1, "")
+        return self.inbox.lost_nodes.get(1, "") or self.inbox.absent.get(1, "")
 
     def read(self) -> list[str]:
         """All that the notebook makes of what was said: it can be shown, or is an error in words."""

@@ -32,7 +32,7 @@ class Node:
             checkpoint=lambda: Checkpoint([], lambda: True),
             gap=lambda text: None,
             broken=self.has_broken.set,
-            closed=lambda reason, _: self.closed.append(reason),
+            closed=self.closed.append,
         )
         self.link = NodeLink(ours, events, connect=self._connect)
 
