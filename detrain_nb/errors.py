@@ -45,13 +45,17 @@ __all__ = [
     "TransportError",
     "ValueNotSupported",
     "WireError",
+    "behind_ours",
     "format_ranks",
+    "quoted",
 ]
 
 # What gloo and NCCL say when the process at the other end is gone.
 HUNG_UP = re.compile(r"connection (?:closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
 
 _MOST_HOSTS = 4  # that are named one by one
+_QUOTE = "  | "  # before a line that a node says
+_PLAIN = "\x1b[0m"
 
 
 class DetrainError(Exception):
@@ -161,7 +165,8 @@ class RankError(DetrainError):
         self.errors = dict(sorted(errors.items()))
         self.world_size = world_size
         self.note = note
-        super().__init__("; ".join(f"{where}: {error.summary}" for where, error in self._entries()) or note)
+        told = (f"{where}: {behind_ours(error.summary)}" for where, error in self._entries())
+        super().__init__("\n".join(told) or note)
 
     def _entries(self) -> list[tuple[str, RemoteError]]:
         """Ranks that failed with the same error are one entry; what follows from another rank's stands behind it."""
@@ -176,7 +181,7 @@ class RankError(DetrainError):
     def _render_traceback_(self) -> list[str]:
         lines: list[str] = []
         for where, error in self._entries():
-            lines += [f"--- {where} ---", *error.traceback, error.summary]
+            lines += [f"--- {where} ---", *map(quoted, (*error.traceback, error.summary))]
         well = self.world_size - len(self.errors)
         if well > 0 and not all(error.interrupted for error in self.errors.values()):
             lines.append(f"--- {well} of {self.world_size} ranks: no error ---")
@@ -192,6 +197,16 @@ class CellInterrupted(RankError, KeyboardInterrupt):
 def _list_hosts(errors: Iterable[RemoteError]) -> str:
     hosts = list(dict.fromkeys(error.host for error in errors))
     return ", ".join(hosts) if len(hosts) <= _MOST_HOSTS else f"{len(hosts)} hosts"
+
+
+def quoted(words: str) -> str:
+    """Clean words of a node, below a line of ours that names it: no line passes for ours, nor colours what follows."""
+    return "\n".join(f"{_QUOTE}{line}{_PLAIN if chr(27) in line else ''}" for line in words.split("\n"))
+
+
+def behind_ours(words: str) -> str:
+    """The same where the first line stands behind words of ours: only the further ones are marked."""
+    return quoted(words).removeprefix(_QUOTE)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

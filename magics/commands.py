@@ -13,6 +13,7 @@ from ..deploy.kept import drop_kept, seconds_kept, shorten_kept
 from ..deploy.known import known_sessions
 from ..errors import RankError, format_ranks, short_ranks
 from ..session.cells import CellRun
+from ..session.safe_output import one_line
 from ..session.session import Session
 from . import options
 from .holder import SessionHolder, StartOptions
@@ -294,7 +295,7 @@ def _cells(session: Session) -> str:
         first = next((line.strip() for line in ran.code.splitlines() if line.strip()), "")
         on = "" if len(ran.ranks) == session.world_size else f"[{short_ranks(ran.ranks)}] "
         state = " (runs)" if ran.cell in running else "" if ran.cell in printed else " (printed nothing)"
-        lines.append(f"cell {ran.cell}: {on}{first[:_CODE_CHARS]}{state}\n")
+        lines.append(f"cell {ran.cell}: {on}{one_line(first[:_CODE_CHARS])}{state}\n")
     return "".join(lines) or "no cell has run\n"
 
 

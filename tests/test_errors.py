@@ -13,6 +13,6 @@ def test_rank_that_failed_by_itself_stands_before_those_that_it_took_along() -> 
         2: RemoteError(2, "here", "ValueError", "no such token"),
     }
     error = RankError(errors, world_size=3)
-    assert str(error).startswith("rank 2 on here: ValueError: no such token; rank 0 on here: RuntimeError")
+    assert str(error).startswith("rank 2 on here: ValueError: no such token\nrank 0 on here: RuntimeError")
     assert error._render_traceback_()[0] == "--- rank 2 on here ---"
     assert list(error.errors) == [0, 1, 2], "by rank, for programs"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from ..errors import DetrainError, LaunchError, SessionError, SpecError, TransportError
+from ..node.talk import clean
 from ..transport import Transport
 from ..transport.local import LocalTransport
 from ..wire import Attach, EndSession, FrameReader, Refused, to_frame
@@ -197,7 +198,7 @@ def _end_held_agent(sock: socket.socket, session: str, holder: str) -> None:
             for frame in reader.feed(data):
                 message = frame.message()
                 if isinstance(message, Refused):
-                    raise SessionError(message.reason)
+                    raise SessionError(clean(message.reason))
     except OSError as exc:
         raise TransportError(f"it was not told to end: {exc}") from exc
     finally:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import DetrainError, LaunchError, SessionError, TransportError
+from ..errors import DetrainError, LaunchError, SessionError, TransportError, behind_ours
 from ..node.talk import clean
 from ..spec.node import Node
 from ..transport.ssh import AskPassphrase, SshConnection, find_route
@@ -209,7 +209,9 @@ def _quote_path(path: str) -> str:
 
 def _as_words(said: object) -> str:
     """What failed there, in its lines: none but the first could be taken for what we say ourselves."""
-    return "\n  | ".join(map(as_text, said[:4096].strip().split("\n"))) if isinstance(said, str) else clean(said)
+    if not isinstance(said, str):
+        return clean(said)
+    return behind_ours("\n".join(map(as_text, said[:4096].strip().split("\n"))))
 
 
 def as_text(said: object) -> str:

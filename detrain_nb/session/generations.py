@@ -10,7 +10,7 @@ from ..wire import Broadcast, EndGeneration, GenerationEnded, GenerationReady, N
 from .losses import describe_ends
 from .rank_link import VALUE_LIMIT_S, RankLink
 from .requests import Request
-from .safe_output import one_line
+from .safe_output import one_line, quote
 
 GROUP_LIMIT_S = 60.0
 END_LIMIT_S = 0.8  # a rank whose C code holds the GIL ends it later
@@ -79,7 +79,7 @@ class Generations:
         failed = _errors(ready)
         if failed:
             self.end()
-            raise LaunchError(f"{format_ranks(failed)} could not make the process group: {next(iter(failed.values()))}")
+            raise LaunchError(f"{format_ranks(failed)} could not make the process group: {quote(failed[min(failed)])}")
 
     def begin(self) -> None:
         """Let all ranks count the groups that cells make from one, where they would not do so alike.

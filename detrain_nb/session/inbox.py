@@ -45,7 +45,7 @@ from .logbook import Logbook
 from .losses import describe_end
 from .node_link import Checkpoint
 from .requests import Requests
-from .safe_output import cleaned, one_line
+from .safe_output import cleaned, one_line, quote
 
 # What is shown as it is; the words of the others are cleaned where they are used.
 _OF_WORDS = (
@@ -231,13 +231,13 @@ class Inbox:
             self.store_opened.take_from(agent_of(node), message)
         elif isinstance(message, Refused):
             if message.is_taken or self._takes_all_with_it(node):  # a session has one holder, whoever tells us first
-                self.fail(SessionError(f"{self._on(node)}{message.reason}"))
-            self.lose_node(node, message.reason)
+                self.fail(SessionError(f"{self._on(node)}{quote(message.reason)}"))
+            self.lose_node(node, one_line(message.reason, most_chars=_LONGEST_NOTICE))
         elif isinstance(message, LauncherEnded):
             self._take_end_of_launcher(message, node)
         elif isinstance(message, Notice):
-            text = message.text[:_LONGEST_NOTICE].replace("\n", "\n  ")  # no line of it passes for one of ours
-            self._take_gap(replace(message, text=f"{self._on(node)}{text}"), number, node)
+            text = f"{self._on(node)}{quote(message.text[:_LONGEST_NOTICE])}"
+            self._take_gap(replace(message, text=text), number, node)
         elif isinstance(message, StartedCold):
             self.notice(f"{self._on(node)}started cold: {one_line(message.reason)}")
 
@@ -411,7 +411,7 @@ class Inbox:
         self.requests.fail_all(RankLost(describe_end(message, host=host)), rank=message.rank)
 
     def _take_end_of_launcher(self, message: LauncherEnded, node: int) -> None:
-        last = _last_words(message.log_tail[-_LONGEST_NOTICE:]) or f"exit code {message.exit_code}"
+        last = quote(_last_words(message.log_tail[-_LONGEST_NOTICE:])) or f"exit code {message.exit_code}"
         if self.ranks_up.is_open:
             self.fail(LaunchError(f"{self._on(node)}the ranks did not start: {last}"))
         else:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from ..errors import RemoteError, format_ranks, short_ranks
 from ..wire import RankEnded
-from .safe_output import clean_words
+from .safe_output import one_line, quote
 
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting (?:for )?(\d{1,15})ms")  # gloo's words
+_LONGEST_REASON = 4000
 
 
 def advice(ends: Mapping[int, RankEnded], *, world_size: int) -> list[str]:
@@ -44,12 +45,10 @@ def what_to_do_about_down(ends: Mapping[int, RankEnded]) -> str:
     ranks, are = format_ranks(ends), "is" if len(ends) == 1 else "are"
     if is_gone(first):
         return (
-            f"{ranks} {are} gone, {_behind_ours(first.down)}: the others keep their variables; "
+            f"{ranks} {are} gone, {_reason(first.down)}: the others keep their variables; "
             "%distributed shrink makes them one group without it, %distributed restart starts all anew"
         )
-    return (
-        f"{ranks} {are} left down, {_behind_ours(first.down)}: %distributed restart -r {short_ranks(ends)} tries again"
-    )
+    return f"{ranks} {are} left down, {_reason(first.down)}: %distributed restart -r {short_ranks(ends)} tries again"
 
 
 def describe_ends(ends: Mapping[int, RankEnded], *, hosts: Mapping[int, str]) -> str:
@@ -57,8 +56,8 @@ def describe_ends(ends: Mapping[int, RankEnded], *, hosts: Mapping[int, str]) ->
     gone: dict[str, list[int]] = {}
     for end in ends.values():
         if is_gone(end):
-            gone.setdefault(_behind_ours(end.reason), []).append(end.rank)
-    lines = [f"{reason}; there {'was' if len(of) == 1 else 'were'} {format_ranks(of)}" for reason, of in gone.items()]
+            gone.setdefault(_reason(end.reason), []).append(end.rank)
+    lines = [f"{format_ranks(of)} {'is' if len(of) == 1 else 'are'} gone: {reason}" for reason, of in gone.items()]
     alone = [end for _, end in sorted(ends.items()) if not is_gone(end)]
     return "\n".join([*lines, *(describe_end(end, host=hosts.get(end.rank, "this machine")) for end in alone)])
 
@@ -66,12 +65,12 @@ def describe_ends(ends: Mapping[int, RankEnded], *, hosts: Mapping[int, str]) ->
 def describe_end(end: RankEnded, *, host: str) -> str:
     """How a rank's process ended, with the last lines of its stderr."""
     how = f"signal {end.signal} ({_signal_name(end.signal)})" if end.signal else f"exit code {end.exit_code}"
-    reason = f", {_behind_ours(end.reason)}" if end.reason else ""
-    words = _behind_ours(end.stderr_tail).strip()
+    reason = f", {_reason(end.reason)}" if end.reason else ""
+    words = quote(f"\n{end.stderr_tail.strip()}") if end.stderr_tail.strip() else ""
     if is_gone(end):
-        return f"rank {end.rank}: {_behind_ours(end.reason)}"
+        return f"rank {end.rank}: {_reason(end.reason)}"
     what = "was replaced" if end.asked else f"ended with {how}{reason}"
-    return f"rank {end.rank} on {host} (pid {end.pid}) {what}{f'; its last words:{chr(10)}  {words}' if words else ''}"
+    return f"rank {end.rank} on {host} (pid {end.pid}) {what}{f'; its last words:{words}' if words else ''}"
 
 
 def describe_silence(errors: Mapping[int, RemoteError]) -> str:
@@ -88,9 +87,9 @@ def describe_silence(errors: Mapping[int, RemoteError]) -> str:
     return f"{format_ranks(silent)} on {' and '.join(hosts)} {said.replace('nothing', 'nothing of each other')}: {cut}"
 
 
-def _behind_ours(words: str) -> str:
-    """What a node says behind words of ours: none of its lines passes for one of them."""
-    return clean_words(words).replace("\n", "\n  ")
+def _reason(words: str) -> str:
+    """Why, in the words of a node, in the middle of a line of ours."""
+    return one_line(words, most_chars=_LONGEST_REASON)
 
 
 def _signal_name(number: int) -> str:

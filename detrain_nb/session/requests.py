@@ -13,6 +13,7 @@ from .. import values
 from ..errors import CellTimeout, DetrainError, SessionError, WireError, format_ranks
 from ..node.room import require_room
 from ..wire import Message, Piece, RequestFailed, Value
+from .safe_output import quote
 
 _NO_ROOM = "pull fewer values at once, a part of them, or torch.save them to a file there and %distributed get it"
 
@@ -96,7 +97,7 @@ class Request:
             if isinstance(answer, RequestFailed):
                 refused.setdefault(answer.error, []).append(rank)
         if refused:
-            raise SessionError("; ".join(f"{format_ranks(ranks)}: {error}" for error, ranks in refused.items()))
+            raise SessionError("\n".join(f"{format_ranks(ranks)}: {quote(error)}" for error, ranks in refused.items()))
 
     def wait_quietly(self, limit_s: float) -> bool:
         """Wait for all answers that can come, and be content with those that did; False when some have not."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import RemoteError, short_ranks
+from ..errors import RemoteError, behind_ours, short_ranks
 from .log import OutputLog
 
 __all__ = ["CellResult", "RankResult", "TextOnly"]
@@ -105,7 +105,7 @@ class CellResult:
 
     def __repr__(self) -> str:
         lines = [f"CellResult of cell {self.cell}"]
-        lines += [f"  [{r.rank}] {r.seconds:.3f} s  {_shown(r)}" for r in self]
+        lines += [f"  [{r.rank}] {r.seconds:.3f} s  {behind_ours(_shown(r))}" for r in self]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

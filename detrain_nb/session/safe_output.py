@@ -15,6 +15,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from ..errors import behind_ours
 from ..wire import Completions, Message
 
 Bundle = dict[str, Any]
@@ -57,7 +58,7 @@ def clean_text(text: str, *, keeps_moves: bool = False) -> str:
 
 def clean_words(text: str) -> str:
     """Clean text for where something stands before it on its line: it cannot go back there and write over that."""
-    return clean_text(text).replace("\r\n", "\n").replace("\r", "\n")
+    return _OTHER_ENDS.sub("\n", clean_text(text))
 
 
 class PieceCleaner:
@@ -93,14 +94,19 @@ def _shortened(begun: str) -> str:
     return ("\x1b[?" if begun[1] == "[" else "\x1b") + (" " if begun[-1] in " !\"#$%&'()*+,-./" else "")
 
 
-def one_line(text: str) -> str:
+def one_line(text: str, *, most_chars: int = _MAX_NAME_CHARS) -> str:
     """A name as it is shown: it changes nothing around it, and what cannot be seen in it is shown as an escape."""
-    return "".join(char if char.isprintable() else _escaped(char) for char in text[:_MAX_NAME_CHARS])
+    return "".join(char if char.isprintable() else _escaped(char) for char in text[:most_chars])
 
 
 def show_hidden(text: str) -> str:
     """Clean text in which what turns the direction of writing, or cannot be seen, is shown as an escape."""
     return _HIDDEN.sub(lambda match: _escaped(match[0]), clean_words(text))
+
+
+def quote(text: str) -> str:
+    """What a node says, behind words of ours that name it: cleaned, and no line of it passes for one of ours."""
+    return behind_ours(show_hidden(text))
 
 
 def safe_completions(found: Completions, *, code: str, position: int) -> Completions:
@@ -153,6 +159,7 @@ def cleaned(message: Message) -> Message:
 
 
 _NEEDS_CLEANING = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+_OTHER_ENDS = re.compile("\r\n?|[\u2028\u2029]")  # of lines
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _HIDDEN = re.compile(r"[\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 

@@ -19,7 +19,7 @@ from ..transport import Transport
 from ..wire import Attach, Attached, Launch, OpenStore, Refused, StoreOpened
 from .core import Core
 from .inbox import agent_of
-from .safe_output import clean_words
+from .safe_output import quote
 
 START_LIMIT_S = 120.0  # without a further rank that has come up
 ATTACH_LIMIT_S = 30.0  # of a node that others can do without
@@ -183,7 +183,8 @@ def _open_store(core: Core, address: str) -> int:
     core.inbox.store_opened.wait(START_LIMIT_S, what="a socket for the store")
     answer = core.inbox.store_opened.answers[agent_of(0)]
     if not isinstance(answer, StoreOpened) or not answer.port:
-        raise LaunchError(clean_words(getattr(answer, "error", "")))
+        name = core.transports[0].name or "this machine"
+        raise LaunchError(f"{name}: no socket for the store: {quote(getattr(answer, 'error', ''))}")
     return answer.port
 
 

@@ -299,7 +299,7 @@ def test_what_came_while_nobody_was_there_is_shown_with_values_errors_and_deaths
     front.restart(now=True)
     shown = front.run("%distributed attach")
     assert re.search(r"\[0\] on\n(.*\n)*\[0\] \[0\]\n", shown)
-    assert "line 6, in <module>\n    if rank == 1: 1 / 0\nZeroDivisionError: division by zero" in shown
+    assert "line 6, in <module>\n  |     if rank == 1: 1 / 0\n  | ZeroDivisionError: division by zero" in shown
     assert "ended with signal 9 (SIGKILL)\n" in shown
     assert "rank 2 is fresh, its variables are gone:\n  %distributed replay -r 2  runs" in shown
     assert "has ended" not in shown, "it had ended before"

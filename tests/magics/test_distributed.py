@@ -161,7 +161,7 @@ def test_error_shows_the_users_lines_and_fails_the_cell(kernel: Any) -> None:
     assert outcome.status == "error"
     assert outcome.text() == "[0-1] before\n"
     assert "rank 1 on" in outcome.error
-    assert "line 4, in <module>\n    raise ValueError('bad batch')\nValueError: bad batch" in outcome.error
+    assert "line 4, in <module>\n  |     raise ValueError('bad batch')\n  | ValueError: bad batch" in outcome.error
     assert "magics" not in outcome.error
 
 

@@ -245,7 +245,8 @@ def test_error_of_a_rank_is_shown_when_the_wait_for_it_is_stopped(failing: Sessi
     assert caught.value.errors[0].interrupted and not caught.value.errors[1].interrupted
     assert caught.value.errors[1].summary == "ValueError: no loss today"
     shown = "\n".join(caught.value._render_traceback_())
-    assert re.search(r"--- rank 1 on .*in loss\n +raise ValueError.*\nValueError: no loss today", shown, re.DOTALL)
+    told = r"--- rank 1 on .*in loss\n  \| +raise ValueError.*\n  \| ValueError: no loss today"
+    assert re.search(told, shown, re.DOTALL)
     assert not any("pipelining" in line for line in caught.value.errors[1].traceback)
     assert shown.startswith("--- rank 1 on "), "first who failed by itself, then who was interrupted"
 
@@ -254,7 +255,7 @@ def test_error_of_a_rank_ends_the_cell_when_the_other_can_only_wait_for_it(
     failing: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("detrain_nb.session.diagnosis.MESSAGE_LIMIT_S", 2.0)
-    with pytest.raises(RankError, match=r"^rank 1 on \S+: ValueError: no loss today; rank 0 on ") as caught:
+    with pytest.raises(RankError, match=r"^rank 1 on \S+: ValueError: no loss today\nrank 0 on ") as caught:
         failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", timeout_s=30)
     assert not isinstance(caught.value, CellInterrupted)
     assert caught.value.note.startswith("rank 0 waited in step (line 1): freed\n")

@@ -13,7 +13,7 @@ from detrain_nb.errors import CellTimeout, RankError, RankLost, SessionError
 def _shown(session: Session, code: str) -> str:
     with pytest.raises(RankError) as caught:
         session.run_cell(code, ranks=0)
-    return "\n".join(caught.value._render_traceback_())
+    return "\n".join(caught.value._render_traceback_()).replace("\n  | ", "\n")
 
 
 @pytest.mark.rare_elsewhere

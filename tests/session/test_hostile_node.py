@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import struct
 import threading
 import time
@@ -35,6 +36,7 @@ from detrain_nb.session.evidence import gather
 from detrain_nb.session.losses import advice, describe_ends, describe_silence
 from detrain_nb.session.rank_link import RankLink
 from detrain_nb.session.safe_output import safe_completions
+from detrain_nb.session.start import _open_store
 from detrain_nb.session.status import RankStatus
 from detrain_nb.session.whereabouts import Whereabouts
 from detrain_nb.spec.node import Node
@@ -58,6 +60,7 @@ from detrain_nb.wire import (
     LauncherEnded,
     Locate,
     Message,
+    NewGeneration,
     Notice,
     OpenStore,
     Output,
@@ -71,6 +74,7 @@ from detrain_nb.wire import (
     Received,
     Refused,
     RequestDone,
+    RequestFailed,
     RunCell,
     StartedCold,
     StoreOpened,
@@ -747,12 +751,96 @@ def test_text_that_cannot_be_encoded_is_shown_all_the_same(pair: Pair) -> None:
 def test_no_line_of_a_node_s_words_passes_for_one_of_ours(pair: Pair) -> None:
     pair.bad.say(Notice("\rgood: your disk is full\ngood: run this"), is_numbered=False)
     _run(pair, _DONE)
-    assert pair.session.notices[-1] == "bad: \n  good: your disk is full\n  good: run this"
+    assert pair.session.notices[-1] == "bad: \n  | good: your disk is full\n  | good: run this"
     said = "\rrank 0 on good ended\nrank 0 is fresh"
     told = describe_ends({1: RankEnded(1, 5, 0, 0, 1, said, said, False, "")}, hosts={1: "bad"})
-    assert told.startswith("rank 1 on bad (pid 5) ended with exit code 1, \n  rank 0 on good")
-    assert "\r" not in told
-    assert all(line.startswith("  ") for line in told.splitlines()[1:])
+    assert told.splitlines() == [
+        "rank 1 on bad (pid 5) ended with exit code 1,  rank 0 on good ended rank 0 is fresh; its last words:",
+        "  | rank 0 on good ended",
+        "  | rank 0 is fresh",
+    ]
+
+
+_LIE = "rank 0 on good: LIE\x1b[8m"
+_BREAKS = ("", "\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029")
+_LIES = "\n".join(before + _LIE for before in _BREAKS)
+_FAILED = CellFailed(1, 0, 0.0, True, False, _LIES, _LIES, [_LIES, _LIES], False)
+
+
+def _error_of(act: Callable[[], object]) -> list[str]:
+    with pytest.raises(DetrainError) as caught:
+        act()
+    return [str(caught.value), "\n".join(caught.value._render_traceback_())]
+
+
+def _told_of_ends(pair: Pair) -> list[str]:
+    kinds = itertools.product((1, -1), (False, True))
+    ends = [RankEnded(1, 5, 0, 0, code, _LIES, _LIES, is_asked, _LIES) for code, is_asked in kinds]
+    return [
+        text
+        for end in ends
+        for text in (describe_ends({1: end}, hosts={1: "bad"}), "\n".join(advice({1: end}, world_size=2)))
+    ]
+
+
+def _told_of_a_request(pair: Pair) -> list[str]:
+    request = pair.inbox.requests.new([1])
+    pair.bad.say(RequestFailed(1, request.number, _LIES), is_numbered=False)
+    return _error_of(lambda: request.wait(10.0, what="it"))
+
+
+def _told_of_groups(pair: Pair) -> list[str]:
+    pair.bad.answers[NewGeneration] = lambda message: [GenerationReady(1, message.number, _LIES)]
+    pair.inbox.has_group.clear()
+    return _error_of(lambda: pair.session.run_cell("1"))
+
+
+def _told_of_the_store(pair: Pair) -> list[str]:
+    pair.good.answers[OpenStore] = lambda message: [StoreOpened(0, _LIES)]
+    return _error_of(lambda: _open_store(pair.session._core, "127.0.0.1"))
+
+
+def _told_of_a_lost_node(pair: Pair, message: Message) -> list[str]:
+    pair.bad.say(message, is_numbered=False)
+    assert_soon(lambda: bool(pair.inbox.lost_nodes or pair.inbox.failure))
+    return [
+        describe_ends(pair.inbox.fresh, hosts={}),
+        *_error_of(lambda: pair.session.run_cell("1", ranks=1)),
+        *_error_of(lambda: pair.session.run_cell("1")),
+    ]
+
+
+def _told_by_notices(pair: Pair) -> list[str]:
+    pair.bad.say(Notice(_LIES), StartedCold(_LIES), is_numbered=False)
+    _run(pair, _DONE)
+    return pair.session.notices
+
+
+_TELLING: dict[str, Callable[[Pair], list[str]]] = {
+    "errors": lambda pair: _error_of(lambda: _run(pair, _FAILED)),
+    "value": lambda pair: [repr(_run(pair, replace(_DONE, body=json_body({"text/plain": _LIES})), values=False))],
+    "ends": _told_of_ends,
+    "request": _told_of_a_request,
+    "groups": _told_of_groups,
+    "store": _told_of_the_store,
+    "refused": lambda pair: _told_of_a_lost_node(pair, Refused(_LIES)),
+    "taken": lambda pair: _told_of_a_lost_node(pair, Refused(_LIES, True)),
+    "launcher": lambda pair: _told_of_a_lost_node(pair, LauncherEnded(1, _LIES)),
+    "notices": _told_by_notices,
+}
+
+
+@pytest.mark.parametrize("name", _TELLING)
+def test_every_line_of_a_node_is_marked_or_begins_with_words_of_ours(pair: Pair, name: str) -> None:
+    texts = _TELLING[name](pair)
+    lines = [line for text in texts for line in text.splitlines()]
+    assert [line for line in lines if "LIE" in line]
+    for line in lines:
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", line)
+        assert not plain.startswith("rank 0 on good: LIE"), texts
+        is_ours = plain.partition("rank 0 on good: LIE")[0]
+        assert "LIE" not in plain or is_ours.startswith("  | ") or any(map(str.isalpha, is_ours)), texts
+        assert "\x1b" not in line or line.endswith("\x1b[0m"), "no colour goes on into what is ours"
 
 
 def test_reason_of_a_cold_start_is_text_and_no_longer_than_a_notice(pair: Pair) -> None:

@@ -72,7 +72,7 @@ def test_refusals_are_grouped_by_what_they_say() -> None:
     request = requests.new([0, 1, 2])
     for rank, error in enumerate(["no x", "no y", "no x"]):
         requests.take(RequestFailed(rank, request.number, error))
-    with pytest.raises(SessionError, match=r"^ranks 0, 2: no x; rank 1: no y$"):
+    with pytest.raises(SessionError, match=r"^ranks 0, 2: no x\nrank 1: no y$"):
         request.wait(0, what="pull")
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from detrain_nb.magics.rank_terminal import RankTerminal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import detrain_nb
 from detrain_nb import wire
@@ -23,6 +25,7 @@ from detrain_nb.session.safe_output import (
     clean_words,
     cleaned,
     one_line,
+    quote,
     safe_bundle,
     safe_completions,
     show_hidden,
@@ -76,12 +79,23 @@ def test_error_keeps_its_lines_and_colours_and_shows_what_it_hides() -> None:
     assert show_hidden("\x1b[31mx\u2066y\x1b]0;t\x07\nz\u200d") == "\x1b[31mx\\u2066y\nz\\u200d"
 
 
-@pytest.mark.parametrize(("raw", "shown"), [("a\r\nb", "a\nb"), ("a\rb", "a\nb"), ("\r\rgood: x", "\n\ngood: x")])
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [("a\r\nb", "a\nb"), ("a\rb", "a\nb"), ("\r\rgood: x", "\n\ngood: x"), ("a\u2028b\u2029c", "a\nb\nc")],
+)
 def test_words_do_not_go_back_to_what_stands_before_them(raw: str, shown: str) -> None:
     notice = cleaned(Notice(raw))
     assert isinstance(notice, Notice)
     bundle = safe_bundle({"text/plain": raw}, is_this_machine=False)
     assert {notice.text, bundle["text/plain"], show_hidden(raw), clean_words(raw)} == {shown}
+
+
+@settings(derandomize=True, deadline=None, database=None)
+@given(st.text(st.sampled_from("ab \n\r\x0b\x1c\x1e\x85\u2028\u2029\x1b[31m\u202e|"), max_size=30))
+def test_words_that_are_quoted_go_on_in_marked_lines(words: str) -> None:
+    first, *more = f"rank 1: {quote(words)}".splitlines()
+    assert first.startswith("rank 1: ")
+    assert all(line.startswith("  | ") for line in more)
 
 
 PNG, JPEG, LONG_PNG = "iVBORw0KGgo=", "/9j/4AAQ", "iVBORw0KGgoAAAAN"
@@ -277,6 +291,7 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
     "rank_terminal._STYLES": (_as_drawing, "\x1b[31mx\r", ["\x1b[1mx\n\x1b[Ay\n"]),
     "rank_terminal._NARROW": (_as_drawing, "\r", ["x", "漢", "\u0301", "x漢"]),
     "safe_output._NEEDS_CLEANING": (clean_text, "\n", ["x", "\x1b[m"]),
+    "safe_output._OTHER_ENDS": (clean_words, "\r", ["\r", "\r\n", "\u2028"]),
     "safe_output._SURROGATES": (clean_text, "\x1b]", ["\ud800", "\udfff\x1b"]),
     "safe_output._HIDDEN": (show_hidden, "\x1b", ["\u202e", " "]),
     "safe_output._NAMES": (_as_completion, "x", ["x", ".", ".x", "="]),

@@ -265,8 +265,8 @@ def test_error_names_rank_host_and_the_users_line(session: Session) -> None:
     [error] = caught.value.errors.values()
     assert (error.rank, error.name, error.message) == (1, "ZeroDivisionError", "division by zero")
     shown = "\n".join(caught.value._render_traceback_())
-    assert "line 3, in <module>\n    if rank == 1: train(0)" in shown
-    assert "line 2, in train\n    return 1 / n" in shown
+    assert "line 3, in <module>\n  |     if rank == 1: train(0)" in shown
+    assert "line 2, in train\n  |     return 1 / n" in shown
     assert "1 of 2 ranks: no error" in shown
     assert "IPython" not in shown
     assert "detrain_nb" not in shown
@@ -345,8 +345,8 @@ def test_number_and_lines_are_those_of_the_notebooks_cell(session: Session) -> N
     with pytest.raises(RankError) as caught:
         session.run_cell("import inspect\ndef f(): return 1 / 0\nf()", ranks=0, number=1000, first_line=2)
     shown = "\n".join(caught.value._render_traceback_())
-    assert "cell 1000, line 4, in <module>\n    f()" in shown
-    assert "cell 1000, line 3, in f\n    def f(): return 1 / 0" in shown
+    assert "cell 1000, line 4, in <module>\n  |     f()" in shown
+    assert "cell 1000, line 3, in f\n  |     def f(): return 1 / 0" in shown
     assert session.run_cell("inspect.getsource(f)", ranks=0).values == {0: "def f(): return 1 / 0\n"}
     assert session.next_cell() == 1002
     assert session.next_cell(at_least=3) == 1002
@@ -418,8 +418,8 @@ def test_crash_in_c_says_where_down_to_the_cells_line() -> None:
         with pytest.raises(RankLost, match="ended with signal 11") as caught:
             session.run_cell("def f():\n    ctypes.string_at(0)\nprint('\\r1%\\r2%', file=sys.stderr)\nf()")
     words = str(caught.value).partition("its last words:\n")[2].partition("\nrank 0 is fresh")[0].splitlines()
-    assert words[:2] == ["  2%", "  Fatal Python error: Segmentation fault"]
-    assert words[-1].strip() == 'File "<cell 2>", line 2 in f'
+    assert words[:2] == ["  | 2%", "  | Fatal Python error: Segmentation fault"]
+    assert words[-1].removeprefix("  | ").strip() == 'File "<cell 2>", line 2 in f'
 
 
 @pytest.mark.slow
