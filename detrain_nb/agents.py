@@ -8,19 +8,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import selectors
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .errors import LaunchError, SessionError
+from .guarded import describe, find_guest_parent
 from .locks import take_lock
 
 SOCKET_NAME = "agent.sock"
@@ -169,24 +172,39 @@ def connect(folder: Path) -> socket.socket:
 
 
 def runtime_folder() -> Path:
-    """The folder of this user's sessions, made if need be; nobody else can enter it.
+    """The folder of this user's sessions, made if need be; nobody else can enter it, or put another in its place.
 
-    ``DETRAIN_NB_RUNTIME_DIR``, or a folder in ``XDG_RUNTIME_DIR``, or one in the system's folder for temporary files.
+    ``DETRAIN_NB_RUNTIME_DIR``, or the first that is fit: a folder in ``XDG_RUNTIME_DIR``, one in the system's folder
+    for temporary files, one among the user's caches. Its path has no links.
     Raises: LaunchError when it is not ours, or open to others.
     """
+    refused = []
+    for wanted in _possible_folders():
+        folder = Path(os.path.realpath(wanted.parent), wanted.name)
+        try:
+            _require_safe_parents(folder)
+            for path in (*reversed(folder.parents), folder):
+                if not path.is_dir():
+                    path.mkdir(mode=0o700, exist_ok=True)
+            require_private(folder)
+            return folder
+        except OSError as exc:
+            refused.append(LaunchError(f"the run directory cannot be made: {exc}: set DETRAIN_NB_RUNTIME_DIR"))
+        except LaunchError as exc:
+            refused.append(exc)
+    raise refused[0]
+
+
+def _possible_folders() -> Iterator[Path]:
     if chosen := os.environ.get("DETRAIN_NB_RUNTIME_DIR"):
-        folder = Path(chosen).expanduser().absolute()
-    elif base := os.environ.get("XDG_RUNTIME_DIR"):
-        folder = Path(base) / "detrain_nb"
-    else:
-        user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-        folder = Path(tempfile.gettempdir()) / f"detrain_nb-{user}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as exc:
-        raise LaunchError(f"the run directory cannot be made: {exc}: set DETRAIN_NB_RUNTIME_DIR") from exc
-    require_private(folder)
-    return folder
+        yield Path(chosen).expanduser().absolute()
+        return
+    if base := os.environ.get("XDG_RUNTIME_DIR"):
+        yield Path(base).absolute() / "detrain_nb"
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    yield Path(tempfile.gettempdir()) / f"detrain_nb-{user}"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    yield Path(caches).absolute() / f"detrain_nb-{platform.node()}"  # machines may share the home
 
 
 def open_private(path: str, flags: int) -> int:
@@ -227,6 +245,7 @@ def holder_of(session: str) -> str:
 
 
 def require_private(folder: Path) -> None:
+    """Raises: LaunchError when others can enter ``folder``, OSError."""
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode):
         raise LaunchError(f"run directory {folder} is not a directory: remove it, or set DETRAIN_NB_RUNTIME_DIR")
@@ -237,6 +256,22 @@ def require_private(folder: Path) -> None:
     if state.st_mode & 0o077:
         mode = stat.S_IMODE(state.st_mode)
         raise LaunchError(f"run directory {folder} is open to others (mode {mode:04o}): chmod 700 {folder}")
+
+
+def _require_safe_parents(folder: Path) -> None:
+    if parent := find_guest_parent(folder):
+        raise LaunchError(
+            f"run directory {folder}: others can put another one in its place, as {describe(parent)} is theirs to "
+            "write: set DETRAIN_NB_RUNTIME_DIR to a folder that is not below it"
+        )
+
+
+def is_same_user(sock: socket.socket) -> bool:
+    """Whether a process of this user is at the other end of a Unix socket."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True  # the folder's mode keeps others out
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.getuid())
 
 
 def live_agent(folder: Path) -> int:
@@ -310,4 +345,7 @@ def _connect(path: Path) -> socket.socket:
     except OSError as exc:
         sock.close()
         raise LaunchError(f"the agent's socket {path} does not answer: {exc}") from exc
+    if not is_same_user(sock):
+        sock.close()
+        raise LaunchError(f"the agent's socket {path} is another user's: set DETRAIN_NB_RUNTIME_DIR to another folder")
     return sock

@@ -14,8 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from detrain_nb.agents import live_agent, remove_dead_agent, remove_dead_agents, running_sessions, start_agent
-from detrain_nb.errors import SessionError
+from detrain_nb.agents import (
+    connect,
+    live_agent,
+    remove_dead_agent,
+    remove_dead_agents,
+    running_sessions,
+    runtime_folder,
+    start_agent,
+)
+from detrain_nb.errors import LaunchError, SessionError
 from detrain_nb.transport.local import LocalTransport
 
 _LIMIT_S = 30.0
@@ -311,3 +319,40 @@ def test_starter_that_lives_on_does_not_hold_the_lock(base: Path, start: Start) 
     _kill(agent)
     remove_dead_agent(base / "killed")
     assert not _names(base)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_folder_that_others_can_put_another_in_place_of_is_refused(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent that others can write: they could give the agent a folder of theirs, and code in it."""
+    monkeypatch.setattr("grp.getgrgid", lambda gid: (_ for _ in ()).throw(KeyError(gid)))  # no group of one's own
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    (shared / "deeper").mkdir(mode=0o700)
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(shared / "deeper" / "run"))
+    with pytest.raises(LaunchError, match=f"others can put another one in its place, as {shared} .mode {mode:04o}"):
+        runtime_folder()
+    assert not (shared / "deeper" / "run").exists()
+    shared.chmod(0o1777)
+    assert runtime_folder() == shared / "deeper" / "run"
+
+
+def test_next_folder_is_taken_where_one_is_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DETRAIN_NB_RUNTIME_DIR", raising=False)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "shared"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "shared"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert runtime_folder().parent == tmp_path / "caches"
+    assert stat.S_IMODE(runtime_folder().stat().st_mode) == 0o700
+
+
+def test_agent_of_another_user_is_not_talked_to(start: Start, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start("mine")
+    ours = os.getuid()
+    monkeypatch.setattr("os.getuid", lambda: ours + 1)
+    with pytest.raises(LaunchError, match="is another user's"):
+        connect(base / "mine")

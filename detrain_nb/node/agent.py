@@ -16,7 +16,6 @@ import platform
 import shutil
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -24,7 +23,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from ..agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, SOCKET_NAME
+from ..agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, SOCKET_NAME, is_same_user
 from ..errors import WireError
 from ..launch import GPUS_VARIABLE, usable_cpus
 from ..locks import take_lock
@@ -213,7 +212,7 @@ class _Agent:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
-        if not _is_same_user(sock):
+        if not is_same_user(sock):
             sock.close()
             return
         with contextlib.suppress(OSError):
@@ -452,13 +451,6 @@ def _seconds_until(*times: float | None) -> float | None:
     """How long to wait now for the first of them; a system knows a longest wait."""
     first = min((at for at in times if at is not None), default=None)
     return None if first is None else min(LONGEST_WAIT_S, max(0.0, first - time.monotonic()))
-
-
-def _is_same_user(sock: socket.socket) -> bool:
-    if not hasattr(socket, "SO_PEERCRED"):
-        return True  # the folder's mode keeps others out
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.getuid())
 
 
 def _let_go_of_files(lock: int) -> None:

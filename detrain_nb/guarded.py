@@ -1,0 +1,62 @@
+"""What is executed, or believed, is nobody else's to change: the rule for files and folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+
+def can_others_write(state: os.stat_result) -> bool:
+    """By its owner and mode, as OpenSSH asks: it is neither ours nor root's, or its group, or all, can write it.
+
+    A group that only has the user in it, made with the account on many systems, counts as the user.
+    """
+    if not hasattr(os, "getuid"):
+        return False
+    if state.st_uid not in _trusted_users():
+        return True
+    return bool(state.st_mode & 0o002 or (state.st_mode & 0o020 and not _is_own_group(state)))
+
+
+def find_guest_parent(folder: Path) -> Path | None:
+    """The first folder above ``folder``, a path without links, in which others can put another one in its place.
+
+    A sticky folder like /tmp is none. One that is not there yet is passed over. Raises: OSError.
+    """
+    for parent in reversed(folder.parents):
+        with contextlib.suppress(FileNotFoundError):
+            state = parent.lstat()
+            is_sticky = state.st_mode & stat.S_ISVTX and state.st_uid in _trusted_users()
+            if stat.S_ISLNK(state.st_mode) or (can_others_write(state) and not is_sticky):
+                return parent
+    return None
+
+
+def describe(path: Path) -> str:
+    """The path with its mode and owner, for a message. Raises: OSError."""
+    state = path.lstat()
+    return f"{path} (mode {stat.S_IMODE(state.st_mode):04o}, uid {state.st_uid})"
+
+
+def _trusted_users() -> set[int]:
+    """Root and this user; where root is outside our user namespace, the number that stands for all who are."""
+    trusted = {0, os.getuid()}
+    with contextlib.suppress(OSError, ValueError):
+        if Path("/proc/self/uid_map").read_text(encoding="ascii").split() != ["0", "0", "4294967295"]:
+            trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii")))
+    return trusted
+
+
+def _is_own_group(state: os.stat_result) -> bool:
+    """It is the user's first group, has the user's name, and no other member."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(state.st_gid)
+    except KeyError:  # they have no names
+        return False
+    is_first = (group.gr_gid, group.gr_name) == (user.pw_gid, user.pw_name)
+    return state.st_uid == user.pw_uid and is_first and set(group.gr_mem) <= {user.pw_name}
