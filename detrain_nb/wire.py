@@ -792,6 +792,8 @@ def _decode(header: bytes, body: bytes) -> Message:
     if unknown:
         raise WireError(f"{kind.__name__} has no field {min(unknown)[:40]!r}")
     if behind:
+        if len(body) > _MOST_BYTES_BEHIND.get(kind, len(body)):
+            raise WireError(f"{kind.__name__} has {len(body):,} bytes, at most {_MOST_BYTES_BEHIND[kind]:,} are sent")
         values[behind] = body if behind == "body" else _as_text(body)
     for name, (fits, required) in checks.items():
         if name not in values:
@@ -845,6 +847,7 @@ _CHECKED_FIELDS = {
     for kind in _KINDS.values()
 }
 _BEHIND_HEADER = {kind: f.name for kind in _KINDS.values() for f in fields(kind) if f.type in ("bytes", "LongText")}  # type: ignore[arg-type]
+_MOST_BYTES_BEHIND = {Inspection: 1 << 20}  # a rank sends 200,000 characters at most; cleaning takes time and memory
 _HEADER_FIELDS = {
     kind: dict.fromkeys(name for name in checks if name != _BEHIND_HEADER.get(kind)).keys()
     for kind, checks in _CHECKED_FIELDS.items()

@@ -130,8 +130,16 @@ class RankTerminal:
     # ---- what is written
 
     def _take(self, text: str) -> None:
+        gathered: list[str] = []  # colours that change nothing cut no text: each piece would copy its row
         for token in _TOKENS.finditer(text):
             whole, command = token[0], token[2]
+            if command == "m" and _restyled(self._style, token[1]) == self._style:
+                continue
+            if not command and whole not in ("\n", "\r", "\x08"):
+                gathered.append(whole)
+                continue
+            self._write("".join(gathered))
+            gathered.clear()
             if command == "m":
                 self._restyle(token[1])
             elif command:
@@ -145,8 +153,7 @@ class RankTerminal:
             elif whole == "\x08":
                 self._close_style()
                 self._column = max(0, self._place - 1)
-            else:
-                self._write(whole)
+        self._write("".join(gathered))
 
     def _restyle(self, parameters: str) -> None:
         self._style = _restyled(self._style, parameters)
@@ -165,7 +172,9 @@ class RankTerminal:
         if self._row == len(self._rows):
             self._rows.append("")
             self._column = None
-        elif all(map(_is_blank, self._rows[self._row :])):  # all that was drawn here is gone: it is as if it began
+        elif all(
+            len(row) <= _MAX_DRAWN_COLUMNS and _is_blank(row) for row in self._rows[self._row :]
+        ):  # all that was drawn here is gone: it is as if it began
             self._drop_below()
             if isinstance(row := self._rows[self._row], _Row):
                 row.clear()

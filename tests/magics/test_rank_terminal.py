@@ -213,6 +213,8 @@ _MUCH = 250_000  # bytes of one message
         (f"{_WIDE}\n" * 23, "\x1b[24A\x1b[C\x1b[B\x1b[C"),
         ("", "漢\x1b[J" * 900 + "\n"),
         ("\x1b[31ma\x1b[32mb" * 80, "\x1b[C"),
+        ("a\n" + " " * 240_000 + "😀", "\x1b[A\n"),
+        ("😀" + "a" * 125_000, "a\x1b[m"),
     ],
 )
 def test_control_sequence_takes_no_time_by_the_width_of_its_row(before: str, piece: str) -> None:
