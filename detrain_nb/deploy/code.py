@@ -32,6 +32,7 @@ ON_NODE = (
     "launch",
     "agents",
     "locks",
+    "guarded",
     "storage",
     "metrics",
     "node",
