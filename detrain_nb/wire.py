@@ -847,7 +847,8 @@ _CHECKED_FIELDS = {
     for kind in _KINDS.values()
 }
 _BEHIND_HEADER = {kind: f.name for kind in _KINDS.values() for f in fields(kind) if f.type in ("bytes", "LongText")}  # type: ignore[arg-type]
-_MOST_BYTES_BEHIND = {Inspection: 1 << 20}  # a rank sends 200,000 characters at most; cleaning takes time and memory
+# A rank sends 200,000 characters of help at most; to clean more takes time and memory.
+_MOST_BYTES_BEHIND: dict[type[Message], int] = {Inspection: 1 << 20}
 _HEADER_FIELDS = {
     kind: dict.fromkeys(name for name in checks if name != _BEHIND_HEADER.get(kind)).keys()
     for kind, checks in _CHECKED_FIELDS.items()
