@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.display import display
 
+from ..deploy.private import is_same
 from ..errors import SpecError
 from .holder import SessionHolder, ask_passphrase
 from .progress import CopyProgress, format_size, redrawn_line
@@ -31,6 +32,10 @@ class HostCommands:
     def put(self, args: Any) -> None:
         """Copy files and folders of this machine to the nodes."""
         session = self._holder.running()
+        is_all_here = session.nodes is None and args.to is args.nodes is None
+        if is_all_here and all(is_same(Path(path).expanduser(), Path(session.folder)) for path in args.paths):
+            print("nothing to copy: the ranks run on this machine and use the folder itself")
+            return
         with told_when_interrupted("%distributed put", _SOME_FILES), self._progress("put") as bar:
             copied = session.put(args.paths, args.to, nodes=args.nodes, on_progress=bar)
         _say_copied(copied)

@@ -35,7 +35,7 @@ class SessionFiles:
         Not ``takes_over``: of a session that goes on, as FolderSync has it. Raises: SpecError when the folder is too
         much for one that begins.
         """
-        self._folder = folder
+        self.folder = folder
         self.notices: list[str] = []
         self.reach_by(transports)
         self._sync = self._begin_sync(takes_over=takes_over) if is_synced and self._elsewhere else None
@@ -45,17 +45,17 @@ class SessionFiles:
         from ..deploy.private import why_kept
         from ..deploy.sync import FolderSync
 
-        if why := why_kept(self._folder):
+        if why := why_kept(self.folder):
             self.notices.append(why)
             return None
         try:
-            list_folder(self._folder)
+            list_folder(self.folder)
         except SpecError as exc:
             if takes_over:
                 raise
             self.notices.append(f"until the next attach no changes here go to the nodes: {exc}")
             return None
-        return FolderSync(self._folder, takes_over=takes_over)
+        return FolderSync(self.folder, takes_over=takes_over)
 
     def reach_by(self, transports: Sequence[Transport]) -> None:
         """Reach the nodes by these from now on."""
@@ -87,7 +87,7 @@ class SessionFiles:
         chosen = self._choose(nodes)
         copied = on_every(
             chosen,
-            lambda node, stop, note: put(node, paths, target, note, folder=self._folder, stop=stop),
+            lambda node, stop, note: put(node, paths, target, note, folder=self.folder, stop=stop),
             on_progress,
         )
         return {label(node): done for node, done in zip(chosen, copied)}
@@ -107,7 +107,7 @@ class SessionFiles:
         folders = {label(node): os.path.join(here, label(node)) if len(chosen) > 1 else here for node in chosen}
         copied = on_every(
             chosen,
-            lambda node, stop, note: get(node, paths, folders[label(node)], note, work_folder=self._folder, stop=stop),
+            lambda node, stop, note: get(node, paths, folders[label(node)], note, work_folder=self.folder, stop=stop),
             on_progress,
         )
         return {label(node): done for node, done in zip(chosen, copied)}
@@ -116,7 +116,7 @@ class SessionFiles:
         """See Session.check_data."""
         from ..deploy.sync import check
 
-        return check(self._transports, path, folder=self._folder)
+        return check(self._transports, path, folder=self.folder)
 
     def _choose(self, nodes: str | Iterable[str] | None) -> list[Transport]:
         """Nodes by their names, several with commas. Raises: SpecError."""

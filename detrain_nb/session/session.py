@@ -424,6 +424,11 @@ class Session:
         """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; nothing is set then."""
         self._ranks.push(variables, self._core.choose_idle(ranks))
 
+    @property
+    def folder(self) -> str:
+        """The folder here that its ranks start in, or those elsewhere in its like."""
+        return self._files.folder
+
     def put(
         self,
         paths: Paths,

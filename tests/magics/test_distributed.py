@@ -272,6 +272,14 @@ def test_same_start_again_goes_on_with_the_session_that_runs(kernel: Any) -> Non
     assert kernel.run("%%distributed\nkept").rich() == ["[0-1] 5"]
 
 
+def test_folder_that_the_ranks_use_themselves_is_not_put(kernel: Any) -> None:
+    for line in ("%distributed put .", "%distributed put ./ ././"):
+        outcome = kernel.run(line)
+        assert outcome.status == "ok", outcome.error
+        assert outcome.text() == "nothing to copy: the ranks run on this machine and use the folder itself\n"
+    assert "would be copied into itself" in kernel.run("%distributed put . --to deep").error
+
+
 def test_data_check_here_fails_for_what_is_not_there(kernel: Any, tmp_path: Path) -> None:
     outcome = kernel.run(f"%distributed data check {tmp_path}/nosuch")
     assert (outcome.status, outcome.error.strip().count("\n")) == ("error", 0)
