@@ -46,6 +46,7 @@ class StartOptions:
     fresh: bool = False
     force: bool = False
     env_names: tuple[str, ...] = ()  # set by an earlier kernel, to values that are written nowhere
+    is_env_lost: bool = False  # the ranks have been started anew, without those of ``env_names`` that ``env`` lacks
     is_known: bool = True  # else an earlier kernel's, of which there is no record
 
     @classmethod
@@ -81,6 +82,17 @@ class StartOptions:
         added = tuple({**dict(self.env), **dict(env)}.items())
         force = force or self.force and count in (None, self.count)
         return replace(self, count=count or self.count, nodes=nodes, env=added, fresh=True, force=force)
+
+    @property
+    def linger_s(self) -> float:
+        """How long the ranks wait for a notebook: what was asked for, else DETRAIN_NB_LINGER, else the usual."""
+        return _linger_s() if self.linger is None else self.linger
+
+    def has_env_of(self, before: StartOptions) -> bool:
+        """The same variables; of those that an earlier kernel has set nothing but the names is known."""
+        wanted, known = dict(self.env), dict(before.env)
+        names = {*known, *(() if before.is_env_lost else before.env_names)}
+        return wanted.keys() == names and all(wanted[name] == value for name, value in known.items())
 
     @property
     def not_kept(self) -> str:
@@ -132,7 +144,7 @@ class SessionHolder:
                     env=dict(wanted.env),
                     seed=wanted.seed,
                     start=wanted.start,
-                    linger_s=_linger_s() if wanted.linger is None else wanted.linger,
+                    linger_s=wanted.linger_s,
                     group_timeout_s=wanted.group_timeout,
                     ask_passphrase=ask_passphrase,
                     holder=self.name,
@@ -146,7 +158,7 @@ class SessionHolder:
             if is_typo and (question := similar_nodes(str(wanted.nodes))):
                 raise type(exc)(f"{exc}\n{question}") from exc
             raise
-        self._started_with = replace(wanted, is_known=True)
+        self._started_with = replace(wanted, is_known=True, is_env_lost=True)
         return self._hold(session)
 
     def differs(self, wanted: StartOptions) -> list[str]:
@@ -158,10 +170,11 @@ class SessionHolder:
             "-n": wanted.count == before.count or (not session.nodes and wanted.count == session.world_size),
             "--nodes": _are_same_nodes(wanted.nodes, before.nodes),
             "--name": (wanted.name or self.name) == session.name,
-            "--env": dict(wanted.env) == dict(before.env) and not before.env_names,
+            "--env": wanted.has_env_of(before),
         }
-        for name in ("device", "backend", "no_init", "no_sync", "seed", "start", "linger", "group_timeout"):
+        for name in ("device", "backend", "no_init", "no_sync", "seed", "start", "group_timeout"):
             is_same[f"--{name.replace('_', '-')}"] = getattr(wanted, name) == getattr(before, name)
+        is_same["--linger"] = wanted.linger_s == before.linger_s
         return [option for option, same in is_same.items() if not same]
 
     def restart(
@@ -313,7 +326,15 @@ def _are_same_nodes(wanted: str | Sequence[Node] | None, before: str | Sequence[
     """Also where a notebook that has attached knows the nodes, but not how its user named them."""
     if wanted is None or before is None or isinstance(before, str):
         return wanted == before
-    return list(_read_nodes(wanted) or ()) == list(before)
+    read = list(_read_nodes(wanted) or ())
+    return len(read) == len(before) and all(map(_is_same_node, read, before))
+
+
+def _is_same_node(wanted: Node, placed: Node) -> bool:
+    """``placed`` has the number of its ranks, and their devices alone, also where its user did not say how many."""
+    ranks = wanted.ranks or placed.ranks
+    devices = wanted.devices[:ranks] if isinstance(wanted.devices, tuple) else wanted.devices
+    return wanted.model_copy(update={"ranks": ranks, "devices": devices}) == placed
 
 
 def _read_nodes(nodes: str | Sequence[Node] | None) -> Sequence[Node] | None:

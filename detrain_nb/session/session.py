@@ -144,9 +144,9 @@ class Session:
             raise SpecError(f"{ranks} ranks: a session needs at least 1, and has at most {MOST_RANKS:,}")
         folder = os.path.abspath(folder or current_folder())
         transports = transports_to(nodes, ask_passphrase=ask_passphrase)
-        if group_timeout_s is None:
-            group_timeout_s = GROUP_TIMEOUT_S if len(transports) > 1 else 0.0
-        how = RankStart(folder, env or {}, start, seed, init, linger_s, spool_limit_bytes, group_timeout_s)
+        usual_s = GROUP_TIMEOUT_S if len(transports) > 1 else 0.0
+        timeout_s = usual_s if group_timeout_s is None else group_timeout_s
+        how = RankStart(folder, env or {}, start, seed, init, linger_s, spool_limit_bytes, timeout_s)
         how.check()
         check_warm(warm_s)
         name = check_session_name(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}")

@@ -30,7 +30,8 @@ def kernel(start_kernel: Any, testbed: Testbed, tmp_path: Path, request: pytest.
     file = tmp_path / "nodes.json"
     file.write_text(json.dumps({"defaults": {"python": sys.executable, "devices": "cpu"}, "nodes": nodes}))
     kernel = start_kernel(HOME=str(tmp_path), DETRAIN_NB_NOTEBOOK=f"/x/{request.node.name}.ipynb")
-    started = kernel.run(f"%distributed start --nodes {file} {_OPTIONS}")
+    kernel.start_line = f"%distributed start --nodes {file} {_OPTIONS}"
+    started = kernel.run(kernel.start_line)
     assert started.status == "ok", started.error
     yield kernel
     assert kernel.run("%distributed stop").status == "ok"
@@ -91,6 +92,7 @@ def test_restart_after_attach_is_on_the_same_hosts_with_the_same_options(kernel:
     assert kernel.run("from detrain_nb import current_session\n%distributed attach").status == "ok"
     assert "wait up to 90 s" in kernel.run("%distributed status").rich()[0]
     assert kernel.run("current_session()._files.is_synced").rich() == ["False"]
+    assert "runs already, with 2 ranks: go on" in kernel.run(kernel.start_line).text()
     again = kernel.run("%distributed restart --env TOKEN=new")
     assert again.status == "ok", again.error
     assert "not kept" not in again.text()

@@ -65,6 +65,20 @@ def test_values_that_are_given_again_are_kept_from_then_on(kernel: Any) -> None:
     assert kernel.run("%distributed stop").status == "ok"
 
 
+def test_line_that_started_the_session_goes_on_with_it_after_an_attach(kernel: Any) -> None:
+    line = "%distributed start -n 1 --no-init --env TOKEN=geheim"
+    assert kernel.run(line).status == "ok"
+    _renew(kernel)
+    assert kernel.run("%distributed attach").status == "ok"
+    again = kernel.run(line)
+    assert again.text().endswith("runs already, with 1 ranks: go on\n"), again.error
+    assert "with another --env, --linger;" in kernel.run("%distributed start -n 1 --no-init --linger 7").error
+    assert "with another --env;" in kernel.run(f"{line} --env DEBUG=1").error
+    assert "not kept, TOKEN not set" in kernel.run("%distributed restart").text()
+    assert "with another --env;" in kernel.run(line).error, "these ranks do not have it"
+    assert kernel.run("%distributed stop").status == "ok"
+
+
 def test_values_of_variables_are_in_no_file(kernel: Any, runtime_folder: Path) -> None:
     assert kernel.run("%distributed start -n 1 --no-init --env TOKEN=geheim").status == "ok"
     said = [path.read_bytes() for path in runtime_folder.rglob("*") if path.is_file()]
