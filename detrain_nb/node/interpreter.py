@@ -70,7 +70,7 @@ from .cellrunner import Bundle, CellRunner, Screen, chain_of, error_message, use
 from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory, speak_before_abort
 from .generation import Generation
 from .given import Given
-from .interrupts import Interrupts
+from .interrupts import HeldSignals, Interrupts
 from .recorder import describe_last, look_inside
 from .rings import break_rings
 from .room import require_room
@@ -119,6 +119,7 @@ class _Interpreter:
         self._sending = threading.Lock()
         self._control_link = lines.control
         self._interrupts = Interrupts(lines.interrupted_cell)
+        self._held_signals = HeldSignals()
         self._cell = 0
         self._sequences_before: dict[str, int] = {}  # of the groups, when the last cell began
         self._arriving: dict[int, tuple[Push, list[int], list[bytearray]]] = {}
@@ -281,11 +282,14 @@ class _Interpreter:
         try:
             try:
                 self._interrupts.begin(message.cell)
+                self._held_signals.release()
                 outcome = self._runner.run(message.code, message.cell, first_line=message.first_line)
             finally:
                 self._interrupts.is_in_cell = False
-        except KeyboardInterrupt as exc:  # it came between the user's code and ours
+                self._held_signals.hold()
+        except BaseException as exc:  # noqa: BLE001  an interrupt, or a handler of the user, between their code and ours
             self._interrupts.is_in_cell = False
+            self._held_signals.hold()
             return {}, exc
         return outcome.value, outcome.error
 

@@ -1,7 +1,7 @@
 """KeyboardInterrupt on a rank: raised in the cell it was sent for, in no other, and not lost in a destructor.
 
 A SIGINT that a cell sends itself is one, too, as in IPython's kernel. As there, a handler of the user lasts as long
-as its cell.
+as its cell. One for an alarm or SIGUSR1 lasts longer, and is called in cells alone.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 _STRIKES_AGAIN_S = 0.01
 _LETTING_GO_LIMIT_S = 10.0
 _LETTING_GO_GAP_S = 1.0
+_HELD_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Interrupts:
@@ -126,3 +128,38 @@ class Interrupts:
     def _strike_again(self, cell: int) -> None:
         self._again_for = cell
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+class HeldSignals:
+    """Timers and user signals for which a cell has set a handler: between cells nobody would catch what it raises.
+
+    A mask of the main thread would not hold them back: another thread takes the signal, and Python calls the handler in
+    the main thread all the same.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
+        self._have_come: set[int] = set()
+
+    def hold(self) -> None:
+        """From here on they wait for the next cell; several of one kind are one then."""
+        for number in _HELD_SIGNALS:
+            handler = signal.getsignal(number)
+            if handler == self._note:
+                continue
+            self._handlers.pop(number, None)
+            if callable(handler):
+                self._handlers[number] = handler
+                signal.signal(number, self._note)
+
+    def release(self) -> None:
+        """Call the handlers of those that have come. Raises: what a handler raises; the others wait on."""
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+        while self._have_come:
+            number = self._have_come.pop()
+            self._handlers[number](number, sys._getframe())
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._have_come.add(number)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellTimeout, RankError, RankLost, SessionError
+
+from .soon import assert_soon
 
 
 def _shown(session: Session, code: str) -> str:
@@ -245,6 +249,35 @@ def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> N
     assert session.run_cell(f"rank = 1\n{set_back}\nrank, dist.is_available()").values == {0: (0, True), 1: (1, True)}
     assert session.run_cell("rank = 7").stderr == {0: "", 1: ""}, "it has been said"
     session.restart_ranks("all")
+
+
+@pytest.mark.rare_elsewhere
+def test_handler_of_the_user_is_called_in_cells_alone(session: Session) -> None:
+    code = """
+import os, signal, threading, time
+def late(number, frame): raise TimeoutError(f"signal {int(number)}")
+numbers = signal.SIGALRM, signal.SIGUSR1
+for number in numbers: signal.signal(number, late)
+def send_when_the_cell_has_ended():
+    while not globals().get("has_ended"): time.sleep(0.002)
+    for number in numbers: os.kill(os.getpid(), number)
+    globals()["is_sent"] = True
+kept, is_sent, has_ended = os.getpid(), False, False
+threading.Thread(target=send_when_the_cell_has_ended, daemon=True).start()
+"""
+    session.run_cell(code, ranks=0)
+    session.push({"has_ended": True}, ranks=0)
+    assert_soon(lambda: session.pull("is_sent", ranks=0)[0])
+    shown = [_shown(session, "never = 1") for _ in range(2)]
+    said = re.findall(r"TimeoutError: signal (\d+)", "".join(shown))
+    assert sorted(map(int, said)) == sorted([signal.SIGALRM, signal.SIGUSR1]), "each in a cell of its own"
+    assert all(re.search(r"cell \d+, line 3, in late", text) for text in shown)
+    as_before = "signal.getsignal(signal.SIGALRM) is late, 'never' in globals(), os.getpid() == kept"
+    assert session.run_cell(as_before, ranks=0).values == {0: (True, False, True)}
+    assert "TimeoutError" in _shown(session, "signal.raise_signal(signal.SIGALRM)")
+    session.run_cell("for number in numbers: signal.signal(number, signal.SIG_DFL)", ranks=0)
+    default = "[signal.getsignal(number) is signal.SIG_DFL for number in numbers]"
+    assert session.run_cell(default, ranks=0).values == {0: [True, True]}
 
 
 def test_name_that_is_not_there_is_not_taken_for_one_of_python(session: Session) -> None:
