@@ -130,21 +130,25 @@ class RankTerminal:
     # ---- what is written
 
     def _take(self, text: str) -> None:
-        gathered: list[str] = []  # colours that change nothing cut no text: each piece would copy its row
+        gathered: list[str] = []  # in one style, with nothing between that changes the row: each piece would copy it
+        style = self._style
         for token in _TOKENS.finditer(text):
             whole, command = token[0], token[2]
-            if command == "m" and _restyled(self._style, token[1]) == self._style:
+            if command == "m":
+                style = _restyled(style, token[1])
                 continue
             if not command and whole not in ("\n", "\r", "\x08"):
+                if style != self._style:
+                    self._write_all(gathered, style)
                 gathered.append(whole)
                 continue
-            self._write("".join(gathered))
-            gathered.clear()
-            if command == "m":
-                self._restyle(token[1])
-            elif command:
+            number = int(token[1]) if command and token[1].isdecimal() else 0
+            if self._column is None and (command == "J" or command == "K" and number not in (1, 2)):
+                continue  # nothing is behind the end of the last row
+            self._write_all(gathered, style)
+            if command:
                 self._close_style()
-                self._move(command, int(token[1]) if token[1].isdecimal() else 0)
+                self._move(command, number)
             elif whole == "\n":
                 self._next_row()
             elif whole == "\r":
@@ -153,11 +157,14 @@ class RankTerminal:
             elif whole == "\x08":
                 self._close_style()
                 self._column = max(0, self._place - 1)
-        self._write("".join(gathered))
+        self._write_all(gathered, style)
 
-    def _restyle(self, parameters: str) -> None:
-        self._style = _restyled(self._style, parameters)
-        if not self._style:
+    def _write_all(self, gathered: list[str], style: str) -> None:
+        """Write it, and go on in ``style``."""
+        self._write("".join(gathered))
+        gathered.clear()
+        self._style = style
+        if not style:
             self._close_style()
 
     def _close_style(self) -> None:
@@ -172,9 +179,7 @@ class RankTerminal:
         if self._row == len(self._rows):
             self._rows.append("")
             self._column = None
-        elif all(
-            len(row) <= _MAX_DRAWN_COLUMNS and _is_blank(row) for row in self._rows[self._row :]
-        ):  # all that was drawn here is gone: it is as if it began
+        elif all(map(_is_wiped, self._rows[self._row :])):  # all that was drawn here is gone: it is as if it began
             self._drop_below()
             if isinstance(row := self._rows[self._row], _Row):
                 row.clear()
@@ -405,6 +410,10 @@ def _shortened(row: str | _Row) -> str | _Row:
         return row
     end = _MAX_DRAWN_COLUMNS
     return _Row(row.cells[:end], row.styles[:end], is_drawn=row.is_drawn, had_letters=row.had_letters)
+
+
+def _is_wiped(row: str | _Row) -> bool:
+    return len(row) <= _MAX_DRAWN_COLUMNS and _is_blank(row)
 
 
 def _is_blank(row: str | _Row) -> bool:
