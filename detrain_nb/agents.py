@@ -176,7 +176,7 @@ def runtime_folder() -> Path:
 
     ``DETRAIN_NB_RUNTIME_DIR``, or the first that is fit: a folder in ``XDG_RUNTIME_DIR``, one in the system's folder
     for temporary files, one among the user's caches. Its path has no links.
-    Raises: LaunchError when it is not ours, or open to others.
+    Raises: LaunchError when none is fit, with what is wrong with the first.
     """
     refused = []
     for wanted in _possible_folders():
@@ -204,7 +204,8 @@ def _possible_folders() -> Iterator[Path]:
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
     yield Path(tempfile.gettempdir()) / f"detrain_nb-{user}"
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    yield Path(caches).absolute() / f"detrain_nb-{platform.node()}"  # machines may share the home
+    if os.path.isabs(caches):  # else the home is not known
+        yield Path(caches) / f"detrain_nb-{platform.node()}"  # machines may share the home
 
 
 def open_private(path: str, flags: int) -> int:

@@ -35,7 +35,7 @@ class Streams:
         descriptors = [fd for fd in self._kept if _identity(fd) != self._kept[fd][1]]
         for fd in descriptors:
             os.dup2(self._kept[fd][0], fd, inheritable=True)
-        broken = [name for name in _NAMES if self._is_broken(name)]
+        broken = [name for name in _NAMES if not _works(getattr(sys, name, None))]
         for fd, name in enumerate(_NAMES):
             if name in broken:
                 if not _works(self._given[name]):
@@ -51,9 +51,6 @@ class Streams:
             for what in found
         ]
 
-    def _is_broken(self, name: str) -> bool:
-        return not _works(getattr(sys, name, None))
-
     def _set(self, name: str, stream: TextIO) -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -68,7 +65,7 @@ def _open(fd: int) -> TextIO:
 def _works(stream: Any) -> bool:
     """It can be read, or takes a text of no length, as ``print(end="")`` writes it."""
     try:
-        if stream.closed if hasattr(stream, "closed") else stream is None:
+        if stream is None or getattr(stream, "closed", False):
             return False
         if hasattr(stream, "write") and not (hasattr(stream, "readable") and stream.readable()):
             stream.write("")

@@ -67,7 +67,7 @@ class Generations:
         ready = self._inbox.generation_ready = self._inbox.requests.new(everyone)
         for rank, end in list(self._inbox.lost.items()):  # its loss was told before anybody waited for it
             ready.fail(RankLost(describe_ends({rank: end}, hosts={}), ranks=[rank]), rank=rank)
-        self._send_new(everyone)
+        self._send_new()
         try:
             self._wait_for_group(ready, tell)
         except BaseException:
@@ -92,12 +92,12 @@ class Generations:
             return
         self.end()
         self._inbox.generation += 1
-        self._send_new(range(self._world_size))
+        self._send_new()
 
-    def _send_new(self, ranks: Iterable[int]) -> None:
+    def _send_new(self) -> None:
         self._begun_by, self._begun_checked = self._incarnations(), self.is_checked
-        number = self._inbox.generation
-        self._ranks.send(NewGeneration(list(ranks), number, self.is_checked, self.is_wanted))
+        everyone, number = list(range(self._world_size)), self._inbox.generation
+        self._ranks.send(NewGeneration(everyone, number, self.is_checked, self.is_wanted))
 
     def _incarnations(self) -> dict[int, int]:
         return {rank: up.incarnation for rank, up in self._inbox.up.items()}

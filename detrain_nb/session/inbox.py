@@ -308,9 +308,8 @@ class Inbox:
 
     def _takes_all_with_it(self, node: int) -> bool:
         """The first node has the store of the rendezvous; and before all are up there is no session."""
-        if node == 0 or self._is_attaching:
-            return node == 0
-        return not self.up or self.ranks_up.is_open or self.attached.is_open
+        is_beginning = not self.up or self.ranks_up.is_open or self.attached.is_open
+        return node == 0 or is_beginning and not self._is_attaching
 
     @_one_at_a_time
     def lose_node(self, node: int, reason: str) -> None:
