@@ -44,8 +44,8 @@ class _KeptAgent:
         self.claimed_by: threading.Thread | None = None  # which begins a session there, or ends it
         self._wake, self._woken = socket.socketpair()
         self._is_taken = False
-        self._thread = threading.Thread(target=self._stay, name="detrain_nb kept agent", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()  # not a join: one that is interrupted makes Python take a thread for ended
+        threading.Thread(target=self._stay, name="detrain_nb kept agent", daemon=True).start()
 
     @property
     def place(self) -> object:
@@ -60,7 +60,7 @@ class _KeptAgent:
     def take(self) -> bool:
         """Nobody but the caller uses the connection from now on; False when it is gone."""
         self._say(_TAKE)
-        self._thread.join(_END_LIMIT_S + _ANSWER_LIMIT_S)
+        self._ended.wait(_END_LIMIT_S + _ANSWER_LIMIT_S)
         return self._is_taken
 
     def shorten(self, limit_s: float) -> None:
@@ -88,6 +88,7 @@ class _KeptAgent:
             if not self._is_taken:
                 _unlist(self)
                 self._hang_up()
+            self._ended.set()
 
     def _wait(self) -> bool:
         """False when the time is over, or the agent has gone. Raises: OSError likewise."""

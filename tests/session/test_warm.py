@@ -908,6 +908,27 @@ def test_agent_with_which_another_thread_begins_a_session_is_not_dropped(agent_s
         assert sock.recv(1) == b"x"
 
 
+def test_agent_that_an_interrupted_start_was_about_to_take_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes a thread for ended when a join of it was interrupted: what it has not yet done was not waited for."""
+    wait, is_released = kept._KeptAgent._wait, threading.Event()
+
+    def wait_and_linger(agent: kept._KeptAgent) -> bool:
+        is_taken = wait(agent)
+        return is_released.wait(10) and is_taken
+
+    monkeypatch.setattr(kept._KeptAgent, "_wait", wait_and_linger)
+    ours, theirs = socket.socketpair()
+    keep(_Agent(), ours, keep_s=600.0)
+    with _interrupted(0.1) as begin:
+        begin()
+        begin_on_kept(_Agent(), "next")
+    threading.Timer(0.2, is_released.set).start()
+    assert drop_kept() == 1
+    with ours, theirs:
+        theirs.settimeout(2)
+        assert theirs.recv(1) == b""
+
+
 @pytest.mark.slow
 def test_folder_of_sessions_that_others_can_write_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     warm = _session_stopped(ranks=1)
