@@ -909,7 +909,7 @@ def test_agent_with_which_another_thread_begins_a_session_is_not_dropped(agent_s
 
 
 def test_agent_that_an_interrupted_start_was_about_to_take_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python takes a thread for ended when a join of it was interrupted: what it has not yet done was not waited for."""
+    """Python takes a thread for ended when a join of it was interrupted: the rest of its work was not waited for."""
     wait, is_released = kept._KeptAgent._wait, threading.Event()
 
     def wait_and_linger(agent: kept._KeptAgent) -> bool:
