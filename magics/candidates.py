@@ -74,7 +74,7 @@ class Candidates:
 
     def _in_time(self, read: Callable[[str], Iterable[str]], word: str) -> list[str]:
         """What ``read`` finds; nothing while a disk, or what an Include names, keeps us waiting."""
-        if self._reading is not None and self._reading.is_alive():
+        if self._reading in threading.enumerate():  # is_alive() is not so once its join was interrupted
             return []
         found: list[str] = []
 

@@ -153,12 +153,7 @@ class KernelScreen:
             self._transient = ""
             self._is_closed = True
             self._changed.notify_all()
-        thread.join(_CLOSE_LIMIT_S)
-        with self._changed:
-            self._thread, self._is_closed = None, False
-            is_late = bool(self._waiting)
-        if is_late:
-            self._start()
+            self._changed.wait_for(lambda: self._thread is not thread, _CLOSE_LIMIT_S)
 
     def _put(self, kind: str, content: dict[str, Any]) -> None:
         with self._changed:
@@ -187,8 +182,9 @@ class KernelScreen:
             self._redraw(now=is_closed or batch[:1] == [_CLEAR])
             with self._changed:
                 self._changed.notify_all()
-            if is_closed and not self._waiting:
-                return
+                if is_closed and not self._waiting:
+                    self._thread, self._is_closed = None, False  # as above
+                    return
             if self._is_served and unpaced_bytes > _SERVED_BATCH_CHARS // 2:
                 time.sleep(unpaced_bytes / _SERVER_BYTES_PER_S)
             with self._changed:  # what comes after silence goes out at once, the rest waits for its batch

@@ -55,7 +55,7 @@ class _KeptAgent:
     @property
     def is_claimed(self) -> bool:
         """A thread has it that still runs."""
-        return self.claimed_by is not None and self.claimed_by.is_alive()
+        return self.claimed_by in threading.enumerate()  # is_alive() is not so once a join of it was interrupted
 
     def take(self) -> bool:
         """Nobody but the caller uses the connection from now on; False when it is gone."""

@@ -115,6 +115,7 @@ class NodeLink:
         self._acknowledge_at = 0.0
         self._alive_at = 0.0  # when the next sign of life is due
         self._unanswered = 0  # those after which nothing has come
+        self._ended = threading.Event()  # not a join: one that is interrupted makes Python take a thread for ended
         self._thread = threading.Thread(target=self._run, name="detrain_nb node link", daemon=True)
         _links.add(self)
         self._thread.start()
@@ -182,8 +183,7 @@ class NodeLink:
 
     def wait_for_end(self, *, limit_s: float) -> bool:
         """Wait until the node has hung up, or we have."""
-        self._thread.join(limit_s)
-        return not self._thread.is_alive()
+        return self._ended.wait(limit_s)
 
     def begin_to_close(self, *, is_seen: bool) -> None:
         """Hang up, and do not wait for that."""
@@ -196,12 +196,13 @@ class NodeLink:
         """Hang up. Not ``is_seen``: what was sent to be shown last may not have arrived."""
         self.begin_to_close(is_seen=is_seen)
         if threading.current_thread() is not self._thread:
-            self._thread.join(5.0)
+            self._ended.wait(5.0)
 
     def forget(self) -> None:
         """In a forked process, which has the descriptors, and not the thread: the connection is the parent's."""
         self.is_closed = True
-        self._sending = threading.Lock()  # another thread of the parent may have held it
+        self._sending, self._ended = threading.Lock(), threading.Event()  # a thread of the parent may have held theirs
+        self._ended.set()
         for sock in (self._link.sock, self._wake, self._woken):
             sock.close()
 
@@ -228,7 +229,10 @@ class NodeLink:
             reason = f"taking a message failed: {exc!r}"
             raise
         finally:
-            self._end(reason)
+            try:
+                self._end(reason)
+            finally:
+                self._ended.set()
 
     def _serve_connection(self) -> None:
         """Send and receive until we hang up. Raises: LinkClosed when the other end does, WireError."""

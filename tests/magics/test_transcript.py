@@ -14,6 +14,8 @@ from detrain_nb.magics.transcript import Rich, Text, Transcript, canonical, merg
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ..session.soon import assert_soon, interrupted
+
 
 def _transcripts(said: dict[int, list[tuple[str, list[str]]]], **limits: int) -> dict[int, Transcript]:
     transcripts = {rank: Transcript(max_lines=0, max_chars=0, **limits) for rank in said}
@@ -263,3 +265,25 @@ def test_notices_of_a_cell_have_an_end(capsys: pytest.CaptureFixture[str]) -> No
     for _ in range(5000):
         cell.notice("again")
     assert capsys.readouterr().err.count("again") == 1000
+
+
+def test_cell_whose_output_was_drawn_when_stop_was_pressed_still_shows_what_comes_late() -> None:
+    is_released = threading.Event()
+    sent: list[str] = []
+
+    def send(_socket: object, _kind: str, content: dict[str, Any], **_: object) -> None:
+        is_released.wait(10)
+        sent.append(content["text"])
+
+    screen = KernelScreen(
+        SimpleNamespace(get_parent=lambda _: {}, iopub_socket=None, session=SimpleNamespace(send=send))
+    )
+    screen.show(Text("stdout", "drawn"))
+    with interrupted(0.05) as begin:
+        begin()
+        screen.close()
+    is_released.set()
+    assert_soon(lambda: screen._thread is None)
+    screen.show(Text("stdout", "late"))
+    assert_soon(screen.checkpoint())
+    assert sent == ["drawn", "late"]

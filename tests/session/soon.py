@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 
 def assert_soon(holds: Callable[[], bool], *, limit_s: float = 20.0) -> None:
@@ -29,3 +35,22 @@ def assert_no_session_is_left(folder: Path) -> None:
         assert_soon(is_empty)
     except AssertionError:
         raise AssertionError(f"a session left its folder behind: {left}") from None
+
+
+@contextlib.contextmanager
+def interrupted(after_s: float) -> Iterator[Callable[[], None]]:
+    """What it gives begins the time after which what runs here is interrupted, as by the stop button."""
+    begun, here = threading.Event(), threading.get_ident()
+    gc.collect()  # Python drops an exception that comes while it finalizes what an earlier test has left
+
+    def press() -> None:
+        if begun.wait(60):
+            time.sleep(after_s)
+            signal.pthread_kill(here, signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield begun.set
+        time.sleep(30)  # it was quicker
+    pressing.join()

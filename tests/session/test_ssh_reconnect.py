@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,8 @@ from detrain_nb.errors import TransportError
 from detrain_nb.session import node_link
 from detrain_nb.session.node_link import Checkpoint, NodeEvents, NodeLink
 from detrain_nb.wire import Alive, Attach, FrameReader, Locate, Received, RunCell, to_frame
+
+from .soon import interrupted
 
 _LIMIT_S = 10.0
 
@@ -93,6 +96,19 @@ def test_start_that_is_interrupted_before_its_connection_is_served_ends_quietly(
     node.link.wait_for_end(limit_s=_LIMIT_S)
     node.sock.close()
     assert (node.closed, node.tries) == (["the start was interrupted"], 0)
+
+
+def test_end_is_waited_for_also_after_a_wait_that_was_interrupted(node: Node) -> None:
+    """Python takes a thread for ended when a join of it was interrupted."""
+    is_released = threading.Event()
+    node.link._events = replace(node.link._events, closed=lambda _: is_released.wait(_LIMIT_S))
+    node.link.begin_to_close(is_seen=True)
+    with interrupted(0.05) as begin:
+        begin()
+        node.link.wait_for_end(limit_s=_LIMIT_S)
+    assert not node.link.wait_for_end(limit_s=0.05)
+    is_released.set()
+    assert node.link.wait_for_end(limit_s=_LIMIT_S)
 
 
 def test_what_is_sent_meanwhile_holds_up_nobody(node: Node) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import resource
 import shutil
@@ -14,7 +13,6 @@ import sys
 import sysconfig
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +31,7 @@ from detrain_nb.wire import ALIVE_GAP_S, SILENCE_LIMIT_S, Begin, Begun, FrameRea
 from ..node.cgroups import cgroup
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
-from .soon import assert_soon
+from .soon import assert_soon, interrupted
 
 _MOST_TAKEN_BYTES = 8 << 20  # of an agent that says more than it has to, with what the system holds
 
@@ -302,30 +300,11 @@ def _kill_the_parent(code: str, processes: Processes) -> None:
         child.kill()
 
 
-@contextlib.contextmanager
-def _interrupted(after_s: float) -> Iterator[Callable[[], None]]:
-    """What it gives begins the time after which what runs here is interrupted, as by the stop button."""
-    begun, here = threading.Event(), threading.get_ident()
-    gc.collect()  # Python drops an exception that comes while it finalizes what an earlier test has left
-
-    def press() -> None:
-        if begun.wait(60):
-            time.sleep(after_s)
-            signal.pthread_kill(here, signal.SIGINT)
-
-    pressing = threading.Thread(target=press)
-    pressing.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield begun.set
-        time.sleep(30)  # it was quicker
-    pressing.join()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.0, 0.05, 0.2])
 def test_interrupted_stop_goes_on_to_its_end(after_s: float, processes: Processes) -> None:
     session = _start(ranks=1)
-    with _interrupted(after_s) as begin:
+    with interrupted(after_s) as begin:
         begin()
         session.stop()
     session.stop()
@@ -338,7 +317,7 @@ def test_interrupted_stop_goes_on_to_its_end(after_s: float, processes: Processe
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1, 0.2, 0.3])
 def test_interrupted_warm_start_leaves_nothing_but_what_is_kept(after_s: float, processes: Processes) -> None:
     _session_stopped(ranks=1)
-    with _interrupted(after_s) as begin:
+    with interrupted(after_s) as begin:
         begin()
         session = _start(ranks=1)  # held: what is removed with it is removed after the interrupt
         session.stop()
@@ -908,6 +887,23 @@ def test_agent_with_which_another_thread_begins_a_session_is_not_dropped(agent_s
         assert sock.recv(1) == b"x"
 
 
+def test_agent_is_not_dropped_where_the_wait_for_the_thread_that_begins_with_it_was_interrupted(
+    agent_side: socket.socket,
+) -> None:
+    begun: list[object] = []
+    beginning = threading.Thread(target=lambda: begun.append(begin_on_kept(_Agent(), "next")))
+    beginning.start()
+    _wait_for_begin(agent_side)
+    with interrupted(0.05) as begin:
+        begin()
+        beginning.join()
+    assert drop_kept() == 0
+    agent_side.sendall(to_frame(Begun()).to_bytes())
+    assert_soon(lambda: bool(begun))
+    assert isinstance(begun[0], tuple)
+    begun[0][1].close()
+
+
 def test_agent_that_an_interrupted_start_was_about_to_take_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python takes a thread for ended when a join of it was interrupted: the rest of its work was not waited for."""
     wait, is_released = kept._KeptAgent._wait, threading.Event()
@@ -919,7 +915,7 @@ def test_agent_that_an_interrupted_start_was_about_to_take_is_hung_up_on(monkeyp
     monkeypatch.setattr(kept._KeptAgent, "_wait", wait_and_linger)
     ours, theirs = socket.socketpair()
     keep(_Agent(), ours, keep_s=600.0)
-    with _interrupted(0.1) as begin:
+    with interrupted(0.1) as begin:
         begin()
         begin_on_kept(_Agent(), "next")
     threading.Timer(0.2, is_released.set).start()
