@@ -25,7 +25,8 @@ MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long,
 MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
 MAX_DESCRIPTION_BYTES = 8 << 20  # of a value, as in values.py
-MAX_BUNDLE_VALUES = 1 << 19  # of what a cell shows: strings, numbers, lists; one takes up to 300 bytes when parsed
+MAX_BUNDLE_BYTES = 32 << 20  # of what a cell shows
+MAX_BUNDLE_VALUES = 1 << 19  # of it: strings, numbers, lists; one takes up to 300 bytes when parsed
 PIECE_BYTES = 1 << 20
 ALIVE_GAP_S = 5.0  # between signs of life of a notebook, on a connection that can break
 SILENCE_LIMIT_S = 20.0  # after which its node lets go of one that gives none
@@ -847,8 +848,13 @@ _CHECKED_FIELDS = {
     for kind in _KINDS.values()
 }
 _BEHIND_HEADER = {kind: f.name for kind in _KINDS.values() for f in fields(kind) if f.type in ("bytes", "LongText")}  # type: ignore[arg-type]
-# A rank sends 200,000 characters of help at most; to clean more takes time and memory.
-_MOST_BYTES_BEHIND: dict[type[Message], int] = {Inspection: 1 << 20}
+# No rank sends more, and to read or to clean more takes time and memory.
+_MOST_BYTES_BEHIND: dict[type[Message], int] = {
+    Inspection: 1 << 20,  # 200,000 characters of help
+    RanCell: MAX_ORDER_HEADER_BYTES,  # the code was in one
+    Display: MAX_BUNDLE_BYTES,
+    CellDone: MAX_BUNDLE_BYTES,
+}
 _HEADER_FIELDS = {
     kind: dict.fromkeys(name for name in checks if name != _BEHIND_HEADER.get(kind)).keys()
     for kind, checks in _CHECKED_FIELDS.items()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import short_ranks
+from ..session.safe_output import MOST_TEXT_CHARS
 from .rank_terminal import Drawn
 
 Bundle = dict[str, Any]
@@ -29,7 +30,7 @@ _DIFF_LINES = 2000
 _DIFF_STEPS = 1_000_000  # of the diffs of one cell, about 0.1 s
 _MOST_RICH, _MOST_RICH_CHARS = 1000, 64 << 20  # of one rank in one cell
 _LABEL_CHARS = 20  # about that stands before each line of a text
-_MOST_TEXT_CHARS = 4 << 20  # of one text, with what stands before its lines
+_MOST_INDENTED_CHARS = MOST_TEXT_CHARS + 10_000  # with what stands before its lines
 
 
 @dataclass(frozen=True)
@@ -224,13 +225,12 @@ def rich_items(bundles: dict[int, Bundle], *, is_merging: bool, nodes: Nodes | N
 
 
 def _indented(prefix: str, text: str) -> str:
-    """The text behind ``prefix``; of one that is very long its beginning."""
-    indented = prefix + text[:_MOST_TEXT_CHARS].replace("\n", "\n" + " " * len(prefix))
-    if max(len(indented), len(text)) <= _MOST_TEXT_CHARS:
+    """The text behind ``prefix``; where many short lines become very long by it, the beginning."""
+    before_line = "\n" + " " * len(prefix)
+    indented = prefix + text.replace("\n", before_line, _MOST_INDENTED_CHARS // len(before_line))
+    if len(indented) <= _MOST_INDENTED_CHARS:
         return indented
-    return (
-        f"{indented[:_MOST_TEXT_CHARS]}\n{' ' * len(prefix)}... the rest of {len(text):,} characters is not shown ..."
-    )
+    return f"{indented[:_MOST_INDENTED_CHARS]}{before_line}... the rest is not shown ..."
 
 
 class _TooMuch(Exception):

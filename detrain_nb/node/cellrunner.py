@@ -29,13 +29,12 @@ from traitlets import Type, default
 from traitlets.config import Config
 
 from ..errors import SessionError
-from ..wire import MAX_BUNDLE_VALUES, count_values, json_body
+from ..wire import MAX_BUNDLE_BYTES, MAX_BUNDLE_VALUES, count_values, json_body
 from .processes import stop_with_descendants
 from .rings import break_rings
 from .unattended import Exit
 
 Bundle = dict[str, Any]
-_MAX_BUNDLE_BYTES = 32 << 20
 _LONGEST_CHAIN = 20
 _END_FRAMES = 12  # of a long traceback, this many from either end
 _NEVER_AUTOMAGIC = (ast.Pass, ast.For, ast.While, ast.With, ast.If, ast.FunctionDef, ast.ClassDef, ast.Import, ast.Try)
@@ -314,12 +313,12 @@ def sendable_bundle(data: Bundle) -> Bundle:
         else:
             with contextlib.suppress(TypeError, ValueError):
                 bundle[mime] = json.loads(json.dumps(value, allow_nan=False))
-    sizes = {mime: len(json.dumps(value)) for mime, value in bundle.items()}
-    while sum(sizes.values()) > _MAX_BUNDLE_BYTES:
+    sizes = {mime: len(json_body({mime: value})) for mime, value in bundle.items()}
+    while sum(sizes.values()) > MAX_BUNDLE_BYTES:
         largest = max(sizes, key=lambda mime: sizes[mime])
         del bundle[largest]
         bundle["text/plain"] = f"<{largest} of {sizes.pop(largest) >> 20} MB is not shown>"
-        sizes["text/plain"] = len(bundle["text/plain"])
+        sizes["text/plain"] = len(json_body({"text/plain": bundle["text/plain"]}))
     num_values = 4 * (len(bundle) + 1)  # more than the bundle itself has
     for mime, value in list(bundle.items()):
         more = 0 if isinstance(value, str) else count_values(json_body(value))

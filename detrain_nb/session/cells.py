@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 from ..errors import HUNG_UP, RemoteError, WireError
 from ..wire import CellDone, CellFailed, ClearOutput, Display, Output, RankEnded, parse_bundle
@@ -67,6 +68,7 @@ class CellRun:
         self.incarnations: dict[int, int] = {}  # of the interpreters it is meant for, by rank
         self._lost_after_its_end: dict[int, RankEnded] = {}
         self._cleaners: dict[tuple[int, str], PieceCleaner] = {}
+        self._bundles: dict[int, Bundle] = {}
 
     @property
     def is_done(self) -> bool:
@@ -161,19 +163,34 @@ class CellRun:
 
     def go_on_from(self, shown: CellRun) -> None:
         """Take over what ``shown`` has of this cell: ranks that have ended it, what has half arrived."""
-        for rank, outcome in shown.outcomes.items():
-            self.outcomes.setdefault(rank, outcome)
+        self.outcomes = shown.outcomes | self.outcomes
+        self._bundles = shown._bundles | self._bundles
         if self.observer is None:
             self._cleaners = shown._cleaners
 
-    def take(self, message: Output | Display | ClearOutput | CellDone | CellFailed | RankEnded) -> None:
-        """What a rank said in this cell. Raises: WireError when it does not run it."""
+    def read_bundle(self, message: object) -> Bundle | None:
+        """What of a message may be shown as a rich output: takes a while, so before anything is locked for ``take``.
+
+        None where nobody wants that. Raises: WireError when it is none.
+        """
+        is_wanted = isinstance(message, CellDone) and message.body and message.rank in self.running
+        if not is_wanted and not (isinstance(message, Display) and self.observer is not None):
+            return None
+        assert isinstance(message, (CellDone, Display))
+        return safe_bundle(parse_bundle(message.body), is_this_machine=self._is_at_home(message.rank))
+
+    def take(
+        self,
+        message: Output | Display | ClearOutput | CellDone | CellFailed | RankEnded,
+        bundle: Bundle | None = None,
+    ) -> None:
+        """What a rank said in this cell; ``bundle`` as it was read. Raises: WireError when it does not run it."""
         if isinstance(message, Output):
             self._take_output(message)
         elif isinstance(message, (Display, ClearOutput)):
-            self._take_display(message)
+            self._take_display(message, bundle)
         else:
-            self._take_end(message)
+            self._take_end(message, bundle)
 
     def _take_output(self, message: Output) -> None:
         if self.observer is None or message.stream not in ("stdout", "stderr"):
@@ -183,16 +200,16 @@ class CellRun:
         if text := cleaner.clean(message.body):
             _give_output(self.observer, message.rank, message.stream, text)
 
-    def _take_display(self, message: Display | ClearOutput) -> None:
+    def _take_display(self, message: Display | ClearOutput, bundle: Bundle | None) -> None:
         if self.observer is None:
             return
         if isinstance(message, ClearOutput):
             self.observer.clear(message.rank, message.wait)
         else:
-            bundle = safe_bundle(parse_bundle(message.body), is_this_machine=self._is_at_home(message.rank))
+            bundle = bundle or self.read_bundle(message) or {}  # somebody may look only since a moment ago
             self.observer.display(message.rank, bundle, message.display_id, message.update)
 
-    def _take_end(self, message: CellDone | CellFailed | RankEnded) -> None:
+    def _take_end(self, message: CellDone | CellFailed | RankEnded, bundle: Bundle | None) -> None:
         if isinstance(message, RankEnded) and message.rank in self.outcomes:
             self._lost_after_its_end[message.rank] = message
             self.news.set()
@@ -202,7 +219,8 @@ class CellRun:
         if message.rank not in self.running:
             raise WireError(f"rank {message.rank} ended cell {self.cell}, which it does not run")
         if isinstance(message, CellDone) and message.body:
-            parse_bundle(message.body)  # here, where the link is closed when it is none
+            self._bundles[message.rank] = bundle or self.read_bundle(message) or {}
+            message = replace(message, body=b"")
         self.outcomes[message.rank] = message
         self.news.set()
 
@@ -229,12 +247,7 @@ class CellRun:
 
     def bundles(self) -> dict[int, Bundle]:
         """The rich form of the cell's value, by rank, where it has one."""
-        found: dict[int, Any] = {
-            outcome.rank: parse_bundle(outcome.body)
-            for outcome in self.outcomes.values()
-            if isinstance(outcome, CellDone) and outcome.body
-        }
-        return {rank: safe_bundle(bundle, is_this_machine=self._is_at_home(rank)) for rank, bundle in found.items()}
+        return dict(self._bundles)
 
 
 def _give_output(observer: CellObserver, rank: int, stream: str, text: str) -> None:

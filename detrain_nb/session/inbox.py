@@ -45,7 +45,7 @@ from .logbook import Logbook
 from .losses import describe_end
 from .node_link import Checkpoint
 from .requests import Requests
-from .safe_output import cleaned, one_line, quote
+from .safe_output import Bundle, cleaned, one_line, quote
 
 # What is shown as it is; the words of the others are cleaned where they are used.
 _OF_WORDS = (
@@ -59,6 +59,7 @@ _OF_WORDS = (
     RankUp,
     StartedCold,
 )
+_ANSWERS = (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)
 _OF_CELLS = (Output, Display, ClearOutput, CellDone, CellFailed)
 _MOST_NOTICES, _LONGEST_NOTICE = 1000, 4000
 
@@ -179,9 +180,27 @@ class Inbox:
         node = self.node_of.get(rank)
         return node is not None and node not in self._strangers
 
-    @_one_at_a_time
     def take(self, message: Message, number: int = 0, node: int = 0) -> None:
-        """Take what ``node`` sent. Raises: WireError when a message does not fit what was asked, or that node."""
+        """Take what ``node`` sent. Raises: WireError when a message does not fit what was asked, or that node.
+
+        What it says is read and cleaned before the other nodes have to wait, and only if somebody wants it.
+        """
+        is_wanted, bundle = self._is_waited_for(message), None
+        if is_wanted and isinstance(message, _OF_WORDS):
+            message = cleaned(message)
+        elif isinstance(message, (Display, CellDone)) and self.node_of.get(message.rank) == node:
+            run = self.runs.get(message.cell)
+            bundle = run.read_bundle(message) if run else None
+        self._take(message, number, node, bundle=bundle, is_wanted=is_wanted)
+
+    def _is_waited_for(self, message: Message) -> bool:
+        """It is no answer, or one to a question that somebody has asked."""
+        if isinstance(message, _ANSWERS):
+            return self.requests.are_open(message.request)
+        return not isinstance(message, GenerationReady) or message.number == self.generation
+
+    @_one_at_a_time
+    def _take(self, message: Message, number: int, node: int, *, bundle: Bundle | None, is_wanted: bool) -> None:
         if node in self.lost_nodes or node in self.absent:
             return
         missed_up_to = self._attached[node].last_number if node in self._attached else 0
@@ -194,11 +213,11 @@ class Inbox:
         if 0 < number <= missed_up_to and isinstance(message, _OF_CELLS) and not self.history.knows(message.cell):
             return  # it is too long ago for the agent to know it
         self._claims.check_time(message, node, is_attached=node in self._attached)
-        if isinstance(message, _OF_WORDS):
-            message = cleaned(message)
+        if not is_wanted:
+            return
         if isinstance(message, _OF_CELLS):
-            self._take_of_cell(message, number, node)
-        elif isinstance(message, (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)):
+            self._take_of_cell(message, number, node, bundle)
+        elif isinstance(message, _ANSWERS):
             self.requests.take(message)
         elif isinstance(message, RankEnded):
             self._take_end_of_rank(message, is_missed=number <= missed_up_to)
@@ -350,7 +369,7 @@ class Inbox:
         """Call ``on_end`` in the background thread when ``run`` has ended on every rank; hold ``following``."""
         self._on_end.setdefault(run.cell, []).append(on_end)
 
-    def _take_of_cell(self, message: Logged, number: int, node: int) -> None:
+    def _take_of_cell(self, message: Logged, number: int, node: int, bundle: Bundle | None = None) -> None:
         if isinstance(message, (CellDone, CellFailed)):
             self.has_group[message.rank] = message.has_group
             self.last_seconds[message.rank] = message.seconds
@@ -366,10 +385,10 @@ class Inbox:
         with self.following:
             self._warn(self.logbook.add(message, is_missed=is_missed, is_shown_perhaps=is_shown_perhaps))
             if not is_missed and (run := self.runs.get(message.cell)):
-                self._give(run, message)
+                self._give(run, message, bundle)
 
-    def _give(self, run: CellRun, message: Logged | RankEnded) -> None:
-        run.take(message)
+    def _give(self, run: CellRun, message: Logged | RankEnded, bundle: Bundle | None = None) -> None:
+        run.take(message, bundle)
         if run.is_done:
             for on_end in self._on_end.pop(run.cell, []):
                 on_end(run)

@@ -173,6 +173,10 @@ class Requests:
     def end(self, request: Request) -> None:
         self._open.pop(request.number, None)
 
+    def are_open(self, number: int) -> bool:
+        """Somebody waits for the answers to that question."""
+        return number in self._open
+
     def take(self, message: Any) -> None:
         """Hand an answer to its question; one that came too late is dropped."""
         request = self._open.get(message.request)

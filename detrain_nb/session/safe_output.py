@@ -23,6 +23,7 @@ Bundle = dict[str, Any]
 _ALWAYS = ("text/plain", "image/png", "image/jpeg", "image/gif", "application/json")
 _BEGINNINGS = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff", "image/gif": b"GIF8"}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")  # without blanks: next to other repeats they take time by the square
+MOST_TEXT_CHARS = 4 << 20  # of one text that is shown; in JSON, of all texts together
 _MAX_DEPTH = 20  # of JSON that is shown
 _MAX_NAME_CHARS = 300
 _MOST_COMPLETIONS, _LONGEST_COMPLETION = 2000, 200
@@ -165,17 +166,24 @@ _HIDDEN = re.compile(r"[\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206
 
 
 def safe_bundle(bundle: object, *, is_this_machine: bool) -> Bundle:
-    """The part of a rich output that may be shown; always with a text/plain."""
+    """The part of a rich output that may be shown; always with a text/plain. What is too long is cut, then cleaned."""
     if not isinstance(bundle, dict):
         return {"text/plain": ""}
     allowed = _ALWAYS + (_FROM_THIS_MACHINE if is_this_machine else ())
     safe = {mime: bundle[mime] for mime in allowed if mime in bundle and _has_right_type(mime, bundle[mime])}
     if not is_this_machine:
         safe = {mime: value for mime, value in safe.items() if mime not in _BEGINNINGS or _is_image(mime, value)}
-    safe["text/plain"] = clean_words(safe.get("text/plain", ""))
+    safe["text/plain"] = _clean_beginning(safe.get("text/plain", ""))
     if "application/json" in safe:
-        safe["application/json"] = _clean_json(safe["application/json"])
+        safe["application/json"] = _JsonCleaner().clean(safe["application/json"])
     return safe
+
+
+def _clean_beginning(text: str) -> str:
+    """What is shown of a text: to clean tens of megabytes takes most of a minute."""
+    if len(text) <= MOST_TEXT_CHARS:
+        return clean_words(text)
+    return f"{clean_words(text[:MOST_TEXT_CHARS])}\n... the rest of {len(text):,} characters is not shown ..."
 
 
 def _has_right_type(mime: str, value: object) -> bool:
@@ -192,14 +200,25 @@ def _is_image(mime: str, value: str) -> bool:
     return begins_well and _BASE64.fullmatch("".join(value.split())) is not None
 
 
-def _clean_json(value: Any, *, depth: int = 0) -> Any:
-    """JSON with clean texts, and not so deep that a front end could not write it."""
-    if isinstance(value, str):
-        return clean_text(value)
-    if not isinstance(value, (list, dict)):
-        return value
-    if depth == _MAX_DEPTH:
-        return "..."
-    if isinstance(value, list):
-        return [_clean_json(item, depth=depth + 1) for item in value]
-    return {clean_text(key): _clean_json(item, depth=depth + 1) for key, item in value.items()}
+class _JsonCleaner:
+    """Cleans the texts of one JSON value, as far as there is room for them."""
+
+    def __init__(self) -> None:
+        self._room_chars = MOST_TEXT_CHARS
+
+    def clean(self, value: Any, *, depth: int = 0) -> Any:
+        """JSON with clean texts, and not so deep that a front end could not write it."""
+        if isinstance(value, str):
+            return self._clean_text(value)
+        if not isinstance(value, (list, dict)):
+            return value
+        if depth == _MAX_DEPTH:
+            return "..."
+        if isinstance(value, list):
+            return [self.clean(item, depth=depth + 1) for item in value]
+        return {self._clean_text(key): self.clean(item, depth=depth + 1) for key, item in value.items()}
+
+    def _clean_text(self, text: str) -> str:
+        shown = text[: self._room_chars]
+        self._room_chars -= len(shown)
+        return clean_text(shown)

@@ -35,7 +35,7 @@ from detrain_nb.session.diagnosis import HangWatch, describe_mismatch, judge
 from detrain_nb.session.evidence import gather
 from detrain_nb.session.losses import advice, describe_ends, describe_silence
 from detrain_nb.session.rank_link import RankLink
-from detrain_nb.session.safe_output import safe_completions
+from detrain_nb.session.safe_output import safe_bundle, safe_completions
 from detrain_nb.session.start import _open_store
 from detrain_nb.session.status import RankStatus
 from detrain_nb.session.whereabouts import Whereabouts
@@ -1004,12 +1004,67 @@ def test_value_that_nobody_asked_for_is_not_kept(pair: Pair) -> None:
     pair.assert_not_heard()
 
 
-def test_help_that_is_longer_than_a_rank_sends_is_not_cleaned(pair: Pair) -> None:
-    """Cleaning 64 MB held all nodes for 8 s, and took 1.4 GB."""
-    pair.bad.say(Inspection(1, 12345, "\x7fa" * (1 << 19)), is_numbered=False)
+@pytest.mark.parametrize(
+    ("said", "limit_bytes"),
+    [
+        (Inspection(1, 12345, "x" * (1 << 20)), 1 << 20),
+        (Display(1, 0, "", False, b'{"":"%s"}' % bytes((32 << 20) - 7).replace(b"\0", b"x")), 32 << 20),
+        (CellDone(1, 0, 0.1, True, False, b" " * (32 << 20)), 32 << 20),
+        (RanCell([1], 1, "x" * (16 << 20), 1, False, [], False), 16 << 20),
+    ],
+    ids=lambda said: type(said).__name__,
+)
+def test_no_message_is_longer_than_a_rank_or_an_agent_makes_it(said: Message, limit_bytes: int) -> None:
+    frame = to_frame(said)
+    assert frame.message() == said
+    with pytest.raises(WireError, match=f"has {limit_bytes + 1:,} bytes, at most {limit_bytes:,} are sent"):
+        frame._replace(body=frame.body + b" ").message()
+
+
+def test_nobody_else_waits_while_what_a_node_shows_is_cleaned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cleaning a display of 32 MB held all nodes for half a minute."""
+    free: list[bool] = []
+
+    def take_turn() -> None:
+        with pair.inbox.taking, pair.inbox.following:
+            pass
+
+    def look(bundle: object, *, is_this_machine: bool) -> dict[str, Any]:
+        turn = threading.Thread(target=take_turn)
+        turn.start()
+        turn.join(5)
+        free.append(not turn.is_alive())
+        return safe_bundle(bundle, is_this_machine=is_this_machine)
+
+    monkeypatch.setattr("detrain_nb.session.cells.safe_bundle", look)
+    eyes, value = Eyes(), json_body({"text/plain": "x"})
+    result = _run(pair, Display(1, 0, "", False, value), replace(_DONE, body=value), observer=eyes, values=False)
+    assert eyes.bundles == [result[1].bundle] == [{"text/plain": "x"}]
+    assert free == [True, True]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Inspection(1, 12345, "\x7fa"),
+        RequestFailed(1, 12345, "\x7fa"),
+        Completions(1, 12345, ["\x7fa"], [], 0, 0),
+        GenerationReady(1, 5000, "\x7fa"),
+        Display(1, 1, "", False, b"{}"),
+        CellDone(1, 0, 0.1, True, False, b"{}"),
+    ],
+    ids=lambda answer: type(answer).__name__,
+)
+def test_answer_that_nobody_waits_for_is_not_cleaned(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, answer: Message
+) -> None:
+    _run(pair, _DONE)
+    seen: list[object] = []
+    for name in ("inbox.cleaned", "cells.safe_bundle", "cells.parse_bundle"):
+        monkeypatch.setattr(f"detrain_nb.session.{name}", lambda said, **_: seen.append(said))
+    pair.bad.say(answer, is_numbered=False)
     pair.assert_not_heard()
-    pair.bad.say(Inspection(1, 12345, "\x7fa" * (1 << 19) + "b"), is_numbered=False)
-    pair.assert_hung_up("Inspection has 1,048,577 bytes, at most 1,048,576 are sent")
+    assert not seen
 
 
 # ---- frames that nobody thought of

@@ -20,6 +20,7 @@ from detrain_nb.errors import HUNG_UP, DetrainError, RemoteError
 from detrain_nb.session import definitions, diagnosis, inbox, losses
 from detrain_nb.session.evidence import Evidence
 from detrain_nb.session.safe_output import (
+    MOST_TEXT_CHARS,
     PieceCleaner,
     clean_text,
     clean_words,
@@ -150,6 +151,14 @@ def test_json_of_another_host_is_clean_and_not_without_end() -> None:
     shown = safe_bundle({"application/json": {"\x1b]0;t\x07k": ["\ud800"], "deep": deep}}, is_this_machine=False)
     assert shown["application/json"]["k"] == ["\ufffd"]
     assert len(str(shown)) < 200
+
+
+def test_text_that_is_too_long_is_cut_before_it_is_cleaned() -> None:
+    long = "\x7fa" * MOST_TEXT_CHARS
+    shown = safe_bundle({"text/plain": long, "application/json": [long, {long: long}]}, is_this_machine=True)
+    kept = "a" * (MOST_TEXT_CHARS // 2)
+    assert shown["text/plain"] == f"{kept}\n... the rest of {len(long):,} characters is not shown ..."
+    assert shown["application/json"] == [kept, {"": ""}]
 
 
 @pytest.mark.parametrize("bundle", [None, [], "x", {}, {"text/plain": 3}, {"image/png": ["x"]}, {"text/html": {}}])
