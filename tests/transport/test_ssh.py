@@ -672,7 +672,8 @@ def test_connection_is_tuned_and_tells_where_it_goes(start_sshd: StartSshd) -> N
     [
         "Ciphers aes128-cbc,aes256-cbc,3des-cbc",
         "MACs hmac-md5,hmac-md5-96,hmac-sha1\nCiphers aes128-ctr",
-        "KexAlgorithms diffie-hellman-group14-sha1,diffie-hellman-group-exchange-sha1",
+        "KexAlgorithms diffie-hellman-group14-sha1,diffie-hellman-group14-sha256,diffie-hellman-group16-sha512",
+        "KexAlgorithms diffie-hellman-group-exchange-sha1,diffie-hellman-group-exchange-sha256",
         "HostKeyAlgorithms ssh-rsa",
     ],
 )
