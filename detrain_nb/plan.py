@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from .errors import SpecError
 
-__all__ = ["MOST_RANKS", "NodeOffer", "NodePlan", "Plan", "parse_ranks", "plan_nodes", "plan_one_node"]
+__all__ = ["MOST_RANKS", "NodeOffer", "NodePlan", "Plan", "parse_ranks", "plan_nodes", "plan_one_node", "split_names"]
 
 DEVICES = ("auto", "cpu", "cuda")
 MOST_RANKS = 1 << 16  # of one session
@@ -174,6 +174,11 @@ def parse_ranks(
     if not chosen:
         raise SpecError("no rank was chosen: give ranks like 0,2 or 0-3 or all")
     return tuple(sorted(set(chosen)))
+
+
+def split_names(names: str | Iterable[str]) -> list[str]:
+    """Names as they are given: several with commas, or a list."""
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
 def _part_of_ranks(part: str, world_size: int, hosts: Mapping[str, tuple[int, ...]]) -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..deploy.known import session_names
+from ..deploy.known import known_sessions, session_names
 from ..errors import DetrainError
 from ..session.session import Session
 from ..transport.ssh_config import list_hosts
@@ -40,6 +40,7 @@ class Candidates:
             "NAMES THERE": self._variables,
             "CELL": self._cells,
             "CELLS": lambda word: _in_list(word, self._cells("")),
+            "OTHERS": lambda word: self._in_time(_nodes_but_first, word),
             "SESSION": lambda word: self._in_time(_sessions, word),
             "FILE": lambda word: self._in_time(_files, word),
         }
@@ -130,6 +131,11 @@ def _files(word: str, *, suffixes: tuple[str, ...] = ("",)) -> list[str]:
             if is_shown and (entry.name.lower().endswith(suffixes) or entry.is_dir()):
                 found.append(_TO_ESCAPE.sub(r"\\\1", before + entry.name + ("/" if entry.is_dir() else "")))
     return found
+
+
+def _nodes_but_first(word: str) -> list[str]:
+    """Those of all sessions that are known: which one is meant may stand further on in the line."""
+    return _in_list(word, dict.fromkeys(node.name for known in known_sessions().values() for node in known.nodes[1:]))
 
 
 def _sessions(word: str) -> list[str]:

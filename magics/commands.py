@@ -104,7 +104,7 @@ class SessionCommands:
 
     def _attach(self, args: Any) -> None:
         with told_when_interrupted("%distributed attach", "the ranks go on without this notebook"):
-            session = self._holder.attach(args.name, nodes=args.nodes, steal=args.steal)
+            session = self._holder.attach(args.name, nodes=args.nodes, steal=args.steal, without=args.without)
         left = "this notebook holds the session; %distributed log --cell N shows what was missed of a cell"
         with told_when_interrupted("%distributed attach", left):
             self._show_all_missed(session)

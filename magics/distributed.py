@@ -82,7 +82,7 @@ class DistributedMagics(Magics):
         %distributed status | where | stop [NAME] | restart [-n N | -r RANKS] | list
         %distributed interrupt [-r RANKS | --kill RANKS] | replay -r RANKS [--cells 1-4]
         %distributed log [--cell N | --list] [--rank RANKS] [--follow] | config [KEY=VALUE]
-        %distributed attach [NAME] [--steal] | detach
+        %distributed attach [NAME] [--steal] [--without NODES] | detach
         """
         self._guard("%distributed", lambda: self._commands.run(line))
 

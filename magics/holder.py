@@ -194,7 +194,7 @@ class SessionHolder:
             print(wanted.not_kept)
         return self.start(wanted)
 
-    def attach(self, name: str | None, *, nodes: str | None, steal: bool) -> Session:
+    def attach(self, name: str | None, *, nodes: str | None, steal: bool, without: str = "") -> Session:
         """Hold a session that runs already: this notebook's, or the only one there is."""
         if self.session is not None and self.session.is_alive:
             raise UsageError(f"%distributed attach: this notebook holds session {self.session.name!r} already")
@@ -208,6 +208,7 @@ class SessionHolder:
             name,
             nodes=_read_nodes(nodes),
             steal=steal,
+            without=without,
             sync=started is None or started.sync,
             ask_passphrase=ask_passphrase,
             holder=self.name,

@@ -8,13 +8,14 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from ..errors import DetrainError, LaunchError, SessionError, SpecError, TransportError
 from ..node.talk import clean
+from ..plan import split_names
 from ..transport import Transport
 from ..transport.local import LocalTransport
 from ..wire import Attach, EndSession, FrameReader, Refused, to_frame
@@ -41,6 +42,7 @@ __all__ = [
 
 _END_LIMIT_S = 5.0
 _ARRIVAL_LIMIT_S = 3.0
+_MOST_HOSTS = 8  # are named
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 Nodes: TypeAlias = str | os.PathLike[str] | Sequence[Union["Node", Transport]] | None
@@ -152,14 +154,26 @@ def _let_go(ends: Sequence[End], give_up: Callable[[socket.socket], None]) -> No
     arrivals.give_up()
 
 
-def attach_to_agents(transports: Sequence[Transport], session: str) -> list[End]:
+def attach_to_agents(transports: Sequence[Transport], session: str, *, without: str | Iterable[str] = ()) -> list[End]:
     """Connect to the agents of ``session``, which run already; return the byte streams to them. Raises as above.
 
-    The first has to be there; another one that is not any more is said to be absent.
+    The first has to be there; another one that is not any more is said to be absent, as are those that are left out.
     """
     check_session_name(session)
-    act = lambda transport: End(transport, transport.connect_agent(session))  # noqa: E731
-    return _on_all(transports, act, give_up=socket.socket.close, can_be_absent=True)
+    others = [transport.name for transport in transports[1:]]
+    left_out = split_names(without) if without else []
+    if unknown := [name for name in left_out if name not in others]:
+        raise SpecError(
+            f"attach without {unknown[0]!r}: {unknown[0]!r} is not one of the nodes that can be left out: "
+            f"{', '.join(others[:_MOST_HOSTS]) or 'none, this session has one node'}"
+        )
+
+    def connect(transport: Transport) -> End:
+        if transport.name in left_out:
+            return End(transport, _ended_socket(), absent="it was left out")
+        return End(transport, transport.connect_agent(session))
+
+    return _on_all(transports, connect, give_up=socket.socket.close, attached_to=session)
 
 
 def end_agents(transports: Sequence[Transport], session: str, *, holder: str) -> dict[str, DetrainError]:
@@ -222,9 +236,12 @@ def _on_all(
     act: Callable[[Transport], End],
     *,
     give_up: Callable[[socket.socket], None],
-    can_be_absent: bool = False,
+    attached_to: str = "",
 ) -> list[End]:
-    """Every node's end, or none: where one fails, the others are given up."""
+    """Every node's end, or none: where one fails, the others are given up.
+
+    The agents of a session that is ``attached_to`` can have ended, but for the first.
+    """
     if len(transports) == 1 and not transports[0].name:
         return [act(transports[0])]
     arrivals = _Arrivals(give_up)
@@ -243,7 +260,7 @@ def _on_all(
             questions.serve(work)
         wait(work)
         pool.shutdown()
-        return _ends_of(work, can_be_absent=can_be_absent)
+        return _ends_of(work, attached_to=attached_to)
     except BaseException:  # an interrupt too, after which nothing is left; who takes too long is given up on arrival
         pool.shutdown(wait=False, cancel_futures=True)
         try:
@@ -290,9 +307,10 @@ class _Arrivals:
             return self._there.pop() if self._there else None
 
 
-def _ends_of(work: Mapping[Future[End], Transport], *, can_be_absent: bool) -> list[End]:
+def _ends_of(work: Mapping[Future[End], Transport], *, attached_to: str) -> list[End]:
     """Raises: what it has failed with, of all nodes; our own faults as they are."""
-    absent = {future for future in list(work)[1:] if can_be_absent and isinstance(future.exception(), SessionError)}
+    others = list(work)[1:] if attached_to else []
+    absent = {future for future in others if isinstance(future.exception(), SessionError)}
     failures: list[tuple[Transport, DetrainError]] = []
     for future, transport in work.items():
         error = future.exception()
@@ -301,6 +319,9 @@ def _ends_of(work: Mapping[Future[End], Transport], *, can_be_absent: bool) -> l
     if failures:
         kinds = {type(exc) for _, exc in failures}
         words = "\n".join(f"{transport.name}: {exc}" for transport, exc in failures)
+        if not {transport for transport, _ in failures} - {work[future] for future in others}:
+            names = ",".join(transport.name for transport, _ in failures)
+            words += f"\nto go on without their ranks: %distributed attach {attached_to} --without {names}"
         raise (kinds.pop() if len(kinds) == 1 else LaunchError)(words)
     return [
         End(transport, _ended_socket(), absent=str(future.exception())) if future in absent else future.result()

@@ -10,7 +10,7 @@ import io
 import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path, PurePath
 
@@ -69,7 +69,7 @@ def own_code() -> CodeArchive:
     return _archive({**files, **_write_own_metadata()})
 
 
-@cache
+@lru_cache(maxsize=4)  # a host may say another Python each time, and each takes 4 MB
 def ipython_code(python_version: tuple[int, int]) -> CodeArchive | None:
     """Pack this installation's IPython, with all that it requires on Linux with that Python, as far as it is Python.
 

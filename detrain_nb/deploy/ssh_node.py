@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DetrainError, LaunchError, TransportError
 from ..node.files import MAGIC as FILES_MAGIC
+from ..node.talk import SLOWEST_BYTES_PER_S
 from ..plan import NodeOffer
 from ..spec.node import Node
 from ..storage import locate
@@ -45,7 +46,9 @@ sys.path[:0] = [{code!r}]
 from detrain_nb.node import files
 files.main()
 """
-_UPLOAD_LIMIT_S = 600.0
+_UNPACK_LIMIT_S = 60.0
+_MOST_ADDRESSES = 256
+_MOST_NAMED = 8
 
 _log = logging.getLogger("detrain_nb.deploy")
 
@@ -55,7 +58,7 @@ class NodeFacts:
     """What a node says of itself; it may say anything."""
 
     python: str
-    python_version: tuple[int, ...]
+    python_version: tuple[int, int]
     host: str
     home: str
     cache: str
@@ -70,17 +73,17 @@ class NodeFacts:
         try:
             return cls(
                 python=as_text(said["python"]),
-                python_version=tuple(int(number) for number in said["python_version"]),
+                python_version=_read_python_version(said["python_version"]),
                 host=as_text(said["host"]),
                 home=as_text(said["home"]),
                 cache=as_text(said["cache"]),
                 have=frozenset(map(as_text, said["have"])),
                 versions={as_text(name): as_text(version) for name, version in dict(said["versions"]).items()},
-                addresses=tuple((as_text(name), as_text(address)) for name, address in said["addresses"]),
+                addresses=tuple((as_text(name), as_text(address)) for name, address in said["addresses"][:_MOST_ADDRESSES]),
                 reached_at=as_text(said["reached_at"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as exc:
-            raise TransportError(f"what it says of itself cannot be read: {exc!r}") from exc
+            raise TransportError(f"what it says of itself cannot be read: {repr(exc)[:200]}") from exc
 
 
 class SshNode:
@@ -269,6 +272,14 @@ class SshNode:
         self._work_folder = _expand(self.node.workdir or f"{facts.cache}/work/{session}", facts.home)
 
 
+def _read_python_version(said: Sequence[Any]) -> tuple[int, int]:
+    """Raises: TypeError, ValueError for what is no version of Python 3."""
+    major, minor = (int(number) for number in said[:2])
+    if major != 3 or not 0 <= minor < 100:
+        raise ValueError("python_version")
+    return major, minor
+
+
 def _go_on(facts: NodeFacts, connection: SshConnection, talk: RemoteProgram, **order: object) -> list[str]:
     """Have the program go on as it is told, with our code, which is all there then; returns the digests of that."""
     archives = _choose_code(facts)
@@ -290,9 +301,9 @@ def _choose_code(facts: NodeFacts) -> list[CodeArchive]:
 
     if facts.versions.get("ipython"):
         return [own_code()]
-    major, minor = facts.python_version[:2]
-    if ipython := ipython_code((major, minor)):
+    if ipython := ipython_code(facts.python_version):
         return [own_code(), ipython]
+    major, minor = facts.python_version
     missing = f"IPython is missing in {facts.python}, and the notebook's is not for Python {major}.{minor}"
     raise LaunchError(f"{missing}: install it there, {facts.python} -m pip install ipython")
 
@@ -301,10 +312,12 @@ def _send_code(archives: list[CodeArchive], facts: NodeFacts, connection: SshCon
     if not archives:
         return
     for archive, file in zip(archives, _put(archives, facts.cache, connection)):
+        limit_s = _UNPACK_LIMIT_S
         talk.say(type="unpack", digest=archive.digest, file=file, size=len(archive.data))
         if not file:
-            talk.send(archive.data)
-        talk.hear("unpacked", limit_s=_UPLOAD_LIMIT_S)
+            limit_s += len(archive.data) / SLOWEST_BYTES_PER_S
+            talk.send(archive.data, limit_s=limit_s)
+        talk.hear("unpacked", limit_s=limit_s)
 
 
 def choose_address(
@@ -319,7 +332,7 @@ def choose_address(
     for address in _resolve(wanted):
         if address in interfaces:
             return address, interfaces[address]
-    have = ", ".join(f"{address} ({name})" for address, name in interfaces.items())
+    have = ", ".join(f"{address} ({name})" for address, name in list(interfaces.items())[:_MOST_NAMED])
     wrong = f"the other nodes would reach it at {wanted}, which none of its interfaces has"
     raise LaunchError(f"{wrong}: give it an address that it has, one of {have}")
 

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError
+from ..plan import split_names
 from ..transport import Transport
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class SessionFiles:
         """Nodes by their names, several with commas. Raises: SpecError."""
         if nodes is None:
             return self._transports
-        wanted = [name.strip() for name in nodes.split(",")] if isinstance(nodes, str) else list(nodes)
+        wanted = split_names(nodes)
         known = {transport.name: transport for transport in self._transports}
         unknown = [name for name in wanted if name not in known]
         if unknown or not wanted:

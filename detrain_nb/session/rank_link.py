@@ -115,20 +115,22 @@ class RankLink:
     def wait_for_number(self, node: int, number: int, *, limit_s: float) -> None:
         """Wait until the messages of a node up to ``number`` have come, or it is lost and the others go on.
 
-        Raises: CellTimeout when nothing has come for ``limit_s``, what ended the session when nothing can come.
+        Raises: CellTimeout when less than a twentieth of them has come within ``limit_s``, what ended the session when
+        nothing can come.
         """
         link = self._links[node]
-        deadline, last_number = time.monotonic() + limit_s, 0
+        deadline, enough = time.monotonic() + limit_s, link.last_number + 1
+        step = max(1, (number - link.last_number) // 20)
         while link.last_number < number:
             if link.is_closed:
                 link.wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
                 if node in self.inbox.lost_nodes and not self.inbox.failure:
                     return
                 raise self.inbox.failure or NodeLost(f"node {self.inbox.nodes[node]} is lost: it has hung up")
-            if link.last_number > last_number:
-                deadline, last_number = time.monotonic() + limit_s, link.last_number
+            if link.last_number >= enough:
+                deadline, enough = time.monotonic() + limit_s, link.last_number + step
             if time.monotonic() >= deadline:
-                raise CellTimeout(f"session {self._session!r} has sent nothing of what was missed for {limit_s:g} s")
+                raise CellTimeout(f"session {self._session!r} has sent too little of what was missed in {limit_s:g} s")
             time.sleep(0.005)
 
     def hang_up(self, node: int, reason: str) -> None:

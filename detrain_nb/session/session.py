@@ -196,6 +196,7 @@ class Session:
         nodes: Nodes = None,
         steal: bool = False,
         sync: bool = True,
+        without: str | Iterable[str] = (),
         ask_passphrase: AskPassphrase | None = None,
         holder: str = "",
     ) -> Session:
@@ -206,16 +207,18 @@ class Session:
         What nobody has shown of its cells is in ``log``; ``missed`` says which cells. The next attach brings it again
         until a cell was run, or ``confirm_missed`` called. When the ranks ended meanwhile, ``failure`` says why.
         ``steal`` takes the session from another notebook, which is told. ``sync``: as it was started, if the current
-        folder is the one that it was started with.
+        folder is the one that it was started with. ``without`` names nodes, with commas, that are not connected to: their ranks are
+        lost, the others go on. The first node cannot be left out.
 
-        Raises: SessionError when no such session runs, or another notebook holds it.
+        Raises: SessionError when no such session runs, or another notebook holds it; TransportError for a node that
+        cannot be reached.
         """
         if nodes is None:
             transports = find_nodes(name, ask_passphrase=ask_passphrase)
         else:
             transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         files = SessionFiles(transports, current_folder(), is_synced=sync, takes_over=False)
-        ends = _attach_to(name, transports, is_known=nodes is None)
+        ends = _attach_to(name, transports, without, is_known=nodes is None)
         try:
             session = cls(name, ends, files, holder=holder, is_attaching=True)
         except BaseException:  # an interrupt
@@ -622,9 +625,11 @@ def _describe_connecting(transports: Sequence[Transport]) -> str:
     return f"connecting to {', '.join(names) if len(names) <= _MOST_HOSTS else f'{len(names)} nodes'}"
 
 
-def _attach_to(name: str, transports: Sequence[Transport], *, is_known: bool) -> list[End]:
+def _attach_to(
+    name: str, transports: Sequence[Transport], without: str | Iterable[str], *, is_known: bool
+) -> list[End]:
     try:
-        return attach_to_agents(transports, name)
+        return attach_to_agents(transports, name, without=without)
     except SessionError:
         if is_known:  # it has ended
             forget(name)

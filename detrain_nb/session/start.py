@@ -238,13 +238,19 @@ def _catch_up(core: Core, node: int, number: int) -> None:
 
 
 def _wait_until_up(core: Core) -> None:
-    """Wait for ranks that were still starting when their notebook was gone."""
+    """Wait for ranks that were still starting when their notebook was gone. A node whose ranks do not come is lost, the
+    first one with the session."""
     deadline = time.monotonic() + START_LIMIT_S
     while starting := set(range(core.world_size)) - core.inbox.up.keys() - core.inbox.lost.keys():
         if core.inbox.failure:
             raise core.inbox.failure
         if time.monotonic() >= deadline:
-            raise SessionError(f"{format_ranks(starting)} of session {core.name!r} did not start")
+            words = f"{format_ranks(starting)} of session {core.name!r} did not start within {START_LIMIT_S:g} s"
+            if starting & set(core.plan.nodes[0].ranks):
+                raise SessionError(words)
+            for number, node in enumerate(core.plan.nodes):
+                if starting & set(node.ranks):
+                    core.ranks.hang_up(number, words)
         time.sleep(0.01)
 
 
@@ -284,7 +290,7 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
     if missing := tuple(rank for rank in range(world_size) if rank not in known):
         absent = next((node for node in range(len(names)) if node not in attached), None)
         if absent is None:
-            raise SessionError(f"these are not all nodes of session {session!r}: name all, in the order of its start")
+            raise SessionError(f"these are not all nodes of session {session!r}: name all, in the order of its start, or leave out one that does not say all its ranks (--without)")
         nodes[absent] = replace(nodes[absent], ranks=missing)
     plan = Plan(tuple(nodes), backend)
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(plan.world_size)):

@@ -17,9 +17,10 @@ import pytest
 
 from detrain_nb.deploy import code, end_agents
 from detrain_nb.deploy.code import own_code
-from detrain_nb.deploy.ssh_node import SshNode
+from detrain_nb.deploy.ssh_node import NodeFacts, SshNode, choose_address
 from detrain_nb.errors import LaunchError, TransportError
 from detrain_nb.node import bootstrap
+from detrain_nb.spec.node import Node
 from detrain_nb.transport.ssh import SshConnection
 
 from ..testbed.nodes import ssh_nodes
@@ -157,3 +158,21 @@ def test_node_that_never_has_all_of_our_code_is_not_sent_it_without_end(testbed:
     (node,) = ssh_nodes(testbed, 1, python="~/liar")
     with pytest.raises(LaunchError, match="our code was put into /tmp and is not all there: is that disk in order"):
         node.run_files().__enter__()
+
+
+_FACTS = dict.fromkeys(["python", "host", "home", "cache", "reached_at"], "/") | {"have": [], "versions": {}}
+_FACTS |= {"python_version": [3, 12, 0], "addresses": [["lo", "127.0.0.1"]]}
+
+
+@pytest.mark.parametrize("version", [[3], [], 3, None, "3.12", [2, 7], [3, -1], [3, 10**6], [3, "x" * 100_000], {}])
+def test_python_of_a_node_is_one_that_can_be(version: object) -> None:
+    assert NodeFacts.read(_FACTS).python_version == (3, 12)
+    with pytest.raises(TransportError, match=r"^what it says of itself cannot be read: .{,200}$"):
+        NodeFacts.read(_FACTS | {"python_version": version})
+
+
+def test_addresses_of_a_node_by_the_thousand_are_not_all_named() -> None:
+    facts = NodeFacts.read(_FACTS | {"addresses": [["lo", f"name{number}"] for number in range(30_000)]})
+    with pytest.raises(LaunchError, match=r"give it an address that it has, one of name0 \(lo\)") as caught:
+        choose_address(Node(host="h"), facts.addresses, reached_at="192.0.2.1", peer_address="192.0.2.2")
+    assert len(str(caught.value)) < 500

@@ -148,11 +148,18 @@ def test_without_a_session_no_node_stands_for_ranks(tab: _Tab) -> None:
 def test_sessions_stand_for_names_those_on_nodes_too(tab: _Tab) -> None:
     remember("train", [Node(host="gpu1")], holder="a notebook")
     remember("tune", [Node(host="gpu2")], holder="a notebook")
-    assert tab("%distributed attach ") == ["train", "tune", "--help", "--nodes", "--steal"]
+    options = ["--help", "--nodes", "--steal", "--without"]
+    assert tab("%distributed attach ") == ["train", "tune", *options]
     assert tab("%distributed attach tu") == tab("%distributed stop tu") == ["tune"]
     assert tab("%distributed attach --steal t") == ["train", "tune"]
-    assert tab("%distributed attach train ") == ["--help", "--nodes", "--steal"]
+    assert tab("%distributed attach train ") == options
     assert tab("%distributed start --name t") == []
+
+
+def test_nodes_but_the_first_can_be_left_out(tab: _Tab) -> None:
+    remember("train", [Node(host=name) for name in ("gpu1", "gpu2", "gpu3")], holder="a notebook")
+    assert tab("%distributed attach train --without ") == ["gpu2", "gpu3"]
+    assert tab("%distributed attach --without gpu2,") == ["gpu2,gpu3"]
 
 
 def test_choices_commands_files_and_options(tab: _Tab) -> None:

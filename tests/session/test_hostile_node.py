@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import re
+import socket
 import struct
 import threading
 import time
@@ -29,7 +30,7 @@ from hypothesis import strategies as st
 import detrain_nb
 from detrain_nb import Session
 from detrain_nb.deploy import End, known
-from detrain_nb.errors import DetrainError, RankError, RankLost, SessionError, WireError
+from detrain_nb.errors import DetrainError, RankError, RankLost, SessionError, SpecError, TransportError, WireError
 from detrain_nb.session.cells import CellObserver, CellRun
 from detrain_nb.session.diagnosis import HangWatch, describe_mismatch, judge
 from detrain_nb.session.evidence import gather
@@ -595,7 +596,66 @@ def test_node_that_promises_output_and_sends_none_is_lost_alone(monkeypatch: pyt
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.attached = replace(bad.attached, last_number=1 << 53)
     with _attached(good, bad) as session:
-        _assert_absent(session, "has sent nothing of what was missed")
+        _assert_absent(session, "has sent too little of what was missed")
+
+
+def test_node_that_sends_what_was_missed_in_drops_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detrain_nb.session.start.CATCH_UP_LIMIT_S", 0.3)
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.attached = replace(bad.attached, last_number=1 << 53)
+
+    def drip() -> None:
+        while not bad.wait_until_hung_up_on(0.05):
+            bad.say(Notice("still at it"))
+
+    def answer(_: Message) -> Iterator[Message]:
+        yield RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2")
+        yield bad.attached
+        threading.Thread(target=drip).start()
+
+    bad.answers[Attach] = answer
+    with _attached(good, bad) as session:
+        _assert_absent(session, "has sent too little of what was missed")
+
+
+def test_node_whose_ranks_never_come_up_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detrain_nb.session.start.START_LIMIT_S", 0.3)
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.answers[Attach] = lambda _: [bad.attached]
+    with _attached(good, bad) as session:
+        _assert_absent(session, "rank 1 of session 'mine' did not start within 0.3 s")
+
+
+def test_node_that_cannot_be_reached_can_be_left_out() -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.connect_agent = _no_route
+    words = "^bad: no route\nto go on without their ranks: %distributed attach mine --without bad$"
+    with pytest.raises(TransportError, match=words):
+        Session.attach("mine", nodes=[good, bad])
+    with Session.attach("mine", nodes=[good, bad], without="bad") as session:
+        _assert_absent(session, "it was left out")
+
+
+def test_node_that_does_not_say_all_its_ranks_can_be_left_out() -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    for node in (good, bad):
+        up = RankUp(node.rank, 1, 0, 3, 1, node.name, "cpu", "2")
+        node.answers[Attach] = lambda _, node=node, up=up: [up, node.attached]
+    with pytest.raises(SessionError, match=r"leave out one that does not say all its ranks \(--without\)$"):
+        Session.attach("mine", nodes=[good, bad])
+    with Session.attach("mine", nodes=[good, bad], without=["bad"]) as session:
+        assert session.run_cell("1", ranks=0).ranks == (0,)
+        assert sorted(session._inbox.lost) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["good", "nobody"])
+def test_first_node_or_one_that_is_none_cannot_be_left_out(name: str) -> None:
+    with pytest.raises(SpecError, match=f"'{name}' is not one of the nodes that can be left out: bad$"):
+        Session.attach("mine", nodes=[FakeNode("good", 0), FakeNode("bad", 1)], without=name)
+
+
+def _no_route(session: str) -> socket.socket:
+    raise TransportError("no route")
 
 
 def test_absurd_number_of_gpus_starts_nothing() -> None:
