@@ -288,7 +288,9 @@ def session_parser() -> LineParser:
     attach.add_argument("name", nargs="?", metavar="NAME", help="default: this notebook's, or the only one")
     attach.add_argument("--nodes", metavar="NODES", help="where it runs, if it was not started from this machine")
     attach.add_argument("--steal", action="store_true", help="take it from the notebook that holds it")
-    attach.add_argument("--without", metavar="OTHERS", default="", help="nodes to leave out, with commas: their ranks are lost")
+    attach.add_argument(
+        "--without", metavar="OTHERS", default="", help="nodes to leave out, with commas: their ranks are lost"
+    )
     commands.add_parser("detach", help="leave the ranks running, for a later attach")
     commands.add_parser("list", help="the sessions of this user on this machine")
     put = commands.add_parser("put", help="copy files and folders to the nodes")

@@ -79,7 +79,7 @@ class NodeFacts:
                 cache=as_text(said["cache"]),
                 have=frozenset(map(as_text, said["have"])),
                 versions={as_text(name): as_text(version) for name, version in dict(said["versions"]).items()},
-                addresses=tuple((as_text(name), as_text(address)) for name, address in said["addresses"][:_MOST_ADDRESSES]),
+                addresses=tuple((as_text(name), as_text(at)) for name, at in said["addresses"][:_MOST_ADDRESSES]),
                 reached_at=as_text(said["reached_at"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as exc:

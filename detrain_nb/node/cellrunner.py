@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import builtins
 import contextlib
 import json
 import linecache
@@ -36,6 +37,8 @@ from .unattended import Exit
 
 Bundle = dict[str, Any]
 _LONGEST_CHAIN = 20
+_MOST_PARTS = 20  # of a group of errors
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
 _END_FRAMES = 12  # of a long traceback, this many from either end
 _NEVER_AUTOMAGIC = (ast.Pass, ast.For, ast.While, ast.With, ast.If, ast.FunctionDef, ast.ClassDef, ast.Import, ast.Try)
 _AFTER_EXIT = "the cell ends here, the rank goes on with its variables"
@@ -341,7 +344,7 @@ def error_message(error: BaseException) -> str:
     try:
         if isinstance(error, SystemExit):
             return f"{'' if error.code is None else f'{error.code}: '}{_AFTER_EXIT}"
-        return str(error)
+        return "\n".join([str(error), *map(str, getattr(error, "__notes__", ()))])
     except Exception as exc:  # noqa: BLE001  anything may be in a user's __str__
         return f"<its text cannot be made: {type(exc).__name__}>"
 
@@ -349,7 +352,8 @@ def error_message(error: BaseException) -> str:
 def user_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:
     """The lines of a traceback that are the user's: cells and own files, and the innermost frame wherever it is.
 
-    With ``is_own_code_enough``: not what happened inside libraries, nor what came before.
+    Errors of a group, and what was the cause, come first. With ``is_own_code_enough``: not what happened inside
+    libraries, nor what came before.
     """
     chain = chain_of(error)
     if is_own_code_enough:  # an interrupt may come when the user's code has raised already: then that says where
@@ -358,6 +362,9 @@ def user_traceback(error: BaseException, *, is_own_code_enough: bool = False) ->
     for cause, effect in zip(reversed(chain), reversed(chain[:-1])):
         link = "caused" if effect.__cause__ is cause else "was being handled before"
         lines += [*_own_traceback(cause), error_summary(cause), f"  ... which {link}:"]
+    parts = _parts_of(error)
+    for number, part in enumerate(parts, 1):
+        lines += [*_own_traceback(part), error_summary(part), f"  ... which is {number} of {len(parts)} in a group:"]
     return lines + _own_traceback(error)
 
 
@@ -371,6 +378,18 @@ def chain_of(error: BaseException) -> list[BaseException]:
             break
         chain.append(cause)
     return chain
+
+
+def _parts_of(error: BaseException) -> list[BaseException]:
+    """The errors of a group, also of groups in it. Python 3.10 has no groups."""
+    found: list[BaseException] = []
+    left = [error]
+    while left and len(found) < _MOST_PARTS:
+        first = left.pop(0)
+        parts = getattr(first, "exceptions", ()) if isinstance(first, _GROUP) else ()
+        left[:0] = parts
+        found += [] if parts or first is error else [first]
+    return found
 
 
 def _own_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:

@@ -66,7 +66,7 @@ from ..wire import (
 )
 from .bars import use_text_bars
 from .broadcast import broadcast
-from .cellrunner import Bundle, CellRunner, Screen, chain_of, error_message, user_traceback
+from .cellrunner import Bundle, CellRunner, Screen, chain_of, error_message, error_summary, user_traceback
 from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory, speak_before_abort
 from .generation import Generation
 from .given import Given
@@ -259,6 +259,8 @@ class _Interpreter:
         self._sequences_before = self._generation.sequences
         started = time.perf_counter()
         value, error = self._run_code(message)
+        if os.getpid() != self._pid:
+            _end_forked(error)
         seconds = time.perf_counter() - started
         _flush_streams()
         self._say_what_was_broken(is_known=message.is_replay)
@@ -487,10 +489,23 @@ class _Interpreter:
             self._link.sendall(to_frame(message).to_bytes())
 
 
-def _flush_streams() -> None:
-    for stream in (sys.stdout, sys.stderr):
+def _end_forked(error: BaseException | None) -> NoReturn:
+    """End a process that a cell has forked, which has come to the end of the cell, as at the end of a script.
+
+    It would take messages that are the rank's.
+    """
+    if error is not None and not isinstance(error, SystemExit):
         with contextlib.suppress(Exception):  # a cell may have put anything there
-            stream.flush()
+            sys.stderr.write("\n".join([*user_traceback(error), error_summary(error), ""]))
+    _flush_streams()
+    code = error.code if isinstance(error, SystemExit) else error is not None
+    os._exit(code & 0xFF if isinstance(code, int) else bool(code))
+
+
+def _flush_streams() -> None:
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(Exception):  # a cell may have put anything there, or nothing
+            getattr(sys, name).flush()
     _libc.fflush(None)
 
 

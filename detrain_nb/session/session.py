@@ -207,8 +207,8 @@ class Session:
         What nobody has shown of its cells is in ``log``; ``missed`` says which cells. The next attach brings it again
         until a cell was run, or ``confirm_missed`` called. When the ranks ended meanwhile, ``failure`` says why.
         ``steal`` takes the session from another notebook, which is told. ``sync``: as it was started, if the current
-        folder is the one that it was started with. ``without`` names nodes, with commas, that are not connected to: their ranks are
-        lost, the others go on. The first node cannot be left out.
+        folder is the one that it was started with. ``without`` names nodes, with commas, that are not connected to:
+        their ranks are lost, the others go on. The first node cannot be left out.
 
         Raises: SessionError when no such session runs, or another notebook holds it; TransportError for a node that
         cannot be reached.

@@ -290,7 +290,10 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
     if missing := tuple(rank for rank in range(world_size) if rank not in known):
         absent = next((node for node in range(len(names)) if node not in attached), None)
         if absent is None:
-            raise SessionError(f"these are not all nodes of session {session!r}: name all, in the order of its start, or leave out one that does not say all its ranks (--without)")
+            raise SessionError(
+                f"these are not all nodes of session {session!r}: name all, in the order of its start, or leave out "
+                "one that does not say all its ranks (--without)"
+            )
         nodes[absent] = replace(nodes[absent], ranks=missing)
     plan = Plan(tuple(nodes), backend)
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(plan.world_size)):

@@ -357,6 +357,49 @@ def test_stream_that_a_cell_has_broken_is_put_back(session: Session, code: str, 
 
 
 @pytest.mark.here_only
+def test_stream_that_a_cell_has_deleted_is_put_back(session: Session) -> None:
+    with pytest.raises(RankError, match="has no attribute 'stdout'"):  # IPython looks at it after a cell
+        session.run_cell("import sys; del sys.stdout, sys.stderr, sys.stdin", ranks=0)
+    assert session.run_cell("print('out')", ranks=0).stdout[0] == "out\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "printed"),
+    [
+        ("pass", 0, ""),
+        ("raise ValueError('of the child')", 1, "ValueError: of the child"),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('words')", 1, ""),
+    ],
+)
+@pytest.mark.here_only
+def test_process_that_a_cell_forks_ends_with_the_cell(session: Session, end: str, status: int, printed: str) -> None:
+    result = session.run_cell(f"import os, sys\npid = os.fork()\nif pid == 0:\n    print('child')\n    {end}\nNone")
+    assert set(result.values) == {0, 1}
+    code = "os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])"
+    assert session.run_cell(code, timeout_s=20).values == dict.fromkeys((0, 1), status)
+    assert session.run_cell("rank", timeout_s=20).values == {0: 0, 1: 1}
+    assert printed in "".join(result.stderr.values()) or not printed
+
+
+@pytest.mark.here_only
+def test_errors_of_a_group_and_notes_are_told(session: Session) -> None:
+    code = (
+        "def part(number):\n    raise ValueError(f'part {number}')\n"
+        "errors = []\n"
+        "for number in range(2):\n    try: part(number)\n    except ValueError as exc: errors.append(exc)\n"
+        "error = ExceptionGroup('outer', [ExceptionGroup('inner', errors), KeyError('k')])\n"
+        "error.add_note('look there')\n"
+        "raise error"
+    )
+    with pytest.raises(RankError) as caught:
+        session.run_cell(code, ranks=0)
+    words = "\n".join(caught.value._render_traceback_())
+    for expected in ("line 2, in part", "ValueError: part 1\n", "2 of 3 in a group", "KeyError: 'k'", "look there"):
+        assert expected in words
+
+
+@pytest.mark.here_only
 def test_stream_that_works_is_the_users_to_keep(session: Session) -> None:
     tee = "class Tee:\n    def write(self, text): return sys.__stdout__.write(text.upper())\nsys.stdout = Tee()"
     assert session.run_cell(f"import sys\n{tee}", ranks=0).stderr[0] == ""
