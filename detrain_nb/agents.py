@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .errors import LaunchError, SessionError
-from .guarded import describe, find_guest_parent
+from .guarded import RUN_MODULE, describe, find_guest_parent
 from .locks import take_lock
 
 SOCKET_NAME = "agent.sock"
@@ -56,8 +56,8 @@ def start_agent(
     lock = claim_folder(folder, uses=uses)
     try:
         agent = subprocess.Popen(
-            [sys.executable, "-m", _AGENT_MODULE, str(folder), str(lock)],
-            cwd=folder,
+            [sys.executable, "-c", RUN_MODULE, _AGENT_MODULE, str(folder), str(lock)],
+            cwd="/",  # nobody else's
             env={**os.environ, **(env or {})},  # not what C libraries have set beside it, as readline does
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -246,7 +246,8 @@ def holder_of(session: str) -> str:
 
 
 def require_private(folder: Path) -> None:
-    """Raises: LaunchError when others can enter ``folder``, OSError."""
+    """Raises: LaunchError when others can enter ``folder``, or put another one in its place; OSError."""
+    _require_safe_parents(folder)
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode):
         raise LaunchError(f"run directory {folder} is not a directory: remove it, or set DETRAIN_NB_RUNTIME_DIR")

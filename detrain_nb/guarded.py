@@ -7,6 +7,13 @@ import os
 import stat
 from pathlib import Path
 
+# ``python -c RUN_MODULE MODULE`` is ``python -m MODULE`` that imports nothing from the folder in which it is started.
+# Python 3.11 has ``-P`` for that; its variable would reach the user's programs.
+RUN_MODULE = (
+    "import os, sys; sys.path[:] = [path for path in sys.path if path not in ('', os.getcwd())]; import runpy; "
+    "del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
 
 def can_others_write(state: os.stat_result) -> bool:
     """By its owner and mode, as OpenSSH asks: it is neither ours nor root's, or its group, or all, can write it.

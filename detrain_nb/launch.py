@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from .guarded import RUN_MODULE
 from .plan import Plan
 
 __all__ = ["NodeLaunch", "RankConfig", "launch_node"]
@@ -82,8 +83,7 @@ def launch_node(
         "--start-method=fork",
         "--monitor-interval=0.05",
         "--log-dir=torchelastic",  # in the session's folder, and gone with it
-        "-m",
-        WORKER_MODULE,
+        *("--no-python", python, "-c", RUN_MODULE, WORKER_MODULE),
     ]
     module = LAUNCHER_MODULE if start == "fork" else "torch.distributed.run"
     env = {
@@ -110,7 +110,7 @@ def launch_node(
         "TORCH_GLOO_LAZY_INIT": "0",
         **config.to_env(),
     }
-    return NodeLaunch([python, "-m", module, *options], env)
+    return NodeLaunch([python, "-c", RUN_MODULE, module, *options], env)
 
 
 def threads_per_rank(ranks: int, *, cpus: int) -> int:

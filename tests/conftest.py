@@ -55,6 +55,7 @@ NEVER_RERUN = {
     "deploy/test_files.py",
     "deploy/test_folder.py",
     "deploy/test_leftovers.py",
+    "deploy/test_remote_program.py",
     "deploy/test_sync.py",
     "test_layout.py",
     "test_environment.py",

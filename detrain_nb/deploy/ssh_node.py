@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["NodeFacts", "SshNode", "choose_address"]
 
 _BOOTSTRAP = Path(__file__).parent.parent / "node" / "bootstrap.py"
+_GUARDED = Path(__file__).parent.parent / "guarded.py"
 _MAGIC = b"\ndetrain-nb bootstrap 1\n"
 _RUN_FILES = """\
 import sys
@@ -227,8 +228,7 @@ class SshNode:
         return talk.take_socket()
 
     def _start_bootstrap(self, connection: SshConnection) -> RemoteProgram:
-        source = _BOOTSTRAP.read_text(encoding="utf-8")
-        return RemoteProgram.start(source, magic=_MAGIC, node=self.node, connection=connection)
+        return RemoteProgram.start(_read_bootstrap(), magic=_MAGIC, node=self.node, connection=connection)
 
     # ---- files, beside the agent
 
@@ -278,6 +278,13 @@ def _read_python_version(said: Sequence[Any]) -> tuple[int, int]:
     if major != 3 or not 0 <= minor < 100:
         raise ValueError("python_version")
     return major, minor
+
+
+def _read_bootstrap() -> str:
+    """The program as text, with the one module of ours in it that it needs before our code is there."""
+    guarded = _GUARDED.read_text(encoding="utf-8").replace("from __future__ import annotations\n", "")
+    before, _, after = _BOOTSTRAP.read_text(encoding="utf-8").partition("from detrain_nb.guarded import ")
+    return before + guarded + after.partition("\n")[2]
 
 
 def _go_on(facts: NodeFacts, connection: SshConnection, talk: RemoteProgram, **order: object) -> list[str]:

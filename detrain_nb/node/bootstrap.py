@@ -18,7 +18,10 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any, NoReturn
+
+from detrain_nb.guarded import describe, find_guest_parent
 
 MAGIC = b"\ndetrain-nb bootstrap 1\n"
 OLDEST_PYTHON = (3, 10)
@@ -170,8 +173,12 @@ def _copy_exactly(size: int, file: IO[bytes]) -> None:
 def _find_folder() -> str:
     """Where our code and our sessions live: in the home, or, where that cannot be written, among temporary files."""
     tried = []
-    for folder in _possible_folders():
+    for wanted in _possible_folders():
+        folder = os.path.join(os.path.realpath(os.path.dirname(wanted)), os.path.basename(wanted))
         try:
+            if parent := find_guest_parent(Path(folder)):
+                tried.append(f"{folder}: others can put another one in its place, as they can write {describe(parent)}")
+                continue
             try:
                 os.makedirs(folder, mode=0o700)
             except FileExistsError:

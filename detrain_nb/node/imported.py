@@ -27,15 +27,13 @@ class ImportedFiles:
     Of a folder only those names count that an import, or the system's loader, could take.
     What a module reads besides, at its import, is not known.
 
-    The folder in which ``python -m`` was started is taken out of ``sys.path``: it is a session's, and goes with that.
-    Relative paths begin there too, and are left out.
+    Relative paths are left out: they begin in no folder of the user's.
     """
 
     def __init__(self) -> None:
         self._stamps: dict[str, _Stamp | None] = {}
         self._names: dict[str, frozenset[str]] = {}
         try:
-            sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]
             self._changed = self._look()
         except Exception as exc:  # noqa: BLE001  modules may be anything: none of them keeps a session from starting
             self._changed = f"what is imported ({type(exc).__name__}: {exc})"

@@ -47,7 +47,7 @@ class WarmProcess:
 
     def serve(self) -> None:
         """Fork a launcher for every order, until the agent hangs up."""
-        _leave_the_folder()
+        _close_the_log()
         while True:
             ready, _, _ = select.select([self._channel.fileno(), self._child_ended], [], [])
             if self._child_ended in ready:
@@ -136,9 +136,8 @@ class WarmProcess:
             self._channel.send(json.dumps(fields).encode())
 
 
-def _leave_the_folder() -> None:
+def _close_the_log() -> None:
     """The session's folder goes before this process does: NFS keeps a file that is open, and the folder with it."""
-    os.chdir("/")
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)

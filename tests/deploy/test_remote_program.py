@@ -25,7 +25,7 @@ _LIMIT_S = 60
 
 def run(source: str, said: bytes, folder: Path) -> str:
     """Start a program as on a node whose temporary files are in ``folder``; returns what it said."""
-    node = Node(host="h", python=_PYTHON, setup=(_OLD_BASH, f"TMPDIR={folder}"))
+    node = Node(host="h", python=_PYTHON, setup=(_OLD_BASH, f"export TMPDIR={folder}"))
     script = remote_program._write_script(node, source) + said
     environment = {"HOME": str(folder.parent), "PATH": os.environ["PATH"]}
     shell = subprocess.run(["bash"], input=script, capture_output=True, env=environment, timeout=_LIMIT_S)
@@ -49,10 +49,31 @@ def test_old_bash_keeps_a_program_among_temporary_files(tmp_path: Path) -> None:
 
 
 def test_bootstrap_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> None:
-    said = run(ssh_node._BOOTSTRAP.read_text(), b"", planted)
+    said = run(ssh_node._read_bootstrap(), b"", planted)
     before, _, facts = said.partition(bootstrap.MAGIC.decode())
     assert not before
     assert json.loads(facts)["python_version"] == list(sys.version_info[:3])
+
+
+def test_folder_of_ours_is_none_that_others_can_put_another_in_place_of(tmp_path: Path) -> None:
+    """They could give the agent code of theirs."""
+    shared, temporary = tmp_path / "shared", tmp_path / "shared" / "temporary"
+    temporary.mkdir(parents=True)
+
+    def said() -> dict[str, str]:
+        lines = run(ssh_node._read_bootstrap(), b"", temporary).partition(bootstrap.MAGIC.decode())[2]
+        answer: dict[str, str] = json.loads(lines)
+        return answer
+
+    shared.chmod(0o777)
+    assert said()["text"].count(f"as they can write {shared} (mode 0777, uid") == 2
+    assert [path.name for path in shared.iterdir()] == ["temporary"]
+    shared.chmod(0o755)
+    (shared / ".cache").mkdir()
+    (shared / ".cache").chmod(0o777)
+    assert said()["cache"] == str(temporary / f"detrain_nb-{os.getuid()}")
+    (shared / ".cache").chmod(0o1777)
+    assert said()["cache"] == str(shared / ".cache" / "detrain_nb")
 
 
 def test_probe_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from detrain_nb.guarded import RUN_MODULE
 from detrain_nb.launch import RankConfig, launch_node
 from detrain_nb.plan import plan_one_node
 from detrain_nb.wire import (
@@ -90,9 +91,9 @@ def agent() -> Iterator[Agent]:
     with tempfile.TemporaryDirectory() as base, contextlib.ExitStack() as sockets:
         folder = Path(base) / "mine"
         folder.mkdir(mode=0o700)
-        command = [sys.executable, "-m", "detrain_nb.node.agent", str(folder)]
+        command = [sys.executable, "-c", RUN_MODULE, "detrain_nb.node.agent", str(folder)]
         process = sockets.enter_context(
-            subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, start_new_session=True)
+            subprocess.Popen(command, cwd="/", stdout=subprocess.PIPE, start_new_session=True)
         )
         assert process.stdout is not None
         assert process.stdout.readline() == b"detrain-nb agent ready\n"
@@ -271,8 +272,8 @@ def test_agent_that_reads_no_further_says_that_it_is_there(agent: Agent) -> None
 
 def test_second_agent_for_the_folder_leaves_at_once(agent: Agent) -> None:
     again = subprocess.run(
-        [sys.executable, "-m", "detrain_nb.node.agent", str(agent.folder)],
-        cwd=agent.folder, capture_output=True, text=True, timeout=20, check=False,
+        [sys.executable, "-c", RUN_MODULE, "detrain_nb.node.agent", str(agent.folder)],
+        cwd="/", capture_output=True, text=True, timeout=20, check=False,
     )  # fmt: skip
     assert again.returncode == 1
     assert f"another agent serves {agent.folder}" in again.stderr

@@ -36,7 +36,7 @@ def test_nothing_asks_cuda_before_the_ranks_are_forked(tmp_path: Path) -> None:
     config = RankConfig("agent.sock", "folder", "cpu", "gloo", seed=0, threads=1)
     more = {"store": ("127.0.0.1", 4711), "interface": "lo", "extra_env": {}, "start": "fork"}
     launch = launch_node(plan, config, node_rank=0, python="python", run_id="mine", **more)
-    command = [sys.executable, "-c", _CODE, *launch.argv[3:]]
+    command = [sys.executable, "-c", _CODE, *launch.argv[4:]]
     # torchrun makes a folder where it is
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stdout) == (0, "3 fork\n"), ended.stderr

@@ -21,7 +21,7 @@ from detrain_nb.node.launching import LauncherEnd, Launching
 _WARM_PROCESS = """
 import os, pathlib, socket, sys
 channel = socket.socket(fileno=int(os.environ["DETRAIN_NB_WARM_FD"]))
-answers = pathlib.Path("answers")
+answers = pathlib.Path(sys.argv[1])
 while socket.recv_fds(channel, 1, 4)[0]:
     answer, _, later = answers.read_text().partition("\\n")
     answers.write_text(later)
@@ -29,7 +29,6 @@ while socket.recv_fds(channel, 1, 4)[0]:
     if "stale" in answer:
         sys.exit(3)
 """
-_ARGV = [sys.executable, "-c", _WARM_PROCESS, LAUNCHER_MODULE]
 _STARTED, _STALE, _FAILED = '{"started": 1}', '{"stale": "/library"}', '{"failed": "no process"}'
 
 
@@ -44,7 +43,8 @@ def launching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launc
 
 
 def _start(launching: Launching) -> LauncherEnd | None:
-    return launching.start(_ARGV, {}, None)
+    argv = [sys.executable, "-c", _WARM_PROCESS, os.path.abspath("answers"), LAUNCHER_MODULE]
+    return launching.start(argv, {}, None)
 
 
 def _process(launching: Launching) -> subprocess.Popen[bytes]:

@@ -118,13 +118,23 @@ def test_random_numbers_differ_between_ranks_and_repeat_between_sessions() -> No
     assert all(a != b for a, b in zip(first[0], other[0], strict=True))
 
 
-def test_ranks_start_in_the_folder_with_it_on_the_path(tmp_path: Path) -> None:
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a session in whose folder another user has put modules."""
+    folder = tmp_path / "run" / "planted"
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700)
+    for name in (*sys.stdlib_module_names, "torch", "IPython", "numpy", "detrain_nb"):
+        (folder / f"{name}.py").write_text(f"raise SystemExit({name!r} + ' of another user runs')")
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(folder.parent))
+    return folder.name
+
+
+def test_ranks_start_in_the_folder_with_it_on_the_path(planted: str, tmp_path: Path) -> None:
     (tmp_path / "beside_the_notebook.py").write_text("answer = 42\n")
-    with Session.start(ranks=1, device="cpu", init=False, folder=str(tmp_path)) as session:
-        assert session.run_cell("import os, beside_the_notebook as b\n(os.getcwd(), b.answer)").values[0] == (
-            str(tmp_path),
-            42,
-        )
+    with Session.start(ranks=1, device="cpu", init=False, folder=str(tmp_path), name=planted) as session:
+        code = "import os, sys, beside_the_notebook as b\n(os.getcwd(), b.answer, sys.path[0], '/' in sys.path)"
+        assert session.run_cell(code).values[0] == (str(tmp_path), 42, str(tmp_path), False)
 
 
 @pytest.mark.here_only
@@ -136,8 +146,8 @@ def test_files_of_ranks_get_the_users_mode(session: Session, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_plain_torchrun_can_start_the_ranks() -> None:
-    with Session.start(ranks=2, device="cpu", start="exec", env={"MINE": "x y"}) as session:
+def test_plain_torchrun_can_start_the_ranks(planted: str) -> None:
+    with Session.start(ranks=2, device="cpu", start="exec", env={"MINE": "x y"}, name=planted) as session:
         result = session.run_cell("import os\nt = torch.ones(1)\ndist.all_reduce(t)\n(os.environ['MINE'], t.item())")
     assert result.values == {0: ("x y", 2.0), 1: ("x y", 2.0)}
 
