@@ -23,6 +23,10 @@ __all__ = ["GIT_FILE", "OWN_FILE", "Rules", "cannot_read", "extend", "is_left_ou
 
 GIT_FILE, OWN_FILE = ".gitignore", ".detrainignore"
 _MOST_BYTES = 1 << 20  # of one file with patterns
+# A pattern is tried against every way in which its stars can share out a path, whose number grows with each star.
+_MOST_STARS = 4
+_MOST_DEEP = 64
+_STARS = re.compile(r"\*+")
 _ASK_LIMIT_S = 5.0
 _PATHS_KEPT = 100_000
 
@@ -65,7 +69,9 @@ def extend(rules: Rules, folder: str, prefix: str, names: set[str]) -> Rules:
 
 @lru_cache(maxsize=_PATHS_KEPT)
 def is_left_out(rules: Rules, path: str, *, is_folder: bool) -> bool:
-    """Say whether the lines leave out a path, with slashes, from the top of the repository."""
+    """Say whether the lines leave out a path, with slashes, from the top of the repository. Raises: SpecError."""
+    if path.count("/") > _MOST_DEEP:
+        raise SpecError(f"{path} is more than {_MOST_DEEP} folders deep: list it, or a folder above, in {OWN_FILE}")
     return (rules.of_folders if is_folder else rules.of_files).match_file(path)
 
 
@@ -76,6 +82,10 @@ def cannot_read(name: str, error: OSError) -> SpecError:
 
 def _read_lines(path: str, prefix: str) -> tuple[str, ...]:
     lines = _read_text(path).split("\n")
+    for number, line in enumerate(lines, 1):
+        stars = sum(len(_STARS.findall(part)) for part in line.split("/") if part != "*")  # that alone has one way
+        if stars > _MOST_STARS:
+            raise SpecError(f"{path}, line {number} has {stars} stars, more than {_MOST_STARS}: shorten it")
     return tuple(_anchor(line, prefix) for line in lines if line.strip() and line[0] != "#")
 
 

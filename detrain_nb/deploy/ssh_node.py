@@ -354,6 +354,9 @@ def _put(archives: list[CodeArchive], folder: str, connection: SshConnection) ->
     names = []
     with contextlib.closing(files), tempfile.TemporaryDirectory(prefix="detrain_nb-") as here:
         for archive in archives:
+            overdue = threading.Timer(_UNPACK_LIMIT_S + len(archive.data) / SLOWEST_BYTES_PER_S, files.close)
+            overdue.daemon = True
+            overdue.start()
             name = f".upload-{uuid.uuid4().hex}"
             path = Path(here) / name
             path.write_bytes(archive.data)
@@ -361,6 +364,8 @@ def _put(archives: list[CodeArchive], folder: str, connection: SshConnection) ->
                 locate(posixpath.join(folder, name), files=files).put(path)
             except DetrainError as exc:
                 raise TransportError(f"our code cannot be put on the node: {exc}") from exc
+            finally:
+                overdue.cancel()
             names.append(name)
     return names
 

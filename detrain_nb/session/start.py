@@ -197,13 +197,16 @@ def go_on(core: Core, *, steal: bool = False) -> None:
     """
     attached = attach(core, [0], steal=steal)
     names = [transport.name for transport in core.transports]
-    core.inbox.measure_by(attached[0], noted_owners(core.name, names))
+    noted = noted_owners(core.name, names)
+    for rank in attached[0].ranks:
+        if noted.get(rank):
+            other = names[noted[rank]]
+            raise _disputed(core.name, rank, f"{names[0]} says that it has", f"this machine has noted {other}")
+    core.inbox.measure_by(attached[0], noted)
     attached |= attach(core, range(1, len(core.transports)), steal=steal) if len(core.transports) > 1 else {}
     for rank, (one, other) in core.inbox.disputed.items():
-        raise SessionError(
-            f"{names[one]} and {names[other]} both say that they have rank {rank} of session {core.name!r}, and this "
-            f"machine has not noted which had it: attach where it was started, or end it: %distributed stop {core.name}"
-        )
+        both = f"{names[one]} and {names[other]} both say that they have"
+        raise _disputed(core.name, rank, both, "this machine has not noted which had it")
     world_size = max((up.world_size for up in core.inbox.up.values()), default=0)
     known = _what_runs(attached, names, world_size=world_size, session=core.name)
     core.wants_group, core.group_timeout_s = known.has_group, known.group_timeout_s
@@ -222,6 +225,13 @@ def go_on(core: Core, *, steal: bool = False) -> None:
         )
     for run in core.inbox.runs.values():
         run.hosts.update(core.hosts)
+
+
+def _disputed(session: str, rank: int, who_has: str, noted: str) -> SessionError:
+    return SessionError(
+        f"{who_has} rank {rank} of session {session!r}, and {noted}: attach where it was started, or end it: "
+        f"%distributed stop {session}"
+    )
 
 
 def _catch_up(core: Core, node: int, number: int) -> None:

@@ -436,6 +436,23 @@ def test_patterns_that_never_end_are_not_read(name: str, tmp_path: Path) -> None
             list_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "name"), [("*a" * 20 + "*c", "a" * 120 + "b"), ("**/a/" * 12 + "c", "a/" * 45 + "b")]
+)
+def test_pattern_that_can_be_matched_in_too_many_ways_is_refused(pattern: str, name: str, tmp_path: Path) -> None:
+    _plant(tmp_path, {".gitignore": f"*.log\n{pattern}\n", name: ""})
+    with pytest.raises(SpecError, match=r"\.gitignore, line 2 has \d+ stars, more than 4: shorten it$"):
+        list_folder(tmp_path)
+
+
+def test_folder_that_is_too_deep_for_patterns_is_named(tmp_path: Path) -> None:
+    _plant(tmp_path, {"a/" * 100 + "b": ""})
+    with pytest.raises(SpecError, match=r"^a/[a/]+ is more than 64 folders deep: list it, or a folder above, in"):
+        list_folder(tmp_path)
+    _plant(tmp_path, {".detrainignore": "a/*/*/*/*/a/*\n"})
+    assert list(list_folder(tmp_path)) == [".detrainignore"]
+
+
 def test_git_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = _plant(tmp_path, {"bin/git": "#!/bin/sh\nexec sleep 1000\n", "folder/a.py": ""}) / "bin" / "git"
     program.chmod(0o755)

@@ -520,6 +520,19 @@ def test_node_that_claims_a_rank_which_was_noted_of_another_counts_as_absent(is_
         known.forget("noted")
 
 
+def test_first_node_that_claims_a_rank_which_was_noted_of_another_is_told_nothing() -> None:
+    bad, good = FakeNode("bad", 0), FakeNode("good", 1)
+    bad.attached = replace(bad.attached, ranks=[0, 1], with_group=[0, 1])
+    nodes = [Node(host=f"{name}.invalid", name=name, ranks=1) for name in ("bad", "good")]
+    known.remember("noted", nodes, holder="x")
+    words = "bad says that it has rank 1 of session 'noted', and this machine has noted good: attach where it was"
+    try:
+        with pytest.raises(SessionError, match=words):
+            Session.attach("noted", nodes=[bad, good])
+    finally:
+        known.forget("noted")
+
+
 def test_note_of_ranks_that_is_out_of_date_keeps_nobody_out() -> None:
     """The session has shrunk since, from another machine."""
     nodes = [FakeNode("good", 0), FakeNode("other", 1)]
