@@ -200,8 +200,8 @@ def go_on(core: Core, *, steal: bool = False) -> None:
     noted = noted_owners(core.name, names)
     for rank in attached[0].ranks:
         if noted.get(rank):
-            other = names[noted[rank]]
-            raise _disputed(core.name, rank, f"{names[0]} says that it has", f"this machine has noted {other}")
+            owner = names[noted[rank]]
+            raise _disputed(core.name, rank, f"{names[0]} says that it has", f"this machine has noted {owner}")
     core.inbox.measure_by(attached[0], noted)
     attached |= attach(core, range(1, len(core.transports)), steal=steal) if len(core.transports) > 1 else {}
     for rank, (one, other) in core.inbox.disputed.items():
