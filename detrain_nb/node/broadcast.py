@@ -93,15 +93,17 @@ def _packed(look_up: Callable[[], dict[str, Any]]) -> tuple[int, Sequence[_Buffe
     """What is sent, and its parts. The size of the first is announced, those of the others follow from it."""
     try:
         variables = look_up()
-        if _is_plain(variables, set()):
-            try:
+        try:
+            if _is_plain(variables, set()):
                 description, buffers = values.pack(variables, name="the variables")
                 return _VALUES, [json.dumps(description, allow_nan=False).encode(), *buffers]
-            except ValueNotSupported:  # too large, or of an odd kind of tensor
-                pass
+        except (ValueNotSupported, RecursionError):  # too large, nested too deep, or of an odd kind of tensor
+            pass
         return _PICKLE, [_pickled(variables)]
     except DetrainError as exc:
         return _PROBLEM, [str(exc).encode()]
+    except Exception as exc:  # noqa: BLE001  memory, a user's class: the other ranks wait for word
+        return _PROBLEM, [f"{type(exc).__name__}: {exc}".encode()]
 
 
 def _is_plain(value: Any, seen: set[int]) -> bool:
@@ -139,7 +141,8 @@ def _pickled(variables: dict[str, Any]) -> bytes:
         torch.save(variables, buffer)
     except Exception as exc:
         name = next((name for name, value in variables.items() if not _can_pickle(value)), ", ".join(variables))
-        raise SessionError(f"{name} cannot be pickled: {exc}") from exc
+        deep = " (it is nested too deep)" if isinstance(exc, RecursionError) else ""
+        raise SessionError(f"{name} cannot be pickled{deep}: {exc}") from exc
     return buffer.getvalue()
 
 

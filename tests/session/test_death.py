@@ -378,7 +378,9 @@ def test_broadcast_keeps_gradients_parameters_and_what_is_shared(equipped: Sessi
 def test_broadcast_refusals_leave_nobody_waiting(equipped: Session) -> None:
     with pytest.raises(SessionError, match=r"no variable 'nothing'"):
         equipped.broadcast("nothing")
-    equipped.run_cell("f = lambda: 1")
+    equipped.run_cell("f = lambda: 1\ndeep = []\nfor _ in range(5000): deep = [deep]")
+    with pytest.raises(SessionError, match=r"deep cannot be pickled \(it is nested too deep\)"):
+        equipped.broadcast(["counter", "deep"])
     with pytest.raises(SessionError, match="f cannot be pickled"):
         equipped.broadcast(["counter", "f"])
     equipped.run_cell("class Deadly:\n    def __reduce__(self): os._exit(3)\nd = Deadly()")
