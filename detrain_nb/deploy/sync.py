@@ -123,7 +123,7 @@ class FolderSync:
                 stop.check()
                 _send_in_time(talk, packed, "archive", size=len(packed))
             done = talk.hear("done")
-            self._note_left_alone(node, done)
+            self._note_left_alone(node, done, manifest)
             self._brought[node.name] = contact, manifest
 
     def _is_overdue(self, node: SyncedNode) -> bool:
@@ -148,15 +148,16 @@ class FolderSync:
                 f"{label(node)}: its work folder is kept as {root}, not as {self.root}: changes here do not go there"
             )
 
-    def _note_left_alone(self, node: SyncedNode, said: dict[str, Any]) -> None:
-        """What somebody else has put there is said once."""
+    def _note_left_alone(self, node: SyncedNode, said: dict[str, Any], manifest: Manifest) -> None:
+        """What somebody else has put there, of what was sent, is said once."""
         names = said.get("left_alone")
-        found = [clean(name) for name in names] if isinstance(names, list) else []
-        fresh = [name for name in found if (node.name, name) not in self._left_alone]
+        found = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+        fresh = [name for name in found if name in manifest and (node.name, name) not in self._left_alone]
         if fresh:
             self._left_alone.update((node.name, name) for name in fresh)
+            some = _name_some([clean(name) for name in fresh])
             self.notices.append(
-                f"{label(node)}: left as it is, since it did not come from here: {_name_some(fresh)}: "
+                f"{label(node)}: left as it is, since it did not come from here: {some}: "
                 "put it there to replace it, or remove it there"
             )
 

@@ -137,12 +137,17 @@ class Core:
             if observer and is_told:
                 observer.waiting("")
 
-    def mend_group(self, chosen: Iterable[int]) -> None:
-        """All ranks have a group again, or can make one, if ``chosen`` are all, or the others have time for it."""
+    def mend_group(self, chosen: Iterable[int], observer: CellObserver | None) -> None:
+        """All ranks have a group again, or can make one, if ``chosen`` are all, or the others have time for it.
+
+        Where the others cannot make it, ``chosen`` go on without one.
+        """
         is_everybody = len(set(chosen)) == self.world_size
         if not is_everybody and (self.inbox.busy or self.inbox.lost):
             return
-        if self.wants_group:
+        if self.wants_group and not is_everybody:
+            self.tell(self.generations.mend_for_some(limit_s=IDLE_LIMIT_S), observer)
+        elif self.wants_group:
             self.generations.mend(limit_s=IDLE_LIMIT_S)
         else:
             self.generations.begin()

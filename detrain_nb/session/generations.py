@@ -31,6 +31,7 @@ class Generations:
         self._ended = 0
         self._begun_by: dict[int, int] = {}  # the incarnations of the ranks that know of the present one
         self._begun_checked = False
+        self._given_up: dict[int, int] = {}  # the incarnations of ranks that could make no group
 
     def go_on_from(self, number: int) -> None:
         """An earlier notebook has made the generation of that number."""
@@ -40,6 +41,20 @@ class Generations:
         """All ranks have it but those that are fresh since; called when it is known which are."""
         fresh = self._inbox.fresh
         self._begun_by = {rank: known for rank, known in self._incarnations().items() if rank not in fresh}
+
+    def mend_for_some(self, *, limit_s: float) -> str:
+        """As ``mend``, for a cell that can do without; says why there is no group. The same ranks are asked once."""
+        if self._given_up == self._incarnations() and not all(self._inbox.has_group.values()):
+            return ""
+        try:
+            self.mend(limit_s=limit_s)
+        except (LaunchError, CellTimeout) as exc:
+            self._given_up = self._incarnations()
+            return (
+                f"{exc}\nthere is no process group until it is replaced (%distributed restart -r RANKS), or its node "
+                "is left out (%distributed detach, then attach --without NODE)"
+            )
+        return ""
 
     def mend(self, *, limit_s: float) -> None:
         """Make the default group anew when a cell has destroyed it, or its generation was ended.
@@ -107,7 +122,8 @@ class Generations:
         deadline = time.monotonic() + GROUP_LIMIT_S
         while not ready.wait_quietly(0.05) and not ready.has_failed:
             if time.monotonic() >= deadline:
-                raise CellTimeout(f"the ranks did not make the process group within {GROUP_LIMIT_S:g} s")
+                slow = format_ranks(set(range(self._world_size)) - ready.answers.keys())
+                raise CellTimeout(f"{slow} did not make the process group within {GROUP_LIMIT_S:g} s")
             if _errors(ready):
                 self.end()
             tell(len(ready.answers))

@@ -218,7 +218,10 @@ class RankLink:
             time.sleep(0.002)  # a fresh interpreter is up within tens of milliseconds
 
     def renumber(self, number: Mapping[int, int], *, world_size: int) -> None:
-        """Give idle ranks other numbers, from old to new, in a smaller world. Raises: CellTimeout, RankLost."""
+        """Give idle ranks other numbers, from old to new, in a smaller world. A node that does not take them is lost.
+
+        Raises: CellTimeout for the first node, RankLost; the session is over then.
+        """
         node_of = dict(self.inbox.node_of)
         self.inbox.renumber(number)
         try:
@@ -226,7 +229,14 @@ class RankLink:
                 for node in sorted({node_of[rank] for rank in number}):
                     old = [rank for rank in number if node_of[rank] == node]
                     self.send_to(node, Renumber(old, request.number, [number[rank] for rank in old], world_size))
-                request.wait(IDLE_LIMIT_S, what="new numbers")
+                try:
+                    request.wait(IDLE_LIMIT_S, what="new numbers")
+                except CellTimeout:
+                    silent = {node_of[rank] for rank, new in number.items() if request.waits_for(new)}
+                    if 0 in silent:
+                        raise
+                    for node in silent:
+                        self.hang_up(node, f"its ranks did not take their new numbers within {IDLE_LIMIT_S:g} s")
         except BaseException:
             self.inbox.fail(SessionError("not all ranks have taken their new numbers: %distributed restart"))
             raise

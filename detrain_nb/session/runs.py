@@ -79,7 +79,7 @@ class Runs:
         while True:
             chosen = core.wait_until_idle(ranks, observer, limit_s=IDLE_LIMIT_S)
             core.tell(core.rescue.before_a_cell(), observer)
-            core.mend_group(chosen)
+            core.mend_group(chosen, observer)
             run = self._new(cell, chosen, observer)
             run.incarnations = {rank: up.incarnation for rank, up in self._inbox.up.items()}
             if self._inbox.add_run(run):

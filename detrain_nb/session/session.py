@@ -516,7 +516,7 @@ class Session:
         chosen = self.choose(ranks)
         (sender,) = self.choose(source)
         self._core.choose_idle([*chosen, sender], limit_s=IDLE_LIMIT_S)
-        self._core.mend_group(range(self.world_size))
+        self._core.mend_group(range(self.world_size), None)
         self._core.generations.broadcast(wanted, chosen, source=sender)
 
     def replay(

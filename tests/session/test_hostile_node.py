@@ -30,7 +30,17 @@ from hypothesis import strategies as st
 import detrain_nb
 from detrain_nb import Session
 from detrain_nb.deploy import End, known
-from detrain_nb.errors import DetrainError, RankError, RankLost, SessionError, SpecError, TransportError, WireError
+from detrain_nb.errors import (
+    CellTimeout,
+    DetrainError,
+    LaunchError,
+    RankError,
+    RankLost,
+    SessionError,
+    SpecError,
+    TransportError,
+    WireError,
+)
 from detrain_nb.session.cells import CellObserver, CellRun
 from detrain_nb.session.diagnosis import HangWatch, describe_mismatch, judge
 from detrain_nb.session.evidence import gather
@@ -74,6 +84,7 @@ from detrain_nb.wire import (
     RankUp,
     Received,
     Refused,
+    Renumber,
     RequestDone,
     RequestFailed,
     RunCell,
@@ -637,6 +648,42 @@ def test_node_whose_ranks_never_come_up_is_lost_alone(monkeypatch: pytest.Monkey
     bad.answers[Attach] = lambda _: [bad.attached]
     with _attached(good, bad) as session:
         _assert_absent(session, "rank 1 of session 'mine' did not start within 0.3 s")
+
+
+@pytest.mark.parametrize("said", [[GenerationReady(1, 2, "no")], []], ids=["refuses", "says nothing"])
+def test_ranks_of_other_nodes_do_without_a_group_that_one_node_does_not_make(
+    monkeypatch: pytest.MonkeyPatch, said: list[Message]
+) -> None:
+    monkeypatch.setattr("detrain_nb.session.generations.GROUP_LIMIT_S", 0.3)
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.answers[RunCell] = lambda message: [CellDone(1, message.cell, 0.1, False, False, b"")]
+    asked: list[Message] = []
+    bad.answers[NewGeneration] = lambda message: asked.append(message) or said
+    with _attached(good, bad) as session:
+        session.run_cell("1")
+        with pytest.raises((LaunchError, CellTimeout), match=r"rank 1 (could|did) not make the process group"):
+            session.run_cell("1")
+        before = len(asked)
+        for _ in range(2):
+            assert session.run_cell("1", ranks=0).ranks == (0,)
+        assert len(asked) == before + 1
+        (notice,) = session.notices
+        assert notice.startswith("rank 1 ")
+        assert "attach --without NODE" in notice
+
+
+def test_node_that_takes_no_new_numbers_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detrain_nb.session.rank_link.IDLE_LIMIT_S", 0.3)
+    nodes = [FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)]
+    for node in nodes:
+        up = RankUp(node.rank, 1, 0, 3, 1, node.name, "cpu", "2")
+        node.answers[Attach] = lambda _, node=node, up=up: [up, node.attached]
+    nodes[0].answers[Renumber] = lambda message: [RequestDone(0, message.request)]
+    with _attached(*nodes) as session:
+        nodes[2].leave()
+        assert_soon(lambda: 2 in session._inbox.lost)
+        assert session.shrink() == {0: 0, 1: 1}
+        _assert_absent(session, "its ranks did not take their new numbers within 0.3 s")
 
 
 def test_node_that_cannot_be_reached_can_be_left_out() -> None:
