@@ -81,7 +81,7 @@ class SessionBenchmark(Benchmark[Sizes]):
         noop_cell = DETRAIN_NB.on_all.replace("{code}", _NOOP)
         with self._kernel(DETRAIN_NB, f"round {turn}: more ranks") as kernel:
             for ranks in self._sizes.more_ranks:
-                kernel.run(f"%distributed start -n {ranks} --no-init")
+                kernel.run(f"%distributed start -n {ranks} --no-init --force")
                 plain, noop = _time_pairs(kernel, noop_cell, self._sizes.more_ranks_pairs)
                 kernel.run("%distributed stop")
                 self.samples.add(US, f"plain_{ranks}_ms", *plain)
