@@ -191,7 +191,10 @@ def _write_script(node: Node, source: str) -> bytes:
             "detrain_nb_setup() {",
             *node.setup,
             "}",
-            f"detrain_nb_setup </dev/null >&2 || exit {_SETUP_FAILED}",
+            f"trap 'exit {_SETUP_FAILED}' EXIT",  # with `set -e` among the lines, which counts for no list with ||
+            "detrain_nb_setup </dev/null >&2",
+            "[ $? = 0 ] || exit",
+            "trap - EXIT",
         ]
     lines += [
         f"exec {_quote_path(node.python)} -u /dev/fd/3 3<<'{_END_OF_PROGRAM}'",

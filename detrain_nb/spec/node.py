@@ -53,6 +53,18 @@ def _check_host(text: str) -> str:
     return text
 
 
+def _check_address(text: str) -> str:
+    """What consists of numbers is an address that there can be, and none that stands for all."""
+    is_number = _check_host(text).replace(".", "").isdigit() or ":" in text
+    try:
+        can_be = not is_number or not ipaddress.ip_address(text.partition("%")[0]).is_unspecified
+    except ValueError:
+        can_be = False
+    if not can_be:
+        raise ValueError
+    return text
+
+
 def _check_name(text: str) -> str:
     if not _NAME.fullmatch(text) or _LIKE_RANKS.fullmatch(text.lower()):
         raise ValueError
@@ -110,7 +122,7 @@ class Node(BaseModel):
     proxy_jump: Annotated[str, AfterValidator(_check_jumps)] | None = Field(
         default=None, description='the hosts to go through, "[user@]host[:port]", several with commas'
     )
-    address: _Host | None = Field(
+    address: Annotated[str, AfterValidator(_check_address)] | None = Field(
         default=None, description="the address or host name at which the other nodes reach this one"
     )
     devices: Literal["auto", "cpu"] | tuple[int, ...] = Field(

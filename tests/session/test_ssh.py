@@ -310,6 +310,9 @@ def test_setup_lines_run_before_python_and_their_failure_is_told(testbed: Testbe
         assert session.run_cell("import os; os.environ['FROM_SETUP']").values == {0: "a b"}
     with pytest.raises(LaunchError, match=r"the setup lines failed: .*nosuchcommand: .*not found"):
         Session.start(1, sync=False, nodes=ssh_nodes(testbed, 1, setup=("nosuchcommand x",)), device="cpu")
+    with pytest.raises(LaunchError, match=r"the setup lines failed: .*nosuchcommand: .*not found"):
+        lines = ("set -e", "nosuchcommand x", "echo further")
+        Session.start(1, sync=False, nodes=ssh_nodes(testbed, 1, setup=lines), device="cpu")
 
 
 @pytest.mark.slow

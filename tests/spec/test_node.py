@@ -61,7 +61,7 @@ REFUSED = [
     *(("user", text) for text in ["", "-l", "a b", "a;b", "a'", "ü", "a\0", "a$"]),
     *(("name", text) for text in ["", "-a", ".a", "a b", "all", "ALL", "0", "12", "0-3", "1_0", "a" * 64, "é", "a,b"]),
     *(("port", port) for port in [0, -1, 65536, True, "22", 22.0]),
-    *(("address", text) for text in ["", "-x", "a b", "10.0.0.1:22"]),
+    *(("address", text) for text in ["", "-x", "a b", "10.0.0.1:22", "10.0.0.300", "0.0.0.0", "::"]),
     *(("proxy_jump", text) for text in ["", "-oX", "a,,b", "a b", "j:0", "j:99999", "::1", "a;b@c"]),
     *(("devices", value) for value in ["cuda", "0", 0, [], [-1], [0, 0], [True], ["0"], [0.0], None]),
     *(("ranks", value) for value in [0, -1, True, "2", 2.0]),
