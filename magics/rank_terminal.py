@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import compress, count, groupby, islice
 from typing import cast
 
 from ..launch import TERMINAL_COLUMNS, TERMINAL_ROWS
@@ -55,6 +56,7 @@ class RankTerminal:
         self._column: int | None = None  # None: at the end of the last row
         self._style = ""  # the sequence that sets the colours in which it writes
         self._open_style = ""  # that of the last row's end, where nothing was drawn
+        self._not_blank = 0  # a row that had letters when it was looked at last
         self._reach = 0  # how far above the last row the rank has drawn
         self._num_shown = 0  # of the rows, from the top: they were new
         self._is_taken_back = False
@@ -179,13 +181,21 @@ class RankTerminal:
         if self._row == len(self._rows):
             self._rows.append("")
             self._column = None
-        elif all(map(_is_wiped, self._rows[self._row :])):  # all that was drawn here is gone: it is as if it began
+        elif self._is_wiped_below():  # all that was drawn here is gone: it is as if it began
             self._drop_below()
             if isinstance(row := self._rows[self._row], _Row):
                 row.clear()
             else:
                 self._rows[self._row] = ""
             self._column = None
+
+    def _is_wiped_below(self) -> bool:
+        """There is nothing in the cursor's row and below it."""
+        if self._row <= self._not_blank < len(self._rows) and not _is_wiped(self._rows[self._not_blank]):
+            return False
+        below = range(self._row, len(self._rows))
+        self._not_blank = next((index for index in below if not _is_wiped(self._rows[index])), -1)
+        return self._not_blank < 0
 
     def _drop_below(self) -> None:
         del self._rows[self._row + 1 :]
@@ -303,6 +313,7 @@ class _Row:
     is_drawn: bool = False
     had_letters: bool = False
     text: str | None = None  # as it is shown, until something changes
+    letter_at: int = 0  # a column where something was when it was looked at last; -1: there was nothing, nor is now
 
     @classmethod
     def of(cls, text: str) -> _Row:
@@ -331,7 +342,10 @@ class _Row:
         if style or self.styles:
             self.styles += [""] * (len(cells) - len(self.styles))
             self.styles[column:end] = [style] * len(letters)
-        self.had_letters = self.had_letters or not text.isspace()
+        is_letter = bool(style) or not text.isspace()
+        self.had_letters = self.had_letters or is_letter
+        if self.letter_at < 0 and is_letter:
+            self.letter_at = column
         return end
 
     def _letters(self, column: int, text: str) -> list[str]:
@@ -358,6 +372,21 @@ class _Row:
     def clear(self) -> None:
         """Be as a row on which nothing was drawn, but that is none as long as it is empty."""
         self.cells, self.styles, self.is_drawn, self.text = [], [], False, None
+
+    @property
+    def is_blank(self) -> bool:
+        """Nothing in it has a letter or a colour; asked for after each change."""
+        if self.letter_at >= 0:
+            behind = self._find_letter(self.letter_at)
+            self.letter_at = behind if behind >= 0 else self._find_letter(0)
+        return self.letter_at < 0
+
+    def _find_letter(self, start: int) -> int:
+        """The first column from ``start`` on with a letter or a colour, or -1."""
+        seen: Iterator[str] = map(str.strip, islice(self.cells, start, None))
+        if self.styles:
+            seen = map(str.__add__, seen, islice(self.styles, start, None))
+        return next(compress(count(start), seen), -1)
 
     def line(self) -> str:
         """As it is shown; where something was drawn without blanks at its end."""
@@ -417,7 +446,7 @@ def _is_wiped(row: str | _Row) -> bool:
 
 
 def _is_blank(row: str | _Row) -> bool:
-    return not (row if isinstance(row, str) else row.line()).strip()
+    return not row.strip() if isinstance(row, str) else row.is_blank
 
 
 @functools.lru_cache(4096)

@@ -214,6 +214,8 @@ _MUCH = 250_000  # bytes of one message
         ("", "漢\x1b[J" * 900 + "\n"),
         ("\x1b[31ma\x1b[32mb" * 80, "\x1b[C"),
         ("a\n" + " " * 240_000 + "😀", "\x1b[A\n"),
+        (("\x1b[31mx\x1b[32my" * 400 + "\x1b[0m\n") * 23, "\x1b[2A\x1b[Bx\x1b[A\n"),
+        (f"\x1b[31m{'w' * 990}\x1b[0m\n" * 23, "\x1b[23A" + "\x1b[1Kx\n" * 23),
     ],
 )
 def test_control_sequence_takes_no_time_by_the_width_of_its_row(before: str, piece: str) -> None:
