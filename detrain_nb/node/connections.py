@@ -12,20 +12,17 @@ Before a group is used, the other ends of its connections are looked up: they ha
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
 import socket
 import struct
 from collections.abc import Iterable, Iterator
 
-from .far_ends import ends_of, require_own
+from .far_ends import drop_what_comes, require_own
 
 _SOCKET_LINK = "socket:["
 _TCP = (socket.AF_INET, socket.AF_INET6)
 _CONNECT_LIMIT_S = 1.0  # to a listening socket of this process
-_SO_ATTACH_FILTER = 26
-_DROP_ALL = ctypes.create_string_buffer(struct.pack("@HBBI", 0x06, 0, 0, 0), 8)  # of a classic filter: return 0 bytes
 _PAIR_NUMBER = struct.Struct("@n")  # what gloo's peers send first: which of the listener's pairs, counted from 0, it is
 
 
@@ -56,7 +53,7 @@ class Connections:
 
         Raises: ForeignConnection; SessionError where that cannot be found out.
         """
-        require_own(lambda: filter(None, map(ends_of, self._new())))
+        require_own(self._new)
 
     def let_nobody_in(self) -> None:
         """Have the kernel drop who connects from now on to what listens here since the recording began.
@@ -133,8 +130,7 @@ def _drop_what_comes(fd: int) -> None:
         sock = socket.socket(fileno=fd)
         try:
             if sock.family in _TCP and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))  # struct sock_fprog
-                sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+                drop_what_comes(sock)
         finally:
             sock.detach()
 

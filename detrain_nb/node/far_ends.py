@@ -1,15 +1,20 @@
 """Who holds the other end of a TCP connection on this machine, as the kernel tells in /proc/net.
 
 Any user of a machine can connect to a port on its loopback. gloo takes whoever comes first for the rank that it
-expects, and torch unpickles what comes from a rank.
+expects, and torch unpickles what comes from a rank. Who connects and says nothing, as a scanner of ports does, is
+taken for nobody: it is shut out, and the group is used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import ipaddress
+import math
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -18,8 +23,14 @@ from dataclasses import dataclass
 from ..errors import ForeignConnection, SessionError
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_TCP = (socket.AF_INET, socket.AF_INET6)
 _ESTABLISHED = "01"
-_OPEN_HERE = (1, 8)  # of the kernel's states: established, or closed by the other end alone
+_LEFT = 8  # of the kernel's states: closed by the other end alone
+_OPEN_HERE = (1, _LEFT)
+_RECEIVED_BYTES, _RECEIVED_BYTES_AT = struct.Struct("@Q"), 128  # in struct tcp_info
+_SILENT_BYTES = 1  # the end of a connection may count as one; what gloo's peers say first has eight
+_SO_ATTACH_FILTER = 26
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("@HBBI", 0x06, 0, 0, 0), 8)  # of a classic filter: return 0 bytes
 _WORD_BYTES = 4  # the tables have an address as words of this machine's byte order
 _LIMIT_S = 20.0  # for the other end to be taken by its process
 _GAP_S = 0.002
@@ -41,21 +52,28 @@ class _Holder:
         return self.inode != 0 and self.state == _ESTABLISHED
 
 
-def require_own(find: Callable[[], Iterable[Ends]]) -> None:
-    """Raise unless a process of this user holds the far end of each connection that ``find`` gives.
+def require_own(find: Callable[[], Iterable[int]]) -> None:
+    """Raise unless a process of this user holds the far end of each connection among the sockets that ``find`` gives.
 
-    One that leads to another machine is let be; one that is shut meanwhile is not given any more.
+    One that leads to another machine is let be. One that came in at a listening socket among them, and over which
+    nothing was said, is shut.
     Raises: ForeignConnection; SessionError when it cannot be found out.
     """
     deadline = time.monotonic() + _LIMIT_S
-    while connections := set(find()):
-        holders = _read_holders({(far, near) for near, far in connections})
+    while connections := {fd: ends for fd in find() if (ends := ends_of(fd))}:
+        doors = _ports_listened_at(find())
+        holders = _read_holders({(far, near) for near, far in connections.values()})
         unknown = []
-        for near, far in connections:
+        for fd, (near, far) in connections.items():
             holder = holders.get((far, near))
-            if holder is None or not holder.is_known:
+            is_known = holder is not None and holder.is_known
+            if holder is not None and is_known and holder.uid == os.geteuid():
+                continue
+            if near[1] in doors and _shut_if_silent(fd, (near, far), is_left=not is_known):
+                continue
+            if holder is None or not is_known:
                 unknown += [far] if holder or _is_here(near, far) else []
-            elif holder.uid != os.geteuid():
+            else:
                 raise ForeignConnection(
                     f"a process of uid {holder.uid}{_name(holder.uid)} is connected to a process group of this session "
                     f"(its port {far[1]}, ours {near[1]}): the group was ended, nothing of that user was read"
@@ -81,7 +99,7 @@ def ends_of(fd: int) -> Ends | None:
         _raise_unless_closed(exc)
         return None
     try:
-        is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+        is_tcp = sock.family in _TCP and sock.type == socket.SOCK_STREAM
         if not is_tcp or sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _OPEN_HERE:
             return None
         return _address(sock.getsockname()), _address(sock.getpeername())
@@ -90,6 +108,59 @@ def ends_of(fd: int) -> Ends | None:
         return None
     finally:
         sock.detach()
+
+
+def drop_what_comes(sock: socket.socket) -> None:
+    """Have the kernel drop what comes to a socket from now on. Raises: OSError where it cannot."""
+    program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))  # struct sock_fprog
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def _shut_if_silent(fd: int, ends: Ends, *, is_left: bool = False) -> bool:
+    """Shut a connection over which nothing was said: what is said later is not read. False where something was.
+
+    ``is_left``: only one that the other end has closed. The descriptor stays open: whoever owns it closes it.
+    """
+    try:
+        sock = socket.socket(fileno=os.dup(fd))  # the same connection, whatever becomes of the number
+    except OSError:
+        return False
+    with sock:
+        if ends_of(sock.fileno()) != ends:
+            return True  # it is shut by now: what has its number came later
+        if (is_left and _tcp_info(sock)[0] != _LEFT) or _received_bytes(sock) > _SILENT_BYTES:
+            return False
+        with contextlib.suppress(OSError):
+            drop_what_comes(sock)  # an end too: old versions of gloo cannot bear one that is closed at both ends
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # what has passed the filter before is not taken either
+        return _received_bytes(sock) <= _SILENT_BYTES
+
+
+def _received_bytes(sock: socket.socket) -> float:
+    """How many have come, whether they were read or not; infinitely many where the kernel does not say."""
+    info = _tcp_info(sock)
+    if len(info) < _RECEIVED_BYTES_AT + _RECEIVED_BYTES.size:
+        return math.inf
+    received: int = _RECEIVED_BYTES.unpack_from(info, _RECEIVED_BYTES_AT)[0]
+    return received
+
+
+def _tcp_info(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_BYTES_AT + _RECEIVED_BYTES.size)
+
+
+def _ports_listened_at(fds: Iterable[int]) -> set[int]:
+    ports = set()
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            sock = socket.socket(fileno=fd)
+            try:
+                if sock.family in _TCP and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ports.add(sock.getsockname()[1])
+            finally:
+                sock.detach()
+    return ports
 
 
 def _raise_unless_closed(error: OSError) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from detrain_nb.errors import ForeignConnection, SessionError
 from detrain_nb.node import far_ends
-from detrain_nb.node.far_ends import ends_of, require_own
+from detrain_nb.node.far_ends import require_own
 
 _UID = 12345
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -60,7 +60,7 @@ def _connected(
 
 
 def _look(*connections: socket.socket) -> None:
-    require_own(lambda: filter(None, (ends_of(connection.fileno()) for connection in connections)))
+    require_own(lambda: [connection.fileno() for connection in connections])
 
 
 @needs_root
@@ -86,6 +86,80 @@ def test_who_has_left_what_it_said_is_not_taken_for_root(monkeypatch: pytest.Mon
     monkeypatch.setattr(far_ends, "_LIMIT_S", 0.1)
     with _connected(uid=_UID, then="leave") as left, pytest.raises(SessionError, match="has no owner"):
         _look(left)
+
+
+@contextlib.contextmanager
+def _another_user() -> Iterator[None]:
+    """Sockets that are made in here are of another user."""
+    os.seteuid(_UID)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def _let_in(server: socket.socket, *, is_foreign: bool = True) -> tuple[socket.socket, socket.socket]:
+    """A connection at the server: our end, and that of another user."""
+    with _another_user() if is_foreign else contextlib.nullcontext():
+        other = socket.socket()
+    other.connect(server.getsockname())
+    return server.accept()[0], other
+
+
+@needs_root
+@pytest.mark.parametrize("said", [b"", b"x"])
+def test_other_user_who_says_nothing_is_shut_out(said: bytes) -> None:
+    """Whatever comes later: it is not read."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own, foreign = _let_in(server, is_foreign=False), _let_in(server)
+        with contextlib.ExitStack() as opened:
+            for end in (*own, *foreign):
+                opened.enter_context(end)
+            foreign[1].sendall(said)
+            _look(server, own[0], foreign[0])
+            with contextlib.suppress(OSError):
+                foreign[1].sendall(bytes(8))
+            assert foreign[0].recv(64) == said
+            assert foreign[0].recv(64) == b""
+            own[1].sendall(b"late")
+            assert own[0].recv(64) == b"late", "the own may say something whenever they like"
+
+
+@needs_root
+def test_other_user_who_has_left_without_a_word_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_ends, "_LIMIT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (silent, other), (told, teller) = _let_in(server), _let_in(server)
+        with silent, told:
+            other.close()
+            _look(server, silent)
+            teller.sendall(bytes(8))
+            teller.close()
+            with pytest.raises(SessionError, match="has no owner"):
+                _look(server, told)
+
+
+@needs_root
+def test_other_user_whom_we_have_connected_to_is_found_out_without_a_word() -> None:
+    """gloo counts with one that it has said its own words to."""
+    with _another_user():
+        server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as ours:
+        with _another_user():
+            other, _ = server.accept()
+        with other, socket.create_server(("127.0.0.1", 0)) as door, pytest.raises(ForeignConnection):
+            _look(door, ours)
+
+
+@needs_root
+@pytest.mark.parametrize("number", [2, 8])
+def test_other_user_who_says_something_is_found_out(number: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        foreign, other = _let_in(server)
+        with foreign, other:
+            other.sendall(bytes(number))
+            with pytest.raises(ForeignConnection, match=f"uid {_UID} is connected"):
+                _look(server, foreign)
 
 
 @needs_root

@@ -62,6 +62,28 @@ for line in sys.stdin:
     print("connected", flush=True)
 """
 
+# Connects to each port that it reads, says so, and goes on with that until its input ends. Says nothing there.
+_SCANNER = f"""
+import os, select, socket, sys
+{_BECOME}
+ports, stays = sys.stdin.readline().split(), sys.argv[1] == "stays"
+connections, told = [], ["connected"]
+while not select.select([sys.stdin], [], [], 0.001)[0]:
+    for port in ports:
+        connection = socket.socket()
+        connection.settimeout(0.1)
+        try:
+            connection.connect(("127.0.0.1", int(port)))
+        except OSError:
+            pass
+        if not stays or len(connections) == 100:
+            connection.close()
+        else:
+            connections.append(connection)
+    if told:
+        print(told.pop(), flush=True)
+"""
+
 # Rank 1 comes late to each group while there is "wait", until there is "go".
 _LATE = """
 import os, time
@@ -192,6 +214,27 @@ def test_other_user_who_takes_the_place_of_a_rank_ends_the_group(
             pytest.fail("the intruder was never taken for a rank")
     assert f"uid {_UID} is connected to a process group" in told, told
     assert session.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}, "all is made anew"
+
+
+@pytest.mark.parametrize("then", ["stays", "leaves"])
+def test_other_user_who_connects_all_the_time_and_says_nothing_ends_no_group(
+    session: Session, folder: Path, then: str
+) -> None:
+    go, waits = folder / "go", folder / "wait"
+    before = _listening_ports(session)
+    waits.touch()
+    with _other_user(_SCANNER, then) as scanner:
+        entering = threading.Thread(target=_let_intruder_in, args=(session, scanner, go, before))
+        entering.start()
+        try:
+            session.run_cell("dist.init_process_group()", timeout_s=_DEADLINE_S)
+        finally:
+            go.touch()
+            entering.join()
+            go.unlink()
+            waits.unlink()
+        assert _listening_ports(session) - before, "there was something to connect to"
+        assert session.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
 
 
 def test_nobody_can_connect_once_a_group_is_made(session: Session) -> None:
