@@ -9,6 +9,7 @@ from IPython.core.getipython import get_ipython
 from ..errors import SessionError
 from ..session.session import Session
 from .completion import route_to_ranks
+from .debugging import refuse_debugger
 from .distributed import DistributedMagics, help_without_body
 from .notebook import on_shutdown
 
@@ -40,6 +41,7 @@ def load_ipython_extension(ipython: Any) -> None:
         on_shutdown(ipython, holder.end_own, holder.leave_to_restart),
         route_to_ranks(ipython, lambda: magics.session),
         help_without_body(ipython),
+        refuse_debugger(ipython, DistributedMagics.guard.__code__),
     ]
     setattr(ipython, _MAGICS, (magics, undo))
     if there := holder.what_is_there:

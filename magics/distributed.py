@@ -62,13 +62,13 @@ class DistributedMagics(Magics):
 
         %%distributed [-n N] [-r RANKS] [--merge all|same|rank0] [--timeout S] [--out NAME] [--quiet] [--max-lines N]
         """
-        self._guard("%%distributed", lambda: self._run_cell("%%distributed", line, cell))
+        self.guard("%%distributed", lambda: self._run_cell("%%distributed", line, cell))
 
     @no_var_expand
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
         """Run the cell on some ranks: %%rank RANKS is short for %%distributed -r RANKS."""
-        self._guard("%%rank", lambda: self._run_cell("%%rank", line, cell))
+        self.guard("%%rank", lambda: self._run_cell("%%rank", line, cell))
 
     @no_var_expand
     @line_magic("distributed")  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ class DistributedMagics(Magics):
         %distributed log [--cell N | --list] [--rank RANKS] [--follow] | config [KEY=VALUE]
         %distributed attach [NAME] [--steal] [--without NODES] | detach
         """
-        self._guard("%distributed", lambda: self._commands.run(line))
+        self.guard("%distributed", lambda: self._commands.run(line))
 
     @no_var_expand
     @line_magic
@@ -93,19 +93,19 @@ class DistributedMagics(Magics):
 
         From several ranks comes a dict {rank: value}, from one rank (-r 0) the value itself.
         """
-        self._guard("%pull", lambda: self._pull(line))
+        self.guard("%pull", lambda: self._pull(line))
 
     @no_var_expand
     @line_magic
     def push(self, line: str) -> None:
         """Set variables on the ranks to the notebook's values: %push NAME[,NAME...] [-r RANKS]"""
-        self._guard("%push", lambda: self._push(line))
+        self.guard("%push", lambda: self._push(line))
 
     @no_var_expand
     @line_magic
     def broadcast(self, line: str) -> None:
         """Give ranks the variables of another: %broadcast NAME[,NAME...] [--from 0] [-r RANKS]"""
-        self._guard("%broadcast", lambda: self._broadcast(line))
+        self.guard("%broadcast", lambda: self._broadcast(line))
 
     # ---- cells
 
@@ -208,7 +208,7 @@ class DistributedMagics(Magics):
         names = [name for name in args.names.split(",") if name]
         self.holder.running().broadcast(names, source=args.source, ranks=args.ranks)
 
-    def _guard(self, prog: str, act: Callable[[], None]) -> None:
+    def guard(self, prog: str, act: Callable[[], None]) -> None:
         """Help is printed; a wrong line is one line, and so is a stop; what the ranks raised fails the cell."""
         try:
             with told_when_interrupted(prog):

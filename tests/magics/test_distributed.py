@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,36 @@ def test_log_shows_figures_values_and_errors_of_a_cell_again(kernel: Any) -> Non
     again = kernel.run("%distributed log --rank 1")
     assert again.text() == "[1] before\n"
     assert "ZeroDivisionError: division by zero" in again.text("stderr")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("%%distributed\n1 / 0", "no debugger can be opened: look at their variables with %%distributed, or"),
+        ("%%distributed\n1 +", "the error came from the magic, and not from code that ran in the notebook"),
+        ("%pull nothing", "the error came from the magic"),
+        ("%pull", "the error came from the magic"),
+    ],
+)
+def test_debugger_after_an_error_of_a_magic_is_refused_in_a_line_and_asks_nothing(
+    kernel: Any, code: str, said: str
+) -> None:
+    error = kernel.run(code).error
+    assert said in kernel.run("%debug", timeout_s=10).text("stderr")
+    assert kernel.run("%tb").error == error
+    kernel.run("%pdb on")
+    shown = kernel.run(code, timeout_s=10)
+    kernel.run("%pdb off")
+    assert (said in shown.text("stderr")) == ("UsageError" not in error)
+
+
+def test_debugger_in_a_terminal_is_refused_after_an_error_of_a_magic_and_opens_after_one_of_the_user() -> None:
+    lines = "%load_ext detrain_nb\n%pull x\n%debug\n1 / 0\n%debug\nq\nprint('goes on')\n"
+    command = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=nocolor"]
+    shown = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stderr.count("there is nothing to debug") == 1
+    assert shown.stdout.count("ipdb>") == 1
+    assert "goes on" in shown.stdout
 
 
 def test_log_is_of_the_last_cell_and_lists_all(kernel: Any) -> None:
