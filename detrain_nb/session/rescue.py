@@ -291,7 +291,7 @@ class _Story:
         if self.run.presses < 2:
             advice = f"press stop again (%distributed interrupt) to free {them} without looking, {kill} replaces {them}"
         else:
-            advice = f"press stop a third time, or {kill}, to replace {them}"
+            advice = f"press stop a third time while {they} run{s} cell {self.run.cell}, or {kill}, to replace {them}"
         return f"{what} ({seconds:.0f} s): {why}; {advice}: {their} variables are lost"
 
 
