@@ -77,6 +77,7 @@ class LiveCell:
         self._terminals = {(rank, stream): RankTerminal() for rank in ranks for stream in _STREAMS}
         self._blocks: dict[tuple[int, str], list[str]] = {}  # what is drawn there
         self._displays: dict[tuple[int, str], tuple[str, Rich]] = {}
+        self._notices: list[Item] = []  # they stand above all that ranks say
         self._shown: list[Item] = []
         self._effort_live = Effort()  # of all redraws together: a rank can ask for one with a few bytes
         self._room_lines, self._room_chars = options.max_lines, options.max_chars
@@ -157,7 +158,10 @@ class LiveCell:
             self._room_notices -= 1
             if self._room_notices < 0:
                 return
-            self._screen.show(Text("stderr", f"{text}\n"))
+            notice = Text("stderr", f"{text}\n")
+            self._notices.append(notice)
+            self._shown.append(notice)
+            self._screen.show(notice)
 
     def checkpoint(self) -> Callable[[], bool]:
         """Has what was given so far been shown? What is not drawn live, or had no room, is shown at the end."""
@@ -175,7 +179,8 @@ class LiveCell:
             shown = sorted(values)[:1] if self._options.merge == "rank0" else sorted(values)
             bundles = {rank: values[rank] for rank in shown}
             is_merging = self._options.merge == "same"
-            items = joined([*items, *rich_items(bundles, is_merging=is_merging, nodes=self._nodes)])
+            values_shown = rich_items(bundles, is_merging=is_merging, nodes=self._nodes)
+            items = joined([*self._notices, *items, *values_shown])
             if not self._options.is_quiet:
                 self._screen.settle(items, _rest(joined(self._shown), items))
             self._is_finished = True
@@ -230,9 +235,10 @@ class LiveCell:
         for (rank, stream), terminal in self._terminals.items():
             for kind, lines in by_stream(stream, terminal.shown):
                 so_far[rank].add_lines(kind, lines)
-        self._shown = self._canonical(so_far, self._effort_live)
+        said = self._canonical(so_far, self._effort_live)
+        self._shown = [*self._notices, *said]
         self._screen.replace(self._shown)
-        texts = [item.text for item in self._shown if isinstance(item, Text)]
+        texts = [item.text for item in said if isinstance(item, Text)]
         self._room_lines = self._options.max_lines - sum(text.count("\n") for text in texts)
         self._room_chars = self._options.max_chars - sum(map(len, texts))
         self._lines_not_shown = 0

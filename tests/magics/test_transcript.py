@@ -287,3 +287,21 @@ def test_cell_whose_output_was_drawn_when_stop_was_pressed_still_shows_what_come
     screen.show(Text("stdout", "late"))
     assert_soon(screen.checkpoint())
     assert sent == ["drawn", "late"]
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_notice_stays_when_the_cell_takes_its_canonical_form(is_live: bool) -> None:
+    sent: list[tuple[str, str]] = []
+
+    def send(_socket: object, kind: str, content: dict[str, Any], **_: object) -> None:
+        sent.append((kind, content.get("text", "")))
+
+    kernel = SimpleNamespace(get_parent=lambda _: {}, iopub_socket=None, session=SimpleNamespace(send=send))
+    cell = LiveCell(KernelScreen(kernel), (0, 1), 1, RenderOptions(is_live=is_live))
+    cell.notice("first")
+    for rank in (0, 1):
+        cell.output(rank, "stdout", "same\n")
+    cell.notice("last")
+    cell.finish({})
+    stands = [text for index, (_, text) in enumerate(sent) if ("clear_output", "") not in sent[index:]]
+    assert "".join(stands) == "first\nlast\n[0-1] same\n"
