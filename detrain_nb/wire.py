@@ -464,7 +464,7 @@ class ClearOutput(Message):
 class CellDone(Message):
     """A cell ended well; the body is the rich form of its last expression's value, or empty.
 
-    ``is_collective``: it began something with other ranks.
+    ``is_collective``: it began something with other ranks. ``overwritten``: of the variables that the rank began with.
     """
 
     rank: int
@@ -473,11 +473,12 @@ class CellDone(Message):
     has_group: bool
     is_collective: bool
     body: bytes
+    overwritten: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class CellFailed(Message):
-    """A cell raised; ``traceback`` has the user's lines. ``is_collective``: see ``CellDone``.
+    """A cell raised; ``traceback`` has the user's lines. ``is_collective``, ``overwritten``: see ``CellDone``.
 
     ``is_ending``: the process of the rank ends because of it.
     """
@@ -492,6 +493,7 @@ class CellFailed(Message):
     traceback: list[str]
     interrupted: bool
     is_ending: bool = False
+    overwritten: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -844,7 +846,7 @@ _FITS: dict[str, Callable[[object], bool]] = {
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
 _CHECKED_FIELDS = {
-    kind: {f.name: (_FITS[str(f.type)], f.default is MISSING) for f in fields(kind)}  # type: ignore[arg-type]
+    kind: {f.name: (_FITS[str(f.type)], f.default is f.default_factory is MISSING) for f in fields(kind)}  # type: ignore
     for kind in _KINDS.values()
 }
 _BEHIND_HEADER = {kind: f.name for kind in _KINDS.values() for f in fields(kind) if f.type in ("bytes", "LongText")}  # type: ignore[arg-type]

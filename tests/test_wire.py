@@ -39,7 +39,7 @@ from detrain_nb.wire import (
 MESSAGES = [
     RunCell([0, 1], [1, 2], 7, "print('é')"),
     Output(1, 7, "stdout", b"\x00\xffbytes"),
-    CellFailed(0, 7, 0.25, True, True, "ValueError", "bad", ["line 1"], False),
+    CellFailed(0, 7, 0.25, True, True, "ValueError", "bad", ["line 1"], False, overwritten=["rank"]),
     Value(3, 1, "x", json_body({"tensor": ["float32", [4]]})),
     RanCell([0], 7, "print('é\ud800')", 1, False, [], False),
     Inspection(0, 1, "help\n"),

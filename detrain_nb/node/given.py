@@ -6,15 +6,6 @@ from typing import Any
 
 import torch
 
-_SET_BACK = {
-    "rank": 'import os; rank = int(os.environ["RANK"])',
-    "local_rank": 'import os; local_rank = int(os.environ["LOCAL_RANK"])',
-    "world_size": 'import os; world_size = int(os.environ["WORLD_SIZE"])',
-    "device": 'device = torch.device("{device}")',
-    "dist": "import torch.distributed as dist",
-    "torch": "import torch",
-}
-
 
 class Given:
     """Those of one rank, in ``namespace``."""
@@ -34,14 +25,10 @@ class Given:
         return name in self._values
 
     def newly_overwritten(self) -> list[str]:
-        """A line for each that is something else now; said once."""
+        """Those that are something else now; each is named once."""
         found = [name for name in self._values if name not in self._told and not self._is_kept(name)]
         self._told.update(found)
-        return [
-            f"this cell has overwritten {name}, which the session had set: later cells may count on it; "
-            f"{_SET_BACK[name].format(device=self._values['device'])}  sets it back"
-            for name in found
-        ]
+        return found
 
     def _is_kept(self, name: str) -> bool:
         given, value = self._values[name], self._namespace.get(name)

@@ -263,18 +263,21 @@ class _Interpreter:
             _end_forked(error)
         seconds = time.perf_counter() - started
         _flush_streams()
-        self._say_what_was_broken(is_known=message.is_replay)
+        self._say_what_was_broken()
         _flush_streams()
+        overwritten = self._given.newly_overwritten()
+        if message.is_replay:  # it was said when it ran first
+            overwritten = []
         has_group, is_collective = self._generation.has_group, self._generation.operations != operations_before
         has_generation_ended = self._generation.ended > ended_before
         if error is None and has_generation_ended and self._device.type == "cuda":
             error = SessionError("its process groups were ended while the cell ran: what it computed is not to be used")
+        body = json_body(value) if value else b""
+        done = CellDone(self._rank, message.cell, seconds, has_group, is_collective, body, overwritten)
         if error is None:
-            body = json_body(value) if value else b""
-            self._send(CellDone(self._rank, message.cell, seconds, has_group, is_collective, body))
+            self._send(done)
         else:
-            was_freed = self._was_freed(error, ended_before)
-            self._report_failure(message.cell, seconds, error, was_freed=was_freed, is_collective=is_collective)
+            self._report_failure(done, error, was_freed=self._was_freed(error, ended_before))
             held, error = [error], None
             self._interrupts.let_go_by(lambda: break_rings(held[0]))
             self._interrupts.let_go_by(held.clear)
@@ -295,12 +298,9 @@ class _Interpreter:
             return {}, exc
         return outcome.value, outcome.error
 
-    def _say_what_was_broken(self, *, is_known: bool) -> None:
-        """Put back what the cell has broken of what later cells need; name what it has overwritten."""
+    def _say_what_was_broken(self) -> None:
+        """Put back what the cell has broken of what later cells need."""
         lines = self._streams.put_back()
-        overwritten = self._given.newly_overwritten()
-        if not is_known:
-            lines += overwritten
         with contextlib.suppress(Exception):  # a cell may have put anything there
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 
@@ -315,10 +315,8 @@ class _Interpreter:
             self._generation.wait_for_end(ended_before, _OWN_END_LIMIT_S)
         return self._generation.ended > ended_before
 
-    def _report_failure(
-        self, cell: int, seconds: float, error: BaseException, *, was_freed: bool, is_collective: bool
-    ) -> None:
-        """Say what a cell raised; of a rank that was freed by a stop, only where it was."""
+    def _report_failure(self, done: CellDone, error: BaseException, *, was_freed: bool) -> None:
+        """Say what a cell raised, instead of ``done``; of a rank that was freed by a stop, only where it was."""
         traceback: list[str] = []
         is_broken = False
         text = "" if was_freed else error_message(error)
@@ -335,15 +333,16 @@ class _Interpreter:
         self._send(
             CellFailed(
                 self._rank,
-                cell,
-                seconds,
+                done.cell,
+                done.seconds,
                 self._generation.has_group,
-                is_collective,
+                done.is_collective,
                 _bounded(type(error).__name__, limit=_NAME_CHARS),
                 _bounded(text),
                 _bounded_lines(traceback),
                 isinstance(error, KeyboardInterrupt),
                 is_broken,
+                done.overwritten,
             )
         )
         if is_broken:

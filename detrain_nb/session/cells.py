@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ..errors import HUNG_UP, RemoteError, WireError
 from ..wire import CellDone, CellFailed, ClearOutput, Display, Output, RankEnded, parse_bundle
+from .overwritten import describe_overwritten
 from .safe_output import Bundle, PieceCleaner, clean_text, one_line, safe_bundle, show_hidden
 
 
@@ -222,7 +223,13 @@ class CellRun:
             self._bundles[message.rank] = bundle or self.read_bundle(message) or {}
             message = replace(message, body=b"")
         self.outcomes[message.rank] = message
+        if self.observer and not self.running and (words := self.describe_overwritten()):
+            self.observer.notice(words)
         self.news.set()
+
+    def describe_overwritten(self) -> str:
+        """What the cell has overwritten of the variables that ranks begin with, in words, or nothing."""
+        return describe_overwritten({rank: getattr(end, "overwritten", ()) for rank, end in self.outcomes.items()})
 
     def withdraw(self, rank: int) -> None:
         """A rank has never got the cell: the caller was interrupted before it was sent."""

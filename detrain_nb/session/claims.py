@@ -21,6 +21,7 @@ from ..wire import (
     Unfinished,
 )
 from .history import History
+from .overwritten import check_overwritten
 
 _MOST_RANKS, _MOST_GPUS = 1 << 16, 1 << 10
 _LAST_GENERATION = 1 << 31
@@ -101,6 +102,8 @@ class Claims:
                 self._check_by(self._first, message)
         if isinstance(message, (Output, Display, ClearOutput, CellDone, CellFailed, Unfinished)):
             self._check_cell(message, is_attached=is_attached)
+        if isinstance(message, (CellDone, CellFailed)):
+            check_overwritten(message.overwritten)
         if isinstance(message, (Output, Unfinished)) and message.stream not in ("stdout", "stderr"):
             raise WireError(f"rank {message.rank} has no such stream")
 

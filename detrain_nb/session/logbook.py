@@ -27,7 +27,7 @@ class Logbook:
         """A message of a cell, and whether an earlier notebook has missed it; says in words what went wrong."""
         words = self._add(message, SHOWN_PERHAPS if is_shown_perhaps else NEW)
         logged = self.cells[message.cell]
-        if not isinstance(message, CellDone) or message.body:
+        if not isinstance(message, CellDone) or message.body or message.overwritten:
             logged.is_missed |= is_missed
         logged.is_missed |= is_missed and not is_shown_perhaps  # that it ended is worth a line, but not two
         return words
@@ -43,7 +43,7 @@ class Logbook:
             here = [(part, logged.counts[part], text) for text in self._gaps]
             logged.gaps = (logged.gaps + here)[-_MOST_GAPS:]
             self._gaps.clear()
-        if not isinstance(message, CellDone) or message.body:
+        if not isinstance(message, CellDone) or message.body or message.overwritten:
             self.log.append(message, part=part)
             logged.counts[part] += 1
         if isinstance(message, Output):

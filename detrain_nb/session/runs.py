@@ -67,7 +67,11 @@ class Runs:
             hang_s=core.hang_s,
             stop_gap_s=core.stop_gap_s,
         )
-        story = conductor.run(run, message, timeout_s, is_alone=is_replay and len(run.ranks) < core.world_size)
+        try:
+            story = conductor.run(run, message, timeout_s, is_alone=is_replay and len(run.ranks) < core.world_size)
+        finally:
+            if not observer:  # else it has been told
+                core.tell(run.describe_overwritten(), None)
         self._raise_for(run, story)
         self._inbox.history.end_well(run.cell)
         return run

@@ -12,6 +12,7 @@ from detrain_nb import Session
 from detrain_nb.errors import CellTimeout, RankError, RankLost, SessionError
 
 from .soon import assert_soon
+from .training import Watcher
 
 
 def _shown(session: Session, code: str) -> str:
@@ -240,14 +241,25 @@ def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> N
     session.restart_ranks("all")
     own = "import os, torch, torch.distributed as dist\nrank = dist.get_rank() if dist.is_initialized() else rank\n"
     assert session.run_cell(f"{own}device = 'cpu'").stderr == {0: "", 1: ""}, "the same values"
-    first = session.run_cell("for rank in range(9): pass\ndel dist").stderr[0].splitlines()
+    session.notices.clear()
+    session.run_cell("if rank == 1: del dist\nfor rank in range(9): pass\ndevice = 'meta'")
+    first = "\n".join(session.notices).splitlines()
     assert [line.partition(", ")[0] for line in first] == [
-        "this cell has overwritten rank",
-        "this cell has overwritten dist",
+        "this cell has overwritten rank on ranks 0-1",
+        "this cell has overwritten device on ranks 0-1",
+        "this cell has overwritten dist on rank 1",
     ]
     set_back = "\n".join(line.partition("; ")[2].removesuffix("  sets it back") for line in first)
-    assert session.run_cell(f"rank = 1\n{set_back}\nrank, dist.is_available()").values == {0: (0, True), 1: (1, True)}
-    assert session.run_cell("rank = 7").stderr == {0: "", 1: ""}, "it has been said"
+    values = session.run_cell(f"rank = 1\n{set_back}\nrank, str(device), dist.is_available()").values
+    assert values == {0: (0, "cpu", True), 1: (1, "cpu", True)}
+    session.run_cell("rank = 7")
+    assert len(session.notices) == 1, "it has been said"
+    session.restart_ranks("all")
+    said = Watcher()
+    with pytest.raises(RankError):
+        session.run_cell("rank = 'mine'\n1 / 0", observer=said)
+    assert [line.partition(", ")[0] for line in said.notices] == ["this cell has overwritten rank on ranks 0-1"]
+    session.notices.clear()
     session.restart_ranks("all")
 
 

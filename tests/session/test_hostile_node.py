@@ -276,6 +276,8 @@ def test_node_speaks_for_no_rank_but_its_own(pair: Pair, message: Any, rank: int
         Output(1, 0, "../../x", b"x"),
         Display(1, 999, "", False, b"{}"),
         CellDone(1, 1 << 53, 0.0, True, True, b""),
+        CellDone(1, 0, 0.0, True, False, b"", ["<b>x</b>"]),
+        CellFailed(1, 0, 0.0, True, False, "x", "x", [], False, False, ["rank", "rank"]),
     ],
     ids=lambda message: f"{type(message).__name__}",
 )
