@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 from ..errors import SpecError
+from ..guarded import can_others_write
 
 __all__ = ["trust_file", "trusted_host_keys"]
 
@@ -33,7 +34,7 @@ def trusted_host_keys() -> frozenset[str]:
     try:
         with open(path, "rb") as file:
             state = os.fstat(file.fileno())
-            if hasattr(os, "getuid") and (state.st_uid not in (0, os.getuid()) or state.st_mode & 0o022):
+            if can_others_write(state):
                 mode = stat.S_IMODE(state.st_mode)
                 raise SpecError(f"{path} can be written by others (mode {mode:04o}, uid {state.st_uid}): chmod 600")
             said = tomllib.loads(file.read(_MOST_BYTES).decode())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
+from ..guarded import can_others_write, describe
 from .known_hosts import DEFAULT_PORT
 
 __all__ = ["HostSettings", "SshTarget", "default_config", "list_hosts", "read_config"]
@@ -139,7 +140,7 @@ def read_config(path: Path) -> str:
 
     A Host or Match line inside an included file holds only where the block around the Include does. A Match by a
     criterion that cannot be decided here never holds. A missing file is empty.
-    Raises: SpecError when a file cannot be read, or Includes are nested deeper than 16.
+    Raises: SpecError when a file cannot be read, others can write it, or Includes are nested deeper than 16.
     """
     return "\n".join(_expand(path, within=_Block("Host *", ()), depth=0))
 
@@ -176,11 +177,18 @@ def _expand(path: Path, *, within: _Block, depth: int) -> Iterator[str]:
     if depth > _NESTING_LIMIT:
         raise SpecError(f"{path}: Include is nested deeper than {_NESTING_LIMIT}: does a file include itself?")
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with open(path, encoding="utf-8", errors="replace") as opened:
+            state, text = os.fstat(opened.fileno()), opened.read()
     except FileNotFoundError:
         return
     except OSError as exc:
         raise SpecError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    if can_others_write(state):
+        file_itself = Path(os.path.realpath(path))
+        raise SpecError(
+            f"others can write {describe(file_itself)}, which says how hosts are reached; ssh refuses it too: "
+            f"chmod go-w {shlex.quote(str(file_itself))}, and make it yours if it is another user's"
+        )
     block = within
     for line in text.splitlines():
         match = _LINE.fullmatch(line)

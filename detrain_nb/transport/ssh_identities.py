@@ -59,6 +59,8 @@ class Identities:
                 of_files.append(Offer(f"{file.path} (in ssh-agent)", in_agent))
             elif file.is_public:
                 self._left_out.append(f"{file.path} is a public key, and ssh-agent does not hold its private half")
+            elif file.is_exposed:
+                self._left_out.append(f"{file.path} is open to others, and ssh uses no such key: chmod 600 {file.path}")
             elif key := self._try_loading(file):
                 of_files += _with_certificate(file, key)
             else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import TransportError
@@ -26,6 +27,7 @@ class KeyFile:
     public_blob: bytes | None
     is_encrypted: bool = False
     is_public: bool = False
+    is_exposed: bool = False  # others can read or write it, and it is ours: ssh does not use such a private key
     stamp: tuple[int, int] = (0, 0)  # another one: the file is another key
 
     @classmethod
@@ -40,9 +42,11 @@ class KeyFile:
             raise TransportError(f"the key file {path} cannot be read: {exc.strerror or exc}") from exc
         text = data.decode("ascii", errors="replace").strip()
         try:
-            return cls._parse(path, text, (state.st_mtime_ns, state.st_size))
+            key = cls._parse(path, text, (state.st_mtime_ns, state.st_size))
         except (ValueError, IndexError, struct.error, binascii.Error) as exc:
             raise TransportError(f"the key file {path} holds no key of ssh: {_advise(path, text)}") from exc
+        is_ours = hasattr(os, "getuid") and state.st_uid == os.getuid()
+        return replace(key, is_exposed=is_ours and bool(state.st_mode & 0o077))
 
     @classmethod
     def _parse(cls, path: Path, text: str, stamp: tuple[int, int]) -> KeyFile:

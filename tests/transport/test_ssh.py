@@ -982,6 +982,15 @@ def test_passphrase_that_is_wrong_or_missing_is_said(recorder: Recorder, home: P
     assert offered == []
 
 
+def test_private_key_that_is_open_to_others_is_left_out_as_ssh_does(recorder: Recorder, home: Path) -> None:
+    recorder.make_known()
+    exposed, private = make_key(home / "id_ed25519", passphrase="secret"), make_key(home / "id_ecdsa", kind="ecdsa")
+    exposed.chmod(0o640)
+    offered, message = refused(recorder, SshTarget("node"), lambda path: pytest.fail("asked"))
+    assert offered == [offered_name(private)]
+    assert f"{exposed} is open to others, and ssh uses no such key: chmod 600 {exposed}" in message
+
+
 def test_changed_key_file_is_read_anew(recorder: Recorder, home: Path) -> None:
     recorder.make_known()
     locked = make_key(home / "locked", passphrase="secret")

@@ -33,6 +33,19 @@ def test_missing_file_is_empty(home: Path) -> None:
     assert read_config(home / "config") == ""
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no modes")
+@pytest.mark.parametrize("name", ["config", "included"])
+def test_file_that_others_can_write_is_refused_as_ssh_does(name: str, home: Path) -> None:
+    (home / "config").write_text("Include included\n")
+    (home / "included").write_text("Host a\n  User x\n")
+    assert user_of("a", home) == "x"
+    (home / name).chmod(0o666)
+    with pytest.raises(SpecError, match=rf"others can write {home / name} \(mode 0666, .*: chmod go-w {home / name}"):
+        user_of("a", home)
+    (home / name).chmod(0o644)
+    assert user_of("a", home) == "x"
+
+
 def test_text_without_include_stays_as_it_is(home: Path) -> None:
     text = "Host a b\n  User x\n# Include no\nMatch host c\n\tPort=23"
     (home / "config").write_text(text)
