@@ -7,6 +7,7 @@ would land in whatever cell ran last, and a message a line is more than a front 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import sys
@@ -24,6 +25,7 @@ _FRAME_S = 0.01  # a frame that is drawn in several writes is whole after that
 _LONGEST_FRAME_S = 0.3
 _MOVED_CHARS = 200_000  # more is not sent again to have the redrawn lines below it
 _MOVED_CHARS_PER_S = 100_000
+_MOST_UPDATES = 25  # of displays, in a batch; those that wait are redrawn once, as they are then
 _IDLE_S = 2.0
 _DRAW_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 600.0  # hundreds of megabytes at a server's rate
@@ -77,7 +79,7 @@ class KernelScreen:
         self._is_served = "JPY_SESSION_NAME" in os.environ
         self._changed = threading.Condition()
         self._waiting: list[tuple[str, dict[str, Any]]] = []
-        self._updates: dict[str, dict[str, Any]] = {}  # those that wait, by display id
+        self._updates: dict[str, tuple[int, dict[str, Any]]] = {}  # those that wait, with their count, by display id
         self._transient = ""
         self._transient_shown = ""
         self._transient_id = ""
@@ -99,10 +101,11 @@ class KernelScreen:
     def update(self, rich: Rich, display_id: str) -> None:
         with self._changed:
             if display_id in self._updates:  # nobody has seen the one before
-                self._updates[display_id]["data"] = rich.bundle
+                self._updates[display_id][1]["data"] = rich.bundle
                 return
-            self._updates[display_id] = content = _display(rich.bundle, display_id)
-        self._put("update_display_data", content)
+            self._given += 1
+            self._updates[display_id] = (self._given, _display(rich.bundle, display_id))
+        self._start()
 
     def set_transient(self, text: str) -> None:
         with self._changed:
@@ -171,10 +174,10 @@ class KernelScreen:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._has_redrawn() or self._is_closed, _IDLE_S)
+                self._changed.wait_for(lambda: self._has_waiting or self._has_redrawn() or self._is_closed, _IDLE_S)
                 batch, given = self._take_waiting()
                 is_closed = self._is_closed
-                if not batch and not self._waiting and not self._has_redrawn() and not is_closed:
+                if not batch and not self._has_waiting and not self._has_redrawn() and not is_closed:
                     self._thread = None  # a later line starts another one
                     return
             unpaced_bytes = self._send_batch(batch)
@@ -182,7 +185,7 @@ class KernelScreen:
             self._redraw(now=is_closed or batch[:1] == [_CLEAR])
             with self._changed:
                 self._changed.notify_all()
-                if is_closed and not self._waiting:
+                if is_closed and not self._has_waiting:
                     self._thread, self._is_closed = None, False  # as above
                     return
             if self._is_served and unpaced_bytes > _SERVED_BATCH_CHARS // 2:
@@ -201,7 +204,6 @@ class KernelScreen:
             self._transient_shown = self._transient_id = ""
             self._moved_at = time.monotonic()
         self._waiting = []
-        self._updates.clear()
         for kind, content in batch:
             if kind == "clear_output":
                 self._outline, self._texts = [], []
@@ -211,7 +213,10 @@ class KernelScreen:
                     self._texts.append((kind, content))
         if self._texts and not (_are_texts(self._texts) and _count_chars(self._texts) <= _MOVED_CHARS):
             self._texts = None
-        return batch, self._given
+        for display_id in [*itertools.islice(self._updates, None if self._is_closed else _MOST_UPDATES)]:
+            batch.append(("update_display_data", self._updates.pop(display_id)[1]))
+        first_left, _ = next(iter(self._updates.values()), (self._given + 1, None))
+        return batch, first_left - 1
 
     def _send_batch(self, batch: list[tuple[str, dict[str, Any]]]) -> int:
         """Send what waits; returns the bytes of stream output that the server has not had time for yet."""
@@ -230,6 +235,10 @@ class KernelScreen:
                 self._send("stream", {"name": content["name"], "text": piece})
                 unpaced_bytes += len(piece.encode("utf-8", "replace"))
         return unpaced_bytes
+
+    @property
+    def _has_waiting(self) -> bool:
+        return bool(self._waiting or self._updates)
 
     def _has_redrawn(self) -> bool:
         return self._transient != self._transient_shown
@@ -262,6 +271,8 @@ class TextScreen:
         self._lock = threading.Lock()
         self._shown: list[Item] = []
         self._foot = ""  # what a terminal shows where the next line will stand
+        self._updates: dict[str, Rich] = {}  # those that wait, by display id
+        self._updated_at = 0.0
 
     def show(self, item: Item, *, display_id: str = "") -> None:
         with self._lock:
@@ -276,10 +287,20 @@ class TextScreen:
             stream.flush()
 
     def update(self, rich: Rich, display_id: str) -> None:
-        self.show(rich)
+        """Show it below, a few of all that are redrawn at a time; of the others the last form at the end."""
+        self._updates[display_id] = rich
+        if time.monotonic() - self._updated_at >= _REDRAW_S:
+            self._show_updates(_MOST_UPDATES)
+
+    def _show_updates(self, most: int | None = None) -> None:
+        self._updated_at = time.monotonic()
+        for display_id in [*itertools.islice(self._updates, most)]:
+            self.show(self._updates.pop(display_id))
 
     def set_transient(self, text: str) -> None:
         """The last of the lines, on a terminal; it is drawn again when it changes, below what was shown since."""
+        if not text:
+            self._show_updates()
         with self._lock:
             self._draw_foot(text.rpartition("\n")[2])
 

@@ -202,6 +202,36 @@ def test_redraws_that_a_rank_asks_for_again_and_again_take_no_time_by_what_was_s
     cell.finish({})
 
 
+def test_displays_that_are_redrawn_all_the_time_are_sent_a_few_at_a_time_and_all_as_they_are_at_the_end() -> None:
+    """Thousands of redraws a second took the front end, or the terminal, all its time."""
+    sent: list[dict[str, Any]] = []
+    session = SimpleNamespace(send=lambda _, kind, content, **__: sent.append({"kind": kind, **content}))
+    screen = KernelScreen(SimpleNamespace(get_parent=lambda _: {}, iopub_socket=None, session=session))
+    cell = LiveCell(screen, (0,), 1, RenderOptions())
+    for number in range(-1, 100):
+        for display_id in map(str, range(500)):
+            cell.display(0, {"text/plain": f"{display_id} {number}"}, display_id, number >= 0)
+        assert number or cell.checkpoint()() is False
+    before = [message for message in sent if message["kind"] == "update_display_data"]
+    assert len(before) < 5000
+    cell.leave()
+    assert cell.checkpoint()()
+    shown = {message["transient"]["display_id"]: message["data"]["text/plain"] for message in sent}
+    assert sorted(shown.values()) == sorted(f"{number} 99" for number in range(500))
+
+
+def test_terminal_shows_a_display_that_is_redrawn_all_the_time_now_and_then_and_as_it_is_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cell = LiveCell(TextScreen(), (0,), 1, RenderOptions(is_kept=False))
+    for number in range(5000):
+        cell.display(0, {"text/plain": f"at {number}"}, "x", number > 0)
+    cell.end({})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "at 4999"
+    assert len(lines) < 500
+
+
 def test_many_rich_outputs_make_no_more_room_for_slow_merges() -> None:
     transcripts = {rank: Transcript(max_lines=0, max_chars=0) for rank in (0, 1)}
     for _ in range(10):
