@@ -47,6 +47,17 @@ _HOST_KEYS = (
 logging.getLogger(_LOG_NAME).addHandler(logging.NullHandler())  # else logging prints paramiko's errors on stderr
 
 
+def _clean_record(record: logging.LogRecord) -> bool:
+    """Paramiko logs what the other side says, at every level, and the user's handlers print it."""
+    said = record.getMessage()
+    record.msg, record.args = clean(said) if said else "", ()
+    return True
+
+
+for _name in (_LOG_NAME, f"{_LOG_NAME}.sftp"):  # filters of a logger are not asked for its children
+    logging.getLogger(_name).addFilter(_clean_record)
+
+
 @dataclass(frozen=True)
 class Hop:
     settings: HostSettings

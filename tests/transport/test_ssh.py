@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import hashlib
+import logging
 import os
 import random
 import shutil
@@ -1170,13 +1171,20 @@ def test_listener_that_hangs_up_is_tried_again_until_the_limit(said: bytes, list
     assert len(connections) > 2
 
 
-@pytest.mark.parametrize("said", [b"SSH-1.5-old\r\n", b"SSH-2.0-x\r\n" + b"\xff" * 100, b"\x1b[2J\n" * 200])
-def test_listener_that_talks_nonsense_is_one_clean_error(said: bytes, listen: Callable[..., int]) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [b"SSH-1.5-\x1b[2J\x9b\r\n", b"SSH-2.0-\x1b[2J\r\n" + b"\xff" * 100, b"\x1b[2J\n" * 200],
+)
+def test_listener_that_talks_nonsense_is_one_clean_error(
+    said: bytes, listen: Callable[..., int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
     port = listen(lambda sock: (sock.sendall(said), wait_for_close(sock))[1])
     with fails() as caught:
         SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=2)
     assert str(caught.value).isprintable()
     assert str(caught.value).startswith(f"me@127.0.0.1:{port}: ")
+    assert caplog.messages and all(message.isprintable() for message in caplog.messages)
 
 
 def _packet(payload: bytes, *, announced: int = 0) -> bytes:
