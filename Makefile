@@ -154,9 +154,9 @@ $(DONE)/venv:
 	@$(HAS_ENSUREPIP) || { \
 	  echo "$(PYTHON) lacks ensurepip: on Debian and Ubuntu run 'apt-get install $(VENV_PACKAGE)' as root" >&2; exit 1; }
 	'$(PYTHON)' -m venv $(VENV)
-# An editable install is looked up last: beside a clone that has its usual name, `import detrain_nb` would find the clone's folder.
-	@echo 'import sys; sys.meta_path.sort(key=lambda finder: "editable___detrain_nb" not in str(getattr(finder, "__module__", "")))' \
-	  > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_detrain_nb.pth"
+# Beside a clone that has its usual name, `import detrain_nb` would find the clone's folder before an editable install: a
+# package that stands on the path, even as the last, comes before such a folder.
+	@echo '$(CURDIR)' > "$$($(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_detrain_nb.pth"
 	@mkdir -p $(DONE) && touch $@
 
 # torch first and alone: whatever else asks for it then finds the build that was chosen here.

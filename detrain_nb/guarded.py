@@ -41,6 +41,26 @@ def find_guest_parent(folder: Path) -> Path | None:
     return None
 
 
+def make_users_folder(folder: Path) -> None:
+    """Make a folder that the user has named, and those above it.
+
+    Raises: OSError, also for one that another user has made, or put a link to, where everybody can, as in /tmp: nobody
+    says that the user means that one.
+    """
+    _refuse_squatted(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _refuse_squatted(folder)
+
+
+def _refuse_squatted(folder: Path) -> None:
+    for path in (*reversed(folder.parents), folder):
+        with contextlib.suppress(FileNotFoundError):
+            if path.lstat().st_uid not in _trusted_users() and path.parent.stat().st_mode & 0o002:
+                raise PermissionError(
+                    f"{describe(path)} was made by another user, in a folder that is everybody's: name one of your own"
+                )
+
+
 def describe(path: Path) -> str:
     """The path with its mode and owner, for a message. Raises: OSError."""
     state = path.lstat()

@@ -41,6 +41,7 @@ NEVER_RERUN = {
     "training",
     "examples",
     "test_agents.py",
+    "test_guarded.py",
     "test_storage.py",
     "test_values.py",
     "magics/test_rank_terminal.py",

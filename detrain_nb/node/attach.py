@@ -18,6 +18,7 @@ from typing import Any
 
 from ..agents import connect, is_served, remove_dead_agent, require_private, start_agent
 from ..errors import DetrainError, SessionError
+from ..guarded import make_users_folder
 from .leftovers import clean_up, touch
 from .notes import read_state
 from .preload import EXTRA_PATH_VARIABLE
@@ -53,7 +54,7 @@ def _connect(order: dict[str, Any], cache: Path, code: list[str]) -> socket.sock
     uses = [*code, order["work_folder"]]
     touch(cache, uses)
     if order["action"] == "start":
-        Path(order["work_folder"]).mkdir(parents=True, exist_ok=True)
+        make_users_folder(Path(order["work_folder"]))
         path = os.pathsep.join([code[0], *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {"PYTHONPATH": path, EXTRA_PATH_VARIABLE: os.pathsep.join(code[1:])}
         return start_agent(folder, env=env, uses=uses)[1]

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from ..agents import READY, claim_folder, remove_dead_agent, require_private
 from ..errors import DetrainError, LaunchError, SessionError, WireError
+from ..guarded import make_users_folder
 from ..wire import Begin, Begun, Kept, Link
 from .gpus import list_gpus
 from .imported import ImportedFiles
@@ -126,7 +127,7 @@ class AgentProcess:
         """All else that an agent makes is ours alone. Raises: OSError, ValueError."""
         ours = os.umask(self._users_umask)
         try:
-            Path(path).mkdir(parents=True, exist_ok=True)
+            make_users_folder(Path(path))
         finally:
             os.umask(ours)
 

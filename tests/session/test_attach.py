@@ -146,7 +146,7 @@ def test_interrupt_of_an_attach_lets_go_of_the_agents(name: str, monkeypatch: py
     ends: list[End] = []
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(
-            session_module, "attach_to_agents", lambda *given: ends.extend(attach_to_agents(*given)) or ends
+            session_module, "attach_to_agents", lambda *given, **more: ends.extend(attach_to_agents(*given, **more)) or ends
         )
         patched.setattr(NodeLink, "__init__", _interrupted)
         Session.attach(name)

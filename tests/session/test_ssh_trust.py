@@ -271,6 +271,15 @@ def test_ranks_have_the_umask_of_the_login_and_what_is_ours_stays_private(testbe
         login.unlink()
 
 
+def test_work_folder_that_another_user_has_made_is_refused(testbed: Testbed) -> None:
+    testbed.output("h0", "mkdir -p /tmp/squat && chmod 777 /tmp/squat && chown 12345 /tmp/squat")
+    try:
+        with pytest.raises(LaunchError, match=r"/tmp/squat \(mode 0777, uid 12345\) was made by another user"):
+            Session.start(1, nodes=ssh_nodes(testbed, 1, workdir="/tmp/squat/work"), device="cpu", sync=False)
+    finally:
+        testbed.output("h0", "rm -rf /tmp/squat")
+
+
 _LOOSE = "mkdir -p {0} && chmod 777 {0}"
 _FOREIGN = "mkdir -p {0} && chmod 700 {0} && chown 12345 {0}"
 _LINK = "mkdir -p -m 700 /tmp/elsewhere && mkdir -p -m 700 $(dirname {0}) && ln -s /tmp/elsewhere {0}"
