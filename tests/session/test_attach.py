@@ -145,9 +145,8 @@ def test_interrupt_of_an_attach_lets_go_of_the_agents(name: str, monkeypatch: py
     Session.start(1, device="cpu", name=name).detach()
     ends: list[End] = []
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(
-            session_module, "attach_to_agents", lambda *given, **more: ends.extend(attach_to_agents(*given, **more)) or ends
-        )
+        keep = lambda *given, **how: ends.extend(attach_to_agents(*given, **how)) or ends  # noqa: E731
+        patched.setattr(session_module, "attach_to_agents", keep)
         patched.setattr(NodeLink, "__init__", _interrupted)
         Session.attach(name)
     assert [end.sock.fileno() for end in ends] == [-1]
