@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import shlex
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ _NEEDS_SHLEX = re.compile(r"[\"'\\]|[^\S \t]")
 _LINE = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*\S)\s*")
 _CRITERIA = {"host", "originalhost", "user", "localuser", "exec"}  # of Match: those that paramiko decides
 _NEVER = "Host !*"
+_TO_THE_END = {"proxycommand", "localcommand", "remotecommand", "knownhostscommand"}  # what follows is for a shell
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9._:-]+")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _USER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")
@@ -194,14 +197,37 @@ def _expand(path: Path, *, within: _Block, depth: int) -> Iterator[str]:
         match = _LINE.fullmatch(line)
         key = match[1].lower() if match else ""
         if match and key == "include":
-            for file in _find_included(path, match[2]):
+            for file in _find_included(path, _without_comment(match[2])):
                 yield from _expand(file, within=block, depth=depth + 1)
                 yield block.line
         elif match and key in {"host", "match"}:
-            block = _read_block(path, key, match[2], within=within)
+            block = _read_block(path, key, _without_comment(match[2]), within=within)
             yield block.line
+        elif match and key not in _TO_THE_END:
+            yield _as_paramiko_reads(line, match[2])
         else:
             yield line
+
+
+def _as_paramiko_reads(line: str, value: str) -> str:
+    """Without the comment behind the value, and with the one word that was quoted in the quotes that paramiko knows."""
+    plain = _without_comment(value)
+    if plain[:1] == plain[-1:] == "'" and plain.count("'") == 2 and '"' not in plain:
+        plain = f'"{plain[1:-1]}"'
+    return line if plain == value else line[: line.rindex(value)] + plain
+
+
+def _without_comment(value: str) -> str:
+    """A ``#`` where a word would begin is one, as ssh has it since 8.7."""
+    quote = ""
+    for place, char in enumerate(value):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char == "#" and value[place - 1 : place] in ("", " ", "\t"):
+            return value[:place].rstrip()
+    return value
 
 
 def _read_block(path: Path, key: str, value: str, *, within: _Block) -> _Block:
@@ -219,7 +245,10 @@ def _read_criteria(words: list[str]) -> tuple[str, ...] | None:
     """Read what stands behind Match; None when it has a criterion that is not decided here."""
     criteria: list[str] = []
     while words:
-        word = words.pop(0).lower()
+        word, equals, wanted = words.pop(0).partition("=")
+        word = word.lower()
+        if equals:
+            words.insert(0, wanted)
         if word in {"canonical", "final"}:
             criteria.append(word)
         elif word.removeprefix("!") in _CRITERIA and words:
@@ -232,7 +261,7 @@ def _read_criteria(words: list[str]) -> tuple[str, ...] | None:
 def _find_included(path: Path, value: str) -> Iterator[Path]:
     for pattern in _split(path, "Include", value):
         below = Path.home() / ".ssh" / _in_home(pattern)  # an absolute path stays itself
-        yield from (Path(found) for found in sorted(glob.glob(str(below))))
+        yield from (Path(found) for found in sorted(glob.glob(str(below))) if not os.path.isdir(found))
 
 
 def _split(where: Path | str, key: str, value: str) -> list[str]:
@@ -245,9 +274,12 @@ def _split(where: Path | str, key: str, value: str) -> list[str]:
 
 
 def _read_port(name: str, text: str) -> int:
-    if text and not (text.isascii() and text.isdecimal()):
-        raise SpecError(f"the SSH configuration of {name} says Port {text!r}, which is no number")
-    return int(text) if text else DEFAULT_PORT
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    try:
+        return socket.getservbyname(text, "tcp") if text else DEFAULT_PORT
+    except (OSError, ValueError):
+        raise SpecError(f"the SSH configuration of {name} says Port {text!r}, which is no number") from None
 
 
 def _local_user(name: str) -> str:
@@ -290,7 +322,8 @@ def _read_paths(value: str | None) -> tuple[Path, ...]:
 
 
 def _in_home(path: str) -> Path:
-    """Replace ``~``; that of an unknown user stays."""
+    """Replace ``~`` and ``${NAME}``; an unknown user, or a variable that is not set, stays."""
+    path = _VARIABLE.sub(lambda match: os.environ.get(match[1], match[0]), path)
     return Path(os.path.expanduser(path))
 
 

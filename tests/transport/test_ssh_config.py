@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +28,40 @@ def user_of(host: str, home: Path) -> str:
 
 
 # Reading, with Include
+
+
+_AS_PEOPLE_WRITE_IT = """
+Include conf.d conf.d/* # all of them
+Host a b # two
+  Port 46 # not 22
+  User 'bob' # the second
+  HostName "ten.example" #x
+  IdentityFile ${HOME}/k#1
+  UserKnownHostsFile ${HOME}/kh
+Match host=c
+  User "of-c"
+Match originalhost=f
+  Port ssh
+Host *
+  User me
+"""
+
+
+@pytest.mark.needs_debian("openssh-server")
+@pytest.mark.parametrize("host", ["a", "b", "c", "f", "in"])
+def test_what_people_write_is_read_as_ssh_reads_it(host: str, home: Path) -> None:
+    (home / "conf.d" / "sub").mkdir(parents=True)
+    (home / "conf.d" / "one").write_text("Host in\n  Port 47\n")
+    (home / "config").write_text(_AS_PEOPLE_WRITE_IT)
+    asked = ["ssh", "-G", "-F", str(home / "config"), host]
+    told = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout
+    known = dict(line.split(" ", 1) for line in told.splitlines() if " " in line)
+    found = resolve(SshTarget(host), read_config(home / "config"))
+    assert (found.hostname, str(found.port), found.user) == (known["hostname"], known["port"], known["user"])
+    if found.identity_files:  # ssh shows these as they are written
+        assert host in "ab" and known["identityfile"] == "${HOME}/k#1"
+        assert found.identity_files == (f"{home.parent}/k#1",)
+        assert found.known_hosts_files[0] == home.parent / "kh"
 
 
 def test_missing_file_is_empty(home: Path) -> None:
