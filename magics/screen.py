@@ -17,6 +17,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from IPython.core.displaypub import CapturingDisplayPublisher
+
 from .transcript import Bundle, Item, Rich, Text
 
 _GAP_S = 0.05  # 20 batches a second: a Jupyter server drops above 1,000 messages
@@ -332,10 +334,67 @@ class TextScreen:
         self.set_transient("")
 
 
+class CapturedScreen:
+    """Where something else takes what a cell shows, as ``%%capture`` does: the last form of it, when it has ended."""
+
+    can_clear = False
+
+    def __init__(self, ipython: Any) -> None:
+        self._publisher = ipython.display_pub
+        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._items: list[Item] = []
+        self._is_closed = False
+
+    def show(self, item: Item, *, display_id: str = "") -> None:
+        self._items.append(item)
+        if self._is_closed:
+            self._hand_over()
+
+    def update(self, rich: Rich, display_id: str) -> None:
+        self.show(rich)
+
+    def set_transient(self, text: str) -> None:
+        """It would not be there at the end."""
+
+    def draw_now(self, text: str) -> None:
+        """See ``set_transient``."""
+
+    def replace(self, items: list[Item]) -> None:
+        self._items = list(items)
+
+    def settle(self, items: list[Item], rest: list[Item] | None) -> None:
+        self.replace(items)
+
+    def checkpoint(self) -> Callable[[], bool]:
+        return lambda: True
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        items, self._items = self._items, []
+        with contextlib.suppress(ValueError):  # late, and the file that took it is closed
+            for item in items:
+                if isinstance(item, Text):
+                    self._streams[item.stream].write(item.text)
+                else:
+                    self._publisher.publish(data=item.bundle, metadata={})
+
+
 def screen_for(ipython: Any) -> Screen:
     """The screen of the cell that runs now."""
     kernel = getattr(ipython, "kernel", None)
+    if isinstance(ipython.display_pub, CapturingDisplayPublisher) or (kernel and not _are_own_streams()):
+        return CapturedScreen(ipython)
     return KernelScreen(kernel) if kernel is not None else TextScreen()
+
+
+def _are_own_streams() -> bool:
+    """Neither stream of the kernel is redirected."""
+    from ipykernel.iostream import OutStream  # a terminal can do without
+
+    return isinstance(sys.stdout, OutStream) and isinstance(sys.stderr, OutStream)
 
 
 def _are_texts(batch: list[tuple[str, dict[str, Any]]]) -> bool:

@@ -451,3 +451,19 @@ def test_extension_unloads_and_loads_again(start_kernel: Any) -> None:
     assert kernel.run("%unload_ext detrain_nb").status == "ok"
     assert "not found" in kernel.run("%distributed status").error
     assert kernel.run("%load_ext detrain_nb\n%distributed list").status == "ok"
+
+
+# ---- what other tools of IPython do with a cell
+
+
+def test_capture_takes_text_and_outputs_and_nothing_is_shown(kernel: Any) -> None:
+    code = "%%distributed\nprint('said')\nprint('warned', file=sys.stderr)\nrank"
+    assert kernel.run(f"%%capture cap\n{code}").shown == []
+    captured = kernel.run("print((cap.stdout, cap.stderr, [o.data['text/plain'] for o in cap.outputs]))").text()
+    assert captured == "('[0-1] said\\n', '[0-1] warned\\n', ['[0] 0', '[1] 1'])\n"
+    assert kernel.run(f"%%capture --no-stderr\n{code}").shown == [("stderr", "[0-1] warned\n")]
+    redirected = (
+        "import contextlib, io\ntext = io.StringIO()\nwith contextlib.redirect_stdout(text):\n"
+        "    get_ipython().run_cell_magic('distributed', '', \"print('said')\")\ntext.getvalue()"
+    )
+    assert kernel.run(redirected).shown == [("rich", {"text/plain": "'[0-1] said\\n'"})]
