@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from ..errors import CellSyntaxError, DetrainError, SessionError, SpecError
 from ..session.session import Session
@@ -55,7 +55,6 @@ class DistributedMagics(Magics):
 
     # ---- the magics
 
-    @no_var_expand
     @cell_magic
     def distributed(self, line: str, cell: str) -> None:
         """Run the cell on every rank of the session, and start one where none runs.
@@ -64,13 +63,11 @@ class DistributedMagics(Magics):
         """
         self.guard("%%distributed", lambda: self._run_cell("%%distributed", line, cell))
 
-    @no_var_expand
     @cell_magic
     def rank(self, line: str, cell: str) -> None:
         """Run the cell on some ranks: %%rank RANKS is short for %%distributed -r RANKS."""
         self.guard("%%rank", lambda: self._run_cell("%%rank", line, cell))
 
-    @no_var_expand
     @line_magic("distributed")  # type: ignore[arg-type]
     def distributed_line(self, line: str) -> None:
         """The session of this notebook.
@@ -86,7 +83,6 @@ class DistributedMagics(Magics):
         """
         self.guard("%distributed", lambda: self._commands.run(line))
 
-    @no_var_expand
     @line_magic
     def pull(self, line: str) -> None:
         """Bring variables of the ranks into the notebook: %pull NAME[,NAME...] [-r RANKS] [--as NEW]
@@ -95,13 +91,11 @@ class DistributedMagics(Magics):
         """
         self.guard("%pull", lambda: self._pull(line))
 
-    @no_var_expand
     @line_magic
     def push(self, line: str) -> None:
         """Set variables on the ranks to the notebook's values: %push NAME[,NAME...] [-r RANKS]"""
         self.guard("%push", lambda: self._push(line))
 
-    @no_var_expand
     @line_magic
     def broadcast(self, line: str) -> None:
         """Give ranks the variables of another: %broadcast NAME[,NAME...] [--from 0] [-r RANKS]"""

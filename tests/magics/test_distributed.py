@@ -467,3 +467,13 @@ def test_capture_takes_text_and_outputs_and_nothing_is_shown(kernel: Any) -> Non
         "    get_ipython().run_cell_magic('distributed', '', \"print('said')\")\ntext.getvalue()"
     )
     assert kernel.run(redirected).shown == [("rich", {"text/plain": "'[0-1] said\\n'"})]
+
+
+def test_lines_of_magics_take_the_notebooks_variables_as_ipython_does(kernel: Any) -> None:
+    kernel.run("first, who = 0, {'last': 1}")
+    assert kernel.run("%%rank $first\nprint('here')").text() == "[0] here\n"
+    assert kernel.run("%%distributed -r {who['last']} --merge all\nprint('here')").text() == "[1] here\n"
+    kernel.run("%pull x -r {first + 1}")
+    assert kernel.run("x").rich() == ["2"]
+    unknown = kernel.run("%distributed put $NOBODY/{a,b}.txt")
+    assert "$NOBODY/{a,b}.txt" in unknown.error
