@@ -20,6 +20,7 @@ from .transcript import (
     Transcript,
     by_stream,
     canonical,
+    counted_more,
     joined,
     label,
     prefixed_lines,
@@ -270,7 +271,8 @@ class LiveCell:
         lines = [line for source, block in sorted(self._blocks.items()) for line in self._drawn(source, block)]
         del lines[_DRAWN_LINES:]
         if self._lines_not_shown:
-            lines.append(f"... {self._lines_not_shown:,} more lines are not shown while the cell runs")
+            more = counted_more(self._lines_not_shown, "line")
+            lines.append(f"... {more} not shown while the cell runs")
         if self._waiting:
             lines.append(self._waiting)
         if lines or self._is_transient:

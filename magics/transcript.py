@@ -12,6 +12,7 @@ import copy
 import difflib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ _PREFIX_CHARS = 5  # "[0] " and the newline
 # Above either, lines are matched by their position. Steps are counted, not timed: each run of a cell looks the same.
 _DIFF_LINES = 2000
 _DIFF_STEPS = 1_000_000  # of the diffs of one cell, about 0.1 s
+_SHORTEST_BEGINNING = 40  # of a line that is cut off; a shorter one says nothing
+_CUT_COLOUR = re.compile(r"\x1b[^a-zA-Z]*$")
 _MOST_RICH, _MOST_RICH_CHARS = 1000, 64 << 20  # of one rank in one cell
 _LABEL_CHARS = 20  # about that stands before each line of a text
 _MOST_INDENTED_CHARS = MOST_TEXT_CHARS + 10_000  # with what stands before its lines
@@ -79,7 +82,7 @@ class Transcript:
         self._tail_chars = max_chars // 4 if max_chars else None
         self._head: list[_Lines | Rich] = []
         self._tail: collections.deque[tuple[str, str]] = collections.deque(maxlen=tail_lines)
-        self._left_out = 0
+        self._left_out = self._cut_chars = 0  # lines, and characters of the last one that is shown
         self._rich_left_out = 0
         self._room_rich, self._room_rich_chars = _MOST_RICH, _MOST_RICH_CHARS
 
@@ -95,14 +98,13 @@ class Transcript:
     def add_lines(self, stream: str, lines: list[str]) -> None:
         """``stream`` is "stdout", "stderr", or "drawn" for what was drawn on stderr."""
         fitting = self._fitting(lines)
-        if fitting:
+        if shown := [*lines[:fitting], *self._cut(lines[fitting:])]:
             last = self._head[-1] if self._head else None
             if isinstance(last, _Lines) and last.stream == stream:
-                last.lines += lines[:fitting]
+                last.lines += shown
             else:
-                self._head.append(_Lines(stream, lines[:fitting]))
-        if fitting < len(lines):
-            rest = lines[fitting:]
+                self._head.append(_Lines(stream, shown))
+        if rest := lines[len(shown) :]:
             self._left_out += len(rest)
             self._tail.extend((stream, line) for line in rest[-TAIL_LINES:])
 
@@ -128,7 +130,7 @@ class Transcript:
     def clear(self) -> None:
         self._head.clear()
         self._tail.clear()
-        self._left_out = self._rich_left_out = 0
+        self._left_out = self._cut_chars = self._rich_left_out = 0
         self._room_rich, self._room_rich_chars = _MOST_RICH, _MOST_RICH_CHARS
         self._room_lines, self._room_chars = self._head_lines, self._head_chars
 
@@ -143,11 +145,13 @@ class Transcript:
             else:
                 said[entry.stream] += entry.lines
         if self._rich_left_out:
-            said["stdout"].append(f"... {self._rich_left_out:,} more outputs, see them with {how_to_read} ...")
+            more = counted_more(self._rich_left_out, "output")
+            said["stdout"].append(f"... {more}, see them with {how_to_read} ...")
         tail = self._fitting_tail()
         hidden = self._left_out - len(tail)
-        if hidden > 0:
-            said["stdout"].append(f"... {hidden:,} more lines, read them with {how_to_read} ...")
+        counted = [counted_more(self._cut_chars, "character"), counted_more(hidden, "line")]
+        if more := " and ".join(words for words in counted if words):
+            said["stdout"].append(f"... {more}, read them with {how_to_read} ...")
         for stream, line in tail:
             said[stream].append(line)
         sections.append((said, None))
@@ -166,18 +170,34 @@ class Transcript:
 
     def _fitting(self, lines: list[str]) -> int:
         """How many of ``lines`` still fit in the head; the room they take is gone."""
-        if self._left_out:
+        if self._left_out or self._cut_chars:
             return 0
         count = len(lines) if self._room_lines is None else min(len(lines), self._room_lines)
         if self._room_chars is not None:
             for index in range(count):
-                self._room_chars -= len(lines[index]) + _PREFIX_CHARS
-                if self._room_chars < 0:
+                size = len(lines[index]) + _PREFIX_CHARS
+                if size > self._room_chars:
                     count = index
                     break
+                self._room_chars -= size
         if self._room_lines is not None:
             self._room_lines -= count
         return count
+
+    def _cut(self, rest: list[str]) -> list[str]:
+        """Of ``rest``, which does not fit, the beginning of the first line, where there is room for it."""
+        room = (self._room_chars or 0) - _PREFIX_CHARS
+        has_room = self._room_lines != 0 and room >= _SHORTEST_BEGINNING
+        if not rest or self._left_out or self._cut_chars or not has_room:
+            return []
+        self._cut_chars = len(rest[0]) - room
+        beginning = _CUT_COLOUR.sub("", rest[0][:room])
+        return [f"{beginning}\x1b[0m" if "\x1b" in beginning else beginning]
+
+
+def counted_more(count: int, what: str) -> str:
+    """``1 more line``, ``2,000 more lines``; empty where there are none."""
+    return f"{count:,} more {what}{'' if count == 1 else 's'}" if count > 0 else ""
 
 
 def canonical(

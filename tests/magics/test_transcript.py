@@ -122,6 +122,15 @@ def test_characters_are_bounded_too() -> None:
     assert "more lines, read them with log 0" in text
 
 
+def test_line_longer_than_the_limit_shows_its_beginning() -> None:
+    transcript = Transcript(max_lines=0, max_chars=1000)
+    transcript.add_lines("stdout", ["\x1b[31m" + "x" * 2000])
+    transcript.add_lines("stdout", ["y" * 2000])
+    first, more = _text(_canonical({0: transcript})).splitlines()
+    assert first.startswith("[0] \x1b[31mxxxx") and first.endswith("x\x1b[0m") and 700 < len(first) < 800
+    assert more == "[0] ... 1,260 more characters and 1 more line, read them with log 0 ..."
+
+
 def test_limits_are_exact_where_everything_fits() -> None:
     transcript = Transcript(max_lines=250, max_chars=0)
     transcript.add_lines("stdout", [str(i) for i in range(250)])
