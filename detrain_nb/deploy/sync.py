@@ -84,9 +84,10 @@ class FolderSync:
             self._tell_once(
                 "hidden files go to the nodes too", name_hidden(manifest), f"list in {OWN_FILE} what should stay here"
             )
-            self._tell_once(
-                "these stay here, as they may hold keys", kept, f"a line !NAME in {OWN_FILE} sends one that does not"
-            )
+        self._tell_once(
+            "these stay here, as they may hold keys", kept, f"a line !NAME in {OWN_FILE} sends one that does not"
+        )
+        if waiting:
             packer = _Packer(self.root)
             on_every(waiting, lambda node, stop, _: self._bring(node, manifest, packer, stop))
 

@@ -192,6 +192,12 @@ def test_hidden_files_that_go_and_keys_that_stay_are_named_once(root: Path, node
     assert keeper.notices[2:] == [
         "hidden files go to the nodes too: .later: list in .detrainignore what should stay here"
     ]
+    write(root, {"id_rsa": "made while nothing else has changed"})
+    keeper.bring([node])
+    keeper.bring([node])
+    assert [words.partition(": a line")[0] for words in keeper.notices[3:]] == [
+        "these stay here, as they may hold keys: id_rsa"
+    ]
 
 
 def test_home_and_a_folder_that_is_too_much_for_a_session_that_goes_on_stay_here(
