@@ -90,7 +90,7 @@ def claim_folder(folder: Path, *, uses: Sequence[str] = ()) -> int:
     except OSError as exc:
         os.close(lock)
         remove_dead_agent(folder)
-        raise LaunchError(f"the session's folder cannot be written: {exc}") from exc
+        raise LaunchError(f"the session's folder {folder} cannot be written: {exc}") from exc
     return lock
 
 

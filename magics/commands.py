@@ -229,6 +229,8 @@ class SessionCommands:
             return
         cells = sorted({*session.log.cells(), *(session.running_cells if args.follow else ())})
         wanted = _wanted_cell(args.cell, cells, session)
+        if wanted in session.log.lacking and wanted not in cells:
+            raise UsageError(f"%distributed log: of cell {wanted} it has nothing: {session.log.lacking[wanted]}")
         if wanted not in cells:
             which = f"cell {wanted}, the last one," if args.cell is None else f"cell {args.cell}"
             known = ", ".join(map(str, cells)) or "none so far"
@@ -247,6 +249,8 @@ class SessionCommands:
             return
         live.finish({rank: bundle for rank, bundle in run.bundles().items() if rank in chosen})
         _show_errors(run, screen, world_size=session.world_size, except_of=set(everyone) - set(chosen))
+        if why := session.log.lacking.get(wanted):
+            screen.show(Text("stderr", f"what cell {wanted} printed after that is not in the log: {why}\n"))
         screen.close()
 
     def _follow(self, session: Session, cell: int, live: LiveCell) -> CellRun:
@@ -289,12 +293,13 @@ def _wanted_cell(asked: int | None, printed: Sequence[int], session: Session) ->
 
 def _cells(session: Session) -> str:
     """A line for each cell that ran: its number, its ranks, the first line of its code, and whether it printed."""
-    printed, running = session.log.cells(), session.running_cells
+    printed, running, lacking = session.log.cells(), session.running_cells, session.log.lacking
     lines = []
     for ran in session.cells:
         first = next((line.strip() for line in ran.code.splitlines() if line.strip()), "")
         on = "" if len(ran.ranks) == session.world_size else f"[{short_ranks(ran.ranks)}] "
-        state = " (runs)" if ran.cell in running else "" if ran.cell in printed else " (printed nothing)"
+        kept = f" (not all of it is here: {lacking[ran.cell]})" if ran.cell in lacking else ""
+        state = " (runs)" if ran.cell in running else kept or ("" if ran.cell in printed else " (printed nothing)")
         lines.append(f"cell {ran.cell}: {on}{one_line(first[:_CODE_CHARS])}{state}\n")
     return "".join(lines) or "no cell has run\n"
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..agents import is_running, open_private, runtime_folder
+from ..errors import LaunchError
 from ..wire import CellDone, CellFailed, ClearOutput, Display, FrameReader, Output, to_frame
 from .safe_output import clean_text
 
@@ -23,6 +24,7 @@ _READ_BYTES = 1 << 20
 _MOST_LOOKED_AT_BYTES = 64 << 20
 _MOST_PIECES = 10_000  # of a cell
 _PREFIX = ".log-"
+_WHAT_TO_DO = "make room on that disk, or start this process again with DETRAIN_NB_RUNTIME_DIR, a folder on another one"
 
 
 class OutputLog:
@@ -31,25 +33,36 @@ class OutputLog:
     def __init__(self) -> None:
         base = runtime_folder()
         _remove_orphans(base)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+        except OSError as exc:
+            raise LaunchError(
+                f"the log of the cells cannot be made under {base}: {exc.strerror}; {_WHAT_TO_DO}"
+            ) from exc
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._pieces: dict[int, list[tuple[int, int]]] = {}  # of each cell's file: part and bytes
-        self.error = ""
+        self.lacking: dict[int, str] = {}  # the cells of which something, or all, found no room, and why
+        self.error = ""  # why it takes no more, until it does again
 
     def append(self, message: Logged, *, part: int = NEW) -> None:
-        """Keep what a rank said. A disk that takes no more is remembered in ``error``; the cell goes on.
+        """Keep what a rank said. A disk that takes no more is remembered in ``error``; the cell goes on, and of it
+        nothing more is kept. Later cells are, as soon as there is room.
 
         What several nodes kept for this notebook comes interleaved: each ``part`` of a cell is read as one.
         """
-        if self.error:
+        if message.cell in self.lacking:
             return
         data = to_frame(message).to_bytes()
         try:
-            with open(self._path(message.cell), "ab", opener=open_private) as file:
-                file.write(data)
+            self._write(message.cell, data)
         except OSError as exc:
-            self.error = f"the log under {self._folder} takes no more ({exc}): later output is only shown"
+            self.lacking[message.cell] = exc.strerror or str(exc)
+            self.error = (
+                f"the log under {self._folder} takes no more ({self.lacking[message.cell]}): what a cell prints now is "
+                f"only shown, neither %distributed log nor its result has it; {_WHAT_TO_DO}"
+            )
             return
+        self.error = ""
         pieces = self._pieces.setdefault(message.cell, [])
         part = part if len(pieces) < _MOST_PIECES else NEW  # a node may go to and fro: the rest is read as it came
         if pieces and pieces[-1][0] == part:
@@ -58,8 +71,8 @@ class OutputLog:
             pieces.append((part, len(data)))
 
     def cells(self) -> list[int]:
-        """The cells that printed or showed something."""
-        return sorted(int(path.stem) for path in self._folder.glob("*.frames"))
+        """The cells that printed or showed something, and of which that was kept."""
+        return sorted(cell for cell, pieces in list(self._pieces.items()) if pieces)
 
     def read(self, cell: int) -> Iterator[Logged]:
         """What the ranks said in ``cell``, part by part, each in the order in which it arrived."""
@@ -84,6 +97,17 @@ class OutputLog:
             if len(found) > limit_bytes or looked_at_bytes > _MOST_LOOKED_AT_BYTES:
                 return clean_text(found[:limit_bytes].decode("utf-8", "replace")), True
         return clean_text(found.decode("utf-8", "replace")), False
+
+    def _write(self, cell: int, data: bytes) -> None:
+        """Raises: OSError where there is no room; nothing of ``data`` is left then."""
+        with open(self._path(cell), "ab", buffering=0, opener=open_private) as file:
+            size_bytes, left = file.tell(), memoryview(data)
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(size_bytes)
+                raise
 
     def _path(self, cell: int) -> Path:
         return self._folder / f"{cell:06d}.frames"

@@ -131,6 +131,17 @@ def test_log_shows_figures_values_and_errors_of_a_cell_again(kernel: Any) -> Non
     assert "ZeroDivisionError: division by zero" in again.text("stderr")
 
 
+def test_log_says_what_it_could_not_keep(kernel: Any) -> None:
+    kernel.run("from pathlib import Path\nfrom detrain_nb import current_session\nlog = current_session().log")
+    kernel.run("in_the_way = [log._path(len(In) + i) for i in range(3)]\nfor path in in_the_way: path.mkdir()")
+    assert "is only shown, neither %distributed log nor its result" in (
+        kernel.run("%%distributed\nprint('shown')").text("stderr")
+    )
+    assert re.search(r"of cell \d+ it has nothing: Is a directory", kernel.run("%distributed log").error)
+    assert "print('shown') (not all of it is here: Is a directory)" in kernel.run("%distributed log --list").text()
+    kernel.run("for path in in_the_way: path.rmdir()")
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [

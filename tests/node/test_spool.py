@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import resource
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,8 @@ import pytest
 
 from detrain_nb.node.spool import Spool
 from detrain_nb.wire import Frame, FrameReader, Notice, Output, RequestDone, to_frame
+
+from ..full_disk import files_end_at
 
 
 def _read_all(spool: Spool, *, limit_bytes: int = 1 << 18) -> list[Frame]:
@@ -243,22 +243,9 @@ def test_acknowledging_a_part_of_what_is_missing_leaves_the_rest_to_be_told(tmp_
     assert _lost_bytes(again) == pytest.approx(10 * _size_of([_output(4)]), rel=0.05)
 
 
-@contextlib.contextmanager
-def _full_disk(file_bytes: int) -> Iterator[None]:
-    """A file of this process may have so many bytes: the kernel refuses the rest, as a full disk does."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
-
-
 @pytest.fixture
 def full_disk() -> Iterator[None]:
-    with _full_disk(1 << 16):
+    with files_end_at(1 << 16):
         yield
 
 
@@ -317,7 +304,7 @@ def test_memory_that_nobody_acknowledges_is_bounded_and_keeps_the_ends_of_cells(
     spool = Spool(tmp_path)
     frames: list[Frame] = []
     for index in range(40):
-        with _full_disk(0):
+        with files_end_at(0):
             _fill(spool, range(index, index + 1))
         frames += _read_all(spool)
     assert not _size_on_disk(tmp_path)
@@ -348,7 +335,7 @@ def test_memory_makes_room_by_what_was_read_and_tells_the_next_reader(tmp_path: 
 
 def test_disk_that_has_room_again_is_used_before_output_is_lost(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
-    with _full_disk(1 << 16):
+    with files_end_at(1 << 16):
         _fill(spool, range(12))
     _fill(spool, range(12, 40))
     assert _size_on_disk(tmp_path) > 15 << 20
@@ -358,7 +345,7 @@ def test_disk_that_has_room_again_is_used_before_output_is_lost(tmp_path: Path) 
 
 def test_output_that_found_no_room_is_announced_once_before_the_next_output(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
-    with _full_disk(0):
+    with files_end_at(0):
         _fill(spool, range(20))
         for index in range(20, 30):  # there is room for these, but what follows a loss comes after its announcement
             spool.append(_output(index, 900_000 if index % 2 else 0))
@@ -448,7 +435,7 @@ def test_every_reader_gets_all_after_the_acknowledged_number_or_is_told_what_is_
             case "append":
                 is_output = chance.random() < 0.8
                 frame = _output(step, chance.randrange(150)) if is_output else to_frame(RequestDone(0, step))
-                with _full_disk(0) if is_disk_full else contextlib.nullcontext():
+                with files_end_at(0) if is_disk_full else contextlib.nullcontext():
                     spool.append(frame)
                 oracle.append(frame, spool.last_number)
             case "read":

@@ -11,6 +11,8 @@ from detrain_nb.session.results import CellResult, RankResult
 from detrain_nb.session.shown_again import ShownAgain
 from detrain_nb.wire import Output, Unfinished
 
+from ..full_disk import files_end_at
+
 _PERHAPS, _NEW = "--- from here on perhaps shown before:", "--- from here on new:"
 
 
@@ -112,3 +114,22 @@ def test_table_of_a_result_reads_the_beginning_of_what_was_printed() -> None:
     assert "... more in .stdout" in table
     assert "short</pre>" in table
     assert len(result[0].stdout) == 40 * 6 << 18
+
+
+def test_full_disk_is_said_once_and_the_log_knows_what_it_lacks_until_there_is_room() -> None:
+    logbook = Logbook()
+    log = logbook.log
+
+    def add(cell: int, text: str) -> str:
+        return logbook.add(Output(0, cell, "stdout", text.encode()), is_missed=False, is_shown_perhaps=False)
+
+    with files_end_at(1000):
+        assert add(1, "a" * 500) == ""
+        words = add(1, "b" * 500)
+        assert "takes no more (File too large)" in words and "DETRAIN_NB_RUNTIME_DIR" in words
+        assert (add(1, "c"), add(2, "d" * 2000)) == ("", "")
+    assert add(3, "e") == ""
+    assert (log.cells(), log.lacking) == ([1, 3], dict.fromkeys((1, 2), "File too large"))
+    assert [log.text(cell, 0) for cell in (1, 2, 3)] == ["a" * 500, "", "e"]
+    with files_end_at(1000):
+        assert add(4, "f" * 2000) == words, "it was full, had room, and is full again"
