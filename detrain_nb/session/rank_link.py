@@ -37,6 +37,7 @@ ROOM_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 5.0
 LOCATE_LIMIT_S = 1.0
 LAST_WORDS_LIMIT_S = 5.0  # how long a node that hung up may have something to say that was not read yet
+_REFUSED_AGAIN_S = 5.0  # from one cell that was refused to the next of "run all"
 IDLE_LIMIT_S = 30.0  # how long a cell waits for a rank that was stopped, or is starting
 _TELL_GAP_S = 1.0  # between two words about that
 _TELL_AFTER_S = 0.1
@@ -53,6 +54,8 @@ class RankLink:
         self.inbox = Inbox(session, names, strangers=strangers, absent=absent, is_attaching=is_attaching)
         self.cuda_ranks: frozenset[int] = frozenset()
         self._session = session
+        self._refused: set[tuple[int, int, int]] = set()  # who was last in the way of a cell: rank, cell, presses
+        self._refused_until = 0.0
         self._links = [self._link_to(node, end) for node, end in enumerate(ends)]
 
     def _link_to(self, node: int, end: End) -> NodeLink:
@@ -184,6 +187,7 @@ class RankLink:
     ) -> None:
         """Wait for ranks that run a cell or are starting; ``tell`` gets the former and their cells, once a second.
 
+        Where a cell has waited for the same ranks just before, the next one of "run all" does not wait as well.
         Raises: SessionError when one is down, or still not idle after ``limit_s``; NodeLost when all are gone.
         """
         wanted = set(chosen)
@@ -198,7 +202,10 @@ class RankLink:
             starting = wanted & self.inbox.lost.keys()
             if not busy and not starting:
                 return
-            if time.monotonic() >= deadline and busy:
+            in_the_way = {(rank, run.cell, run.presses) for rank, run in busy.items()}
+            is_known = limit_s and in_the_way <= self._refused and time.monotonic() < self._refused_until
+            if busy and (is_known or time.monotonic() >= deadline):
+                self._refused, self._refused_until = in_the_way, time.monotonic() + _REFUSED_AGAIN_S
                 short = ",".join(map(str, sorted(busy)))
                 raise SessionError(
                     f"{self.where(busy)} still in cell {next(iter(busy.values())).cell}: wait for it, stop it with "
