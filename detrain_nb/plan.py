@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -169,8 +170,10 @@ def parse_ranks(
         chosen = [_one_rank(text, world_size)]
     elif isinstance(text, str):
         chosen = [rank for part in text.split(",") for rank in _part_of_ranks(part.strip(), world_size, hosts or {})]
-    else:
+    elif isinstance(text, Iterable):
         chosen = [_one_rank(rank, world_size) for rank in text]
+    else:
+        raise SpecError(f"{text!r} is no choice of ranks: give a number, a list of them, or text like 0,2 or 0-3")
     if not chosen:
         raise SpecError("no rank was chosen: give ranks like 0,2 or 0-3 or all")
     return tuple(sorted(set(chosen)))
@@ -186,6 +189,8 @@ def _part_of_ranks(part: str, world_size: int, hosts: Mapping[str, tuple[int, ..
         return list(range(world_size))
     if part in hosts:
         return list(hosts[part])
+    if not part:
+        raise SpecError("there is nothing between two commas, or behind the last one: give ranks like 0,2")
     first, dash, last = part.partition("-") if not part.startswith("-") else (part, "", "")
     try:
         start, end = int(first), int(last) if dash else int(first)
@@ -200,6 +205,10 @@ def _part_of_ranks(part: str, world_size: int, hosts: Mapping[str, tuple[int, ..
 
 
 def _one_rank(rank: int, world_size: int) -> int:
+    try:
+        rank = operator.index(rank)
+    except TypeError:
+        raise SpecError(f"{rank!r} is no rank: give a whole number") from None
     if not -world_size <= rank < world_size:
         raise SpecError(f"rank {rank} is not there: {world_size} ranks run, 0-{world_size - 1}")
     return rank % world_size

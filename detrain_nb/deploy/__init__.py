@@ -63,7 +63,7 @@ class End:
 
 def check_session_name(name: str) -> str:
     """Return ``name``. Raises: SpecError when it cannot be the name of a session, and so of a folder."""
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise SpecError(
             f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 80, starting with a letter or digit"
         )
@@ -81,6 +81,9 @@ def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) 
         from ..spec.nodes_file import parse_nodes, read_nodes
 
         nodes = parse_nodes(nodes) if isinstance(nodes, str) else read_nodes(nodes)
+    if not isinstance(nodes, Iterable):
+        raise SpecError(f"nodes {nodes!r}: give a nodes file, hosts as in alice@gpu1,gpu2:2222, or a list of nodes")
+    nodes = list(nodes)
     if not nodes:
         raise SpecError("no node was given: name a nodes file, or hosts")
     questions = Questions(ask_passphrase) if ask_passphrase else None
@@ -95,7 +98,11 @@ def _transport_to(node: Node | Transport, questions: Questions | None) -> Transp
     from ..spec.node import Node
     from .ssh_node import SshNode
 
-    return SshNode(node, questions=questions) if isinstance(node, Node) else node
+    if isinstance(node, Node):
+        return SshNode(node, questions=questions)
+    if not hasattr(node, "connect_agent"):
+        raise SpecError(f"node {node!r}: give a detrain_nb.spec.Node, or all of them as one text")
+    return node
 
 
 def nodes_of(transports: Sequence[Transport]) -> tuple[Node, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..plan import split_names
 from ..transport import Transport
+from .asked import names_of
 
 if TYPE_CHECKING:
     from ..deploy.files import Copied, OnProgress, Paths
@@ -123,7 +124,7 @@ class SessionFiles:
         """Nodes by their names, several with commas. Raises: SpecError."""
         if nodes is None:
             return self._transports
-        wanted = split_names(nodes)
+        wanted = split_names(nodes) if isinstance(nodes, str) else names_of(nodes, "nodes")
         known = {transport.name: transport for transport in self._transports}
         unknown = [name for name in wanted if name not in known]
         if unknown or not wanted:

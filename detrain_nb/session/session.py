@@ -31,8 +31,9 @@ from ..deploy import (
 from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
 from ..errors import DetrainError, SessionError, SpecError, TransportError
-from ..plan import MOST_RANKS, Plan, plan_nodes, plan_one_node
+from ..plan import MOST_RANKS, Plan, plan_nodes, plan_one_node, split_names
 from ..wire import Complete, Completions, Inspect, Inspection, Message, RanCell, StartedCold
+from .asked import check_mapping, check_number, check_paths, check_text, check_whole, names_of
 from .cells import CellObserver, CellRun
 from .core import Core, Ranks
 from .diagnosis import describe_mismatch, judge
@@ -142,6 +143,9 @@ class Session:
             raise SpecError(f"ranks {ranks!r}: give a whole number")
         if ranks is not None and not 1 <= ranks <= MOST_RANKS:
             raise SpecError(f"{ranks} ranks: a session needs at least 1, and has at most {MOST_RANKS:,}")
+        for what, text in (("device", device), ("backend", backend or ""), ("start", start), ("holder", holder)):
+            check_text(what, text)
+        check_text("folder", os.fspath(folder) if isinstance(folder, os.PathLike) else folder or "")
         folder = os.path.abspath(folder or current_folder())
         transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         usual_s = GROUP_TIMEOUT_S if len(transports) > 1 else 0.0
@@ -213,6 +217,8 @@ class Session:
         Raises: SessionError when no such session runs, or another notebook holds it; TransportError for a node that
         cannot be reached.
         """
+        check_session_name(name)
+        without = names_of(split_names(without), "without") if without else ""
         if nodes is None:
             transports = find_nodes(name, ask_passphrase=ask_passphrase)
         else:
@@ -399,8 +405,11 @@ class Session:
         Raises: RankError with every rank's error, CellInterrupted after KeyboardInterrupt, CellTimeout after
         ``timeout_s``, RankLost when a rank's process ended, SessionError when a chosen rank is busy or lost.
         """
+        check_text("the cell", code)
         if not code.strip():
             raise SpecError("the cell is empty: write the code to run below its first line")
+        if timeout_s is not None:
+            check_number("timeout_s", timeout_s)
         if timeout_s is not None and not timeout_s > 0:  # a number that is none, too
             raise SpecError(f"timeout_s {timeout_s}: give more than 0 seconds")
         self._bring_changes(ranks, observer)
@@ -410,6 +419,7 @@ class Session:
 
     def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> CellRun:
         """Give ``observer`` all that the log has of a cell; values and errors are in what is returned."""
+        check_whole("cell", cell)
         return self._runs.show_again(cell, observer, ranks)
 
     def pull(self, names: str | Iterable[str], *, ranks: Ranks = None) -> dict[int, Any]:
@@ -418,13 +428,14 @@ class Session:
         Tensors arrive detached, on the CPU. Raises: SessionError when a rank has no such variable, or a value there
         cannot travel.
         """
-        wanted = [names] if isinstance(names, str) else list(names)
+        wanted = names_of(names)
         chosen = self._core.choose_idle(ranks)
         found = self._ranks.pull(wanted, chosen)
         return {rank: found[rank][names] for rank in chosen} if isinstance(names, str) else found
 
     def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
         """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; nothing is set then."""
+        check_mapping("variables", variables)
         self._ranks.push(variables, self._core.choose_idle(ranks))
 
     @property
@@ -446,6 +457,8 @@ class Session:
         ``on_progress`` gets the files done, the bytes done and the bytes in all, of all nodes together.
         Raises: SpecError for what is not here, DetrainError with the node and the path, when all have come to an end.
         """
+        paths = check_paths(paths)
+        check_text("target", target or "")
         return self._files.put(paths, target, nodes, on_progress)
 
     def get(
@@ -460,14 +473,18 @@ class Session:
 
         Paths and ``on_progress`` as with ``put``. Links there, and devices, stay where they are. Raises as ``put``.
         """
+        remote = check_paths(remote)
+        check_paths(folder, "folder")
         return self._files.get(remote, folder, nodes, on_progress)
 
     def check_data(self, path: str) -> DataCheck:
         """Whether the same files are under ``path`` on every node, by names, sizes and samples. Raises as ``put``."""
+        check_text("path", path)
         return self._files.check(path)
 
     def status(self, *, limit_s: float = 2.0) -> SessionStatus:
         """Where every rank is: its state, the line of the cell it is at, its memory."""
+        check_number("limit_s", limit_s)
         return look(self._core, limit_s=limit_s)
 
     def where(self) -> Whereabouts:
@@ -512,7 +529,8 @@ class Session:
         or when a rank lacks the class it is made of: run the cell that defines it there first, with ``replay``;
         CellInterrupted after KeyboardInterrupt, which ends the process groups.
         """
-        wanted = [names] if isinstance(names, str) else list(names)
+        wanted = names_of(names)
+        check_whole("source", source)
         chosen = self.choose(ranks)
         (sender,) = self.choose(source)
         self._core.choose_idle([*chosen, sender], limit_s=IDLE_LIMIT_S)
@@ -530,6 +548,10 @@ class Session:
         ``observer`` gives who shows a cell, by its number. Returns the cells that were run, each with what it raised:
         it may need what a cell makes that was left out.
         """
+        if cells is not None:
+            cells = list(cells) if isinstance(cells, Iterable) else [cells]
+            for cell in cells:
+                check_whole("cell", cell)
         return self._runs.replay(ranks, cells, observer)
 
     @property
@@ -550,11 +572,14 @@ class Session:
 
         Names, attributes and keys of dicts; each begins with what stands between ``start`` and ``position``.
         """
+        check_text("code", code)
+        check_whole("position", position)
         answer = self._ask_idle(lambda rank, number: Complete([rank], number, code, position), limit_s)
         return safe_completions(answer, code=code, position=position) if isinstance(answer, Completions) else None
 
     def inspect(self, name: str, detail: int = 0, *, limit_s: float = 1.0) -> str | None:
         """The help text of a name, by the first idle rank."""
+        check_text("name", name)
         answer = self._ask_idle(lambda rank, number: Inspect([rank], number, name, detail), limit_s)
         return answer.text[:_LONGEST_HELP] or None if isinstance(answer, Inspection) else None
 
@@ -642,6 +667,7 @@ def end_session(name: str, *, holder: str = "", ask_passphrase: AskPassphrase | 
     Raises: SessionError when it does not run, or another notebook holds it; TransportError for nodes out of reach,
     where the ranks end by themselves.
     """
+    check_session_name(name)
     transports = find_nodes(name, ask_passphrase=ask_passphrase)
     failures = end_agents(transports, name, holder=holder or f"pid {os.getpid()}")
     absent = [node for node, error in failures.items() if isinstance(error, SessionError)]

@@ -17,6 +17,7 @@ from ..launch import LOOPBACK, LOOPBACK_INTERFACE, RankConfig, launch_node, thre
 from ..plan import DEVICES, NodePlan, Plan
 from ..transport import Transport
 from ..wire import Attach, Attached, Launch, OpenStore, Refused, StoreOpened
+from .asked import check_mapping, check_number, check_whole
 from .core import Core
 from .inbox import agent_of
 from .safe_output import quote
@@ -50,8 +51,12 @@ class RankStart:
     def check(self) -> None:
         """Raises: SpecError for what does not fit, SessionError where this process is a rank itself."""
         for name, seconds in (("linger_s", self.linger_s), ("group_timeout_s", self.group_timeout_s)):
+            check_number(name, seconds)
             if not 0 <= seconds <= LONGEST_S:
                 raise SpecError(f"{name} {seconds}: give a number of seconds, 0 or more, at most {LONGEST_S:.0f}")
+        check_whole("seed", self.seed)
+        check_whole("spool_limit_bytes", self.spool_limit_bytes)
+        check_mapping("env", self.env)
         if abs(self.seed) > LARGEST_SEED:
             raise SpecError(f"seed {self.seed}: give a number from -2**62 to 2**62")
         if self.start not in ("fork", "exec"):
@@ -59,6 +64,8 @@ class RankStart:
         if not os.path.isdir(self.folder):
             raise SpecError(f"folder {self.folder} is not there: the ranks start in it")
         for key, value in self.env.items():
+            if not isinstance(value, str):
+                raise SpecError(f"env {key}: its value is text, a str, not {type(value).__name__}")
             if not key or "=" in key or "\0" in key + value:
                 raise SpecError(f"{key!r} is no name of an environment variable")
         torch_distributed = sys.modules.get("torch.distributed")

@@ -680,11 +680,71 @@ def test_far_more_ranks_than_there_is_room_for_need_force(ranks: int, cpus: int,
         {"group_timeout_s": float("nan")},
         {"group_timeout_s": -1},
         {"seed": 1 << 70},
+        {"warm_s": "x"},
     ],
 )
 def test_start_with_a_number_that_no_clock_or_generator_takes_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=": give a number "):
         Session.start(1, device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nodes": [1]},
+        {"nodes": 5},
+        {"name": 5},
+        {"device": 5},
+        {"folder": 5},
+        {"env": {"A": 1}},
+        {"env": ["A"]},
+        {"seed": "x"},
+        {"linger_s": "x"},
+        {"group_timeout_s": [1]},
+        {"spool_limit_bytes": 1.5},
+    ],
+)
+def test_start_with_what_is_of_another_type_is_refused_in_words(
+    options: dict[str, Any], processes: Callable[[], set[psutil.Process]]
+) -> None:
+    with pytest.raises(SpecError, match=r"[a-z]"):
+        Session.start(**options)
+    assert not processes()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda s: s.run_cell(None), "the cell None: give text"),
+        (lambda s: s.run_cell("1", timeout_s="x"), "timeout_s 'x': give a number"),
+        (lambda s: s.run_cell("1", ranks=1.5), r"1\.5 is no choice of ranks"),
+        (lambda s: s.run_cell("1", ranks=["x"]), "'x' is no rank: give a whole number"),
+        (lambda s: s.run_cell("1", ranks="0,,1"), "nothing between two commas"),
+        (lambda s: s.push("name"), r"variables: give a dict .* not str"),
+        (lambda s: s.push(["x"]), r"variables: give a dict .* not list"),
+        (lambda s: s.push(None), r"variables: give a dict .* not NoneType"),
+        (lambda s: s.push({1: 2}), "variables: give a dict with names"),
+        (lambda s: s.pull(5), "names 5: give a name"),
+        (lambda s: s.pull([None]), "give a name"),
+        (lambda s: s.broadcast(None), "names None: give a name"),
+        (lambda s: s.broadcast("x", source="first"), "source 'first': give a whole number"),
+        (lambda s: s.replay(0, cells=["x"]), "cell 'x': give a whole number"),
+        (lambda s: s.show_again("x", None), "cell 'x': give a whole number"),
+        (lambda s: s.restart_ranks(1.5), "no choice of ranks"),
+        (lambda s: s.put(5), "paths 5: give a path"),
+        (lambda s: s.get([5]), "give a path"),
+        (lambda s: s.put("x", nodes=5), "nodes 5: give a name"),
+        (lambda s: s.check_data(None), "path None: give text"),
+        (lambda s: s.status(limit_s="x"), "limit_s 'x': give a number"),
+        (lambda s: s.complete(None, 0), "code None: give text"),
+        (lambda s: s.inspect(5), "name 5: give text"),
+        (lambda s: s.attach(None), "session name None"),
+        (lambda s: s.attach(5), "session name 5"),
+    ],
+)
+def test_what_is_of_another_type_is_one_error_in_words(session: Session, call: Callable[[Any], Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        call(session)
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), 0, -1])
