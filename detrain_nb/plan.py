@@ -169,7 +169,11 @@ def parse_ranks(
     if isinstance(text, int):
         chosen = [_one_rank(text, world_size)]
     elif isinstance(text, str):
-        chosen = [rank for part in text.split(",") for rank in _part_of_ranks(part.strip(), world_size, hosts or {})]
+        if "" in (parts := [part.strip() for part in text.split(",")]) and len(parts) > 1:
+            raise SpecError(
+                f"{text!r} is no choice of ranks: nothing stands before or behind a comma, give them like 0,2"
+            )
+        chosen = [rank for part in parts for rank in _part_of_ranks(part, world_size, hosts or {})]
     elif isinstance(text, Iterable):
         chosen = [_one_rank(rank, world_size) for rank in text]
     else:
@@ -189,8 +193,6 @@ def _part_of_ranks(part: str, world_size: int, hosts: Mapping[str, tuple[int, ..
         return list(range(world_size))
     if part in hosts:
         return list(hosts[part])
-    if not part:
-        raise SpecError("there is nothing between two commas, or behind the last one: give ranks like 0,2")
     first, dash, last = part.partition("-") if not part.startswith("-") else (part, "", "")
     try:
         start, end = int(first), int(last) if dash else int(first)

@@ -385,7 +385,9 @@ class CapturedScreen:
 def screen_for(ipython: Any) -> Screen:
     """The screen of the cell that runs now."""
     kernel = getattr(ipython, "kernel", None)
-    if isinstance(ipython.display_pub, CapturingDisplayPublisher) or (kernel and not _are_own_streams()):
+    if isinstance(getattr(ipython, "display_pub", None), CapturingDisplayPublisher) or (
+        kernel and not _are_own_streams()
+    ):
         return CapturedScreen(ipython)
     return KernelScreen(kernel) if kernel is not None else TextScreen()
 

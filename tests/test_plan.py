@@ -39,7 +39,7 @@ def test_ranks_are_read_as_users_write_them(text: object, ranks: tuple[int, ...]
         ("x", "'x' is no choice of ranks"),
         ("1-x", "'1-x' is no choice of ranks"),
         ("", "'' is no choice of ranks"),
-        ("0,,1", "'' is no choice of ranks"),
+        ("0,,1", "'0,,1' is no choice of ranks: nothing stands before or behind a comma"),
         ([], "no rank was chosen"),
     ],
 )

@@ -719,7 +719,7 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: s.run_cell("1", timeout_s="x"), "timeout_s 'x': give a number"),
         (lambda s: s.run_cell("1", ranks=1.5), r"1\.5 is no choice of ranks"),
         (lambda s: s.run_cell("1", ranks=["x"]), "'x' is no rank: give a whole number"),
-        (lambda s: s.run_cell("1", ranks="0,,1"), "nothing between two commas"),
+        (lambda s: s.run_cell("1", ranks="0,,1"), "nothing stands before or behind a comma"),
         (lambda s: s.push("name"), r"variables: give a dict .* not str"),
         (lambda s: s.push(["x"]), r"variables: give a dict .* not list"),
         (lambda s: s.push(None), r"variables: give a dict .* not NoneType"),
