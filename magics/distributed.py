@@ -6,6 +6,7 @@ import ast
 import difflib
 import keyword
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from ..errors import CellSyntaxError, DetrainError, SessionError, SpecError
+from ..session.overwritten import describe_overwritten
 from ..session.session import Session
 from . import options
 from .commands import SessionCommands
@@ -194,8 +196,14 @@ class DistributedMagics(Magics):
             near = difflib.get_close_matches(missing[0], own, 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
             raise UsageError(f"%push: there is no variable {missing[0]!r} in the notebook{hint}")
+        if not names:
+            raise UsageError(f"%push: {args.names!r} names no variable")
+        session = self.holder.running()
+        chosen = session.choose(args.ranks)
         with told_when_interrupted("%push", "ranks may have some of it"):
-            self.holder.running().push({name: here[name] for name in names}, ranks=args.ranks)
+            session.push({name: here[name] for name in names}, ranks=chosen)
+        if words := describe_overwritten(dict.fromkeys(chosen, names), by="%push"):
+            print(words, file=sys.stderr)
 
     def _broadcast(self, line: str) -> None:
         args = options.broadcast_parser().parse_line(line)

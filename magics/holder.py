@@ -167,7 +167,7 @@ class SessionHolder:
         if session is None:
             return []
         is_same = {
-            "-n": wanted.count == before.count or (not session.nodes and wanted.count == session.world_size),
+            "-n": wanted.count in (None, before.count) or (not session.nodes and wanted.count == session.world_size),
             "--nodes": _are_same_nodes(wanted.nodes, before.nodes),
             "--name": (wanted.name or self.name) == session.name,
             "--env": wanted.has_env_of(before),

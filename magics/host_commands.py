@@ -46,6 +46,8 @@ class HostCommands:
         with told_when_interrupted("%distributed get", _SOME_FILES), self._progress("get") as bar:
             copied = session.get(args.paths, args.to or ".", nodes=args.nodes, on_progress=bar)
         _say_copied(copied)
+        to = Path(args.to or ".").expanduser().absolute()
+        print(f"in {to}" if len(copied) == 1 else f"in {to}, each node's in a folder of its name")
 
     def data(self, args: Any) -> None:
         """Say whether the same files are on every node. Raises: SpecError where none has any."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable
@@ -38,7 +40,7 @@ class LineParser(argparse.ArgumentParser):
     def parse_line(self, line: str) -> argparse.Namespace:
         """Raises: UsageError, HelpShown."""
         try:
-            words = shlex.split(line)
+            words = shlex.split(_without_comment(line))
         except ValueError as exc:
             raise UsageError(f"{self.prog}: {exc}: {line}") from exc
         if self._subparsers is not None and words and words[0] in _OPTIONS_OF_COMMANDS:
@@ -75,6 +77,15 @@ class LineParser(argparse.ArgumentParser):
                 raise
             value = action.metavar or "|".join(map(str, action.choices or ["VALUE"]))
             self.error(f"{action.option_strings[-1]} needs a value: {action.option_strings[-1]} {value}")
+
+
+def _without_comment(line: str) -> str:
+    """What stands before a ``#`` that begins a word, outside of quotes."""
+    for found in re.finditer(r"(?:^|\s)#", line):
+        with contextlib.suppress(ValueError):  # a quotation is open there
+            shlex.split(line[: found.start()])
+            return line[: found.start()]
+    return line
 
 
 def _advice(word: str, known: Iterable[str], *, is_short: bool = False) -> str:

@@ -25,11 +25,11 @@ def check_overwritten(names: Iterable[str]) -> None:
         left.remove(name)
 
 
-def describe_overwritten(names: Mapping[int, Iterable[str]]) -> str:
+def describe_overwritten(names: Mapping[int, Iterable[str]], *, by: str = "this cell") -> str:
     """A line for each variable, with the ranks that have overwritten it; ``names`` by rank. Empty where none has."""
     by_name = {name: [rank for rank, overwritten in names.items() if name in overwritten] for name in _SET_BACK}
     return "\n".join(
-        f"this cell has overwritten {name} on {format_ranks(ranks)}, which the session had set: later cells may count "
+        f"{by} has overwritten {name} on {format_ranks(ranks)}, which the session had set: later cells may count "
         f"on it; {_SET_BACK[name]}  sets it back"
         for name, ranks in by_name.items()
         if ranks

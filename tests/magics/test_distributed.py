@@ -488,3 +488,16 @@ def test_lines_of_magics_take_the_notebooks_variables_as_ipython_does(kernel: An
     assert kernel.run("x").rich() == ["2"]
     unknown = kernel.run("%distributed put $NOBODY/{a,b}.txt")
     assert "$NOBODY/{a,b}.txt" in unknown.error
+
+
+def test_comment_behind_a_line_is_none_of_its_words(kernel: Any) -> None:
+    assert kernel.run("%%distributed -r 0  # don't ask\nprint('a')").text() == "[0] a\n"
+    assert kernel.run("%distributed start # bare: how many run already is not asked").text().endswith("ranks: go on\n")
+    assert "with another --name;" in kernel.run("%distributed start --name a#b").error
+
+
+def test_push_of_what_the_ranks_begin_with_is_said_and_of_nothing_refused(kernel: Any) -> None:
+    assert "'%push: ',' names no variable" in kernel.run("%push ,").error.replace("UsageError: ", "'")
+    words = kernel.run("rank = 7\n%push rank -r 1").text("stderr")
+    assert words.startswith("%push has overwritten rank on rank 1, which the session had set")
+    kernel.run("%%rank 1\nimport os; rank = int(os.environ['RANK'])")
