@@ -241,7 +241,8 @@ def _judge_clock(host: Host, hosts: Sequence[Host]) -> Cell:
         return _not_known(host.clock)
     offset_s, uncertainty_s = host.clock.offset_s, host.clock.uncertainty_s
     if abs(offset_s) < 10:
-        text = f"{offset_s * 1e3:+.1f} ms ± {uncertainty_s * 1e3:.1f} ms"
+        offset_ms = round(offset_s * 1e3, 1) + 0.0  # not -0.0
+        text = f"{offset_ms:+.1f} ms ± {uncertainty_s * 1e3:.1f} ms"
     else:
         text = f"{offset_s:+,.0f} s ± {uncertainty_s:.1f} s"
     if abs(offset_s) - uncertainty_s <= _MOST_CLOCK_OFFSET_S:

@@ -23,6 +23,7 @@ _TABLE_WIDTH = 118
 _NAME_WIDTH = 12
 _NARROWEST, _WIDEST = 18, 48
 _MARKS: dict[State, str] = {"good": "", "none": "", "warning": "! ", "bad": "✗ "}
+_HEAD = "<th style='text-align:left'>"  # as the values below and beside it
 _STYLES: dict[State, str] = {
     "good": "",
     "none": "color:gray",
@@ -151,9 +152,9 @@ class Report:
         return "\n".join([*lines, *(f"- {problem}" for problem in self.problems)])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{html.escape(text)}</th>" for text in ("", *self.hosts))
+        head = "".join(f"{_HEAD}{html.escape(text)}</th>" for text in ("", *self.hosts))
         body = "".join(
-            f"<tr><th>{html.escape(row.check)}</th>" + "".join(map(_write_html_cell, row.cells)) + "</tr>"
+            f"<tr>{_HEAD}{html.escape(row.check)}</th>" + "".join(map(_write_html_cell, row.cells)) + "</tr>"
             for row in self.rows
         )
         title = html.escape(self._title)
