@@ -101,7 +101,8 @@ class Partition:
         return "\n".join(lines)
 
     def _summary(self) -> str:
-        step = f"a step of {self.num_microbatches} microbatches {1e3 * self.step_s:.3f} ms"
+        of = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
+        step = f"a step of {of} {1e3 * self.step_s:.3f} ms"
         return f"slowest by mean {self.imbalance:.3f}, {step}, of which {100 * self.bubble:.0f} % bubble"
 
 
