@@ -29,13 +29,16 @@ _HOPELESS = 3  # times ``hang_s``
 MESSAGE_LIMIT_S = 60.0
 _MAY_DIFFER = ("scatter", "reduce_scatter", "_reduce_scatter", "all_to_all", "alltoall", "coalesced")
 
+_STOPPED = "signal_stop"  # where the kernel keeps a process that SIGSTOP or SIGTSTP has stopped
+
 _Key = tuple[str, int]  # of a collective: its group and its sequence number there
 _Reached = Mapping[str, int]  # group -> sequence number
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``kind`` is waits, computes, sleeps (in Python or C, on its own), or the state of a rank that runs no cell.
+    """``kind`` is waits, computes, sleeps (in Python or C, on its own), stopped (by a signal), or the state of a rank
+    that runs no cell.
 
     ``missing``: the ranks that have not come to ``collective``, which the rank waits in. ``is_in_vain``: it is in
     torch, and to each of the collectives that it has begun and not ended some rank has not come.
@@ -59,6 +62,8 @@ class Verdict:
             return f"{self.waits_in}{line}"
         if self.kind == "computes":
             return f"computing {self.evidence.place}"
+        if self.kind == "stopped":
+            return f"stopped by a signal {self.evidence.place}"
         return self.evidence.place if self.kind == "sleeps" else self.kind
 
 
@@ -73,6 +78,8 @@ def _judge(evidence: Evidence, reached: Mapping[int, _Reached]) -> Verdict:
     rank = evidence.rank
     if evidence.state != "running":
         return Verdict(rank, evidence.state, evidence)
+    if _STOPPED in evidence.asleep_in:
+        return Verdict(rank, "stopped", evidence)
     collective, missing = _oldest_pending(evidence, reached)
     is_waiting = bool(missing) if evidence.is_cuda else not evidence.is_busy
     if collective and is_waiting and not _is_elsewhere(evidence):

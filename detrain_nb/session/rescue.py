@@ -280,6 +280,7 @@ class _Story:
         unseen = [rank for rank in left if rank not in self.verdicts]
         seconds = max((verdict.evidence.seconds for verdict in verdicts), default=0.0)
         what = describe_wait(verdicts) or f"{format_ranks(unseen)} did not answer"
+        stopped = [verdict.rank for verdict in verdicts if verdict.kind == "stopped"]
         is_in_python = verdicts and not any(verdict.kind == "computes" for verdict in verdicts)
         they, them, their, s = _pronouns(left)
         why = (
@@ -287,6 +288,10 @@ class _Story:
             if is_in_python
             else f"{they} stop{s} when {they} return{s} to Python"
         )
+        if stopped:
+            why = (
+                f"kill -CONT PID lets {_pronouns(stopped)[1]} go on, and see the stop (%distributed status has its PID)"
+            )
         kill = f"%distributed interrupt --kill {short_ranks(left)}"
         if self.run.presses < 2:
             advice = f"press stop again (%distributed interrupt) to free {them} without looking, {kill} replaces {them}"

@@ -806,3 +806,14 @@ def test_destructor_that_waits_forever_is_given_up_after_a_while(equipped: Sessi
         equipped.run_cell(_WAITS_FOR_A_LOCK)
     assert equipped.run_cell("counter > 100 * rank", timeout_s=60).values == {0: True, 1: True}
     assert_works(equipped)
+
+
+@pytest.mark.here_only
+def test_rank_that_a_signal_has_stopped_is_said_to_be_so(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
+    code = "import os, signal, time\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(30)"
+    stopped = _stop(equipped, code).note
+    assert "rank 1 is stopped by a signal" in stopped and "kill -CONT PID lets it go on" in stopped
+    assert equipped.where().verdicts[1].kind == "stopped"
+    psutil.Process(equipped.status().ranks[1].pid).resume()
+    assert_works(equipped)
