@@ -35,6 +35,7 @@ _OURS = re.compile(
     r"(rank-\d+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.json|\.[0-9a-f]+\.detrain-part|checkpoint\.json)"
 )
 MOST_NOTE_BYTES = 64 << 20
+_LAST_SECOND = 253402300799.0  # of the year 9999
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,11 @@ def _read_note(folder: Location) -> dict[str, Any]:
     try:
         note = json.loads((folder / NOTE).read(limit_bytes=MOST_NOTE_BYTES))
         is_right = note["format"] == 1 and all(
-            type(size) is int and isinstance(name, str) for name, size in note["files"].items()
+            type(size) is int and name.isprintable() for name, size in note["files"].items()
         )
         is_right = is_right and all(type(note[key]) is int for key in ("step", "serial", "world_size"))
-        if not is_right or note["index"] not in note["files"] or not isinstance(note["saved_at"], float):
+        is_right = is_right and isinstance(note["saved_at"], float) and 0 <= note["saved_at"] <= _LAST_SECOND
+        if not is_right or note["index"] not in note["files"]:
             raise ValueError("what is in it is not of this format")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise ValueError(f"{NOTE} cannot be read: {exc}") from exc

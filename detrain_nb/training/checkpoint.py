@@ -280,21 +280,44 @@ def _check_parts(
         if optimizer_state is not None:
             saved = chosen.note["optimizer"]
             if saved != optimizer_state.kind:
-                raise SpecError(f"{chosen.name} has {saved or 'no optimizer'}, and a {optimizer_state.kind} was given")
+                raise SpecError(
+                    f"{chosen.name} has {_shown(saved or 'no optimizer')}, and a {optimizer_state.kind} was given"
+                )
             wrong += optimizer_state.check(index, _OPTIMIZER)
         if scheduler is not None and chosen.note["scheduler"] is None:
             raise SpecError(f"{chosen.name} was saved without a scheduler, and one was given")
+        if scheduler is not None and (strange := _attributes_beside(scheduler, from_json(chosen.note["scheduler"]))):
+            raise SpecError(
+                f"{chosen.name} has {strange[0]!r} of a scheduler, which the one that was given does not save"
+            )
         return wrong, set(model_state.values)
 
     told = ranks.gather(check)
     wrong = list(dict.fromkeys(text for texts, _ in told for text in texts))
     here = set().union(*(names for _, names in told))
     saved = [fqn.removeprefix(_MODEL) for fqn in index.metadata.state_dict_metadata if fqn.startswith(_MODEL)]
-    wrong += [f"{name} is not in the model" for name in saved if name not in here]
+    wrong += [f"{_shown(name)} is not in the model" for name in saved if name not in here]
     if wrong:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise SpecError(f"{chosen.name} is of another model: {'; '.join(wrong[:_SHOWN])}{more}")
     return parts[0], parts[1]
+
+
+def _attributes_beside(scheduler: Any, saved: Any) -> list[str]:
+    """Attributes that its ``load_state_dict`` would set, and that are not of its state: torch's sets all it gets."""
+    if not isinstance(saved, dict):
+        return []
+    own = scheduler.state_dict()
+    found = [key for key in saved if key not in own and hasattr(scheduler, key)]
+    for inner, state in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())):
+        found += _attributes_beside(inner, state)
+    return found
+
+
+def _shown(said: object) -> str:
+    """What stands in a file of others, for a line of a message."""
+    text = str(said)
+    return text if text.isprintable() else ascii(text)
 
 
 # ---- random numbers

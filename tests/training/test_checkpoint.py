@@ -9,7 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -619,6 +619,49 @@ def test_optimizer_or_scheduler_that_was_not_saved(saved: Path) -> None:
     with pytest.raises(SpecError, match="4 parameters that are not of the model"):
         training.save(str(saved), filled(0), sgd, step=5)
     assert bool((model[0].weight == 0).all())
+
+
+def _change_note(saved: Path, step: int, change: Callable[[dict[str, Any]], object]) -> None:
+    file = the_file(saved, step, "checkpoint.json")
+    note = json.loads(file.read_text())
+    change(note)
+    file.write_text(json.dumps(note))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda note: note["files"].update({"\x1b]52;c;ZXZpbA==\x07\nstep 9 is complete": 3}),
+        lambda note: note.update(saved_at=1e300),
+        lambda note: note.update(saved_at=-1.0),
+        lambda note: note.update(saved_at=float("nan")),
+    ],
+    ids=["name", "late", "early", "no number"],
+)
+def test_note_of_others_says_nothing_that_it_cannot(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    _change_note(saved, 3, change)
+    shown = str(training.checkpoints(str(saved)))
+    assert "not of this format" in shown and shown.replace("\n", "").isprintable()
+    with pytest.warns(UserWarning, match="step-00000003 is passed over"):
+        assert training.load(str(saved), filled(0)).step == 2
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_note_of_others_sets_no_attribute_of_a_schedule_but_its_state(tmp_path: Path, is_nested: bool) -> None:
+    model = filled(0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = [schedules.StepLR(sgd, 2), schedules.StepLR(sgd, 3)]
+    schedule = schedules.SequentialLR(sgd, inner, milestones=[4]) if is_nested else inner[0]
+    training.save(str(tmp_path), model, sgd, schedule, step=1)
+    training.load(str(tmp_path), model, sgd, schedule)
+
+    def hijack(note: dict[str, Any]) -> None:
+        (note["scheduler"]["_schedulers"][1] if is_nested else note["scheduler"])["optimizer"] = "hijacked"
+
+    _change_note(tmp_path, 1, hijack)
+    with pytest.raises(SpecError, match="step-00000001 has 'optimizer' of a scheduler, which the one that was given"):
+        training.load(str(tmp_path), model, sgd, schedule)
+    assert all(each.optimizer is sgd for each in inner)
 
 
 def test_url_or_step_that_is_not_there(saved: Path) -> None:
