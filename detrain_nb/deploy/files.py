@@ -23,9 +23,10 @@ from typing import Any, Protocol, TypeVar
 from ..errors import DetrainError, SpecError, TransportError, WireError
 from ..node.arrivals import TreeWriter, receive_tree
 from ..node.files import MAGIC
-from ..node.talk import Failed, FilesError, Talk, Untrue, as_size, check_name
+from ..node.talk import SLOWEST_BYTES_PER_S, Failed, FilesError, Talk, Untrue, as_size, check_name
 from ..node.trees import MOST_NAMED, File, Progress, Tree, list_tree, send_tree
 from .private import holds_homes, is_private, is_same
+from .remote_program import ended_after
 
 __all__ = ["Copied", "NodeAccess", "OnProgress", "Stop", "get", "label", "on_every", "open_talk", "put"]
 
@@ -263,7 +264,8 @@ class Lane:
         there = posixpath.join(staging, str(number))
         try:
             sent = _Told(progress, limit=file.size)
-            self._files.put_file(file.path, there, callback=sent)
+            with ended_after(_PATIENCE_S + file.size / SLOWEST_BYTES_PER_S, self._files.close):
+                self._files.put_file(file.path, there, callback=sent)
             if sent.done == file.size:
                 return number
         except OSError as exc:
@@ -278,7 +280,8 @@ class Lane:
         if not posixpath.isabs(path) or not self._is_open():
             return False
         try:
-            self._files.get_file(path, here, callback=_Told(progress, limit=size))
+            with ended_after(_PATIENCE_S + size / SLOWEST_BYTES_PER_S, self._files.close):
+                self._files.get_file(path, here, callback=_Told(progress, limit=size))
             if os.path.getsize(here) == size:
                 return True
         except OSError as exc:

@@ -30,7 +30,7 @@ from ..transport import AgentFolders
 from ..transport.ssh import SshConnection
 from ..wire import SILENCE_LIMIT_S
 from .questions import Questions
-from .remote_program import RemoteProgram, as_text, connect_to, find_way_to
+from .remote_program import RemoteProgram, as_text, connect_to, ended_after, find_way_to
 from .trust import trust_file, trusted_host_keys
 
 if TYPE_CHECKING:
@@ -354,18 +354,15 @@ def _put(archives: list[CodeArchive], folder: str, connection: SshConnection) ->
     names = []
     with contextlib.closing(files), tempfile.TemporaryDirectory(prefix="detrain_nb-") as here:
         for archive in archives:
-            overdue = threading.Timer(_UNPACK_LIMIT_S + len(archive.data) / SLOWEST_BYTES_PER_S, files.close)
-            overdue.daemon = True
-            overdue.start()
             name = f".upload-{uuid.uuid4().hex}"
             path = Path(here) / name
             path.write_bytes(archive.data)
+            limit_s = _UNPACK_LIMIT_S + len(archive.data) / SLOWEST_BYTES_PER_S
             try:
-                locate(posixpath.join(folder, name), files=files).put(path)
+                with ended_after(limit_s, files.close):
+                    locate(posixpath.join(folder, name), files=files).put(path)
             except DetrainError as exc:
                 raise TransportError(f"our code cannot be put on the node: {exc}") from exc
-            finally:
-                overdue.cancel()
             names.append(name)
     return names
 

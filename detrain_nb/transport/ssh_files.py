@@ -20,6 +20,7 @@ _SFTP_READ_BYTES = 32 << 10  # what every server gives at once
 _SFTP_AHEAD_BYTES = 4 << 20  # of what is asked for before the first of it has come
 _REPLY_BYTES = 256 << 10  # at most, as OpenSSH has it
 _MOST_NAMES = 100_000  # in a folder
+_MOST_EMPTY = 1000  # replies without a name in them, of one connection
 _INIT_NUMBER = (3).to_bytes(4, "big")  # where other requests have their number, the first has the version
 _SIZES_OF_ATTRIBUTES = {1: 8, 2: 8, 4: 4, 8: 8}  # by flag: size, owner, mode, times
 _HAS_MORE = 1 << 31  # pairs of texts
@@ -29,13 +30,14 @@ _HAS_MORE = 1 << 31  # pairs of texts
 def client_class() -> Callable[[paramiko.Channel, str], paramiko.SFTPClient]:
     """Of paramiko's client, one that believes no number that the server says."""
     import paramiko
-    from paramiko.sftp import CMD_READ, CMD_VERSION
+    from paramiko.sftp import CMD_NAME, CMD_READ, CMD_VERSION
 
     class Client(paramiko.SFTPClient):
         """Ends the connection to a server that answers with more than it was asked for, or what nobody asked for."""
 
         def __init__(self, channel: paramiko.Channel, where: str) -> None:
             self._channel, self._where, self._is_sftp = channel, where, False
+            self._num_empty = 0
             self._asked: dict[bytes, int] = {}  # the requests without an answer, with what each may bring
             super().__init__(channel)
 
@@ -51,8 +53,11 @@ def client_class() -> Callable[[paramiko.Channel, str], paramiko.SFTPClient]:
             data = self._read_all(size)  # type: ignore[attr-defined]
             kind, said = data[0], data[1:]
             allowed = self._asked.pop(_INIT_NUMBER if kind == CMD_VERSION else said[:4], None)
+            self._num_empty += kind == CMD_NAME and _number_at(said, 4) == 0
             if allowed is None:
                 self._leave("a reply to nothing")
+            elif self._num_empty > _MOST_EMPTY:
+                self._leave("lists of no names, without end")
             elif not _is_within(kind, said, allowed):
                 self._leave(f"more than it was asked for, in {len(data)} bytes")
             self._is_sftp = True

@@ -603,6 +603,7 @@ _LIES: dict[str, tuple[Answer, str]] = {
     "more than any reply has": (_serve_file(1 << 20, lambda asked: 1 << 20), "a reply of 1048585 bytes"),
     "replies without end": (_answer_without_end, "a reply to nothing"),
     "more names than there are": (_serve_folder(sftp.CMD_NAME, _MANY), "more than it was asked for"),
+    "lists without names, without end": (_serve_folder(sftp.CMD_NAME, 0), "lists of no names, without end"),
     "more of a name than there is": (_serve_folder(sftp.CMD_NAME, 1, _MANY), "more than it was asked for"),
     "more attributes than there are": (_serve_folder(sftp.CMD_ATTRS, 1 << 31, _MANY), "more than it was asked for"),
     "more attributes of a name than there are": (
