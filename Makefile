@@ -62,7 +62,7 @@ quickstart: install data ## set up, then train on two ranks of this machine, fro
 	$(VENV)/bin/detrain-nb run $(NOTEBOOK)
 
 lab: install data ## set up, then open the same notebook in JupyterLab
-	$(VENV)/bin/jupyter lab $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(LAB_ARGS) $(NOTEBOOK)
+	$(VENV)/bin/jupyter lab $$([ "$$(id -u)" != 0 ] || echo --allow-root) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(LAB_ARGS)
 
 data:
 	@$(call debian,dataset-fashion-mnist,the quickstart trains on the digits of scikit-learn instead)
