@@ -213,7 +213,7 @@ def nodes(draw: st.DrawFn) -> Node:
         "user": draw(st.none() | st.from_regex(r"[A-Za-z0-9._@+]{1,9}", fullmatch=True)),
         "identity_file": draw(st.none() | PATHS),
         "proxy_jump": draw(st.none() | st.sampled_from(["a@[::1]:22", "j,k:1"])),
-        "address": draw(st.none() | HOSTS),
+        "address": draw(st.none() | HOSTS.filter(lambda host: host.strip("0123456789.:"))),
         "devices": draw(DEVICES),
         "python": draw(PATHS),
         "workdir": draw(st.none() | PATHS),
