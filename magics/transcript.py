@@ -30,6 +30,7 @@ _PREFIX_CHARS = 5  # "[0] " and the newline
 _DIFF_LINES = 2000
 _DIFF_STEPS = 1_000_000  # of the diffs of one cell, about 0.1 s
 _SHORTEST_BEGINNING = 40  # of a line that is cut off; a shorter one says nothing
+_SHORTEST_CUT = 1000  # a shorter line is shown whole or not at all
 _CUT_COLOUR = re.compile(r"\x1b[^a-zA-Z]*$")
 _MOST_RICH, _MOST_RICH_CHARS = 1000, 64 << 20  # of one rank in one cell
 _LABEL_CHARS = 20  # about that stands before each line of a text
@@ -188,7 +189,7 @@ class Transcript:
         """Of ``rest``, which does not fit, the beginning of the first line, where there is room for it."""
         room = (self._room_chars or 0) - _PREFIX_CHARS
         has_room = self._room_lines != 0 and room >= _SHORTEST_BEGINNING
-        if not rest or self._left_out or self._cut_chars or not has_room:
+        if not rest or len(rest[0]) < _SHORTEST_CUT or self._left_out or self._cut_chars or not has_room:
             return []
         self._cut_chars = len(rest[0]) - room
         beginning = _CUT_COLOUR.sub("", rest[0][:room])

@@ -157,7 +157,8 @@ def test_files_go_there_and_come_back(kernel: Any, tmp_path: Path) -> None:
     assert checked[0] == "copies: not the same on 2 nodes"
     assert re.search(r"^right .*other contents: \S*one\.txt", "\n".join(checked), re.MULTILINE)
     back = kernel.run(f"%distributed get copies/data --to {tmp_path}/back")
-    assert _lines(back) == ["left: 25 files, 25.2 MB", "right: 25 files, 25.2 MB"]
+    where = f"in {tmp_path}/back, each node's in a folder of its name"
+    assert _lines(back) == ["left: 25 files, 25.2 MB", "right: 25 files, 25.2 MB", where]
     _assert_bar("get", back)
     for node, text in (("left", "1"), ("right", "2")):
         folder = tmp_path / "back" / node / "data"
