@@ -78,8 +78,10 @@ class LiveCell:
         self._terminals = {(rank, stream): RankTerminal() for rank in ranks for stream in _STREAMS}
         self._blocks: dict[tuple[int, str], list[str]] = {}  # what is drawn there
         self._displays: dict[tuple[int, str], tuple[str, Rich]] = {}
+        self._standing: set[str] = set()  # ids of displays that the screen can redraw alone
         self._notices: list[Item] = []  # they stand above all that ranks say
         self._shown: list[Item] = []
+        self._is_outdated = False  # other lines stand there than should: the screen asks for all of them
         self._effort_live = Effort()  # of all redraws together: a rank can ask for one with a few bytes
         self._room_lines, self._room_chars = options.max_lines, options.max_chars
         self._lines_not_shown = 0
@@ -105,7 +107,7 @@ class LiveCell:
                 self._blocks.pop((rank, stream), None)
             self._keep(rank, stream, fed.final)
             if fed.is_taken_back and self._can_clear:
-                self._show_again()
+                self._invalidate()
             else:
                 self._show_lines(rank, stream, fed.new)
             self._draw_transient()
@@ -124,8 +126,10 @@ class LiveCell:
                         return
                     self._displays[rank, display_id] = (known[0], rich)
                     self._shown = [item for item in self._shown if not _is_of(item, known[1])]  # it is another now
-                if self._is_drawing:
+                if known[0] in self._standing and self._is_drawing:
                     self._screen.update(rich, known[0])
+                elif self._can_clear:  # it was shown anew, among all others
+                    self._invalidate()
                 return
             for stream in _STREAMS:
                 self._keep(rank, stream, self._terminals[rank, stream].settle())
@@ -147,7 +151,7 @@ class LiveCell:
                 self._terminals[rank, stream].end()
                 self._blocks.pop((rank, stream), None)
             if self._can_clear:
-                self._show_again()
+                self._invalidate()
 
     def waiting(self, text: str) -> None:
         with self._lock:
@@ -161,6 +165,8 @@ class LiveCell:
                 return
             notice = Text("stderr", f"{text}\n")
             self._notices.append(notice)
+            if self._is_outdated:
+                return
             self._shown.append(notice)
             self._screen.show(notice)
 
@@ -183,7 +189,9 @@ class LiveCell:
             values_shown = rich_items(bundles, is_merging=is_merging, nodes=self._nodes)
             items = joined([*self._notices, *items, *values_shown])
             if not self._options.is_quiet:
-                self._screen.settle(items, _rest(joined(self._shown), items))
+                rest = None if self._is_outdated else _rest(joined(self._shown), items)
+                self._screen.settle(items, rest)
+            self._is_outdated = False
             self._is_finished = True
         self._screen.close()
         self._is_shown = True
@@ -192,6 +200,9 @@ class LiveCell:
         """The cell has ended: let stand what was shown as it came, with the lines and the values that are left."""
         with self._lock:
             self._end_terminals()
+            if self._is_outdated:
+                self._is_outdated = False
+                self._show_so_far()
             for item in rich_items(values, is_merging=False, nodes=self._nodes):
                 self._show_live(item)
             self._screen.set_transient("")
@@ -230,8 +241,21 @@ class LiveCell:
             self._show_live(Text(shown_stream(kind), prefixed_lines(rank, some, self._nodes)))
         self._lines_not_shown += len(lines) - count
 
-    def _show_again(self) -> None:
-        """Other lines stand there now: show all that was shown so far anew, in canonical form."""
+    def _invalidate(self) -> None:
+        """Have all shown anew when something is sent next: a rank can ask for it thousands of times a second."""
+        if not self._is_outdated:
+            self._is_outdated = True
+            self._screen.invalidate(self._show_anew)
+
+    def _show_anew(self) -> None:
+        with self._lock:
+            if self._is_outdated:
+                self._is_outdated = False
+                self._show_so_far()
+                self._draw_transient()
+
+    def _show_so_far(self) -> None:
+        """Show all that was shown so far in canonical form."""
         so_far = {rank: transcript.copy() for rank, transcript in self._transcripts.items()}
         for (rank, stream), terminal in self._terminals.items():
             for kind, lines in by_stream(stream, terminal.shown):
@@ -239,6 +263,7 @@ class LiveCell:
         said = self._canonical(so_far, self._effort_live)
         self._shown = [*self._notices, *said]
         self._screen.replace(self._shown)
+        self._standing.clear()
         texts = [item.text for item in said if isinstance(item, Text)]
         self._room_lines = self._options.max_lines - sum(text.count("\n") for text in texts)
         self._room_chars = self._options.max_chars - sum(map(len, texts))
@@ -259,8 +284,12 @@ class LiveCell:
         return count
 
     def _show_live(self, item: Item, display_id: str = "") -> None:
+        if self._is_outdated:
+            return  # it will be shown with all the others
         if self._is_drawing or self._is_finished and not self._options.is_quiet:  # what comes late is always shown
             self._screen.show(item, display_id=display_id)
+            if display_id:
+                self._standing.add(display_id)
             if self._options.is_kept:
                 self._shown.append(item)
 

@@ -56,6 +56,9 @@ class Screen(Protocol):
     def draw_now(self, text: str) -> None:
         """``set_transient`` that returns when the lines have been sent: they will stand there no longer."""
 
+    def invalidate(self, show_anew: Callable[[], None]) -> None:
+        """What stands there is out of date: call ``show_anew`` before anything else is sent, in the screen's thread."""
+
     def replace(self, items: list[Item]) -> None:
         """Show ``items`` instead of all that was shown."""
 
@@ -82,6 +85,7 @@ class KernelScreen:
         self._changed = threading.Condition()
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         self._updates: dict[str, tuple[int, dict[str, Any]]] = {}  # those that wait, with their count, by display id
+        self._outdated: tuple[int, Callable[[], None]] | None = None  # its count, and what shows the cell anew
         self._transient = ""
         self._transient_shown = ""
         self._transient_id = ""
@@ -121,6 +125,12 @@ class KernelScreen:
         with self._changed:
             self._changed.wait_for(lambda: not self._has_redrawn(), _DRAW_LIMIT_S)
 
+    def invalidate(self, show_anew: Callable[[], None]) -> None:
+        with self._changed:
+            self._given += 1
+            self._outdated = (self._given, show_anew)
+        self._start()
+
     def replace(self, items: list[Item]) -> None:
         with self._changed:
             self._replace(items)
@@ -140,6 +150,7 @@ class KernelScreen:
         self._transient = self._transient_shown = self._transient_id = ""
         self._waiting = [("clear_output", {"wait": bool(items)}), *map(_message, items)]
         self._updates.clear()
+        self._outdated = None
         self._outline.clear()
 
     def _would_be_stored_otherwise(self, items: list[Item], rest: list[Item]) -> bool:
@@ -177,6 +188,10 @@ class KernelScreen:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_waiting or self._has_redrawn() or self._is_closed, _IDLE_S)
+                outdated, self._outdated = self._outdated, None
+            if outdated:
+                outdated[1]()
+            with self._changed:
                 batch, given = self._take_waiting()
                 is_closed = self._is_closed
                 if not batch and not self._has_waiting and not self._has_redrawn() and not is_closed:
@@ -217,8 +232,10 @@ class KernelScreen:
             self._texts = None
         for display_id in [*itertools.islice(self._updates, None if self._is_closed else _MOST_UPDATES)]:
             batch.append(("update_display_data", self._updates.pop(display_id)[1]))
-        first_left, _ = next(iter(self._updates.values()), (self._given + 1, None))
-        return batch, first_left - 1
+        left = [count for count, _ in itertools.islice(self._updates.values(), 1)]
+        if self._outdated:
+            left.append(self._outdated[0])
+        return batch, min(left, default=self._given + 1) - 1
 
     def _send_batch(self, batch: list[tuple[str, dict[str, Any]]]) -> int:
         """Send what waits; returns the bytes of stream output that the server has not had time for yet."""
@@ -240,7 +257,7 @@ class KernelScreen:
 
     @property
     def _has_waiting(self) -> bool:
-        return bool(self._waiting or self._updates)
+        return bool(self._waiting or self._updates or self._outdated)
 
     def _has_redrawn(self) -> bool:
         return self._transient != self._transient_shown
@@ -317,8 +334,11 @@ class TextScreen:
             sys.stdout.flush()
             self._foot = text
 
-    def replace(self, items: list[Item]) -> None:
+    def invalidate(self, show_anew: Callable[[], None]) -> None:
         """What stands on a terminal stays."""
+
+    def replace(self, items: list[Item]) -> None:
+        """See ``invalidate``."""
 
     def settle(self, items: list[Item], rest: list[Item] | None) -> None:
         """Show the values, which are new; lines that others would join now stand there as they came."""
@@ -358,6 +378,9 @@ class CapturedScreen:
 
     def draw_now(self, text: str) -> None:
         """See ``set_transient``."""
+
+    def invalidate(self, show_anew: Callable[[], None]) -> None:
+        """Only the last form is handed over."""
 
     def replace(self, items: list[Item]) -> None:
         self._items = list(items)

@@ -211,6 +211,75 @@ def test_redraws_that_a_rank_asks_for_again_and_again_take_no_time_by_what_was_s
     cell.finish({})
 
 
+def _standing(sent: list[dict[str, Any]]) -> str:
+    """What a front end shows once it has taken all of these messages."""
+    texts: list[str] = []
+    displays: dict[str, int] = {}
+    for message in sent:
+        if message["kind"] == "clear_output":
+            texts.clear()
+            displays.clear()
+            continue
+        text = message.get("text") or message["data"].get("text/plain", "")
+        display_id = message.get("transient", {}).get("display_id", "")
+        if message["kind"] != "update_display_data":
+            displays[display_id] = len(texts)
+            texts.append(text)
+        elif display_id in displays:
+            texts[displays[display_id]] = text
+    return "".join(texts)
+
+
+def _screen_into(sent: list[dict[str, Any]]) -> KernelScreen:
+    session = SimpleNamespace(send=lambda _, kind, content, **__: sent.append({"kind": kind, **content}))
+    return KernelScreen(SimpleNamespace(get_parent=lambda _: {}, iopub_socket=None, session=session))
+
+
+def test_cell_that_is_cleared_all_the_time_is_put_together_anew_only_when_something_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was put together at each clear: 30 times a second, and the notebook had no time for anything else."""
+    forms: list[object] = []
+
+    def count(*args: Any, **options: Any) -> Any:
+        forms.append(args)
+        return canonical(*args, **options)
+
+    monkeypatch.setattr("detrain_nb.magics.render.canonical", count)
+    sent: list[dict[str, Any]] = []
+    cell = LiveCell(_screen_into(sent), (0, 1), 1, RenderOptions())
+    cell.output(0, "stdout", "first\n")
+    began = time.monotonic()
+    for step in range(2000):
+        cell.clear(1, True)
+        cell.output(1, "stdout", f"step {step}\n")
+        cell.notice(f"told {step}") if step % 1000 == 0 else None
+    assert len(forms) < 10 + (time.monotonic() - began) * 25
+    cell.leave()
+    assert cell.checkpoint()()
+    assert _standing(sent) == "told 0\ntold 1000\n[0] first\n[1] step 1999\n"
+    cell.output(1, "stdout", "more\n")
+    cell.clear(1, True)
+    cell.finish({})
+    assert _standing(sent) == "told 0\ntold 1000\n[0] first\n"
+
+
+@pytest.mark.parametrize("order", ["display, clear", "clear, display"])
+def test_display_is_redrawn_while_the_cell_runs_though_another_rank_has_cleared(order: str) -> None:
+    sent: list[dict[str, Any]] = []
+    cell = LiveCell(_screen_into(sent), (0, 1), 1, RenderOptions())
+    acts = {
+        "display": lambda: cell.display(0, {"text/plain": "old", "text/html": "old"}, "a", False),
+        "clear": lambda: cell.clear(1, True),
+    }
+    for name in order.split(", "):
+        acts[name]()
+    assert_soon(lambda: _standing(sent) == "[0]\nold")
+    for number in range(3):
+        cell.display(0, {"text/plain": f"new {number}", "text/html": "new"}, "a", True)
+        assert_soon(lambda shown=f"[0]\nnew {number}": _standing(sent) == shown)
+
+
 def test_displays_that_are_redrawn_all_the_time_are_sent_a_few_at_a_time_and_all_as_they_are_at_the_end() -> None:
     """Thousands of redraws a second took the front end, or the terminal, all its time."""
     sent: list[dict[str, Any]] = []
