@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import compress, count, groupby, islice
+from itertools import accumulate, compress, count, groupby, islice
 from typing import cast
 
 from ..launch import TERMINAL_COLUMNS, TERMINAL_ROWS
@@ -39,6 +39,7 @@ class Fed:
     final: list[str]  # lines that cannot be drawn on any more
     new: list[str]  # lines that will probably stay as they are: to be shown, and final some time later
     is_taken_back: bool = False  # lines that were new earlier are drawn on after all
+    turns: Sequence[int] = ()  # of the final lines, in which each was written last; they never fall
 
 
 _NOTHING = Fed([], [])
@@ -48,10 +49,13 @@ class RankTerminal:
     """``feed`` it what the rank writes; show what is new, and below that the ``block`` in which the rank draws."""
 
     def __init__(self) -> None:
+        self._turn = 0
+        self._final_turn = 0
         self._begin()
 
     def _begin(self) -> None:
         self._rows: list[str | _Row] = [""]  # a str where nothing was drawn
+        self._turns = [0]  # in which each row was written last
         self._row = 0
         self._column: int | None = None  # None: at the end of the last row
         self._style = ""  # the sequence that sets the colours in which it writes
@@ -61,8 +65,12 @@ class RankTerminal:
         self._num_shown = 0  # of the rows, from the top: they were new
         self._is_taken_back = False
 
-    def feed(self, text: str) -> Fed:
-        """Take what the rank wrote next, free of control sequences but those for colours and for the cursor."""
+    def feed(self, text: str, *, turn: int = 0) -> Fed:
+        """Take what the rank wrote next, free of control sequences but those for colours and for the cursor.
+
+        ``turn`` counts how often the rank has gone from one stream to the other.
+        """
+        self._turn = turn
         if self._column is not None or self._style or "\x1b" in text or "\r" in text or "\x08" in text:
             self._take(text)
             return self._scroll()
@@ -72,29 +80,48 @@ class RankTerminal:
             return self._scroll()
         self._write(first)
         if more:
+            self._turns[self._row] = turn
+            self._turns += [turn] * len(more)
             self._rows += more
             self._row = len(self._rows) - 1
         return self._scroll() if more else _NOTHING
 
-    def settle(self) -> list[str]:
+    def settle(self) -> Fed:
         """Let what was new be final: something else is shown below it."""
-        final, self._rows = self._rows[: self._num_shown], self._rows[self._num_shown :]
-        self._row -= len(final)
-        self._num_shown = 0
-        return _lines(final)
+        count, self._num_shown = self._num_shown, 0
+        return self._let_go(count, [])
+
+    def _let_go(self, count: int, new: list[str], *, is_taken_back: bool = False) -> Fed:
+        """The first ``count`` rows are final."""
+        if not count and not new and not is_taken_back:
+            return _NOTHING
+        final, turns = self._first(count)
+        self._final_turn = turns[-1] if turns else self._final_turn
+        del self._rows[:count], self._turns[:count]
+        self._row -= count
+        return Fed(final, new, is_taken_back, turns)
+
+    def _first(self, count: int) -> tuple[list[str], list[int]]:
+        """The lines of the first rows, and in which turn each was written, or one behind it."""
+        rows, turns = self._rows[:count], self._turns[:count]
+        if _Row in map(type, rows):
+            turns = [turn for row, turn in zip(rows, turns) if not _is_erased(row)]
+        return _lines(rows), list(accumulate(turns, max, initial=self._final_turn))[1:]
 
     def end(self) -> Fed:
         """The cell is over: all rows are final, and those of the block are new."""
         self._close_style()
         last = max((index for index, row in enumerate(self._rows) if not _is_blank(row)), default=-1)
-        rows, shown = self._rows[: max(last + 1, self._row)], self._num_shown
+        count = max(last + 1, self._row)
+        fed = self._let_go(count, _lines(self._rows[self._num_shown : count]))
         self._begin()
-        return Fed(_lines(rows), _lines(rows[shown:]))
+        return fed
 
     @property
-    def shown(self) -> list[str]:
-        """Lines that were new, and are not final."""
-        return _lines(self._rows[: self._num_shown])
+    def shown(self) -> Fed:
+        """Lines that were new, and are not final, as if they were."""
+        lines, turns = self._first(self._num_shown)
+        return Fed(lines, [], turns=turns)
 
     @property
     def block(self) -> list[str]:
@@ -122,12 +149,9 @@ class RankTerminal:
             over = next(fixed, over - 1) + 1
         settled = max(settled, over)
         new = _lines(rows[self._num_shown : settled])
-        final = _lines(rows[:over])
-        del rows[:over]
-        self._row -= over
         self._num_shown = max(self._num_shown, settled) - over
         is_taken_back, self._is_taken_back = self._is_taken_back, False
-        return Fed(final, new, is_taken_back)
+        return self._let_go(over, new, is_taken_back=is_taken_back)
 
     # ---- what is written
 
@@ -179,6 +203,8 @@ class RankTerminal:
         self._row += 1
         self._column = 0
         if self._row == len(self._rows):
+            self._turns[-1] = self._turn
+            self._turns.append(self._turn)
             self._rows.append("")
             self._column = None
         elif self._is_wiped_below():  # all that was drawn here is gone: it is as if it began
@@ -198,12 +224,13 @@ class RankTerminal:
         return self._not_blank < 0
 
     def _drop_below(self) -> None:
-        del self._rows[self._row + 1 :]
+        del self._rows[self._row + 1 :], self._turns[self._row + 1 :]
         self._is_taken_back |= self._num_shown > len(self._rows)
         self._num_shown = min(self._num_shown, len(self._rows))
 
     def _write(self, text: str) -> None:
         while text:
+            self._turns[self._row] = self._turn
             row = self._rows[self._row]
             is_long = len(row) + len(text) > _MAX_DRAWN_COLUMNS
             if self._column is not None or isinstance(row, _Row) or self._style and is_long:
@@ -426,11 +453,11 @@ def _lines(rows: list[str | _Row]) -> list[str]:
     """As they are shown; a row from which all was erased is none."""
     if _Row not in map(type, rows):
         return cast("list[str]", rows)
-    return [
-        row if isinstance(row, str) else row.line()
-        for row in rows
-        if isinstance(row, str) or not (row.had_letters and _is_blank(row))
-    ]
+    return [row if isinstance(row, str) else row.line() for row in rows if not _is_erased(row)]
+
+
+def _is_erased(row: str | _Row) -> bool:
+    return isinstance(row, _Row) and row.had_letters and _is_blank(row)
 
 
 def _shortened(row: str | _Row) -> str | _Row:

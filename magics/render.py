@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .rank_terminal import RankTerminal
+from .rank_terminal import Fed, RankTerminal
 from .screen import Screen
 from .transcript import (
     Bundle,
@@ -52,7 +52,7 @@ class RenderOptions:
 class LiveCell:
     """Observes a cell (session.cells.CellObserver) and draws it on a screen.
 
-    Each stream of a rank has a terminal of its own: both come through pipes, and which came first is not known.
+    Each stream of a rank has a terminal of its own: a bar on stderr stays below what is printed meanwhile.
     """
 
     draws = True
@@ -76,6 +76,7 @@ class LiveCell:
         share_chars = -(-options.max_chars // len(ranks))
         self._transcripts = {rank: Transcript(max_lines=share_lines, max_chars=share_chars) for rank in ranks}
         self._terminals = {(rank, stream): RankTerminal() for rank in ranks for stream in _STREAMS}
+        self._turns: dict[int, tuple[int, str]] = {}  # of each rank's streams: how many so far, and whose it is
         self._blocks: dict[tuple[int, str], list[str]] = {}  # what is drawn there
         self._displays: dict[tuple[int, str], tuple[str, Rich]] = {}
         self._standing: set[str] = set()  # ids of displays that the screen can redraw alone
@@ -99,13 +100,13 @@ class LiveCell:
             if rank not in self._transcripts:
                 return
             terminal = self._terminals[rank, stream]
-            fed = terminal.feed(text)
+            fed = terminal.feed(text, turn=self._turn_of(rank, stream))
             self._fed_at[rank, stream] = time.monotonic()
             if block := terminal.block:
                 self._blocks[rank, stream] = block
             else:
                 self._blocks.pop((rank, stream), None)
-            self._keep(rank, stream, fed.final)
+            self._keep(rank, stream, fed)
             if fed.is_taken_back and self._can_clear:
                 self._invalidate()
             else:
@@ -223,15 +224,20 @@ class LiveCell:
     def _end_terminals(self) -> None:
         for (rank, stream), terminal in self._terminals.items():
             fed = terminal.end()
-            self._keep(rank, stream, fed.final)
+            self._keep(rank, stream, fed)
             self._show_lines(rank, stream, fed.new)
         self._blocks.clear()
 
-    def _keep(self, rank: int, stream: str, lines: list[str]) -> None:
+    def _turn_of(self, rank: int, stream: str) -> int:
+        """How often the rank has gone from one stream to the other."""
+        turn, before = self._turns.get(rank, (0, stream))
+        self._turns[rank] = (turn + (stream != before), stream)
+        return self._turns[rank][0]
+
+    def _keep(self, rank: int, stream: str, fed: Fed) -> None:
         """For the canonical form."""
-        if lines and self._options.is_kept:
-            for kind, some in by_stream(stream, lines):
-                self._transcripts[rank].add_lines(kind, some)
+        if self._options.is_kept:
+            _add(self._transcripts[rank], stream, fed)
 
     def _show_lines(self, rank: int, stream: str, lines: list[str]) -> None:
         if not lines or self._options.merge == "rank0" and rank != min(self._transcripts):
@@ -258,8 +264,7 @@ class LiveCell:
         """Show all that was shown so far in canonical form."""
         so_far = {rank: transcript.copy() for rank, transcript in self._transcripts.items()}
         for (rank, stream), terminal in self._terminals.items():
-            for kind, lines in by_stream(stream, terminal.shown):
-                so_far[rank].add_lines(kind, lines)
+            _add(so_far[rank], stream, terminal.shown)
         said = self._canonical(so_far, self._effort_live)
         self._shown = [*self._notices, *said]
         self._screen.replace(self._shown)
@@ -321,6 +326,14 @@ class LiveCell:
         return canonical(
             transcripts, merge=self._options.merge, how_to_read=how_to_read, nodes=self._nodes, effort=effort
         )
+
+
+def _add(transcript: Transcript, stream: str, fed: Fed) -> None:
+    """What is final of a stream."""
+    start = 0
+    for kind, lines in by_stream(stream, fed.final):
+        transcript.add_lines(kind, lines, fed.turns[start : start + len(lines)])
+        start += len(lines)
 
 
 def _is_of(item: Item, rich: Rich) -> bool:

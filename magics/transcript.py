@@ -1,8 +1,9 @@
 """What each rank said in one cell, within bounds, and its canonical form: the same at every run of the same cell.
 
 While a cell runs, lines appear as they come, so two runs differ in order. The canonical form has the ranks in order,
-stdout before stderr between two rich outputs, and what several ranks said identically once, marked ``[0-3]``; on one
-node that has a name, ``[gpu1:0]``. What was drawn on stderr is no error, but a bar: it stands with stdout, below it.
+the lines of each as it wrote them, and what several ranks said identically once, marked ``[0-3]``; on one node that has
+a name, ``[gpu1:0]``. Where stdout and stderr take very many turns, all of stdout stands before stderr. What was drawn
+on stderr is no error, but a bar: it is shown as stdout is.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import copy
 import difflib
 import itertools
 import json
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ from .rank_terminal import Drawn
 Bundle = dict[str, Any]
 Nodes = Mapping[int, str]  # the names of the ranks' nodes, of those that have one
 TAIL_LINES = 200
-_STREAMS = ("stdout", "drawn", "stderr")  # in their order
+_STREAMS = ("stdout", "drawn", "stderr")
+_MOST_TURNS = 30  # of stdout and stderr between two rich outputs; JupyterLab hides what comes after 50 outputs
 _PREFIX_CHARS = 5  # "[0] " and the newline
 # Above either, lines are matched by their position. Steps are counted, not timed: each run of a cell looks the same.
 _DIFF_LINES = 2000
@@ -59,13 +62,9 @@ class Rich:
 
 
 Item = Text | Rich
-_Marked = tuple[tuple[int, ...], str]
-
-
-@dataclass
-class _Lines:
-    stream: str
-    lines: list[str]
+Said = tuple[str, str]  # a line with its stream: "stdout", "stderr", or "drawn" for what was drawn on stderr
+_Marked = tuple[tuple[int, ...], Said]
+_Written = tuple[int, str, str]  # the turn in which it was written, its stream, the line
 
 
 class Transcript:
@@ -81,8 +80,8 @@ class Transcript:
         self._head_chars = max_chars * 3 // 4 if max_chars else None
         self._room_lines, self._room_chars = self._head_lines, self._head_chars
         self._tail_chars = max_chars // 4 if max_chars else None
-        self._head: list[_Lines | Rich] = []
-        self._tail: collections.deque[tuple[str, str]] = collections.deque(maxlen=tail_lines)
+        self._head: list[list[_Written] | Rich] = []
+        self._tail: collections.deque[_Written] = collections.deque(maxlen=tail_lines)
         self._left_out = self._cut_chars = 0  # lines, and characters of the last one that is shown
         self._rich_left_out = 0
         self._room_rich, self._room_rich_chars = _MOST_RICH, _MOST_RICH_CHARS
@@ -90,24 +89,24 @@ class Transcript:
     def copy(self) -> Transcript:
         """Another one that has said the same so far."""
         copied = copy.copy(self)
-        copied._head = [
-            _Lines(entry.stream, entry.lines.copy()) if isinstance(entry, _Lines) else entry for entry in self._head
-        ]
+        copied._head = [entry if isinstance(entry, Rich) else entry.copy() for entry in self._head]
         copied._tail = self._tail.copy()
         return copied
 
-    def add_lines(self, stream: str, lines: list[str]) -> None:
-        """``stream`` is "stdout", "stderr", or "drawn" for what was drawn on stderr."""
+    def add_lines(self, stream: str, lines: list[str], turns: Sequence[int] = ()) -> None:
+        """Lines of a stream, see ``Said``; ``turns``: the turn in which each was written, if that is known."""
+        turns = turns or [0] * len(lines)
         fitting = self._fitting(lines)
         if shown := [*lines[:fitting], *self._cut(lines[fitting:])]:
-            last = self._head[-1] if self._head else None
-            if isinstance(last, _Lines) and last.stream == stream:
-                last.lines += shown
-            else:
-                self._head.append(_Lines(stream, shown))
+            if not self._head or isinstance(self._head[-1], Rich):
+                self._head.append([])
+            last = self._head[-1]
+            assert not isinstance(last, Rich)
+            last += zip(turns, itertools.repeat(stream), shown)
         if rest := lines[len(shown) :]:
             self._left_out += len(rest)
-            self._tail.extend((stream, line) for line in rest[-TAIL_LINES:])
+            last_lines = slice(max(len(shown), len(lines) - TAIL_LINES), None)
+            self._tail.extend(zip(turns[last_lines], itertools.repeat(stream), lines[last_lines]))
 
     def add_rich(self, rich: Rich) -> bool:
         """False where there is no room for it any more."""
@@ -135,31 +134,29 @@ class Transcript:
         self._room_rich, self._room_rich_chars = _MOST_RICH, _MOST_RICH_CHARS
         self._room_lines, self._room_chars = self._head_lines, self._head_chars
 
-    def sections(self, how_to_read: str) -> list[tuple[dict[str, list[str]], Rich | None]]:
-        """What was said between two rich outputs, by stream, and the rich output that ended it."""
-        sections: list[tuple[dict[str, list[str]], Rich | None]] = []
-        said: dict[str, list[str]] = {stream: [] for stream in _STREAMS}
+    def sections(self, how_to_read: str) -> list[tuple[list[Said], Rich | None]]:
+        """What was said between two rich outputs, in the order in which it was, and the rich output that ended it."""
+        sections: list[tuple[list[Said], Rich | None]] = []
+        said: list[Said] = []
         for entry in self._head:
             if isinstance(entry, Rich):
                 sections.append((said, entry))
-                said = {stream: [] for stream in _STREAMS}
+                said = []
             else:
-                said[entry.stream] += entry.lines
+                said += _in_order(entry)
         if self._rich_left_out:
             more = counted_more(self._rich_left_out, "output")
-            said["stdout"].append(f"... {more}, see them with {how_to_read} ...")
+            said.append(("stdout", f"... {more}, see them with {how_to_read} ..."))
         tail = self._fitting_tail()
         hidden = self._left_out - len(tail)
         counted = [counted_more(self._cut_chars, "character"), counted_more(hidden, "line")]
         if more := " and ".join(words for words in counted if words):
-            said["stdout"].append(f"... {more}, read them with {how_to_read} ...")
-        for stream, line in tail:
-            said[stream].append(line)
-        sections.append((said, None))
+            said.append(("stdout", f"... {more}, read them with {how_to_read} ..."))
+        sections.append((said + tail, None))
         return sections
 
-    def _fitting_tail(self) -> list[tuple[str, str]]:
-        tail = list(self._tail)
+    def _fitting_tail(self) -> list[Said]:
+        tail = _in_order(self._tail)
         if self._tail_chars is None:
             return tail
         room = self._tail_chars
@@ -196,6 +193,10 @@ class Transcript:
         return [f"{beginning}\x1b[0m" if "\x1b" in beginning else beginning]
 
 
+def _in_order(lines: Iterable[_Written]) -> list[Said]:
+    return [(stream, line) for _, stream, line in sorted(lines, key=operator.itemgetter(0))]
+
+
 def counted_more(count: int, what: str) -> str:
     """``1 more line``, ``2,000 more lines``; empty where there are none."""
     return f"{count:,} more {what}{'' if count == 1 else 's'}" if count > 0 else ""
@@ -217,15 +218,23 @@ def canonical(
     effort = effort or Effort()
     for index in range(max((len(sections) for sections in by_rank.values()), default=0)):
         here = {rank: sections[index] for rank, sections in by_rank.items() if index < len(sections)}
-        for stream in _STREAMS:
-            lines = {rank: said[stream] for rank, (said, _) in here.items() if said[stream]}
-            merged = merge_lines(lines, is_merging=merge == "same", effort=effort)
-            text = "".join(f"{label(ranks, nodes)} {line}\n" for ranks, line in merged)
-            if text:
-                items.append(Text(shown_stream(stream), text))
+        said = {rank: lines for rank, (lines, _) in here.items() if lines}
+        merged = merge_lines(said, is_merging=merge == "same", effort=effort)
+        items += _texts(list(merged), nodes)
         riches = {rank: rich.bundle for rank, (_, rich) in here.items() if rich}
         items += rich_items(riches, is_merging=merge == "same", nodes=nodes)
     return joined(items)
+
+
+def _texts(merged: list[_Marked], nodes: Nodes) -> list[Item]:
+    """A text for each turn of the streams, or one for each stream, where a front end would not show so many."""
+
+    def by_turn(marked: list[_Marked]) -> list[Item]:
+        runs = itertools.groupby(marked, key=lambda each: shown_stream(each[1][0]))
+        return [Text(of, "".join(f"{label(ranks, nodes)} {line}\n" for ranks, (_, line) in run)) for of, run in runs]
+
+    texts = by_turn(merged)
+    return texts if len(texts) <= _MOST_TURNS else by_turn(sorted(merged, key=lambda each: _STREAMS.index(each[1][0])))
 
 
 def rich_items(bundles: dict[int, Bundle], *, is_merging: bool, nodes: Nodes | None = None) -> list[Item]:
@@ -270,10 +279,10 @@ class Effort:
             raise _TooMuch
 
 
-class _Matcher(difflib.SequenceMatcher[str]):
+class _Matcher(difflib.SequenceMatcher[Said]):
     """Raises _TooMuch where lines were chosen to be slow to match: each match may look at all lines again."""
 
-    def __init__(self, a: list[str], b: list[str], effort: Effort) -> None:
+    def __init__(self, a: list[Said], b: list[Said], effort: Effort) -> None:
         super().__init__(None, a, b, autojunk=False)
         self._effort = effort
         equal = collections.Counter(b)
@@ -286,7 +295,7 @@ class _Matcher(difflib.SequenceMatcher[str]):
         return super().find_longest_match(alo, ahi, blo, bhi)
 
 
-def merge_lines(lines: dict[int, list[str]], *, is_merging: bool, effort: Effort | None = None) -> Iterator[_Marked]:
+def merge_lines(lines: dict[int, list[Said]], *, is_merging: bool, effort: Effort | None = None) -> Iterator[_Marked]:
     """The lines of several ranks in order of rank, those that stand in the same place of several ranks' output once."""
     effort = effort or Effort()
     if not is_merging:
@@ -316,7 +325,7 @@ def _merge_two(first: list[_Marked], second: list[_Marked], effort: Effort) -> l
     return merged
 
 
-def _merge_by_place(lines: dict[int, list[str]]) -> list[_Marked]:
+def _merge_by_place(lines: dict[int, list[Said]]) -> list[_Marked]:
     """Lines that stand at the same place of every rank's output once."""
     ranks = tuple(sorted(lines))
     merged: list[_Marked] = []

@@ -123,7 +123,7 @@ class _Interpreter:
         self._cell = 0
         self._sequences_before: dict[str, int] = {}  # of the groups, when the last cell began
         self._arriving: dict[int, tuple[Push, list[int], list[bytearray]]] = {}
-        self._streams = Streams()
+        self._streams = Streams(self._link.fileno())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._interrupts.install()
         session_folder = Path.cwd()
@@ -362,13 +362,13 @@ class _Interpreter:
             yield f"no CUDA call works on rank {self._rank} after this: it is replaced, and its variables are lost"
 
     def _display(self, bundle: Bundle, display_id: str, is_update: bool) -> None:
-        _flush_streams()
+        self._streams.before_display()
         self._send(
             Display(self._rank, self._cell, _bounded(display_id, limit=_NAME_CHARS), is_update, json_body(bundle))
         )
 
     def _clear(self, wait: bool) -> None:
-        _flush_streams()
+        self._streams.before_display()
         self._send(ClearOutput(self._rank, self._cell, wait))
 
     def _start_generation(self, message: NewGeneration) -> None:

@@ -3,6 +3,10 @@
 A replacement that works stays, as IPython's kernel keeps it: a Tee, a StringIO, a file. So does ``builtins.print``:
 training scripts replace it, so that rank 0 alone prints. A descriptor is put back in any case: in a kernel print does
 not go through descriptor 1, so that there too it survives an ``os.dup2``.
+
+What a rank says goes to its worker through three channels: a pipe for each stream, and a socket for what is displayed.
+Before one is used after another, the worker has read that other, so that all of it arrives in the order in which it
+was said.
 """
 
 from __future__ import annotations
@@ -10,25 +14,77 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import fcntl
+import io
 import os
 import sys
+import termios
+import time
 from typing import Any, TextIO
 
 _NAMES = ("stdin", "stdout", "stderr")
+_LINK = 0  # the channel of what is displayed; those of the streams have their descriptors' numbers
+_READ_LIMIT_S = 0.5  # the order is not worth more to a rank whose worker does not come to read
+_LOOK_S = 0.00005
+_NOTHING = bytes(4)
 _libc = ctypes.CDLL(None)
 
 
 class Streams:
-    """Those of this process, opened anew on descriptors 1 and 2: they give each line at once, C's too."""
+    """Those of this process, opened anew on descriptors 1 and 2: they give each line at once, C's too.
 
-    def __init__(self) -> None:
+    ``link``: the descriptor of the socket to the worker.
+    """
+
+    def __init__(self, link: int) -> None:
         self._kept = {fd: (os.dup(fd), _identity(fd)) for fd in range(3)}
-        self._given = {name: _open(fd) for fd, name in enumerate(_NAMES)}
+        self._channels = {1: (self._kept[1][0], termios.FIONREAD), 2: (self._kept[2][0], termios.FIONREAD)}
+        self._channels[_LINK] = (link, termios.TIOCOUTQ)
+        self._used_last = _LINK
+        self._is_waited_for = True
+        self._given = {name: self._open(fd) for fd, name in enumerate(_NAMES)}
         self._print = builtins.print
         for name, stream in self._given.items():
             self._set(name, stream)
         with contextlib.suppress(ValueError, AttributeError):  # a pipe would hold back whole blocks
             _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, 1, 0)  # 1 is _IOLBF
+
+    def before_display(self) -> None:
+        """What was printed so far is read before what is displayed next."""
+        for name in _NAMES[1:]:
+            with contextlib.suppress(Exception):  # a cell may have put anything there, or nothing
+                getattr(sys, name).flush()
+        _libc.fflush(None)
+        self._used_last = _LINK
+        for fd in (1, 2):
+            self._wait_until_read(*self._channels[fd])
+
+    def _use(self, channel: int) -> None:
+        """Write to ``channel`` next; called with each piece that is printed."""
+        before = self._used_last
+        if channel == before:
+            return
+        if before != _LINK:
+            with contextlib.suppress(Exception):
+                self._given[_NAMES[before]].flush()
+        self._used_last = channel
+        self._wait_until_read(*self._channels[before])
+
+    def _wait_until_read(self, fd: int, request: int) -> None:
+        """Wait until the worker has read it; one that did not come in time is not waited for until it has."""
+        deadline = time.monotonic() + _READ_LIMIT_S
+        with contextlib.suppress(OSError):
+            while fcntl.ioctl(fd, request, _NOTHING) != _NOTHING:
+                if not self._is_waited_for or time.monotonic() > deadline:
+                    self._is_waited_for = False
+                    return
+                time.sleep(_LOOK_S)
+            self._is_waited_for = True
+
+    def _open(self, fd: int) -> TextIO:
+        if fd == 0:
+            return open(0, encoding="utf-8", closefd=False)
+        return _Stream(self, fd)
 
     def put_back(self) -> list[str]:
         """Put back what is broken; a line for each."""
@@ -39,7 +95,7 @@ class Streams:
         for fd, name in enumerate(_NAMES):
             if name in broken:
                 if not _works(self._given[name]):
-                    self._given[name] = _open(fd)
+                    self._given[name] = self._open(fd)
                 self._set(name, self._given[name])
         found = [f"descriptor {fd} ({_NAMES[fd]})" for fd in descriptors] + [f"sys.{name}" for name in broken]
         if not callable(getattr(builtins, "print", None)):
@@ -56,10 +112,18 @@ class Streams:
         setattr(sys, f"__{name}__", stream)
 
 
-def _open(fd: int) -> TextIO:
-    if fd == 0:
-        return open(0, encoding="utf-8", closefd=False)
-    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+class _Stream(io.TextIOWrapper):
+    """A text stream on a descriptor, as ``open`` makes it, that keeps the order of what is said."""
+
+    def __init__(self, streams: Streams, fd: int) -> None:
+        buffer = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+        super().__init__(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        self.mode = "w"  # type: ignore[misc]  # as open() sets it
+        self._use, self._fd = streams._use, fd
+
+    def write(self, text: str) -> int:
+        self._use(self._fd)
+        return super().write(text)
 
 
 def _works(stream: Any) -> bool:

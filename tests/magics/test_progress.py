@@ -129,7 +129,7 @@ print("done")
 
 def test_nested_bars_of_ranks_are_a_block_each_and_no_errors(kernel: Any) -> None:
     outcome = kernel.run(_NESTED.format(options=""))
-    assert outcome.text() == "[0-1] epoch 0\n[0-1] epoch 1\n[0-1] done\n[0-1] epochs 2/2\n"
+    assert outcome.text() == "[0-1] epoch 0\n[0-1] epoch 1\n[0-1] epochs 2/2\n[0-1] done\n"
     assert outcome.text("stderr") == ""
     blocks = [content["data"].get("text/plain", "") for kind, content in outcome.live if kind.endswith("display_data")]
     both = re.compile(r"\[0\] epochs [01]/2\n\[0\] steps \d+/30\n\[1\] epochs [01]/2\n\[1\] steps \d+/30")
@@ -140,14 +140,14 @@ def test_nested_bars_of_ranks_are_a_block_each_and_no_errors(kernel: Any) -> Non
 @pytest.mark.parametrize(
     ("options", "shown"),
     [
-        ("--merge rank0", "[0] epoch 0\n[0] epoch 1\n[0] done\n[0] epochs 2/2\n"),
+        ("--merge rank0", "[0] epoch 0\n[0] epoch 1\n[0] epochs 2/2\n[0] done\n"),
         ("--quiet", ""),
     ],
 )
 def test_bars_follow_the_options_of_a_cell(kernel: Any, options: str, shown: str) -> None:
     outcome = kernel.run(_NESTED.format(options=f"{options} --out said"))
     assert (outcome.text(), outcome.text("stderr")) == (shown, "")
-    assert kernel.run("%distributed log --rank 1").text() == "[1] epoch 0\n[1] epoch 1\n[1] done\n[1] epochs 2/2\n"
+    assert kernel.run("%distributed log --rank 1").text() == "[1] epoch 0\n[1] epoch 1\n[1] epochs 2/2\n[1] done\n"
     assert kernel.run("print(said[1].stdout, '\\x1b' in said[1].stderr)").text() == "epoch 0\nepoch 1\ndone\n False\n"
 
 

@@ -18,8 +18,11 @@ UP, ERASE = "\x1b[A", "\x1b[2K"
 def drawn(*texts: str) -> list[str]:
     """All lines of a stream that wrote these texts."""
     terminal = RankTerminal()
-    lines = [line for text in texts for line in terminal.feed(text).final]
-    return lines + terminal.end().final
+    fed = [terminal.feed(text, turn=turn) for turn, text in enumerate(texts)] + [terminal.end()]
+    turns = [turn for each in fed for turn in each.turns]
+    assert turns == sorted(turns)
+    assert all(len(each.turns) == len(each.final) for each in fed)
+    return [line for each in fed for line in each.final]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,7 @@ def test_lines_are_new_at_once_and_taken_back_when_they_are_drawn_on() -> None:
     terminal = RankTerminal()
     assert terminal.feed("a\nb\nc").new == ["a", "b"]
     fed = terminal.feed(f"{UP}\rB")
-    assert (fed.is_taken_back, terminal.shown, terminal.block) == (True, ["a"], ["B", "c"])
+    assert (fed.is_taken_back, terminal.shown.final, terminal.block) == (True, ["a"], ["B", "c"])
     assert terminal.feed("\n\nd\n").new == ["B", "c"]
     ended = terminal.end()
     assert (ended.final, ended.new) == (["a", "B", "c", "d"], ["d"])
@@ -131,9 +134,22 @@ def test_letter_that_is_drawn_has_few_marks() -> None:
 def test_cursor_does_not_come_back_to_what_something_else_was_shown_below() -> None:
     terminal = RankTerminal()
     terminal.feed("above\nbar 1\n\rbar 2" + UP)
-    assert terminal.settle() == ["above"]
+    assert terminal.settle().final == ["above"]
     terminal.feed("\x1b[9A\rB\n\n")
     assert terminal.end().final == ["Bar 1", "bar 2"]
+
+
+def test_final_lines_say_in_which_turn_they_were_written_last() -> None:
+    terminal = RankTerminal()
+    terminal.feed("a\nb", turn=2)
+    terminal.feed("\nbar 0", turn=4)
+    terminal.feed(UP + "\rB\n", turn=6)
+    fed = terminal.end()
+    assert (fed.final, list(fed.turns)) == (["a", "B", "bar 0"], [2, 6, 6])
+    terminal.feed("gone\r\x1b[Kkept\n" + "x\n" * 100, turn=8)
+    fed = terminal.end()
+    assert len(fed.final) == len(fed.turns)
+    assert set(fed.turns) == {8}
 
 
 _MOVES = (

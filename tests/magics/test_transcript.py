@@ -50,17 +50,57 @@ def test_merge_all_keeps_every_ranks_lines_and_rank0_only_the_first_ranks() -> N
     assert _text(_canonical(transcripts, "rank0")) == "[1] a\n"
 
 
-def test_streams_stand_apart_in_an_order_that_no_race_decides() -> None:
-    one = _transcripts({0: [("stderr", ["warn"]), ("stdout", ["a"])], 1: [("stdout", ["a"]), ("stderr", ["warn"])]})
-    assert _canonical(one) == [Text("stdout", "[0-1] a\n"), Text("stderr", "[0-1] warn\n")]
-
-
-def test_bars_of_stderr_are_no_errors_and_stand_below_what_was_printed() -> None:
-    said = {rank: [("drawn", ["100%"]), ("stdout", ["a"]), ("stderr", ["warn"]), ("drawn", ["bar"])] for rank in (0, 1)}
-    assert _canonical(_transcripts(said)) == [
-        Text("stdout", "[0-1] a\n[0-1] 100%\n[0-1] bar\n"),
-        Text("stderr", "[0-1] warn\n"),
+def test_lines_of_both_streams_stand_in_the_order_in_which_they_were_written() -> None:
+    transcripts = {rank: Transcript(max_lines=0, max_chars=0) for rank in (0, 1)}
+    for transcript in transcripts.values():  # each stream's come in its own order
+        transcript.add_lines("stderr", ["warn", "again"], [1, 3])
+        transcript.add_lines("stdout", ["a", "b", "c"], [0, 2, 4])
+    transcripts[1].add_lines("stderr", ["last"], [5])
+    shown = [("stdout", "a"), ("stderr", "warn"), ("stdout", "b"), ("stderr", "again"), ("stdout", "c")]
+    assert _canonical(transcripts) == [
+        *(Text(stream, f"[0-1] {line}\n") for stream, line in shown),
+        Text("stderr", "[1] last\n"),
     ]
+
+
+def test_streams_that_take_very_many_turns_stand_one_below_the_other() -> None:
+    transcript = Transcript(max_lines=0, max_chars=0)
+    for step in range(100):
+        transcript.add_lines(("stdout", "stderr")[step % 2], [str(step)], [step])
+    first, second = _canonical({0: transcript})
+    assert (first, second) == (
+        Text("stdout", "".join(f"[0] {step}\n" for step in range(0, 100, 2))),
+        Text("stderr", "".join(f"[0] {step}\n" for step in range(1, 100, 2))),
+    )
+
+
+def test_bars_of_stderr_are_no_errors() -> None:
+    said = {rank: [("stdout", ["a"]), ("drawn", ["100%"]), ("stderr", ["warn"]), ("drawn", ["bar"])] for rank in (0, 1)}
+    assert _canonical(_transcripts(said)) == [
+        Text("stdout", "[0-1] a\n[0-1] 100%\n"),
+        Text("stderr", "[0-1] warn\n"),
+        Text("stdout", "[0-1] bar\n"),
+    ]
+
+
+def test_bar_stands_where_it_ended_among_what_was_printed_and_logged() -> None:
+    sent: list[dict[str, Any]] = []
+    cell = LiveCell(_screen_into(sent), (0,), 1, RenderOptions(is_live=False))
+    for stream, text in (
+        ("stdout", "begin\n"),
+        ("stderr", "\r 0%"),
+        ("stdout", "step 1\n"),
+        ("stderr", "\r50%"),
+        ("stdout", "step 2\n"),
+        ("stderr", "\r99%\n"),
+        ("stderr", "warning\n"),
+        ("stdout", "end\n"),
+    ):
+        cell.output(0, stream, text)
+    cell.finish({})
+    lines = ["begin", "step 1", "step 2", "99%", "warning", "end"]
+    assert _standing(sent) == "".join(f"[0] {line}\n" for line in lines)
+    assert [message["name"] for message in sent if message["kind"] == "stream"] == ["stdout", "stderr", "stdout"]
 
 
 def test_copy_of_a_transcript_goes_its_own_way() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from detrain_nb.errors import (
     ValueNotSupported,
 )
 from detrain_nb.plan import plan_one_node
+from detrain_nb.session.cells import CellObserver
 from detrain_nb.session.results import TextOnly
 from detrain_nb.session.start import require_room
 from detrain_nb.wire import Attached, Display, Interrupt, RunCell, parse_bundle
@@ -263,6 +265,64 @@ def test_c_output_is_seen_while_the_cell_runs(session: Session) -> None:
     code = "import ctypes, time\nctypes.CDLL(None).puts(b'x')\ntime.sleep(600)"
     with pytest.raises(CellInterrupted):  # as soon as it is seen
         session.run_cell(code, ranks=0, observer=Watcher(press_at="x"), timeout_s=60)
+
+
+class _Order(CellObserver):
+    """What a cell shows, in the order in which it comes."""
+
+    def __init__(self) -> None:
+        self.said = ""
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        self.said += text
+
+    def display(self, rank: int, bundle: dict[str, Any], display_id: str, is_update: bool) -> None:
+        self.said += f"{bundle['text/plain']}\n"
+
+    def clear(self, rank: int, wait: bool) -> None:
+        self.said += "clear\n"
+
+
+def test_what_a_rank_prints_logs_and_displays_comes_in_its_order(session: Session) -> None:
+    """Each has a channel of its own to the worker, which read first what it saw first."""
+    code = """
+        import ctypes, sys
+        from IPython.display import clear_output, display
+        for step in range(200):
+            print("print", step)
+            print("error", step, file=sys.stderr)
+            display({"text/plain": f"display {step}"}, raw=True)
+            ctypes.CDLL(None).puts(f"puts {step}".encode())
+            display({"text/plain": f"again {step}"}, raw=True)
+            print("beg", end="")
+            sys.stderr.write("unfinished\\n")
+            print("un")
+            clear_output(wait=True)
+    """
+    order = _Order()
+    session.run_cell(textwrap.dedent(code), ranks=0, observer=order)
+    words = "print {0}\nerror {0}\ndisplay {0}\nputs {0}\nagain {0}\nbegunfinished\nun\nclear\n"
+    assert order.said == "".join(words.format(step) for step in range(200))
+
+
+def test_rank_whose_worker_does_not_read_prints_all_the_same(session: Session) -> None:
+    """The order is given up after a while, once, and kept again when the worker reads again."""
+    turns = "for _ in range(100):\n    print('o')\n    print('e', file=sys.stderr)\n"
+    stopped = f"""
+import os, signal, sys, threading, time
+worker = os.getppid()
+freed = threading.Timer(3, os.kill, (worker, signal.SIGCONT))
+freed.start()
+began = time.monotonic()
+os.kill(worker, signal.SIGSTOP)
+{turns}
+took_s = time.monotonic() - began
+freed.join()
+took_s"""
+    assert session.run_cell(stopped, ranks=0).values[0] < 2.5
+    order = _Order()
+    session.run_cell(turns, ranks=0, observer=order)
+    assert order.said == "o\ne\n" * 100
 
 
 # ---- errors

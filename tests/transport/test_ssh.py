@@ -396,10 +396,10 @@ def wait_until(holds: Callable[[], bool], limit_s: float = 5) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "sleep 1000",
+        "sleep 100",
         "yes",
         pytest.param("cat", marks=pytest.mark.slow),
-        pytest.param("exec <&-; sleep 1000", marks=pytest.mark.slow),
+        pytest.param("exec <&-; sleep 100", marks=pytest.mark.slow),
     ],
 )
 def test_closed_socket_closes_the_channel(command: str, start_sshd: StartSshd) -> None:
@@ -415,7 +415,7 @@ def test_closed_socket_closes_the_channel(command: str, start_sshd: StartSshd) -
 def test_closed_socket_closes_the_channel_though_the_command_reads_nothing(start_sshd: StartSshd) -> None:
     start_sshd()
     with connect() as connection:
-        stream = connection.open_stream("sleep 1000")
+        stream = connection.open_stream("sleep 100")
         stream.sock.settimeout(1)
         with contextlib.suppress(TimeoutError):
             while True:
@@ -436,7 +436,7 @@ def test_ended_command_ends_what_is_written_to_it(start_sshd: StartSshd) -> None
 def test_killed_session_ends_the_socket(start_sshd: StartSshd) -> None:
     sshd = start_sshd()
     with connect() as connection:
-        streams = [connection.open_stream(command) for command in ("cat", "sleep 1000")]
+        streams = [connection.open_stream(command) for command in ("cat", "sleep 100")]
         assert connection.is_alive
         for child in psutil.Process(sshd.process.pid).children():
             child.kill()
@@ -509,7 +509,7 @@ def test_sftp_that_falls_silent_ends_a_call(
 ) -> None:
     monkeypatch.setattr(ssh, "_SFTP_SILENCE_S", 1.0)
     script = tmp_path / "sftp"
-    script.write_text("#!/bin/sh\nprintf '\\0\\0\\0\\5\\2\\0\\0\\0\\3'\nexec sleep 1000\n")
+    script.write_text("#!/bin/sh\nprintf '\\0\\0\\0\\5\\2\\0\\0\\0\\3'\nexec sleep 100\n")
     script.chmod(0o755)
     start_sshd(f"Subsystem sftp {script}")
     with (
