@@ -128,7 +128,8 @@ class Conductor:
     def _rank_lost(self, run: CellRun) -> RankLost:
         """What is known of the ranks that were lost, what became of the others, and what to do."""
         hosts = {rank: up.host for rank, up in self._inbox.up.items()}
-        lines = [describe_ends(run.lost, hosts=hosts), *self._told_of_sizes(run), *self._told_of_fresh(run)]
+        fresh = self._told_of_fresh(run, is_told=True)
+        lines = [describe_ends(run.lost, hosts=hosts), *self._told_of_sizes(run), *fresh]
         kept = [rank for rank in run.ranks if rank not in run.lost]
         if still := [rank for rank in kept if rank in run.running]:
             lines.append(f"{self._ranks.where(still)} still in the cell: the next cell waits for it")
@@ -147,11 +148,11 @@ class Conductor:
         begun = f"the others had begun {others}: " if others else ""
         return [f"{begun}ranks sent tensors of different sizes in one collective, {_CHECK}"]
 
-    def _told_of_fresh(self, run: CellRun) -> list[str]:
+    def _told_of_fresh(self, run: CellRun, *, is_told: bool = False) -> list[str]:
         """What to do about the ranks that were lost: the user is told it now."""
         for rank in run.lost:
             self._inbox.fresh.pop(rank, None)
-        return advice(run.lost, world_size=self._world_size)
+        return advice(run.lost, world_size=self._world_size, is_told=is_told)
 
 
 class _Watch:

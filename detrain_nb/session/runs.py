@@ -100,7 +100,7 @@ class Runs:
         if not fresh:
             return ""
         ended = describe_ends(fresh, hosts=self._core.hosts)
-        return "\n".join([ended, *advice(fresh, world_size=self._core.world_size)])
+        return "\n".join([ended, *advice(fresh, world_size=self._core.world_size, is_told=True)])
 
     def _raise_for(self, run: CellRun, story: str) -> None:
         """``story``: what became of ranks that were freed."""
