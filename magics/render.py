@@ -82,6 +82,7 @@ class LiveCell:
         self._standing: set[str] = set()  # ids of displays that the screen can redraw alone
         self._notices: list[Item] = []  # they stand above all that ranks say
         self._shown: list[Item] = []
+        self._is_redrawn = False  # something of what was shown is another now
         self._is_outdated = False  # other lines stand there than should: the screen asks for all of them
         self._effort_live = Effort()  # of all redraws together: a rank can ask for one with a few bytes
         self._room_lines, self._room_chars = options.max_lines, options.max_chars
@@ -126,7 +127,7 @@ class LiveCell:
                     if not self._transcripts[rank].replace_rich(known[1], rich):
                         return
                     self._displays[rank, display_id] = (known[0], rich)
-                    self._shown = [item for item in self._shown if not _is_of(item, known[1])]  # it is another now
+                    self._is_redrawn = True
                 if known[0] in self._standing and self._is_drawing:
                     self._screen.update(rich, known[0])
                 elif self._can_clear:  # it was shown anew, among all others
@@ -190,7 +191,8 @@ class LiveCell:
             values_shown = rich_items(bundles, is_merging=is_merging, nodes=self._nodes)
             items = joined([*self._notices, *items, *values_shown])
             if not self._options.is_quiet:
-                rest = None if self._is_outdated else _rest(joined(self._shown), items)
+                has_changed = self._is_outdated or self._is_redrawn and bool(self._shown)
+                rest = None if has_changed else _rest(joined(self._shown), items)
                 self._screen.settle(items, rest)
             self._is_outdated = False
             self._is_finished = True
@@ -269,6 +271,7 @@ class LiveCell:
         self._shown = [*self._notices, *said]
         self._screen.replace(self._shown)
         self._standing.clear()
+        self._is_redrawn = False
         texts = [item.text for item in said if isinstance(item, Text)]
         self._room_lines = self._options.max_lines - sum(text.count("\n") for text in texts)
         self._room_chars = self._options.max_chars - sum(map(len, texts))
@@ -334,10 +337,6 @@ def _add(transcript: Transcript, stream: str, fed: Fed) -> None:
     for kind, lines in by_stream(stream, fed.final):
         transcript.add_lines(kind, lines, fed.turns[start : start + len(lines)])
         start += len(lines)
-
-
-def _is_of(item: Item, rich: Rich) -> bool:
-    return isinstance(item, Rich) and item.bundle is rich.bundle
 
 
 def _rest(shown: list[Item], items: list[Item]) -> list[Item] | None:
