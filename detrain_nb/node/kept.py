@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -23,6 +24,7 @@ from .processes import adopt_orphans, drain, watch_children
 from .surroundings import ImportedEnvironment, find_difference, read_starter
 
 LONGEST_WAIT_S = 3600.0  # that a system knows
+_libc = ctypes.CDLL(None)
 
 _Session = TypeVar("_Session")
 _Make = Callable[[Path, int], _Session]
@@ -66,6 +68,8 @@ class AgentProcess:
         if not self.launching.is_warm:
             return None
         gc.collect()  # the last session's
+        with contextlib.suppress(AttributeError):  # musl has none, and gives memory back by itself
+            _libc.malloc_trim(0)
         following: list[_Session] = []
         loop, deadline = Loop(), time.monotonic() + keep_s
         with contextlib.suppress(WireError), contextlib.closing(loop):
