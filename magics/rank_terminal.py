@@ -87,8 +87,14 @@ class RankTerminal:
         return self._scroll() if more else _NOTHING
 
     def settle(self) -> Fed:
-        """Let what was new be final: something else is shown below it."""
-        count, self._num_shown = self._num_shown, 0
+        """Let what was new be final, and what was written below what was drawn: something else is shown below it."""
+        last = len(self._rows) - 1
+        in_block = range(self._num_shown, last)
+        if self._column is None and isinstance(self._rows[last], str):
+            count = last  # it does not draw now
+        else:
+            count = next((index for index in in_block if isinstance(self._rows[index], _Row)), min(self._row, last))
+        self._num_shown = 0
         return self._let_go(count, [])
 
     def _let_go(self, count: int, new: list[str], *, is_taken_back: bool = False) -> Fed:

@@ -139,6 +139,27 @@ def test_cursor_does_not_come_back_to_what_something_else_was_shown_below() -> N
     assert terminal.end().final == ["Bar 1", "bar 2"]
 
 
+@pytest.mark.parametrize(
+    ("written", "final", "block"),
+    [
+        ("log\n\r99%\nwarning\n  its line\n", ["log", "99%", "warning", "  its line"], []),
+        ("\r99%\nwarning\nunfinished", ["99%", "warning"], ["unfinished"]),
+        ("\r99%\nwarning\n\r10%", ["99%", "warning"], ["10%"]),
+        (f"\r99%\nwarning\n\router\n\rinner{UP}", ["99%", "warning"], ["outer", "inner"]),
+        (f"log\n\router\n\rinner{UP}", ["log"], ["outer", "inner"]),
+        (f"one\ntwo{UP}\rONE\nTWO", [], ["ONE", "TWO"]),
+    ],
+)
+def test_what_was_written_below_a_bar_stands_above_what_is_displayed_next(
+    written: str, final: list[str], block: list[str]
+) -> None:
+    """A bar that goes on is drawn below that."""
+    terminal = RankTerminal()
+    terminal.feed(written)
+    assert (terminal.settle().final, terminal.block) == (final, block)
+    assert terminal.end().final == block
+
+
 def test_final_lines_say_in_which_turn_they_were_written_last() -> None:
     terminal = RankTerminal()
     terminal.feed("a\nb", turn=2)
