@@ -81,6 +81,7 @@ from .unattended import refuse_questions
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
 _NAME_CHARS = 1000
 _OWN_END_LIMIT_S = 0.4  # after another rank's: shorter than the notebook waits for ranks that it freed
+_LEAST_RECURSION = 1000  # that Python begins with
 
 _libc = ctypes.CDLL(None)
 
@@ -301,6 +302,12 @@ class _Interpreter:
     def _say_what_was_broken(self) -> None:
         """Put back what the cell has broken of what later cells need."""
         lines = self._streams.put_back()
+        if sys.getrecursionlimit() < _LEAST_RECURSION:
+            lines.append(
+                f"this cell has set the recursion limit to {sys.getrecursionlimit()}, which lets no later cell run: "
+                f"it is {_LEAST_RECURSION} again"
+            )
+            sys.setrecursionlimit(_LEAST_RECURSION)
         with contextlib.suppress(Exception):  # a cell may have put anything there
             sys.stderr.write("".join(f"{line}\n" for line in lines))
 
