@@ -53,9 +53,10 @@ def test_twenty_runs_under_load_store_the_same(
     monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(runtime_folder))
     first, *others = [_without_numbers(turn) for _ in range(SESSIONS) for turn in _stored_outputs(tmp_path)]
     assert "[0] step 199 loss 0\n[1] step 1 loss 1\n" in first[0][0]["text"]
-    assert first[1][0]["text"] == "[0-1] out\n[0-1] out again\n"
+    assert [output["name"] for output in first[1]] == ["stdout", "stderr", "stdout"]
+    assert first[1][2]["text"] == "[0-1] out again\n"
     assert first[6][0]["output_type"] == "error"
-    assert first[7][0]["text"].endswith("[0-1] 8\n[0] 0\n[1] 1\n[0-1] 3/3\n")
+    assert first[7][0]["text"].endswith("[0-1] 8\n[0-1] 3/3\n[0] 0\n[1] 1\n")
     assert len(others) == 19
     for other in others:
         assert other == first
