@@ -7,8 +7,9 @@ TORCH_INDEX ?=
 # Debian packages are installed where the user is root; SYSTEM_DEPS=no leaves them alone.
 SYSTEM_DEPS ?= yes
 PYTEST_ARGS ?=
-# Two files of tests side by side; PYTEST_ARGS='-n 0 ...' runs one after the other, with its output as it comes.
-PYTEST := $(VENV)/bin/pytest -n 2 --dist loadfile
+# Three files of tests side by side, also on 2 cores: much of a test is waiting. PYTEST_ARGS='-n 0 ...' runs one after the
+# other, with its output as it comes.
+PYTEST := $(VENV)/bin/pytest -n 3 --dist loadfile
 GPU_ARGS ?=
 # What `make test-near` compares with.
 BASE ?= HEAD
