@@ -27,6 +27,7 @@ _FRAME_S = 0.01  # a frame that is drawn in several writes is whole after that
 _LONGEST_FRAME_S = 0.3
 _MOVED_CHARS = 200_000  # more is not sent again to have the redrawn lines below it
 _MOVED_CHARS_PER_S = 100_000
+_ANEW_CHARS_PER_S = 5_000_000  # of cells that are shown anew again and again, pictures and all
 _MOST_UPDATES = 25  # of displays, in a batch; those that wait are redrawn once, as they are then
 _IDLE_S = 2.0
 _DRAW_LIMIT_S = 1.0
@@ -86,6 +87,7 @@ class KernelScreen:
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         self._updates: dict[str, tuple[int, dict[str, Any]]] = {}  # those that wait, with their count, by display id
         self._outdated: tuple[int, Callable[[], None]] | None = None  # its count, and what shows the cell anew
+        self._anew_from = 0.0  # when it may be shown anew next
         self._transient = ""
         self._transient_shown = ""
         self._transient_id = ""
@@ -132,8 +134,10 @@ class KernelScreen:
         self._start()
 
     def replace(self, items: list[Item]) -> None:
+        chars = sum(len(item.text) if isinstance(item, Text) else item.num_chars for item in items)
         with self._changed:
             self._replace(items)
+            self._anew_from = time.monotonic() + chars / _ANEW_CHARS_PER_S
         self._start()
 
     def settle(self, items: list[Item], rest: list[Item] | None) -> None:
@@ -188,9 +192,9 @@ class KernelScreen:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_waiting or self._has_redrawn() or self._is_closed, _IDLE_S)
-                outdated, self._outdated = self._outdated, None
+                outdated = self._take_outdated()
             if outdated:
-                outdated[1]()
+                outdated()
             with self._changed:
                 batch, given = self._take_waiting()
                 is_closed = self._is_closed
@@ -209,6 +213,13 @@ class KernelScreen:
                 time.sleep(unpaced_bytes / _SERVER_BYTES_PER_S)
             with self._changed:  # what comes after silence goes out at once, the rest waits for its batch
                 self._changed.wait_for(lambda: self._is_closed, _GAP_S)
+
+    def _take_outdated(self) -> Callable[[], None] | None:
+        """What shows the cell anew, if that is to be done now: a large cell is not sent many times a second."""
+        if not self._outdated or time.monotonic() < self._anew_from and not self._is_closed:
+            return None
+        (_, show_anew), self._outdated = self._outdated, None
+        return show_anew
 
     def _take_waiting(self) -> tuple[list[tuple[str, dict[str, Any]]], int]:
         """What is to be sent now, and up to which count that is all; lines that are redrawn stay below all others."""

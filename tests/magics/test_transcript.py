@@ -304,6 +304,23 @@ def test_cell_that_is_cleared_all_the_time_is_put_together_anew_only_when_someth
     assert _standing(sent) == "told 0\ntold 1000\n[0] first\n"
 
 
+def test_large_cell_is_not_sent_again_and_again() -> None:
+    """One rank could have another's pictures sent twenty times a second."""
+    sent: list[dict[str, Any]] = []
+    cell = LiveCell(_screen_into(sent), (0, 1), 1, RenderOptions())
+    for _ in range(20):
+        cell.display(0, {"text/plain": "x", "image/png": "p" * (1 << 20)}, "", False)
+    ends = time.monotonic() + 2.5
+    while time.monotonic() < ends:
+        cell.clear(1, True)
+        cell.output(1, "stdout", "step\n")
+        time.sleep(0.01)
+    assert 20 <= sum("image/png" in message.get("data", {}) for message in sent) <= 60
+    cell.output(1, "stdout", "end\n")
+    cell.leave()
+    assert "[1] step\n[1] end\n" in _standing(sent)
+
+
 @pytest.mark.parametrize("order", ["display, clear", "clear, display"])
 def test_display_is_redrawn_while_the_cell_runs_though_another_rank_has_cleared(order: str) -> None:
     sent: list[dict[str, Any]] = []
