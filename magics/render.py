@@ -129,7 +129,9 @@ class LiveCell:
                     self._displays[rank, display_id] = (known[0], rich)
                     self._is_redrawn = True
                 if known[0] in self._standing and self._is_drawing:
-                    self._screen.update(rich, known[0])
+                    *_, labelled = rich_items({rank: bundle}, is_merging=False, nodes=self._nodes)
+                    assert isinstance(labelled, Rich)
+                    self._screen.update(labelled, known[0])
                 elif self._can_clear:  # it was shown anew, among all others
                     self._invalidate()
                 return

@@ -83,6 +83,8 @@ def test_display_is_updated_and_cleared_as_in_any_cell(kernel: Any) -> None:
     code = "%%rank 0\nfrom IPython.display import display, clear_output\n"
     outcome = kernel.run(code + "h = display('a', display_id=True)\ntime.sleep(.3)\nh.update('b')")
     assert outcome.rich() == ["[0] 'b'"]
+    updates = [content["data"]["text/plain"] for kind, content in outcome.live if kind == "update_display_data"]
+    assert updates == ["[0] 'b'"], "also while it runs"
     outcome = kernel.run(code + "print('old')\ntime.sleep(.3)\nclear_output(wait=True)\nprint('new')")
     assert outcome.text() == "[0] new\n"
 

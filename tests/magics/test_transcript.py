@@ -352,7 +352,7 @@ def test_displays_that_are_redrawn_all_the_time_are_sent_a_few_at_a_time_and_all
     cell.leave()
     assert cell.checkpoint()()
     shown = {message["transient"]["display_id"]: message["data"]["text/plain"] for message in sent}
-    assert sorted(shown.values()) == sorted(f"{number} 99" for number in range(500))
+    assert sorted(shown.values()) == sorted(f"[0] {number} 99" for number in range(500))
 
 
 def test_terminal_shows_a_display_that_is_redrawn_all_the_time_now_and_then_and_as_it_is_at_the_end(
@@ -363,7 +363,7 @@ def test_terminal_shows_a_display_that_is_redrawn_all_the_time_now_and_then_and_
         cell.display(0, {"text/plain": f"at {number}"}, "x", number > 0)
     cell.end({})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "at 4999"
+    assert lines[-1] == "[0] at 4999"
     assert len(lines) < 500
 
 

@@ -370,8 +370,8 @@ def test_stream_that_a_cell_has_broken_is_put_back(session: Session, code: str, 
 
 @pytest.mark.here_only
 def test_recursion_limit_that_lets_no_cell_run_is_put_back(session: Session) -> None:
-    said = session.run_cell("import sys; sys.setrecursionlimit(60)", ranks=0).stderr[0]
-    assert "recursion limit to 60" in said
+    said = session.run_cell("import sys; sys.setrecursionlimit(200)", ranks=0).stderr[0]
+    assert "recursion limit to 200" in said
     assert session.run_cell("sys.getrecursionlimit()", ranks=0).values[0] == 1000
     assert session.run_cell("sys.setrecursionlimit(5000)\n1", ranks=0).stderr[0] == ""
     assert session.run_cell("sys.getrecursionlimit()", ranks=0).values[0] == 5000
