@@ -742,6 +742,9 @@ def parse_json(data: bytes) -> Json:
         raise WireError(f"not JSON: {exc}") from exc
 
 
+SIZES = "application/vnd.detrain_nb.sizes+json"  # in what a cell shows: {mime type: {"width": .., "height": ..}}
+
+
 def parse_bundle(data: bytes) -> dict[str, Json]:
     """What a cell shows, by mime type. Raises: WireError, also when it has more than ``MAX_BUNDLE_VALUES``."""
     if len(data) > MAX_BUNDLE_VALUES and count_values(data) > MAX_BUNDLE_VALUES:

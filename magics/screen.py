@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from IPython.core.displaypub import CapturingDisplayPublisher
 
+from ..wire import SIZES
 from .transcript import Bundle, Item, Rich, Text
 
 _GAP_S = 0.05  # 20 batches a second: a Jupyter server drops above 1,000 messages
@@ -109,7 +110,7 @@ class KernelScreen:
     def update(self, rich: Rich, display_id: str) -> None:
         with self._changed:
             if display_id in self._updates:  # nobody has seen the one before
-                self._updates[display_id][1]["data"] = rich.bundle
+                self._updates[display_id] = (self._updates[display_id][0], _display(rich.bundle, display_id))
                 return
             self._given += 1
             self._updates[display_id] = (self._given, _display(rich.bundle, display_id))
@@ -413,7 +414,8 @@ class CapturedScreen:
                 if isinstance(item, Text):
                     self._streams[item.stream].write(item.text)
                 else:
-                    self._publisher.publish(data=item.bundle, metadata={})
+                    data, metadata = _with_sizes(item.bundle)
+                    self._publisher.publish(data=data, metadata=metadata)
 
 
 def screen_for(ipython: Any) -> Screen:
@@ -448,7 +450,13 @@ def _message(item: Item, display_id: str = "") -> tuple[str, dict[str, Any]]:
 
 
 def _display(bundle: Bundle, display_id: str) -> dict[str, Any]:
-    return {"data": bundle, "metadata": {}, "transient": {"display_id": display_id} if display_id else {}}
+    data, metadata = _with_sizes(bundle)
+    return {"data": data, "metadata": metadata, "transient": {"display_id": display_id} if display_id else {}}
+
+
+def _with_sizes(bundle: Bundle) -> tuple[Bundle, Bundle]:
+    """The data of a message, and its metadata: the sizes in which images are to be shown."""
+    return {mime: data for mime, data in bundle.items() if mime != SIZES}, bundle.get(SIZES, {})
 
 
 def _merged(batch: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:

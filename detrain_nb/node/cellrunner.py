@@ -30,7 +30,7 @@ from traitlets import Type, default
 from traitlets.config import Config
 
 from ..errors import SessionError
-from ..wire import MAX_BUNDLE_BYTES, MAX_BUNDLE_VALUES, count_values, json_body
+from ..wire import MAX_BUNDLE_BYTES, MAX_BUNDLE_VALUES, SIZES, count_values, json_body
 from .processes import stop_with_descendants
 from .rings import break_rings
 from .unattended import Exit
@@ -84,11 +84,11 @@ class _CellDisplayHook(DisplayHook):
         self.check_for_underscore()
         if result is None or self.semicolon_at_end_of_expression(self.shell.cell_source):
             return
-        bundle, _ = self.compute_format_data(result)
+        bundle, metadata = self.compute_format_data(result)
         self.shell.user_ns["_"] = result
         self.fill_exec_result(result)
         self.shell.say_if_widget(bundle)
-        self.shell.cell_value = sendable_bundle(bundle)
+        self.shell.cell_value = sendable_bundle(bundle, metadata)
 
 
 class _CellDisplayPublisher(DisplayPublisher):
@@ -106,7 +106,7 @@ class _CellDisplayPublisher(DisplayPublisher):
     ) -> None:
         display_id = str((transient or {}).get("display_id", ""))
         self.shell.say_if_widget(data)
-        self.shell.screen.display(sendable_bundle(data), display_id, update)
+        self.shell.screen.display(sendable_bundle(data, metadata), display_id, update)
 
     def clear_output(self, wait: bool = False) -> None:
         self.shell.screen.clear(wait)
@@ -305,10 +305,14 @@ def _run_in_loop(coroutine: Coroutine[Any, Any, ExecutionResult]) -> ExecutionRe
     return result
 
 
-def sendable_bundle(data: Bundle) -> Bundle:
-    """A mime bundle as JSON: images as base64 text, nothing that JSON does not have, nothing beyond bounds."""
+def sendable_bundle(data: Bundle, metadata: Bundle | None = None) -> Bundle:
+    """A mime bundle as JSON: images as base64 text, nothing that JSON does not have, nothing beyond bounds.
+
+    Of ``metadata`` the sizes in which images are to be shown go with it.
+    """
     bundle: Bundle = {}
-    for mime, value in data.items():
+    sizes = {mime: size for mime, size in (metadata or {}).items() if mime in data and isinstance(size, dict)}
+    for mime, value in [*data.items(), *([(SIZES, sizes)] if sizes else [])]:
         if isinstance(value, bytes):
             bundle[mime] = base64.b64encode(value).decode("ascii")
         elif isinstance(value, str):
@@ -316,12 +320,12 @@ def sendable_bundle(data: Bundle) -> Bundle:
         else:
             with contextlib.suppress(TypeError, ValueError):
                 bundle[mime] = json.loads(json.dumps(value, allow_nan=False))
-    sizes = {mime: len(json_body({mime: value})) for mime, value in bundle.items()}
-    while sum(sizes.values()) > MAX_BUNDLE_BYTES:
-        largest = max(sizes, key=lambda mime: sizes[mime])
+    lengths = {mime: len(json_body({mime: value})) for mime, value in bundle.items()}
+    while sum(lengths.values()) > MAX_BUNDLE_BYTES:
+        largest = max(lengths, key=lambda mime: lengths[mime])
         del bundle[largest]
-        bundle["text/plain"] = f"<{largest} of {sizes.pop(largest) >> 20} MB is not shown>"
-        sizes["text/plain"] = len(json_body({"text/plain": bundle["text/plain"]}))
+        bundle["text/plain"] = f"<{largest} of {lengths.pop(largest) >> 20} MB is not shown>"
+        lengths["text/plain"] = len(json_body({"text/plain": bundle["text/plain"]}))
     num_values = 4 * (len(bundle) + 1)  # more than the bundle itself has
     for mime, value in list(bundle.items()):
         more = 0 if isinstance(value, str) else count_values(json_body(value))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import behind_ours
-from ..wire import Completions, Message
+from ..wire import SIZES, Completions, Message
 
 Bundle = dict[str, Any]
 
@@ -24,6 +24,7 @@ _ALWAYS = ("text/plain", "image/png", "image/jpeg", "image/gif", "application/js
 _BEGINNINGS = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff", "image/gif": b"GIF8"}
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")  # without blanks: next to other repeats they take time by the square
 MOST_TEXT_CHARS = 4 << 20  # of one text that is shown; in JSON, of all texts together
+_MOST_PIXELS = 10_000  # in which an image is shown
 _MAX_DEPTH = 20  # of JSON that is shown
 _MAX_NAME_CHARS = 300
 _MOST_COMPLETIONS, _LONGEST_COMPLETION = 2000, 200
@@ -176,7 +177,25 @@ def safe_bundle(bundle: object, *, is_this_machine: bool) -> Bundle:
     safe["text/plain"] = _clean_beginning(safe.get("text/plain", ""))
     if "application/json" in safe:
         safe["application/json"] = _JsonCleaner().clean(safe["application/json"])
+    if sizes := _safe_sizes(bundle.get(SIZES), safe):
+        safe[SIZES] = sizes
     return safe
+
+
+def _safe_sizes(said: object, shown: Bundle) -> dict[str, dict[str, int]]:
+    """The sizes in which images are to be shown, in pixels."""
+    sizes: dict[str, dict[str, int]] = {}
+    for mime in _BEGINNINGS:
+        of = said.get(mime) if isinstance(said, dict) and mime in shown else None
+        if isinstance(of, dict) and (
+            size := {name: of[name] for name in ("width", "height") if _is_size(of.get(name))}
+        ):
+            sizes[mime] = size
+    return sizes
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 < value <= _MOST_PIXELS
 
 
 def _clean_beginning(text: str) -> str:

@@ -89,6 +89,17 @@ def test_display_is_updated_and_cleared_as_in_any_cell(kernel: Any) -> None:
     assert outcome.text() == "[0] new\n"
 
 
+def test_images_have_the_size_that_they_were_displayed_in(kernel: Any) -> None:
+    """A figure for a screen with twice as many pixels was shown twice as large."""
+    png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    code = f"%%rank 0\nimport base64\nfrom IPython.display import Image, display\npng = base64.b64decode('{png}')\n"
+    outcome = kernel.run(f"{code}display(Image(png, width=80))\nprint('between')\nImage(png, width=40, height=20)")
+    shown = [content for kind, content in outcome.live if kind == "display_data"]
+    sizes = [content["metadata"] for content in shown if "image/png" in content["data"]]
+    assert sizes[-2:] == [{"image/png": {"width": 80}}, {"image/png": {"width": 40, "height": 20}}]
+    assert all(not mime.startswith("application/vnd") for content in shown for mime in content["data"])
+
+
 def test_late_output_goes_to_the_cell_that_caused_it(kernel: Any) -> None:
     code = "import threading\nthreading.Timer(.6, lambda: print('late')).start()"
     message_id = kernel.client.execute(f"%%rank 0\n{code}")

@@ -32,7 +32,7 @@ from detrain_nb.session.safe_output import (
     show_hidden,
 )
 from detrain_nb.values import buffer_sizes
-from detrain_nb.wire import Completions, Notice
+from detrain_nb.wire import SIZES, Completions, Notice
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,23 @@ def test_javascript_and_widgets_of_a_rank_are_never_shown() -> None:
 def test_html_of_another_host_is_not_shown() -> None:
     shown = safe_bundle(ACTIVE, is_this_machine=False)
     assert shown == {"text/plain": "x", "image/png": PNG}
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"width": 80, "height": 40}, {"width": 80, "height": 40}),
+        ({"width": 80, "onload": "alert(1)", "height": "40"}, {"width": 80}),
+        ({"width": 10_001, "height": 0}, None),
+        ({"width": True, "height": 1.5}, None),
+        (80, None),
+    ],
+)
+def test_image_is_shown_in_the_size_that_it_is_to_have(said: object, shown: dict[str, int] | None) -> None:
+    sizes = {"image/png": said, "image/jpeg": {"width": 1}, "text/html": {"width": 1}}
+    bundle = safe_bundle({"image/png": PNG, SIZES: sizes}, is_this_machine=False)
+    assert bundle.get(SIZES) == ({"image/png": shown} if shown else None)
+    assert SIZES not in safe_bundle({"image/png": PNG, SIZES: [said]}, is_this_machine=False)
 
 
 @pytest.mark.parametrize(
