@@ -127,6 +127,7 @@ class _Interpreter:
         self._streams = Streams(self._link.fileno())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._interrupts.install()
+        sys.argv = [""]  # as in any Python that nobody gave a script: a parser takes no option of the launcher
         session_folder = Path.cwd()
         os.chdir(config.folder)
         sys.path[:] = [config.folder, *(path for path in sys.path if path not in ("", config.folder))]

@@ -267,6 +267,17 @@ def test_c_output_is_seen_while_the_cell_runs(session: Session) -> None:
         session.run_cell(code, ranks=0, observer=Watcher(press_at="x"), timeout_s=60)
 
 
+def test_parser_of_a_cell_takes_no_option_of_the_launcher(session: Session) -> None:
+    code = """
+import argparse, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--nnodes", default=7)
+parser.add_argument("data", nargs="*")
+sys.argv, vars(parser.parse_args())"""
+    expected = ([""], {"nnodes": 7, "data": []})
+    assert session.run_cell(code).values == {0: expected, 1: expected}
+
+
 class _Order(CellObserver):
     """What a cell shows, in the order in which it comes."""
 
