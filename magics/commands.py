@@ -231,6 +231,11 @@ class SessionCommands:
         wanted = _wanted_cell(args.cell, cells, session)
         if wanted in session.log.lacking and wanted not in cells:
             raise UsageError(f"%distributed log: of cell {wanted} it has nothing: {session.log.lacking[wanted]}")
+        if wanted not in cells and wanted in session.cells_before:
+            raise UsageError(
+                f"%distributed log: what cell {wanted} printed, if anything, was shown before this notebook attached: "
+                "it is not kept here"
+            )
         if wanted not in cells:
             which = f"cell {wanted}, the last one," if args.cell is None else f"cell {args.cell}"
             known = ", ".join(map(str, cells)) or "none so far"
@@ -251,6 +256,9 @@ class SessionCommands:
         _show_errors(run, screen, world_size=session.world_size, except_of=set(everyone) - set(chosen))
         if why := session.log.lacking.get(wanted):
             screen.show(Text("stderr", f"what cell {wanted} printed after that is not in the log: {why}\n"))
+        if wanted in session.cells_before:
+            words = f"what was shown of cell {wanted} before this notebook attached is not in the log\n"
+            screen.show(Text("stderr", words))
         screen.close()
 
     def _follow(self, session: Session, cell: int, live: LiveCell) -> CellRun:
@@ -299,7 +307,8 @@ def _cells(session: Session) -> str:
         first = next((line.strip() for line in ran.code.splitlines() if line.strip()), "")
         on = "" if len(ran.ranks) == session.world_size else f"[{short_ranks(ran.ranks)}] "
         kept = f" (not all of it is here: {lacking[ran.cell]})" if ran.cell in lacking else ""
-        state = " (runs)" if ran.cell in running else kept or ("" if ran.cell in printed else " (printed nothing)")
+        nothing = " (not kept here)" if ran.cell in session.cells_before else " (printed nothing)"
+        state = " (runs)" if ran.cell in running else kept or ("" if ran.cell in printed else nothing)
         lines.append(f"cell {ran.cell}: {on}{one_line(first[:_CODE_CHARS])}{state}\n")
     return "".join(lines) or "no cell has run\n"
 

@@ -14,7 +14,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from ..errors import CellSyntaxError, DetrainError, SessionError, SpecError
-from ..session.overwritten import describe_overwritten
+from ..session.overwritten import OF_ONE_RANK, describe_overwritten
 from ..session.session import Session
 from . import options
 from .commands import SessionCommands
@@ -208,7 +208,11 @@ class DistributedMagics(Magics):
     def _broadcast(self, line: str) -> None:
         args = options.broadcast_parser().parse_line(line)
         names = [name for name in args.names.split(",") if name]
-        self.holder.running().broadcast(names, source=args.source, ranks=args.ranks)
+        session = self.holder.running()
+        session.broadcast(names, source=args.source, ranks=args.ranks)
+        others = [rank for rank in session.choose(args.ranks) if rank != args.source]
+        if words := describe_overwritten(dict.fromkeys(others, OF_ONE_RANK & set(names)), by="%broadcast"):
+            print(words, file=sys.stderr)
 
     def guard(self, prog: str, act: Callable[[], None]) -> None:
         """Help is printed; a wrong line is one line, and so is a stop; what the ranks raised fails the cell."""

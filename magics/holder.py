@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 
 from ..deploy.kept import drop_kept
-from ..deploy.known import StartedWith, known_sessions
+from ..deploy.known import StartedWith, known_sessions, note_left
 from ..errors import LaunchError, SessionError, TransportError
 from ..plan import DEVICES
 from ..session.session import LINGER_S, Session, end_session
@@ -119,13 +119,20 @@ class SessionHolder:
         self._ended: Session | None = None  # perhaps its stop was interrupted, and goes on
 
     def start(self, wanted: StartOptions) -> Session:
-        """Start the session of this notebook; with ``fresh``, end first what an earlier kernel has left of it."""
+        """Start the session of this notebook; with ``fresh``, end first what an earlier kernel has left of it.
+
+        So is one that its user has left when no cell ran, by a restart of the kernel, as variables of the notebook are.
+        """
         if self._ended is not None:
             self._ended.stop()
             self._ended = None
         name = wanted.name or self.name
         refusal: SessionError | None = None
-        if wanted.fresh and name in known_sessions():
+        there = known_sessions().get(name)
+        is_left = there is not None and there.is_left and there.holder == self.name
+        if there and (wanted.fresh or is_left):
+            if is_left and not wanted.fresh:
+                print(f"session {name!r}, from before this notebook's kernel was restarted, ends: its ranks begin anew")
             try:
                 end_session(name, holder=self.name, ask_passphrase=ask_passphrase)
             except SessionError as exc:  # another notebook holds it; or one on nodes has ended by itself
@@ -213,6 +220,7 @@ class SessionHolder:
             ask_passphrase=ask_passphrase,
             holder=self.name,
         )
+        note_left(name, is_left=False)
         self._started_with = StartOptions.of_earlier(
             name,
             session.nodes,
@@ -249,6 +257,7 @@ class SessionHolder:
         """Leave the session to the next kernel: a front end drops what comes while it restarts this one."""
         session, self.session = self.session, None
         if session is not None:
+            note_left(session.name, is_left=not session.running_cells)
             session.detach(is_seen=False)
 
     def end(self, name: str | None = None, *, cold: bool = False) -> None:

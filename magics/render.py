@@ -79,7 +79,7 @@ class LiveCell:
         self._turns: dict[int, tuple[int, str]] = {}  # of each rank's streams: how many so far, and whose it is
         self._blocks: dict[tuple[int, str], list[str]] = {}  # what is drawn there
         self._displays: dict[tuple[int, str], tuple[str, Rich]] = {}
-        self._standing: set[str] = set()  # ids of displays that the screen can redraw alone
+        self._standing: dict[str, int] = {}  # ids of displays that the screen can redraw alone: 2 below a label, or 1
         self._notices: list[Item] = []  # they stand above all that ranks say
         self._shown: list[Item] = []
         self._is_redrawn = False  # something of what was shown is another now
@@ -119,22 +119,9 @@ class LiveCell:
             if rank not in self._transcripts:
                 return
             rich = Rich(bundle)
-            known = self._displays.get((rank, display_id)) if display_id else None
-            if is_update and known is None:
-                return
-            if known and is_update:
-                if self._options.is_kept:
-                    if not self._transcripts[rank].replace_rich(known[1], rich):
-                        return
-                    self._displays[rank, display_id] = (known[0], rich)
-                    self._is_redrawn = True
-                if known[0] in self._standing and self._is_drawing:
-                    *_, labelled = rich_items({rank: bundle}, is_merging=False, nodes=self._nodes)
-                    assert isinstance(labelled, Rich)
-                    self._screen.update(labelled, known[0])
-                elif self._can_clear:  # it was shown anew, among all others
-                    self._invalidate()
-                return
+            if is_update and (rank, display_id) in self._displays:
+                self._redraw(rank, display_id, rich)
+                return  # one that is not known, of an earlier cell or kernel, is shown here
             for stream in _STREAMS:
                 self._keep(rank, stream, self._terminals[rank, stream].settle())
             if self._options.is_kept and not self._transcripts[rank].add_rich(rich):
@@ -143,8 +130,35 @@ class LiveCell:
             own_id = uuid.uuid4().hex if has_id else ""
             if has_id:
                 self._displays[rank, display_id] = (own_id, rich if self._options.is_kept else Rich({}))
-            for item in rich_items({rank: bundle}, is_merging=False, nodes=self._nodes):
-                self._show_live(item, own_id if isinstance(item, Rich) else "")
+            self._show_display(rank, rich, own_id)
+
+    def _redraw(self, rank: int, display_id: str, rich: Rich) -> None:
+        """Show it in the place of what was displayed under this id."""
+        own_id, before = self._displays[rank, display_id]
+        if self._options.is_kept:
+            if not self._transcripts[rank].replace_rich(before, rich):
+                return
+            self._displays[rank, display_id] = (own_id, rich)
+            self._is_redrawn = True
+        items = self._labelled(rank, rich)
+        if self._standing.get(own_id) == len(items):  # with the label in the same place
+            last = items[-1]
+            assert isinstance(last, Rich)
+            if self._is_drawing:
+                self._screen.update(last, own_id)
+        elif self._can_clear:
+            self._invalidate()
+        else:
+            self._show_display(rank, rich, own_id)
+
+    def _show_display(self, rank: int, rich: Rich, own_id: str) -> None:
+        items = self._labelled(rank, rich)
+        is_shown = [self._show_live(item, own_id if isinstance(item, Rich) else "") for item in items]
+        if own_id and all(is_shown):
+            self._standing[own_id] = len(items)
+
+    def _labelled(self, rank: int, rich: Rich) -> list[Item]:
+        return rich_items({rank: rich.bundle}, is_merging=False, nodes=self._nodes)
 
     def clear(self, rank: int, wait: bool) -> None:
         with self._lock:
@@ -195,7 +209,8 @@ class LiveCell:
             if not self._options.is_quiet:
                 has_changed = self._is_outdated or self._is_redrawn and bool(self._shown)
                 rest = None if has_changed else _rest(joined(self._shown), items)
-                self._screen.settle(items, rest)
+                if self._screen.settle(items, rest):
+                    self._standing.clear()
             self._is_outdated = False
             self._is_finished = True
         self._screen.close()
@@ -293,15 +308,16 @@ class LiveCell:
                     return index
         return count
 
-    def _show_live(self, item: Item, display_id: str = "") -> None:
+    def _show_live(self, item: Item, display_id: str = "") -> bool:
+        """False where it is not shown now."""
         if self._is_outdated:
-            return  # it will be shown with all the others
+            return False  # it will be shown with all the others
         if self._is_drawing or self._is_finished and not self._options.is_quiet:  # what comes late is always shown
             self._screen.show(item, display_id=display_id)
-            if display_id:
-                self._standing.add(display_id)
             if self._options.is_kept:
                 self._shown.append(item)
+            return True
+        return False
 
     def _draw_transient(self) -> None:
         """The lines that ranks have not finished, and who is waited for."""

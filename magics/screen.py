@@ -64,8 +64,12 @@ class Screen(Protocol):
     def replace(self, items: list[Item]) -> None:
         """Show ``items`` instead of all that was shown."""
 
-    def settle(self, items: list[Item], rest: list[Item] | None) -> None:
-        """Show the last form, ``items``; ``rest`` is what is left to show of them, None when something else stands."""
+    def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
+        """Show the last form, ``items``; ``rest`` is what is left to show of them, None when something else stands.
+
+        True where all was shown anew: no display has its id any more.
+        """
+        ...
 
     def checkpoint(self) -> Callable[[], bool]:
         """A question: has all that was given so far been shown?"""
@@ -141,15 +145,17 @@ class KernelScreen:
             self._anew_from = time.monotonic() + chars / _ANEW_CHARS_PER_S
         self._start()
 
-    def settle(self, items: list[Item], rest: list[Item] | None) -> None:
+    def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
         with self._changed:
-            if rest is None or self._transient_id or self._would_be_stored_otherwise(items, rest):
+            is_anew = rest is None or bool(self._transient_id) or self._would_be_stored_otherwise(items, rest)
+            if is_anew:
                 self._replace(items)
             else:
-                self._waiting += [_message(item) for item in rest]
-            if not self._waiting:
-                return
-        self._start()
+                self._waiting += [_message(item) for item in rest or ()]
+            has_waiting = bool(self._waiting)
+        if has_waiting:
+            self._start()
+        return is_anew
 
     def _replace(self, items: list[Item]) -> None:
         self._transient = self._transient_shown = self._transient_id = ""
@@ -352,12 +358,13 @@ class TextScreen:
     def replace(self, items: list[Item]) -> None:
         """See ``invalidate``."""
 
-    def settle(self, items: list[Item], rest: list[Item] | None) -> None:
+    def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
         """Show the values, which are new; lines that others would join now stand there as they came."""
         if rest is None:
             rest = [item for item in items if isinstance(item, Rich) and item not in self._shown]
         for item in rest:
             self.show(item)
+        return False
 
     def checkpoint(self) -> Callable[[], bool]:
         return lambda: True
@@ -397,8 +404,9 @@ class CapturedScreen:
     def replace(self, items: list[Item]) -> None:
         self._items = list(items)
 
-    def settle(self, items: list[Item], rest: list[Item] | None) -> None:
+    def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
         self.replace(items)
+        return True
 
     def checkpoint(self) -> Callable[[], bool]:
         return lambda: True

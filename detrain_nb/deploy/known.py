@@ -24,7 +24,16 @@ from ..plan import DEVICES
 if TYPE_CHECKING:
     from ..spec.node import Node
 
-__all__ = ["KnownSession", "StartedWith", "forget", "known_sessions", "noted_owners", "remember", "session_names"]
+__all__ = [
+    "KnownSession",
+    "StartedWith",
+    "forget",
+    "known_sessions",
+    "note_left",
+    "noted_owners",
+    "remember",
+    "session_names",
+]
 
 _FOLDER = ".remote"
 _LOCAL_FILE = "started.json"
@@ -56,12 +65,14 @@ class KnownSession:
     """``nodes`` is empty for one of this machine, whose agent has ``pid``.
 
     ``started`` is None where it is not known: the session was started by another machine, or the file is unreadable.
+    ``is_left``: its kernel was restarted by its user while no cell ran, and nobody has come back to it since.
     """
 
     holder: str
     pid: int = 0
     nodes: tuple[Node, ...] = ()
     started: StartedWith | None = None
+    is_left: bool = False
 
     def __str__(self) -> str:
         if not self.nodes:
@@ -73,8 +84,8 @@ def known_sessions() -> dict[str, KnownSession]:
     """By name. One on nodes may have ended meanwhile: who attaches to it is told."""
     found = {path.stem: known for path in sorted(_folder().glob("*.json")) if (known := _read(path))}
     for name, pid in running_sessions().items():
-        started = _read_started(_load(_local_file(name)))
-        found[name] = KnownSession(holder_of(name), pid, started=started)
+        said = _load(_local_file(name))
+        found[name] = KnownSession(holder_of(name), pid, started=_read_started(said), is_left=_is_left(said))
     return found
 
 
@@ -109,6 +120,13 @@ def remember(session: str, nodes: Sequence[Node], *, holder: str, started: Start
     with contextlib.suppress(OSError):
         _folder().mkdir(mode=0o700, exist_ok=True)
     _write(path, {"holder": holder, "nodes": listed, "started": kept})
+
+
+def note_left(session: str, *, is_left: bool) -> None:
+    """See `KnownSession`."""
+    for path in (_local_file(session), _folder() / f"{session}.json"):
+        if (said := _load(path)) and _is_left(said) != is_left:
+            _write(path, {**said, "is_left": is_left})
 
 
 def forget(session: str) -> None:
@@ -156,8 +174,13 @@ def _read(path: Path) -> KnownSession | None:
     with contextlib.suppress(KeyError, TypeError, DetrainError):
         nodes = tuple(Node(**fields) for fields in said["nodes"])
         if nodes:
-            return KnownSession(str(said["holder"]), nodes=nodes, started=_read_started(said))
+            holder = str(said["holder"])
+            return KnownSession(holder, nodes=nodes, started=_read_started(said), is_left=_is_left(said))
     return None
+
+
+def _is_left(said: dict[str, Any]) -> bool:
+    return said.get("is_left") is True
 
 
 def _read_started(said: dict[str, Any]) -> StartedWith | None:

@@ -460,6 +460,7 @@ class _Interpreter:
         if all(len(buffer) == size for buffer, size in zip(buffers, sizes)):
             del self._arriving[request]
             self._runner.user_ns[message.name] = values.unpack(message.description, buffers)
+            self._given.newly_overwritten()  # as with a broadcast
             self._send(RequestDone(self._rank, request))
 
     def _broadcast(self, message: Broadcast) -> None:
@@ -467,6 +468,7 @@ class _Interpreter:
             lambda: {name: self._look_up(name) for name in message.names}, message.ranks, message.source, self._device
         )
         self._runner.user_ns.update(found)
+        self._given.newly_overwritten()  # it is said by who asked for it, not by the next cell
         self._send(RequestDone(self._rank, message.request))
 
     # ---- set-up

@@ -12,11 +12,11 @@ __all__ = ["check_mapping", "check_number", "check_paths", "check_text", "check_
 
 
 def names_of(names: str | Iterable[str], what: str = "names") -> list[str]:
-    """A name, or several, as a list. Raises: SpecError."""
+    """A name, or several, as a list, each once. Raises: SpecError."""
     listed = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [None]
     if not listed or not all(isinstance(name, str) and name for name in listed):
         raise SpecError(f"{what} {names!r}: give a name, or a list of names")
-    return [str(name) for name in listed]
+    return list(dict.fromkeys(map(str, listed)))
 
 
 def check_text(what: str, value: Any) -> None:

@@ -15,6 +15,8 @@ _SET_BACK = {
     "torch": "import torch",
 }
 
+OF_ONE_RANK = {"rank", "local_rank", "device"}  # another rank's are others
+
 
 def check_overwritten(names: Iterable[str]) -> None:
     """Raises: WireError for what no rank begins with, or a name that comes twice."""

@@ -41,6 +41,7 @@ from .files import SessionFiles, current_folder
 from .generations import describe_new_groups
 from .log import OutputLog
 from .members import Members
+from .overwritten import OF_ONE_RANK, describe_overwritten
 from .rank_link import IDLE_LIMIT_S
 from .results import CellResult
 from .runs import Runs
@@ -77,6 +78,9 @@ class Session:
         self.name = name
         self.holder = holder or f"pid {os.getpid()}"
         self.warm_s = 0.0  # how long nodes keep what the ranks have imported, after a stop
+        self.cells_before: frozenset[int] = (
+            frozenset()
+        )  # those that ran before an attach: what was shown is not in the log
         self.not_ended: list[str] = []  # nodes that ``stop`` did not reach: their ranks end by themselves
         self._stopping = threading.Lock()
         self._core = Core(name, ends, holder=self.holder, is_attaching=is_attaching)
@@ -233,6 +237,7 @@ class Session:
         try:
             go_on(session._core, steal=steal)
             session._core.note_down()
+            session.cells_before = frozenset(ran.cell for ran in session.cells)
             session.notices.extend(files.notices)
         except BaseException:
             session.detach()
@@ -436,7 +441,9 @@ class Session:
     def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
         """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; nothing is set then."""
         check_mapping("variables", variables)
-        self._ranks.push(variables, self._core.choose_idle(ranks))
+        chosen = self._core.choose_idle(ranks)
+        self._ranks.push(variables, chosen)
+        self._core.tell(describe_overwritten(dict.fromkeys(chosen, variables), by="push"), None)
 
     @property
     def folder(self) -> str:
@@ -536,6 +543,8 @@ class Session:
         self._core.choose_idle([*chosen, sender], limit_s=IDLE_LIMIT_S)
         self._core.mend_group(range(self.world_size), None)
         self._core.generations.broadcast(wanted, chosen, source=sender)
+        others = [rank for rank in chosen if rank != sender]
+        self._core.tell(describe_overwritten(dict.fromkeys(others, OF_ONE_RANK & set(wanted)), by="broadcast"), None)
 
     def replay(
         self, ranks: Ranks, *, cells: Iterable[int] | None = None, observer: Callable[[int], CellObserver] | None = None

@@ -513,4 +513,10 @@ def test_push_of_what_the_ranks_begin_with_is_said_and_of_nothing_refused(kernel
     assert "'%push: ',' names no variable" in kernel.run("%push ,").error.replace("UsageError: ", "'")
     words = kernel.run("rank = 7\n%push rank -r 1").text("stderr")
     assert words.startswith("%push has overwritten rank on rank 1, which the session had set")
-    kernel.run("%%rank 1\nimport os; rank = int(os.environ['RANK'])")
+    assert kernel.run("%%distributed\n1").text("stderr") == "", "it has been said"
+    set_back = "%%rank 1\nimport os; rank = int(os.environ['RANK'])"
+    kernel.run(set_back)
+    words = kernel.run("%broadcast rank").text("stderr")
+    assert words.startswith("%broadcast has overwritten rank on rank 1, which the session had set")
+    assert words.count("\n") == 1
+    kernel.run(set_back)

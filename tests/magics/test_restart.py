@@ -87,6 +87,50 @@ def test_values_of_variables_are_in_no_file(kernel: Any, runtime_folder: Path) -
     assert kernel.run("%distributed stop").status == "ok"
 
 
+@pytest.mark.parametrize("line", ["%%distributed -n 2\nkept = 1", "%distributed start -n 2"])
+def test_notebook_whose_kernel_was_restarted_runs_again_from_its_first_line(kernel: Any, line: str) -> None:
+    """Restart and Run All: ranks begin anew, as the variables of the notebook do."""
+    assert kernel.run(line).status == "ok"
+    assert kernel.run("%%distributed\nkept = 1").status == "ok"
+    _renew(kernel)
+    again = kernel.run(line)
+    assert (again.status, again.text().count("kernel was restarted, ends: its ranks begin anew")) == ("ok", 1)
+    assert kernel.run("%%distributed\n'kept' in globals()").rich() == [f"[0-1] {line.endswith('kept = 1')}"]
+    assert kernel.run("%distributed stop").status == "ok"
+
+
+def test_ranks_that_ran_a_cell_when_the_kernel_was_restarted_are_not_ended_by_a_start(kernel: Any) -> None:
+    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    kernel.client.execute("%%distributed\nimport time\nfor step in range(1000): print(step); time.sleep(0.1)")
+    while kernel.client.get_iopub_msg(timeout=20)["msg_type"] != "stream":
+        pass
+    _renew(kernel)
+    assert "runs already" in kernel.run("%distributed start -n 1 --no-init").error
+    assert kernel.run("%distributed stop").status == "ok"
+
+
+def test_ranks_of_a_kernel_that_died_are_not_ended_by_a_start(kernel: Any) -> None:
+    """Nor are those that were left at a restart, once somebody had come back to them."""
+    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    _renew(kernel)
+    assert kernel.run("%distributed attach").status == "ok"
+    kernel.manager.restart_kernel(now=True)
+    kernel.client.wait_for_ready(timeout=60)
+    assert "is there" in kernel.run("%load_ext detrain_nb").text()
+    assert "runs already" in kernel.run("%distributed start -n 1 --no-init").error
+    assert kernel.run("%distributed stop").status == "ok"
+
+
+def test_log_says_that_what_was_shown_before_an_attach_is_not_kept(kernel: Any) -> None:
+    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    assert kernel.run("%%distributed\nprint('shown')").text() == "[0] shown\n"
+    assert kernel.run("%distributed detach").status == "ok"
+    assert kernel.run("%distributed attach").status == "ok"
+    assert kernel.run("%distributed log --list").text() == "cell 3: print('shown') (not kept here)\n"
+    assert "was shown before this notebook attached" in kernel.run("%distributed log").error
+    assert kernel.run("%distributed stop").status == "ok"
+
+
 @pytest.mark.slow
 def test_other_number_of_ranks_goes_before_that_of_the_start(kernel: Any) -> None:
     _start(kernel)

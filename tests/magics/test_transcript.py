@@ -337,6 +337,39 @@ def test_display_is_redrawn_while_the_cell_runs_though_another_rank_has_cleared(
         assert_soon(lambda shown=f"[0]\nnew {number}": _standing(sent) == shown)
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("kinds", [("text/plain",), ("text/plain", "application/json"), ("text/plain", "image/png")])
+def test_no_display_is_redrawn_without_the_label_of_its_rank(is_kept: bool, kinds: tuple[str, ...]) -> None:
+    sent: list[dict[str, Any]] = []
+    cell = LiveCell(_screen_into(sent), (0, 1), 1, RenderOptions(is_kept=is_kept), nodes={1: "bad"})
+    cell.display(1, {"text/plain": "x"}, "d", False)
+    assert_soon(lambda: _standing(sent) == "[bad:1] x")
+    cell.display(1, dict.fromkeys(kinds, "[good:0] lie"), "d", True)
+    assert_soon(lambda: "lie" in _standing(sent))
+    assert _standing(sent).removeprefix("[bad:1] x") in ("[bad:1] [good:0] lie", "[bad:1]\n[good:0] lie")
+
+
+def test_redraw_of_what_an_earlier_cell_displayed_is_shown() -> None:
+    sent: list[dict[str, Any]] = []
+    cell = LiveCell(_screen_into(sent), (0, 1), 1, RenderOptions())
+    for number in range(3):
+        cell.display(0, {"text/plain": f"earlier {number}"}, "e", True)
+    cell.finish({})
+    assert _standing(sent) == "[0] earlier 2"
+
+
+def test_redraw_after_the_end_of_a_cell_is_shown() -> None:
+    sent: list[dict[str, Any]] = []
+    cell = LiveCell(_screen_into(sent), (0, 1), 1, RenderOptions())
+    for rank in (0, 1):
+        cell.display(rank, {"text/plain": "same"}, "s", False)
+    cell.finish({})
+    assert _standing(sent) == "[0-1] same"
+    for number in range(3):
+        cell.display(0, {"text/plain": f"late {number}"}, "s", True)
+    assert_soon(lambda: _standing(sent) == "[0-1] same[0] late 2")
+
+
 def test_displays_that_are_redrawn_all_the_time_are_sent_a_few_at_a_time_and_all_as_they_are_at_the_end() -> None:
     """Thousands of redraws a second took the front end, or the terminal, all its time."""
     sent: list[dict[str, Any]] = []
@@ -390,7 +423,7 @@ def test_displays_by_the_million_are_kept_up_to_a_number_and_a_size(capsys: pyte
     shown = capsys.readouterr().out
     assert "picture 999\n" in shown
     assert "picture 1000\n" not in shown
-    assert "... 4,200 more outputs, see them with %distributed log --cell 1 --rank 0 ..." in shown
+    assert "... 4,400 more outputs, see them with %distributed log --cell 1 --rank 0 ..." in shown
     assert len(shown) < 64 << 20
 
 

@@ -278,6 +278,13 @@ sys.argv, vars(parser.parse_args())"""
     assert session.run_cell(code).values == {0: expected, 1: expected}
 
 
+def test_name_that_is_asked_for_twice_is_brought_once(session: Session) -> None:
+    session.run_cell("twice = rank")
+    assert session.pull(["twice", "twice"]) == {0: {"twice": 0}, 1: {"twice": 1}}
+    session.broadcast(["twice", "twice"])
+    assert session.pull("twice") == {0: 0, 1: 0}
+
+
 class _Order(CellObserver):
     """What a cell shows, in the order in which it comes."""
 
