@@ -56,6 +56,7 @@ class RankTerminal:
     def _begin(self) -> None:
         self._rows: list[str | _Row] = [""]  # a str where nothing was drawn
         self._turns = [0]  # in which each row was written last
+        self._top = 0  # a row: those above have left the terminal
         self._row = 0
         self._column: int | None = None  # None: at the end of the last row
         self._style = ""  # the sequence that sets the colours in which it writes
@@ -149,7 +150,8 @@ class RankTerminal:
     def _scroll(self) -> Fed:
         """Let go of the rows that the cursor cannot come to again."""
         rows, settled = self._rows, len(self._rows) - 1 - self._reach
-        over = max(0, len(rows) - TERMINAL_ROWS)
+        over = max(self._top, len(rows) - TERMINAL_ROWS)
+        self._top = 0
         if max(map(len, rows[over:] if over else rows)) > _MAX_DRAWN_COLUMNS:
             fixed = (index for index in range(self._row - 1, over - 1, -1) if len(rows[index]) > _MAX_DRAWN_COLUMNS)
             over = next(fixed, over - 1) + 1
@@ -212,6 +214,7 @@ class RankTerminal:
             self._turns[-1] = self._turn
             self._turns.append(self._turn)
             self._rows.append("")
+            self._top = max(self._top, len(self._rows) - TERMINAL_ROWS)
             self._column = None
         elif self._is_wiped_below():  # all that was drawn here is gone: it is as if it began
             self._drop_below()
@@ -238,15 +241,15 @@ class RankTerminal:
         while text:
             self._turns[self._row] = self._turn
             row = self._rows[self._row]
-            is_long = len(row) + len(text) > _MAX_DRAWN_COLUMNS
+            is_other = self._style != self._open_style
+            opening = (_PLAIN if self._open_style else "") + self._style if is_other else ""
+            is_long = len(row) + len(opening) + len(text) > _MAX_DRAWN_COLUMNS
             if self._column is not None or isinstance(row, _Row) or self._style and is_long:
                 room = self._overwrite(text)
             else:
                 room = _MAX_COLUMNS - len(row)
-                if self._style != self._open_style:
-                    row += (_PLAIN if self._open_style else "") + self._style
-                    self._open_style = self._style
-                self._rows[self._row] = row + text[:room]
+                self._open_style = self._style
+                self._rows[self._row] = row + opening + text[:room]
             text = text[room:]
             if not room:
                 self._next_row()
@@ -318,7 +321,7 @@ class RankTerminal:
             self._column = 0
 
     def _go(self, *, up: int = 0, down: int = 0) -> None:
-        top = max(0, len(self._rows) - TERMINAL_ROWS)
+        top = max(self._top, len(self._rows) - TERMINAL_ROWS)
         while up and self._row > top and len(self._rows[self._row - 1]) <= _MAX_DRAWN_COLUMNS:
             self._row -= 1
             up -= 1

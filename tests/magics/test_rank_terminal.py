@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 from detrain_nb.magics.rank_terminal import _NARROW, Drawn, RankTerminal
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from detrain_nb.session.safe_output import PieceCleaner
@@ -203,6 +203,8 @@ _PARTS = st.sampled_from(["a", "bc", "漢", "é", "\u0301", "x" * 1001, *_MOVES,
 
 
 @given(st.lists(_PARTS, max_size=30).map("".join), st.lists(st.integers(0, 400), max_size=8))
+@example("\n" * 30 + "\x1b[18A\n\x1b[9A", [])  # what is wiped makes the terminal no higher
+@example(f"\x1b[31m{'x' * 1000}{UP}a", [8])  # as many letters as can be drawn on, and their colour
 def test_pieces_make_no_difference(text: str, cuts: list[int]) -> None:
     data = text.encode()
 
