@@ -69,7 +69,7 @@ def _lines_of(file: Path) -> Iterator[dict[str, Any]]:
     for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("rank"), int):
             yield {name: _number(value) for name, value in line.items()}

@@ -11,6 +11,7 @@ Each SIZE, COUNT or SHAPE stands for raw bytes, in this order: large ones are a 
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import json
 import math
@@ -38,6 +39,8 @@ MAX_DESCRIPTION_BYTES = 8 << 20  # as JSON; the header of a message holds twice 
 _MAX_ITEMS = MAX_DESCRIPTION_BYTES // 2  # an item is a character and a comma at least
 _MAX_DEPTH = 64
 _MAX_DIMS = 32  # what numpy 1.26 has
+_MOST_ALIKE, _MOST_ALIKE_CONTAINERS = 64, 16  # keys of a dict, or elements of a set, that have one hash
+_MOST_SHAPE_BYTES = 1 << 63  # of a shape, where a dimension of 0 counts as 1
 _LARGE_BYTES = 1024
 _ALIGN_BYTES = 16
 _SHORT_CHARS = 64
@@ -347,6 +350,8 @@ def _tensor_problem(tensor: torch.Tensor) -> tuple[str, str] | None:
         return "tensor without data", "it is on the meta device or its storage was freed; fill it first"
     elif str(tensor.dtype).removeprefix("torch.") not in _TENSOR_DTYPES:
         return f"tensor of dtype {tensor.dtype}", "use {}.view(torch.uint8) instead"
+    elif math.prod(dim or 1 for dim in tensor.shape) * tensor.element_size() >= _MOST_SHAPE_BYTES:
+        return f"tensor of shape {list(tensor.shape)}", "it is empty, and larger than any memory but for that"
     elif tensor.dim() > _MAX_DIMS:
         return f"tensor of {tensor.dim()} dimensions", f"use {{}}.flatten() instead, {_MAX_DIMS} are the most"
     return None
@@ -477,7 +482,7 @@ def _data_bytes(kind: str, dtype: object, shape: object) -> int:
     if type(shape) is not list or len(shape) > _MAX_DIMS:
         raise WireError(f"{_short(shape)} is not a shape")
     dims = [_natural(dim) for dim in shape]
-    if math.prod(dim or 1 for dim in dims) * (item_bytes or 1) >= 1 << 63:  # also where another dim is 0
+    if math.prod(dim or 1 for dim in dims) * (item_bytes or 1) >= _MOST_SHAPE_BYTES:  # also where another dim is 0
         raise WireError(f"{_short(shape)} is larger than any memory")
     return math.prod(dims) * item_bytes
 
@@ -530,13 +535,19 @@ def _add_keys(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
     Raises: WireError for keys that cannot be any, or were chosen to have the same place: all of them would take hours.
     """
     deadline = time.thread_time() + _KEYS_LIMIT_S + len(keys) * _KEY_LIMIT_S
-    for at in range(0, len(keys), _KEYS_AT_ONCE):
-        try:
-            add(keys[at : at + _KEYS_AT_ONCE], at)
-        except (TypeError, ValueError) as exc:  # ValueError: a timedelta64 without unit
-            raise WireError(f"a key or an element cannot be one: {exc}") from exc
-        if time.thread_time() > deadline:
-            raise WireError(f"{len(keys)} keys or elements take too long to tell apart: too many have the same hash")
+    too_slow = WireError(f"{len(keys)} keys or elements take too long to tell apart: too many have the same hash")
+    has_containers = not {tuple, frozenset}.isdisjoint(map(type, keys))
+    most_alike = _MOST_ALIKE_CONTAINERS if has_containers else _MOST_ALIKE
+    step = 1 if has_containers else _KEYS_AT_ONCE  # to compare two of them may take long
+    try:
+        if max(collections.Counter(map(hash, keys)).values(), default=0) > most_alike:
+            raise too_slow
+        for at in range(0, len(keys), step):
+            add(keys[at : at + step], at)
+            if time.thread_time() > deadline:
+                raise too_slow
+    except (TypeError, ValueError) as exc:  # ValueError: a timedelta64 without unit
+        raise WireError(f"a key or an element cannot be one: {exc}") from exc
 
 
 def _build_scalar(value: Any) -> Any:

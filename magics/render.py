@@ -34,6 +34,8 @@ _DRAWN_CHARS = 500  # of a line
 _STREAMS = ("stdout", "stderr")
 _MOST_NOTICES = 1000  # in one cell
 _MOST_DISPLAYS = 10_000  # with an id, in one cell
+_MOST_SHOWN_CHARS = 64 << 20  # that are remembered as they were shown
+_TOO_MUCH = Text("stderr", "\0")  # as no item is
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,12 @@ class LiveCell:
         self._terminals = {(rank, stream): RankTerminal() for rank in ranks for stream in _STREAMS}
         self._turns: dict[int, tuple[int, str]] = {}  # of each rank's streams: how many so far, and whose it is
         self._blocks: dict[tuple[int, str], list[str]] = {}  # what is drawn there
-        self._displays: dict[tuple[int, str], tuple[str, Rich]] = {}
+        self._displays: dict[int, dict[str, tuple[str, Rich]]] = {rank: {} for rank in ranks}
+        self._num_displays = 0
         self._standing: dict[str, int] = {}  # ids of displays that the screen can redraw alone: 2 below a label, or 1
         self._notices: list[Item] = []  # they stand above all that ranks say
         self._shown: list[Item] = []
+        self._shown_chars = 0
         self._is_redrawn = False  # something of what was shown is another now
         self._is_outdated = False  # other lines stand there than should: the screen asks for all of them
         self._effort_live = Effort()  # of all redraws together: a rank can ask for one with a few bytes
@@ -119,26 +123,27 @@ class LiveCell:
             if rank not in self._transcripts:
                 return
             rich = Rich(bundle)
-            if is_update and (rank, display_id) in self._displays:
+            if is_update and display_id in self._displays[rank]:
                 self._redraw(rank, display_id, rich)
                 return  # one that is not known, of an earlier cell or kernel, is shown here
             for stream in _STREAMS:
                 self._keep(rank, stream, self._terminals[rank, stream].settle())
             if self._options.is_kept and not self._transcripts[rank].add_rich(rich):
                 return
-            has_id = bool(display_id) and len(self._displays) < _MOST_DISPLAYS
+            has_id = bool(display_id) and self._num_displays < _MOST_DISPLAYS
             own_id = uuid.uuid4().hex if has_id else ""
             if has_id:
-                self._displays[rank, display_id] = (own_id, rich if self._options.is_kept else Rich({}))
+                self._num_displays += display_id not in self._displays[rank]
+                self._displays[rank][display_id] = (own_id, rich if self._options.is_kept else Rich({}))
             self._show_display(rank, rich, own_id)
 
     def _redraw(self, rank: int, display_id: str, rich: Rich) -> None:
         """Show it in the place of what was displayed under this id."""
-        own_id, before = self._displays[rank, display_id]
+        own_id, before = self._displays[rank][display_id]
         if self._options.is_kept:
             if not self._transcripts[rank].replace_rich(before, rich):
                 return
-            self._displays[rank, display_id] = (own_id, rich)
+            self._displays[rank][display_id] = (own_id, rich)
             self._is_redrawn = True
         items = self._labelled(rank, rich)
         if self._standing.get(own_id) == len(items):  # with the label in the same place
@@ -165,6 +170,10 @@ class LiveCell:
             if rank not in self._transcripts or not self._options.is_kept:
                 return
             self._transcripts[rank].clear()
+            self._num_displays -= len(self._displays[rank])
+            for own_id, _ in self._displays[rank].values():
+                self._standing.pop(own_id, None)
+            self._displays[rank].clear()
             for stream in _STREAMS:
                 self._terminals[rank, stream].end()
                 self._blocks.pop((rank, stream), None)
@@ -285,7 +294,7 @@ class LiveCell:
         for (rank, stream), terminal in self._terminals.items():
             _add(so_far[rank], stream, terminal.shown)
         said = self._canonical(so_far, self._effort_live)
-        self._shown = [*self._notices, *said]
+        self._shown, self._shown_chars = [*self._notices, *said], 0
         self._screen.replace(self._shown)
         self._standing.clear()
         self._is_redrawn = False
@@ -315,9 +324,17 @@ class LiveCell:
         if self._is_drawing or self._is_finished and not self._options.is_quiet:  # what comes late is always shown
             self._screen.show(item, display_id=display_id)
             if self._options.is_kept:
-                self._shown.append(item)
+                self._note_shown(item)
             return True
         return False
+
+    def _note_shown(self, item: Item) -> None:
+        """Keep it to compare it with the last form; where that would be too much, all is shown anew at the end."""
+        self._shown_chars += len(item.text) if isinstance(item, Text) else item.num_chars
+        if self._shown_chars > _MOST_SHOWN_CHARS:
+            self._shown = [_TOO_MUCH]
+        else:
+            self._shown.append(item)
 
     def _draw_transient(self) -> None:
         """The lines that ranks have not finished, and who is waited for."""

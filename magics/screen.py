@@ -11,6 +11,7 @@ import itertools
 import os
 import shutil
 import sys
+import textwrap
 import threading
 import time
 import uuid
@@ -29,6 +30,8 @@ _LONGEST_FRAME_S = 0.3
 _MOVED_CHARS = 200_000  # more is not sent again to have the redrawn lines below it
 _MOVED_CHARS_PER_S = 100_000
 _ANEW_CHARS_PER_S = 5_000_000  # of cells that are shown anew again and again, pictures and all
+_MOST_KEPT_CHARS = 64 << 20  # of what a terminal has shown, or something else is to take
+_INDENT = "    "  # of text that stands for a picture: nothing of a node's begins a line
 _MOST_UPDATES = 25  # of displays, in a batch; those that wait are redrawn once, as they are then
 _IDLE_S = 2.0
 _DRAW_LIMIT_S = 1.0
@@ -306,7 +309,8 @@ class TextScreen:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._shown: list[Item] = []
+        self._shown: list[Rich] = []
+        self._shown_chars = 0
         self._foot = ""  # what a terminal shows where the next line will stand
         self._updates: dict[str, Rich] = {}  # those that wait, by display id
         self._updated_at = 0.0
@@ -314,14 +318,23 @@ class TextScreen:
     def show(self, item: Item, *, display_id: str = "") -> None:
         with self._lock:
             self._draw_foot("")
-            self._shown.append(item)
             if isinstance(item, Text):
                 stream = sys.stderr if item.stream == "stderr" else sys.stdout
                 stream.write(item.text)
             else:
+                self._note_shown(item)
                 stream = sys.stdout
-                stream.write(item.bundle.get("text/plain", "") + "\n")
+                text = item.bundle.get("text/plain", "")
+                is_labelled = set(item.bundle) == {"text/plain"}
+                stream.write((text if is_labelled else textwrap.indent(text, _INDENT, lambda line: True)) + "\n")
             stream.flush()
+
+    def _note_shown(self, item: Rich) -> None:
+        """What is remembered too long ago may be shown once more at the end."""
+        self._shown_chars += item.num_chars
+        if self._shown_chars > _MOST_KEPT_CHARS:
+            self._shown, self._shown_chars = [], item.num_chars
+        self._shown.append(item)
 
     def update(self, rich: Rich, display_id: str) -> None:
         """Show it below, a few of all that are redrawn at a time; of the others the last form at the end."""
@@ -382,15 +395,29 @@ class CapturedScreen:
         self._publisher = ipython.display_pub
         self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
         self._items: list[Item] = []
+        self._kept_chars = 0
+        self._places: dict[str, int] = {}  # of displays among the items, by their ids
         self._is_closed = False
 
     def show(self, item: Item, *, display_id: str = "") -> None:
-        self._items.append(item)
+        """What does not fit any more is left out; the last form has bounds of its own."""
+        chars = len(item.text) if isinstance(item, Text) else item.num_chars
+        if self._kept_chars + chars <= _MOST_KEPT_CHARS:
+            self._kept_chars += chars
+            if display_id:
+                self._places[display_id] = len(self._items)
+            self._items.append(item)
         if self._is_closed:
             self._hand_over()
 
     def update(self, rich: Rich, display_id: str) -> None:
-        self.show(rich)
+        place = self._places.get(display_id, -1)
+        before = self._items[place] if 0 <= place < len(self._items) else None
+        if not isinstance(before, Rich):
+            self.show(rich)
+        elif self._kept_chars + rich.num_chars - before.num_chars <= _MOST_KEPT_CHARS:
+            self._kept_chars += rich.num_chars - before.num_chars
+            self._items[place] = rich
 
     def set_transient(self, text: str) -> None:
         """It would not be there at the end."""
@@ -403,6 +430,7 @@ class CapturedScreen:
 
     def replace(self, items: list[Item]) -> None:
         self._items = list(items)
+        self._places.clear()
 
     def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
         self.replace(items)
@@ -416,7 +444,8 @@ class CapturedScreen:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        items, self._items = self._items, []
+        items, self._items, self._kept_chars = self._items, [], 0
+        self._places.clear()
         with contextlib.suppress(ValueError):  # late, and the file that took it is closed
             for item in items:
                 if isinstance(item, Text):

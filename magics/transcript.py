@@ -121,7 +121,7 @@ class Transcript:
     def replace_rich(self, old: Rich, new: Rich) -> bool:
         """A rich output was redrawn under its display id; False where there is no room for the new one."""
         grown_chars = new.num_chars - old.num_chars
-        if grown_chars > self._room_rich_chars:
+        if grown_chars > self._room_rich_chars or not any(entry is old for entry in self._head):
             return False
         self._room_rich_chars -= grown_chars
         self._head = [new if entry is old else entry for entry in self._head]
@@ -250,6 +250,8 @@ def rich_items(bundles: dict[int, Bundle], *, is_merging: bool, nodes: Nodes | N
         if set(bundle) == {"text/plain"}:
             items.append(Rich({"text/plain": _indented(prefix, bundle["text/plain"])}))
         else:
+            if "application/json" in bundle:  # front ends that do not know it show the text
+                bundle = {**bundle, "text/plain": _indented(" " * len(prefix), bundle.get("text/plain", ""))}
             items += [Text("stdout", f"{prefix.rstrip()}\n"), Rich(bundle)]
     return items
 

@@ -457,6 +457,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: torch.eye(2).to_sparse(),
         "x is a tensor of layout torch.sparse_coo and cannot travel: use x.to_d",
     ),
+    "empty and huge": (
+        lambda: torch.empty(2**62, 0, 8),
+        "x is a tensor of shape [4611686018427387904, 0, 8] and cannot",
+    ),
     "meta": (lambda: torch.ones(2, device="meta"), "x is a tensor without data and cannot travel: it is on the meta"),
     "freed": (make_freed, "x is a tensor without data and cannot travel"),
     "bits": (
@@ -732,6 +736,10 @@ def test_keys_made_to_collide_are_a_wire_error() -> None:
     for description in ({"set": collide}, {"dict": [collide, {"int64": number}]}):
         with pytest.raises(WireError, match="20000 keys or elements take too long to tell apart"):
             unpack(description, [raw] if "set" in description else [raw, bytes(8 * number)])
+    alike = {"frozenset": [{"int": 16}] * 60}  # each takes little to make, and long to tell from another
+    raw = b"".join((n * ((1 << 61) - 1)).to_bytes(16, "little") for n in range(60 * 30))
+    with pytest.raises(WireError, match="30 keys or elements take too long to tell apart"):
+        unpack({"set": [alike] * 30}, [raw])
     many = {n << 40 for n in range(50_000)}
     assert receive(many) == many
     grid = {(x, y, z) for x in range(-9, 9) for y in range(-9, 9) for z in range(-9, 9)}

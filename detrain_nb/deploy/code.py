@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import stat
 import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -85,17 +86,19 @@ def ipython_code(python_version: tuple[int, int]) -> CodeArchive | None:
     return _archive(files) if files else None
 
 
-def pack_files(files: Mapping[str, bytes], *, executable: Collection[str] = ()) -> bytes:
+def pack_files(files: Mapping[str, bytes], *, executable: Collection[str] = (), private: Collection[str] = ()) -> bytes:
     """Pack ``files``, contents by relative posix path, into a zip that depends on nothing else.
 
-    Modes are in it, 0o755 for those that are ``executable`` and 0o644 for the others.
+    Modes are in it, 0o755 for those that are ``executable`` and 0o644 for the others; for their owner alone where they
+    are ``private``.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
             info = zipfile.ZipInfo(name, _LONG_AGO)
             info.create_system = 3  # Unix, also where the notebook is on Windows: it says how to read the mode
-            info.external_attr = (0o100755 if name in executable else 0o100644) << 16
+            mode = 0o755 if name in executable else 0o644
+            info.external_attr = (stat.S_IFREG | (mode & 0o700 if name in private else mode)) << 16
             info.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(info, files[name])
     return buffer.getvalue()

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from ..errors import SpecError
 from ..node.talk import Untrue, check_name
+from ..node.trees import is_owners_alone
 from .code import pack_files
 from .ignoring import GIT_FILE, OWN_FILE, Rules, cannot_read, extend, is_left_out, read_rules_above
 from .private import is_private
@@ -115,17 +116,21 @@ def pack(root: str | os.PathLike[str], names: Iterable[str]) -> bytes:
     """
     files: dict[str, bytes] = {}
     executable: set[str] = set()
+    private: set[str] = set()
     for name in names:
         try:
             with open(os.path.join(root, name), "rb") as file:
                 files[name] = file.read()
-                if os.fstat(file.fileno()).st_mode & 0o100:
+                mode = os.fstat(file.fileno()).st_mode
+                if mode & 0o100:
                     executable.add(name)
+                if is_owners_alone(mode):
+                    private.add(name)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as exc:
             raise cannot_read(name, exc) from exc
-    return pack_files(files, executable=executable)
+    return pack_files(files, executable=executable, private=private)
 
 
 def _digest(path: str, _size: int, _mtime_ns: int, _ctime_ns: int, _inode: int) -> str:

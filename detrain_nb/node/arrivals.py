@@ -40,15 +40,25 @@ class TreeWriter:
         try:
             self._make_folders(self.folder)
             self.staging = tempfile.mkdtemp(prefix=_STAGING, dir=self.folder)
+            self._staging = os.open(self.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as exc:
             self._remove_in_vain()
             raise FilesError(f"{self.folder} cannot be written to: {reason_of(exc)}") from exc
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        shutil.rmtree(self.staging, ignore_errors=True)
+        self._remove_staging()
         if kind is not None:
             self._remove_in_vain()
+
+    def _remove_staging(self) -> None:
+        """Empty the folder that was made, whatever has its name now: in a folder of a group others can rename it."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._staging):
+                os.unlink(name, dir_fd=self._staging)
+        os.close(self._staging)
+        with contextlib.suppress(OSError):  # it is not empty: another one has the name
+            os.rmdir(self.staging)
 
     def new_number(self) -> int:
         """Of a file in the staging folder."""
@@ -58,27 +68,29 @@ class TreeWriter:
     def staged(self, number: int) -> str:
         return os.path.join(self.staging, str(number))
 
-    def add_folder(self, name: str) -> None:
-        self._locate(f"{name}/_")
+    def add_folder(self, name: str, *, is_private: bool = False) -> None:
+        self._locate(f"{name}/_", mode=0o700 if is_private else 0o777)
 
     def has_folder(self, name: str) -> bool:
         """Whether one was made, or needed, for what has come."""
         return os.path.join(self.folder, *name.split("/")) in self._checked
 
-    def add_file(self, name: str, size: int, is_executable: bool, pieces: Iterable[bytes]) -> None:
-        """``pieces`` have ``size`` bytes together."""
+    def add_file(
+        self, name: str, size: int, is_executable: bool, pieces: Iterable[bytes], *, is_private: bool = False
+    ) -> None:
+        """``pieces`` have ``size`` bytes together. ``is_private``: for nobody but its owner, as it was."""
         place = os.path.join(self.folder, name)
         self.check_room(name, size)
         path = f"{self.staged(self.new_number())}.part"
         try:
             with self._explained(place), open(path, "xb") as file:
                 file.writelines(pieces)
-            self._place(path, name, size, is_executable)
+            self._place(path, name, is_executable, is_private)
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)
 
-    def add_staged(self, name: str, number: int, size: int, is_executable: bool) -> None:
+    def add_staged(self, name: str, number: int, size: int, is_executable: bool, *, is_private: bool = False) -> None:
         """What came into the staging folder in another way. Raises: Untrue when it is not all there."""
         path = self.staged(number)
         try:
@@ -87,7 +99,7 @@ class TreeWriter:
             raise Untrue(f"{name} has not arrived") from None
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise Untrue(f"{name} has arrived with {status.st_size} bytes and not {size}")
-        self._place(path, name, size, is_executable)
+        self._place(path, name, is_executable, is_private)
 
     def check_room(self, name: str, size: int) -> None:
         """Raises: FilesError when so much does not fit: it need not be tried."""
@@ -96,15 +108,19 @@ class TreeWriter:
             place = os.path.join(self.folder, name)
             raise FilesError(f"{place} cannot be written: it has {size} bytes and {free} are free: the disk is full")
 
-    def _place(self, path: str, name: str, size: int, is_executable: bool) -> None:
+    def _place(self, path: str, name: str, is_executable: bool, is_private: bool) -> None:
         place = self._locate(name)
         with self._explained(place):
+            mode = before = stat.S_IMODE(os.stat(path).st_mode)
             if is_executable:
-                mode = os.stat(path).st_mode
-                os.chmod(path, mode | (mode & 0o444) >> 2)
+                mode |= (mode & 0o444) >> 2
+            if is_private:
+                mode &= 0o700
+            if mode != before:
+                os.chmod(path, mode)
             os.replace(path, place)
 
-    def _locate(self, name: str) -> str:
+    def _locate(self, name: str, *, mode: int = 0o777) -> str:
         """The path of a name; the folders that it is in are made, and none of them is a link."""
         place = self.folder
         *parents, last = name.split("/")
@@ -114,15 +130,15 @@ class TreeWriter:
                 continue
             with self._explained(place):
                 try:
-                    os.mkdir(place)
+                    os.mkdir(place, mode)
                     self._made.append(place)
                 except FileExistsError:
-                    mode = os.lstat(place).st_mode
-                    if stat.S_ISLNK(mode):
+                    found = os.lstat(place).st_mode
+                    if stat.S_ISLNK(found):
                         raise FilesError(
                             f"{place} is a link, and nothing is written through it: name the folder that it leads to"
                         ) from None
-                    if not stat.S_ISDIR(mode):
+                    if not stat.S_ISDIR(found):
                         raise FilesError(f"{place} is there and is no folder") from None
             self._checked.add(place)
         return os.path.join(place, last)
@@ -204,7 +220,7 @@ def receive_tree(
             name_chars += len(name)
             if name_chars > _MOST_NAME_CHARS:
                 raise Untrue(f"the names of its folders have more than {_MOST_NAME_CHARS} characters")
-            writer.add_folder(name)
+            writer.add_folder(name, is_private=said.get("private") is True)
         else:
             done += _receive_file(talk, writer, progress, name, said, done=done, left=size - done)
 
@@ -223,7 +239,8 @@ def _receive_file(
     talk: Talk, writer: TreeWriter, progress: Progress, name: str, said: dict[str, Any], *, done: int, left: int
 ) -> int:
     """Returns its size."""
-    size, is_executable, staged = as_size(said.get("size")), said.get("executable") is True, said.get("staged")
+    size, staged = as_size(said.get("size")), said.get("staged")
+    is_executable, is_private = said.get("executable") is True, said.get("private") is True
     if size > left:
         raise Untrue(f"{name!r} has {size} bytes, and {left} of those announced are left")
 
@@ -234,9 +251,9 @@ def _receive_file(
             progress.be_at(progress.size + len(data))
 
     if staged is None:
-        writer.add_file(name, size, is_executable, counted())
+        writer.add_file(name, size, is_executable, counted(), is_private=is_private)
     else:
-        writer.add_staged(name, as_size(staged), size, is_executable)
+        writer.add_staged(name, as_size(staged), size, is_executable, is_private=is_private)
     progress.be_at(done + size)
     progress.end_file()
     return size

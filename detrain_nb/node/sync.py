@@ -19,7 +19,7 @@ from ..locks import take_lock
 from .arrivals import TreeWriter
 from .notes import Sent, lstat, note_path, read_note, write_note
 from .talk import SLOWEST_BYTES_PER_S, FilesError, Talk, Untrue, as_size, check_name
-from .trees import MOST_NAMED
+from .trees import MOST_NAMED, is_owners_alone
 
 _CHUNK_BYTES = 1 << 18
 _LOCK_LIMIT_S = 60.0
@@ -120,16 +120,18 @@ def _unpack(archive: str, writer: TreeWriter, want: set[str], sent: dict[str, Se
         for info in packed.infolist():
             if info.filename not in want:
                 raise Untrue(f"{info.filename!r} was not asked for")
-            name, is_executable = info.filename, bool(info.external_attr >> 16 & 0o100)
+            name, mode = info.filename, info.external_attr >> 16
             path = os.path.join(writer.folder, name)
             if os.path.isdir(path) or _is_behind_link(writer.folder, name):
                 left_alone.append(name)
                 continue
             digest = hashlib.sha256()
             with packed.open(info) as file:
-                writer.add_file(name, info.file_size, is_executable, _digested(file, digest.update))
+                pieces = _digested(file, digest.update)
+                writer.add_file(name, info.file_size, bool(mode & 0o100), pieces, is_private=is_owners_alone(mode))
             _remove_compiled(path)
             status = os.lstat(path)
+            is_executable = bool(mode & 0o100)
             sent[name] = Sent(digest.hexdigest(), is_executable, status.st_size, status.st_mtime_ns, is_ours=True)
     return left_alone
 

@@ -51,6 +51,7 @@ class File:
     path: str
     size: int
     is_executable: bool
+    is_private: bool = False
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Tree:
 
     files: list[File] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
+    private_folders: set[str] = field(default_factory=set)
     skipped: list[str] = field(default_factory=list)
     num_skipped: int = 0
 
@@ -66,6 +68,19 @@ class Tree:
         self.num_skipped += 1
         if len(self.skipped) < MOST_NAMED:
             self.skipped.append(path)
+
+    def note_private(self, folder: str, status: os.stat_result) -> None:
+        if is_owners_alone(status.st_mode):
+            self.private_folders.add(folder)
+
+
+def is_owners_alone(mode: int) -> bool:
+    """Nobody but its owner can do anything with it."""
+    return not mode & 0o077
+
+
+def _file(name: str, path: str, status: os.stat_result) -> File:
+    return File(name, path, status.st_size, bool(status.st_mode & 0o100), is_owners_alone(status.st_mode))
 
 
 def list_tree(
@@ -85,8 +100,9 @@ def list_tree(
             raise FilesError(f"{path}: {reason_of(exc)}") from exc
         if stat.S_ISDIR(status.st_mode):
             waiting.append((name, path))
+            tree.note_private(name, status)
         elif stat.S_ISREG(status.st_mode):
-            tree.files.append(File(name, path, status.st_size, bool(status.st_mode & 0o100)))
+            tree.files.append(_file(name, path, status))
         else:
             raise FilesError(f"{path} is neither a file nor a folder")
     while waiting:
@@ -107,8 +123,9 @@ def list_tree(
                 continue
             if stat.S_ISDIR(status.st_mode):
                 waiting.append((inner, entry.path))
+                tree.note_private(inner, status)
             elif stat.S_ISREG(status.st_mode):
-                tree.files.append(File(inner, path_of_entry, status.st_size, bool(status.st_mode & 0o100)))
+                tree.files.append(_file(inner, path_of_entry, status))
             else:
                 tree.skip(clean(entry.path))
         if len(tree.files) + len(tree.folders) + len(waiting) > MOST_ENTRIES:
@@ -137,7 +154,7 @@ def send_tree(
     talk.say("tree", files=len(tree.files), folders=len(tree.folders), size=total)
     progress.begin(total)
     for name in tree.folders:
-        talk.say("folder", name=name)
+        talk.say("folder", name=name, private=name in tree.private_folders)
     for file in tree.files:
         with contextlib.ExitStack() as stack:
             try:
@@ -149,7 +166,8 @@ def send_tree(
                 raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
             before = progress.size
             staged = bulk(file) if file.size >= BULK_BYTES else None
-            talk.say("file", name=file.name, size=file.size, executable=file.is_executable, staged=staged)
+            modes = {"executable": file.is_executable, "private": file.is_private}
+            talk.say("file", name=file.name, size=file.size, **modes, staged=staged)
             if staged is None:
                 progress.be_at(before)  # what went another way in vain
                 _send_exactly(talk, opened, file, progress)

@@ -25,6 +25,7 @@ from .overwritten import check_overwritten
 
 _MOST_RANKS, _MOST_GPUS = 1 << 16, 1 << 10
 _LAST_GENERATION = 1 << 31
+_MOST_ID_CHARS = 1000  # of a display
 _MOST_AHEAD = 1000  # generations that a node may have been told of and the first one not
 
 
@@ -102,6 +103,8 @@ class Claims:
                 self._check_by(self._first, message)
         if isinstance(message, (Output, Display, ClearOutput, CellDone, CellFailed, Unfinished)):
             self._check_cell(message, is_attached=is_attached)
+        if isinstance(message, Display) and len(message.display_id) > _MOST_ID_CHARS:
+            raise WireError(f"rank {message.rank} displays under an id of {len(message.display_id)} characters")
         if isinstance(message, (CellDone, CellFailed)):
             check_overwritten(message.overwritten)
         if isinstance(message, (Output, Unfinished)) and message.stream not in ("stdout", "stderr"):

@@ -47,6 +47,7 @@ _FULL_BYTES = 16 << 20  # of what is queued: an interrupt does not stand behind 
 _REST_LIMIT_S = 2.0
 _ACKNOWLEDGE_GAP_S = 0.1
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
+_SETTLED_S = 5.0  # a connection that ends earlier counts as a try that has failed
 _MOST_UNANSWERED = 6  # signs of life; files that go the same way may stand before them
 _SLOW_BYTES_PER_S = 10_000  # what is under way on a slow connection gives the node time
 _LONGEST_UNDER_WAY_S = 120.0  # but no more: each piece of 1 MB is answered
@@ -99,6 +100,7 @@ class NodeLink:
         self._incarnation = ""
         self._is_resuming = False  # connected again, and the agent has not said what it had received
         self.broken_at: float | None = None  # since when there is no connection
+        self._connected_at, self._gap_s = time.monotonic(), _FIRST_RETRY_S  # the next try comes after that
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)  # one that is full wakes as well
         self._woken.setblocking(False)
@@ -361,7 +363,10 @@ class NodeLink:
 
     def _make_connection(self, reason: str) -> None:
         """Try until there is one. Raises: LinkClosed when the agent is gone, or we hang up meanwhile."""
-        gap_s = _FIRST_RETRY_S
+        if time.monotonic() - self._connected_at > _SETTLED_S:
+            self._gap_s = _FIRST_RETRY_S
+        else:  # it ended as soon as it was made: not again at once
+            self._wait_before_retry()
         while not self.is_closed and (connect := self._connect):
             try:
                 sock = connect()
@@ -369,17 +374,21 @@ class NodeLink:
                 raise LinkClosed(str(exc)) from exc
             except (DetrainError, OSError) as exc:
                 reason = str(exc)
-                select.select([self._woken], [], [], gap_s * random.uniform(0.75, 1.25))
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(4096)
-                gap_s = min(_LONGEST_RETRY_S, 1.5 * gap_s)
+                self._wait_before_retry()
                 continue
             if self.is_closed:  # meanwhile: an attach would take the session from whoever has it now
                 sock.close()
                 break
+            self._connected_at = time.monotonic()
             self._begin_again(sock)
             return
         raise LinkClosed(reason)
+
+    def _wait_before_retry(self) -> None:
+        select.select([self._woken], [], [], self._gap_s * random.uniform(0.75, 1.25))
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        self._gap_s = min(_LONGEST_RETRY_S, 1.5 * self._gap_s)
 
     def _begin_again(self, sock: socket.socket) -> None:
         with self._sending:

@@ -269,8 +269,10 @@ class RankLink:
                     for start in range(0, len(buffer), PIECE_BYTES):
                         body = bytes(buffer[start : start + PIECE_BYTES])
                         self.send(Piece(list(ranks), request.number, name, index, body))
-                        if not all(link.wait_for_room(ROOM_LIMIT_S) for link in self._links):
-                            raise CellTimeout(f"push of {name}: a node took nothing for {ROOM_LIMIT_S:g} s")
+                        for node in {self.inbox.node_of[rank] for rank in ranks}:
+                            if not self._links[node].wait_for_room(ROOM_LIMIT_S):
+                                who = self.inbox.nodes[node] or "the node"
+                                raise CellTimeout(f"push of {name}: {who} took nothing for {ROOM_LIMIT_S:g} s")
                 request.wait(VALUE_LIMIT_S, what=f"push of {name}")
 
     # ---- questions

@@ -178,8 +178,10 @@ def prune(place: Location, keep: int | None) -> None:
 
 
 def _remove_files(folder: Location, names: list[str]) -> None:
-    """Of ours only, in this order; then the folder, if nothing else is in it."""
+    """Of ours only, in this order; then the folder, if nothing else is in it. What a link leads to is left alone."""
     with foreign_errors(folder.name, "cleared"):
+        if folder.files.info(folder.path).get("islink"):
+            return
         for name in names:
             if _OURS.fullmatch(name):
                 folder.files.rm_file((folder / name).path)

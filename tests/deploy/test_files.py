@@ -155,6 +155,25 @@ def test_tree_goes_there_and_back_as_it_is(where: str, testbed: Testbed, tmp_pat
     assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["empty", "run.sh", "tree"]
 
 
+@pytest.mark.parametrize("where", ["SSH", "this machine"])
+def test_what_only_its_owner_could_read_stays_so(where: str, testbed: Testbed, tmp_path: Path) -> None:
+    node = ssh_nodes(testbed, 1)[0] if where == "SSH" else LocalTransport()
+    target = f"/var/tmp/{tmp_path.name}-{os.getpid()}"
+    source = tmp_path / "tree"
+    (source / "inner").mkdir(parents=True)
+    modes = {"inner": 0o700, "inner/secret": 0o600, "inner/open": 0o644, "run": 0o700, "large": 0o600}
+    for name, mode in modes.items():
+        if name != "inner":
+            (source / name).write_bytes(b"x" * (LARGE_BYTES if name == "large" else 1))
+        (source / name).chmod(mode)
+    try:
+        put(node, source, target)
+        get(node, f"{target}/tree", tmp_path / "back")
+    finally:
+        testbed.exec("h0", f"rm -r {target}")
+    assert {name: (tmp_path / "back" / "tree" / name).stat().st_mode & 0o777 for name in modes} == modes
+
+
 @pytest.mark.parametrize(
     ("options", "sftp", "brought"),
     [
@@ -562,6 +581,19 @@ def test_more_than_there_is_room_for_is_not_begun(tmp_path: Path) -> None:
     with pytest.raises(DetrainError, match=r"this machine: .*/asked/x cannot be written: .* the disk is full"):
         get(FakeNode(endless(tree(size=1 << 60), file(size=1 << 60))), "asked", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_folder_that_was_given_the_name_of_what_is_not_whole_stays(tmp_path: Path) -> None:
+    """In a folder that a group can write others can rename it meanwhile."""
+    theirs = tmp_path / "results" / "inner"
+    theirs.mkdir(parents=True)
+    (theirs / "only copy").write_text("x")
+    with TreeWriter(str(tmp_path)) as writer:
+        Path(writer.staged(1)).write_text("not whole")
+        os.rename(writer.staging, tmp_path / "moved")
+        os.rename(tmp_path / "results", writer.staging)
+    assert (Path(writer.staging) / "inner" / "only copy").read_text() == "x"
+    assert list((tmp_path / "moved").iterdir()) == []
 
 
 def test_writers_that_begin_at_once_make_the_same_folders(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from detrain_nb.magics.render import LiveCell, RenderOptions
-from detrain_nb.magics.screen import KernelScreen, TextScreen
+from detrain_nb.magics.screen import CapturedScreen, KernelScreen, TextScreen
 from detrain_nb.magics.transcript import Rich, Text, Transcript, canonical, merge_lines, rich_items
 from hypothesis import given
 from hypothesis import strategies as st
@@ -425,6 +427,36 @@ def test_displays_by_the_million_are_kept_up_to_a_number_and_a_size(capsys: pyte
     assert "picture 1000\n" not in shown
     assert "... 4,400 more outputs, see them with %distributed log --cell 1 --rank 0 ..." in shown
     assert len(shown) < 64 << 20
+
+
+@pytest.mark.parametrize("screen", [KernelScreen, TextScreen, CapturedScreen])
+@pytest.mark.parametrize("does", ["clear", "update"])
+def test_displays_that_are_cleared_or_redrawn_are_not_kept(
+    screen: Callable[..., Any], does: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node, or an animation, displays and clears as long as it likes."""
+    session = SimpleNamespace(send=lambda *_, **__: None)
+    kernel = SimpleNamespace(get_parent=lambda _: {}, iopub_socket=None, session=session)
+    published = SimpleNamespace(display_pub=SimpleNamespace(publish=lambda **_: None))
+    made = screen() if screen is TextScreen else screen(kernel if screen is KernelScreen else published)
+    cell = LiveCell(made, (0, 1), 1, RenderOptions())
+    tracemalloc.start()
+    for number in range(200):
+        display_id = str(number) if does == "clear" else "one"
+        cell.display(0, {"text/plain": "x", "image/png": f"{number:8}" + "p" * (1 << 20)}, display_id, number > 0)
+        if does == "clear":
+            cell.clear(0, True)
+    cell.finish({})
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 70 << 20
+
+
+def test_text_of_a_picture_is_indented_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    cell = LiveCell(TextScreen(), (1,), 1, RenderOptions(), nodes={1: "bad"})
+    cell.display(1, {"text/plain": "x\n[good:0] lie", "image/png": "p"}, "", False)
+    cell.finish({})
+    assert capsys.readouterr().out == "[bad:1]\n    x\n    [good:0] lie\n"
 
 
 def test_displays_that_grow_are_not_kept_without_end(capsys: pytest.CaptureFixture[str]) -> None:

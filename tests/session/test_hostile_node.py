@@ -22,6 +22,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -341,6 +342,56 @@ def test_what_a_node_says_by_the_million_is_not_all_kept(pair: Pair) -> None:
     pair.bad.say_bytes(b"\xff" * 64)
     pair.assert_hung_up()
     assert sum(map(len, pair.session.notices)) < 8 << 20
+
+
+def test_values_reach_other_nodes_when_one_takes_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detrain_nb.session.rank_link.ROOM_LIMIT_S", 0.5)
+    is_over = threading.Event()
+    taken = 0
+
+    def take(message: Message) -> list[Message]:
+        nonlocal taken
+        assert isinstance(message, Piece)
+        taken += len(message.body)
+        return [RequestDone(0, message.request)] if 0 in message.ranks and not taken % len(value) else []
+
+    pair.good.answers[Push], pair.good.answers[Piece] = lambda message: [], take
+    pair.bad.answers[Push] = lambda message: [Notice("late")] if is_over.wait(50) else []
+    value = np.zeros(40 << 20, np.uint8)
+    with pytest.raises(CellTimeout, match="push of x: bad took nothing for"):
+        pair.session.push({"x": value}, ranks=1)
+    pair.session.push({"x": value}, ranks=0)
+    is_over.set()
+
+
+def test_node_that_ends_each_connection_at_once_is_not_connected_to_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FakeNode, "can_resume", property(lambda node: node.name == "bad"))
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    times: list[float] = []
+
+    def connect(session: str) -> socket.socket:
+        times.append(time.monotonic())
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours
+
+    with _attached(good, bad) as session:
+        monkeypatch.setattr(session._ranks._links[1], "_connect", lambda: connect("mine"))
+        bad._sock.shutdown(socket.SHUT_RDWR)
+        assert_soon(lambda: len(times) > 3)
+        assert session.run_cell("1", ranks=0).ranks == (0,)
+        assert len(times) < 10
+        assert times[-1] - times[0] > 0.2
+
+
+def test_id_of_a_display_is_no_longer_than_a_rank_makes_it(pair: Pair) -> None:
+    eyes = Eyes()
+    bundle = json.dumps({"text/plain": "x"}).encode()
+    with pytest.raises(DetrainError):
+        _run(pair, Display(1, 0, "i" * 1001, False, bundle), _DONE, observer=eyes)
+    pair.assert_hung_up("id of 1001 characters")
 
 
 def test_streams_that_no_rank_has_are_not_kept(pair: Pair) -> None:

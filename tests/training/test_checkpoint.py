@@ -406,6 +406,17 @@ def test_last_ones_stay_and_the_list_is_a_table(tmp_path: Path) -> None:
     assert str(training.checkpoints(str(tmp_path / "nothing"))) == "no checkpoints"
 
 
+def test_what_a_link_in_the_folder_leads_to_is_not_cleared(tmp_path: Path) -> None:
+    """Colleagues who save into one folder can put links there."""
+    model = nn.Linear(2, 2)
+    training.save(str(tmp_path / "own"), model, step=100)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "step-00000100").symlink_to(tmp_path / "own" / "step-00000100")
+    for step in (200, 300):
+        training.save(str(tmp_path / "shared"), model, step=step, keep=1)
+    assert training.load(str(tmp_path / "own"), model).step == 100
+
+
 def test_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     training.save(str(tmp_path), first, step=1)

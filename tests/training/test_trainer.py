@@ -39,6 +39,7 @@ def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_torn_line_takes_no_other_with_it(metrics: Path) -> None:
     log_metrics(1, loss=1.0)
     with (metrics / "rank-0.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "rank": 0, "loss": ' + b"[" * 200_000 + b"\n")
         file.write(b'{"step": 2, "lo')  # as a full disk leaves it
     log_metrics(3, loss=3.0)
     assert [line["step"] for line in read_metrics()] == [1, 3]
