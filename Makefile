@@ -7,9 +7,8 @@ TORCH_INDEX ?=
 # Debian packages are installed where the user is root; SYSTEM_DEPS=no leaves them alone.
 SYSTEM_DEPS ?= yes
 PYTEST_ARGS ?=
-# Three files of tests side by side, also on 2 cores: much of a test is waiting. PYTEST_ARGS='-n 0 ...' runs one after the
-# other, with its output as it comes.
-PYTEST := $(VENV)/bin/pytest -n 3 --dist loadfile
+# Files of tests side by side, three of the quick ones, which wait a good deal; PYTEST_ARGS='-n 0 ...' runs one after the other, with its output as it comes.
+PYTEST := $(VENV)/bin/pytest --dist loadfile -n
 GPU_ARGS ?=
 # What `make test-near` compares with.
 BASE ?= HEAD
@@ -70,13 +69,13 @@ data:
 
 test: $(DONE)/test test-deps ## unit, real-process and notebook tests: 8 minutes on 2 cores
 	@$(VENV)/bin/python -m tests.checks.flaky
-	exec $(PYTEST) -m 'not slow and not thorough' $(PYTEST_ARGS)
+	exec $(PYTEST) 3 -m 'not slow and not thorough' $(PYTEST_ARGS)
 
 test-slow: $(DONE)/test test-deps ## the tests that take longer: 20 minutes
-	exec $(PYTEST) -m 'slow and not thorough' $(PYTEST_ARGS)
+	exec $(PYTEST) 2 -m 'slow and not thorough' $(PYTEST_ARGS)
 
 test-thorough: $(DONE)/test test-deps ## the widest of all, before a release: left out of .ci/run
-	exec $(PYTEST) -m thorough $(PYTEST_ARGS)
+	exec $(PYTEST) 2 -m thorough $(PYTEST_ARGS)
 
 # Both, whatever becomes of the first. Where nothing can be installed: python benchmarks/gpu.py
 test-gpu: $(DONE)/test ## on a machine with GPUs: what only these can show; the figures go to benchmarks/results
@@ -102,7 +101,7 @@ test-pythons: test-deps ## the quickstart and a part of the tests on Python 3.12
 	done; printf "\nmake test-pythons$$verdict\n"; exit $$status
 
 test-smoke: $(DONE)/test
-	exec $(PYTEST) -m 'not slow and not thorough' $(SMOKE) $(PYTEST_ARGS)
+	exec $(PYTEST) 2 -m 'not slow and not thorough' $(SMOKE) $(PYTEST_ARGS)
 	$(VENV)/bin/pytest tests/notebooks -k 01_quickstart $(PYTEST_ARGS)
 
 # The notebook is the Python of $(VENV), one of its ranks is $(NODE) on another host.

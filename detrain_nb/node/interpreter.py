@@ -437,6 +437,8 @@ class _Interpreter:
         own = [n for n in namespace if n in self._given or n[:1] != "_" and namespace[n] is not others.get(n)]
         near = difflib.get_close_matches(name, own, 1)
         hint = f": did you mean {near[0]!r}?" if near else ""
+        if not name.isidentifier():
+            hint = ": what is asked for is a name; give the value one in a cell first"
         raise DetrainError(f"there is no variable {name!r}{hint}")
 
     def _begin_push(self, message: Push) -> None:

@@ -9,6 +9,7 @@ with Session.start(ranks=2) as session:
 from __future__ import annotations
 
 import atexit
+import keyword
 import os
 import threading
 import time
@@ -185,6 +186,9 @@ class Session:
             if files.is_synced:
                 on_progress("bringing the files of the folder to the nodes")
             session.notices.extend([*files.notices, *files.bring()])
+            for node in core.nodes or ():
+                if unset := [name for name in node.env if name not in os.environ and name not in of_env]:
+                    session.notices.append(f"{node.name} is to have {', '.join(unset)}, which this process has not set")
             for number, end in enumerate(ends):
                 if end.why_cold:
                     session._inbox.take(StartedCold(end.why_cold), node=number)
@@ -441,6 +445,9 @@ class Session:
     def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
         """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; nothing is set then."""
         check_mapping("variables", variables)
+        for name in variables:
+            if not name.isidentifier() or keyword.iskeyword(name) or name == "__builtins__":
+                raise SpecError(f"push of {name!r}: give the value a name that a cell can use")
         chosen = self._core.choose_idle(ranks)
         self._ranks.push(variables, chosen)
         self._core.tell(describe_overwritten(dict.fromkeys(chosen, variables), by="push"), None)

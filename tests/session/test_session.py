@@ -285,6 +285,16 @@ def test_name_that_is_asked_for_twice_is_brought_once(session: Session) -> None:
     assert session.pull("twice") == {0: 0, 1: 0}
 
 
+@pytest.mark.parametrize("name", ["a b", "", "class", "__builtins__"])
+def test_name_that_no_cell_can_use_is_not_pushed(session: Session, name: str) -> None:
+    with pytest.raises(SpecError, match="give the value a name that a cell can use"):
+        session.push({"fine": 1, name: 1})
+    with pytest.raises(SessionError, match="there is no variable 'fine'"):
+        session.pull("fine")
+    with pytest.raises(SessionError, match="what is asked for is a name"):
+        session.pull("rank + 1")
+
+
 class _Order(CellObserver):
     """What a cell shows, in the order in which it comes."""
 

@@ -178,6 +178,12 @@ def _files_with(testbed: Testbed, host: str, words: str) -> str:
     return testbed.output(host, find)
 
 
+def test_variable_of_a_node_that_is_not_set_here_is_named(testbed: Testbed) -> None:
+    nodes = ssh_nodes(testbed, 1, env=["NOT_SET_HERE", "HOME"])
+    with Session.start(1, nodes=nodes, sync=False, device="cpu") as session:
+        assert session.notices == ["h0 is to have NOT_SET_HERE, which this process has not set"]
+
+
 @pytest.mark.slow
 def test_secrets_are_in_no_argv_no_file_no_repr_and_no_error(
     testbed: Testbed, runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
