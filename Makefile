@@ -7,7 +7,8 @@ TORCH_INDEX ?=
 # Debian packages are installed where the user is root; SYSTEM_DEPS=no leaves them alone.
 SYSTEM_DEPS ?= yes
 PYTEST_ARGS ?=
-# Files of tests side by side, three of the quick ones, which wait a good deal; PYTEST_ARGS='-n 0 ...' runs one after the other, with its output as it comes.
+# Files of tests side by side, three of the quick ones, which wait a good deal. PYTEST_ARGS='-n 0 ...' runs one after the
+# other, with its output as it comes.
 PYTEST := $(VENV)/bin/pytest --dist loadfile -n
 GPU_ARGS ?=
 # What `make test-near` compares with.

@@ -284,7 +284,7 @@ class _Story:
         is_in_python = verdicts and not any(verdict.kind == "computes" for verdict in verdicts)
         they, them, their, s = _pronouns(left)
         why = (
-            "the cell may catch KeyboardInterrupt"
+            "the cell may catch KeyboardInterrupt, or wait in C code"
             if is_in_python
             else f"{they} stop{s} when {they} return{s} to Python"
         )
