@@ -331,4 +331,4 @@ def test_what_is_never_run_again_is_there() -> None:
     assert [name for name in conftest.NEVER_RERUN if not (TESTS / name).exists()] == []
     promises = re.findall(r"`tests/(.+?)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
     assert promises
-    assert [name for name in promises if name not in conftest.NEVER_RERUN] == []
+    assert [name for name in promises if not {name, name.partition("/")[0]} & conftest.NEVER_RERUN] == []

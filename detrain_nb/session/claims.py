@@ -25,7 +25,7 @@ from .overwritten import check_overwritten
 
 _MOST_RANKS, _MOST_GPUS = 1 << 16, 1 << 10
 _LAST_GENERATION = 1 << 31
-_MOST_ID_CHARS = 1000  # of a display
+_MOST_ID_CHARS = 2000  # of a display; a rank makes none as long
 _MOST_AHEAD = 1000  # generations that a node may have been told of and the first one not
 
 

@@ -280,18 +280,17 @@ def test_changes_are_what_to_remove_and_to_write(tmp_path: Path) -> None:
 
 
 def test_packed_files_are_what_was_there(tmp_path: Path) -> None:
-    _plant(tmp_path, {"a/b.py": "1", "c": b"\0\xff" * 1000, "gone": ""})
-    (tmp_path / "a/b.py").chmod(0o700)
+    modes = {"a/b.py": 0o755, "c": 0o644, "own": 0o600, "own.sh": 0o700}
+    _plant(tmp_path, {"a/b.py": "1", "c": b"\0\xff" * 1000, "gone": "", "own": "", "own.sh": ""})
+    for name, mode in modes.items():
+        (tmp_path / name).chmod(mode)
     manifest = list_folder(tmp_path)
     (tmp_path / "gone").unlink()
     packed = pack(tmp_path, manifest)
     os.utime(tmp_path / "c")
     assert pack(tmp_path, reversed(list(manifest))) == packed
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
-        assert {info.filename: info.external_attr >> 16 & 0o777 for info in archive.infolist()} == {
-            "a/b.py": 0o755,
-            "c": 0o644,
-        }
+        assert {info.filename: info.external_attr >> 16 & 0o777 for info in archive.infolist()} == modes
         assert archive.read("c") == b"\0\xff" * 1000
 
 

@@ -81,7 +81,7 @@ def test_javascript_of_a_rank_does_not_reach_the_notebook(kernel: Any) -> None:
 
 def test_display_is_updated_and_cleared_as_in_any_cell(kernel: Any) -> None:
     code = "%%rank 0\nfrom IPython.display import display, clear_output\n"
-    outcome = kernel.run(code + "h = display('a', display_id=True)\ntime.sleep(.3)\nh.update('b')")
+    outcome = kernel.run(code + "h = display('a', display_id=True)\ntime.sleep(.3)\nh.update('b')\ntime.sleep(.5)")
     assert outcome.rich() == ["[0] 'b'"]
     updates = [content["data"]["text/plain"] for kind, content in outcome.live if kind == "update_display_data"]
     assert updates == ["[0] 'b'"], "also while it runs"

@@ -390,8 +390,8 @@ def test_id_of_a_display_is_no_longer_than_a_rank_makes_it(pair: Pair) -> None:
     eyes = Eyes()
     bundle = json.dumps({"text/plain": "x"}).encode()
     with pytest.raises(DetrainError):
-        _run(pair, Display(1, 0, "i" * 1001, False, bundle), _DONE, observer=eyes)
-    pair.assert_hung_up("id of 1001 characters")
+        _run(pair, Display(1, 0, "i" * 2001, False, bundle), _DONE, observer=eyes)
+    pair.assert_hung_up("id of 2001 characters")
 
 
 def test_streams_that_no_rank_has_are_not_kept(pair: Pair) -> None:
