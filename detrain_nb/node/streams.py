@@ -28,6 +28,7 @@ _READ_LIMIT_S = 0.5  # the order is not worth more to a rank whose worker does n
 _LOOK_S = 0.00005
 _NOTHING = bytes(4)
 _libc = ctypes.CDLL(None)
+_write = io.TextIOWrapper.write  # called twice for each print
 
 
 class Streams:
@@ -40,7 +41,7 @@ class Streams:
         self._kept = {fd: (os.dup(fd), _identity(fd)) for fd in range(3)}
         self._channels = {1: (self._kept[1][0], termios.FIONREAD), 2: (self._kept[2][0], termios.FIONREAD)}
         self._channels[_LINK] = (link, termios.TIOCOUTQ)
-        self._used_last = _LINK
+        self.used_last = _LINK
         self._is_waited_for = True
         self._given = {name: self._open(fd) for fd, name in enumerate(_NAMES)}
         self._print = builtins.print
@@ -55,19 +56,17 @@ class Streams:
             with contextlib.suppress(Exception):  # a cell may have put anything there, or nothing
                 getattr(sys, name).flush()
         _libc.fflush(None)
-        self._used_last = _LINK
+        self.used_last = _LINK
         for fd in (1, 2):
             self._wait_until_read(*self._channels[fd])
 
-    def _use(self, channel: int) -> None:
-        """Write to ``channel`` next; called with each piece that is printed."""
-        before = self._used_last
-        if channel == before:
-            return
+    def use(self, channel: int) -> None:
+        """Write to ``channel`` next."""
+        before = self.used_last
         if before != _LINK:
             with contextlib.suppress(Exception):
                 self._given[_NAMES[before]].flush()
-        self._used_last = channel
+        self.used_last = channel
         self._wait_until_read(*self._channels[before])
 
     def _wait_until_read(self, fd: int, request: int) -> None:
@@ -119,11 +118,12 @@ class _Stream(io.TextIOWrapper):
         buffer = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
         super().__init__(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
         self.mode = "w"  # type: ignore[misc]  # as open() sets it
-        self._use, self._fd = streams._use, fd
+        self._streams, self._fd = streams, fd
 
     def write(self, text: str) -> int:
-        self._use(self._fd)
-        return super().write(text)
+        if self._streams.used_last != self._fd:
+            self._streams.use(self._fd)
+        return _write(self, text)
 
 
 def _works(stream: Any) -> bool:
