@@ -40,7 +40,7 @@ class TreeWriter:
         try:
             self._make_folders(self.folder)
             self.staging = tempfile.mkdtemp(prefix=_STAGING, dir=self.folder)
-            self._staging = os.open(self.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            self._opened_staging = os.open(self.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as exc:
             self._remove_in_vain()
             raise FilesError(f"{self.folder} cannot be written to: {reason_of(exc)}") from exc
@@ -53,10 +53,10 @@ class TreeWriter:
 
     def _remove_staging(self) -> None:
         """Empty the folder that was made, whatever has its name now: in a folder of a group others can rename it."""
-        with contextlib.suppress(OSError):
-            for name in os.listdir(self._staging):
-                os.unlink(name, dir_fd=self._staging)
-        os.close(self._staging)
+        for name in os.listdir(self._opened_staging):
+            with contextlib.suppress(OSError):  # a folder that somebody has put there
+                os.unlink(name, dir_fd=self._opened_staging)
+        os.close(self._opened_staging)
         with contextlib.suppress(OSError):  # it is not empty: another one has the name
             os.rmdir(self.staging)
 

@@ -262,6 +262,7 @@ class RankLink:
     def push(self, variables: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
         """Set variables there. Raises: ValueNotSupported; nothing is set then."""
         packed = [(name, *values.pack(value, name=name)) for name, value in variables.items()]
+        nodes = {self.inbox.node_of[rank] for rank in ranks}
         for name, description, buffers in packed:
             with self.request(ranks) as request:
                 self.send(Push(list(ranks), request.number, name, description))
@@ -269,7 +270,7 @@ class RankLink:
                     for start in range(0, len(buffer), PIECE_BYTES):
                         body = bytes(buffer[start : start + PIECE_BYTES])
                         self.send(Piece(list(ranks), request.number, name, index, body))
-                        for node in {self.inbox.node_of[rank] for rank in ranks}:
+                        for node in nodes:
                             if not self._links[node].wait_for_room(ROOM_LIMIT_S):
                                 who = self.inbox.nodes[node] or "the node"
                                 raise CellTimeout(f"push of {name}: {who} took nothing for {ROOM_LIMIT_S:g} s")
