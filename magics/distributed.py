@@ -14,7 +14,6 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 from ..errors import CellSyntaxError, DetrainError, SessionError, SpecError
-from ..session.overwritten import OF_ONE_RANK, describe_overwritten
 from ..session.session import Session
 from . import options
 from .commands import SessionCommands
@@ -202,17 +201,14 @@ class DistributedMagics(Magics):
         chosen = session.choose(args.ranks)
         with told_when_interrupted("%push", "ranks may have some of it"):
             session.push({name: here[name] for name in names}, ranks=chosen)
-        if words := describe_overwritten(dict.fromkeys(chosen, names), by="%push"):
-            print(words, file=sys.stderr)
+        _say_notices(session)
 
     def _broadcast(self, line: str) -> None:
         args = options.broadcast_parser().parse_line(line)
         names = [name for name in args.names.split(",") if name]
         session = self.holder.running()
         session.broadcast(names, source=args.source, ranks=args.ranks)
-        others = [rank for rank in session.choose(args.ranks) if rank != args.source]
-        if words := describe_overwritten(dict.fromkeys(others, OF_ONE_RANK & set(names)), by="%broadcast"):
-            print(words, file=sys.stderr)
+        _say_notices(session)
 
     def guard(self, prog: str, act: Callable[[], None]) -> None:
         """Help is printed; a wrong line is one line, and so is a stop; what the ranks raised fails the cell."""
@@ -227,6 +223,12 @@ class DistributedMagics(Magics):
             raise UsageError(str(exc)) from None
         except DetrainError as exc:
             raise exc.with_traceback(None) from None
+
+
+def _say_notices(session: Session) -> None:
+    """What has been noted is said now, once."""
+    while session.notices:
+        print(session.notices.pop(0), file=sys.stderr)
 
 
 def _is_variable(name: str) -> bool:

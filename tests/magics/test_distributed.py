@@ -512,11 +512,11 @@ def test_comment_behind_a_line_is_none_of_its_words(kernel: Any) -> None:
 def test_push_of_what_the_ranks_begin_with_is_said_and_of_nothing_refused(kernel: Any) -> None:
     assert "'%push: ',' names no variable" in kernel.run("%push ,").error.replace("UsageError: ", "'")
     words = kernel.run("rank = 7\n%push rank -r 1").text("stderr")
-    assert words.startswith("%push has overwritten rank on rank 1, which the session had set")
+    assert words.startswith("push has overwritten rank on rank 1, which the session had set")
     assert kernel.run("%%distributed\n1").text("stderr") == "", "it has been said"
     set_back = "%%rank 1\nimport os; rank = int(os.environ['RANK'])"
     kernel.run(set_back)
     words = kernel.run("%broadcast rank").text("stderr")
-    assert words.startswith("%broadcast has overwritten rank on rank 1, which the session had set")
+    assert words.startswith("broadcast has overwritten rank on rank 1, which the session had set")
     assert words.count("\n") == 1
     kernel.run(set_back)
