@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from .tensor_files import Piece, dtype_of_name, foreign_errors, name_of_dtype
 __all__ = ["TensorIndex", "make_index"]
 
 _MOST_INDEX_BYTES = 1 << 30
+_MOST_CUT_DIMENSIONS = 8  # a named mesh has no more dimensions that cut tensors
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class TensorIndex:
                     raise ValueError(f"a part of {fqn!r} is outside of it")
                 parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.shape)))
                 pieces[MetadataIndex(fqn, offsets)] = file_name, piece
+            _require_no_overlap(fqn, shape, parts)
             properties = TensorProperties(chunks[fqn][0][2].dtype)
             kept[fqn] = TensorStorageMetadata(properties, torch.Size(shape), parts)
         return cls(Metadata(kept), pieces, values)
@@ -83,6 +87,26 @@ class TensorIndex:
         kept = self.metadata.state_dict_metadata[fqn]
         assert isinstance(kept, TensorStorageMetadata)
         return kept.properties.dtype
+
+
+def _require_no_overlap(fqn: str, shape: Sequence[int], parts: Sequence[ChunkStorageMetadata]) -> None:
+    """Parts inside of a tensor cover each element once. Raises: ValueError where they do not.
+
+    Boxes do so exactly if their corners, counted with alternating signs, are those of the whole: in a time that grows
+    with the number of parts, not with its square.
+    """
+    filled = [part for part in parts if math.prod(part.sizes)]
+    cut = [dim for dim, size in enumerate(shape) if any(part.sizes[dim] != size for part in filled)]
+    if len(cut) > _MOST_CUT_DIMENSIONS:
+        raise ValueError(f"{fqn!r} is cut along {len(cut)} dimensions, more than {_MOST_CUT_DIMENSIONS}")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for part in filled:
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(part.offsets[dim] + end * part.sizes[dim] for dim, end in zip(cut, ends))
+            corners[corner] += (-1) ** sum(ends)
+    outer = itertools.product(*((0, shape[dim]) for dim in cut))
+    if {corner for corner, count in corners.items() if count} - set(outer):
+        raise ValueError(f"parts of {fqn!r} overlap")
 
 
 def _read_chunks(entry: Any, files: Sequence[str]) -> list[tuple[tuple[int, ...], str, Piece]]:

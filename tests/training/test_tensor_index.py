@@ -1,0 +1,81 @@
+"""The parts of a tensor, as an index names them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from detrain_nb.errors import DetrainError
+from detrain_nb.storage import locate
+from detrain_nb.training.tensor_files import Piece
+from detrain_nb.training.tensor_index import TensorIndex
+
+Part = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, how large it is
+
+
+def index_of(shape: tuple[int, ...], parts: list[Part]) -> TensorIndex:
+    chunks = [(begin, "file", Piece(torch.uint8, sizes, 0, torch.Size(sizes).numel())) for begin, sizes in parts]
+    return TensorIndex.of({"w": shape}, {"w": chunks}, {})
+
+
+@some.composite
+def grids(draw: some.DrawFn) -> tuple[tuple[int, ...], list[Part]]:
+    """A shape, and parts that cover it: a grid as shards of a mesh make one, some of them without an element."""
+    cuts = draw(some.lists(some.lists(some.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=3))
+    shape = tuple(map(sum, cuts))
+    ends = [list(itertools.accumulate(sizes, initial=0)) for sizes in cuts]
+    places = itertools.product(*(list(zip(begins, sizes)) for begins, sizes in zip(ends, cuts)))
+    parts = [(tuple(begin for begin, _ in place), tuple(size for _, size in place)) for place in places]
+    return shape, draw(some.permutations(parts))
+
+
+@given(grids())
+def test_parts_that_cover_a_tensor_are_taken(grid: tuple[tuple[int, ...], list[Part]]) -> None:
+    assert index_of(*grid).shape("w") == grid[0]
+
+
+@given(grids(), some.data())
+def test_part_in_the_place_of_another_is_refused(
+    grid: tuple[tuple[int, ...], list[Part]], data: some.DataObject
+) -> None:
+    shape, parts = grid
+    number = data.draw(some.integers(0, len(parts) - 1))
+    begin, sizes = parts[number]
+    moved = tuple(data.draw(some.integers(0, whole - size)) for whole, size in zip(shape, sizes))
+    parts[number] = moved, sizes
+    if moved == begin or 0 in sizes:
+        index_of(shape, parts)
+    else:
+        with pytest.raises(ValueError, match="parts of 'w' overlap"):
+            index_of(shape, parts)
+
+
+def test_parts_that_are_no_grid_are_taken() -> None:
+    """Five around a middle: no line goes through the whole."""
+    spiral = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    assert index_of((3, 3), spiral).shape("w") == (3, 3)
+
+
+def test_parts_cut_along_too_many_dimensions_are_refused() -> None:
+    """Halves of halves: 31 parts, whose corners would be 33 billion."""
+    dims = 30
+    parts = [
+        ((0,) * dim + (1,) + (0,) * (dims - dim - 1), (1,) * (dim + 1) + (2,) * (dims - dim - 1)) for dim in range(dims)
+    ]
+    with pytest.raises(ValueError, match="cut along 30 dimensions, more than 8"):
+        index_of((2,) * dims, [*parts, ((0,) * dims, (1,) * dims)])
+
+
+@pytest.mark.parametrize("shape", [[0.5, 0], [-1, 0], "ab", 3])
+def test_shape_that_is_none_is_refused(tmp_path: Path, shape: object) -> None:
+    offsets = [0] * len(shape) if isinstance(shape, (list, str)) else []
+    index = {"values": {}, "files": ["f"], "tensors": {"w": ["F32", shape, [[offsets, shape, 0, 0, 0]]]}}
+    (tmp_path / "index").write_text(json.dumps(index))
+    with pytest.raises(DetrainError):
+        TensorIndex.read(locate(str(tmp_path)), "index", {"f"})
