@@ -143,7 +143,8 @@ class Core:
         Where the others cannot make it, ``chosen`` go on without one.
         """
         is_everybody = len(set(chosen)) == self.world_size
-        if not is_everybody and (self.inbox.busy or self.inbox.lost):
+        left = self.inbox.requests.left(range(self.world_size))
+        if not is_everybody and (self.inbox.busy or self.inbox.lost or left):
             return
         if self.wants_group and not is_everybody:
             self.tell(self.generations.mend_for_some(limit_s=IDLE_LIMIT_S), observer)

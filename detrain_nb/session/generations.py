@@ -167,6 +167,7 @@ class Generations:
                 request.wait(VALUE_LIMIT_S, what=f"broadcast of {', '.join(names)}")
             except (RankLost, CellTimeout, KeyboardInterrupt) as exc:
                 self.end()  # the others wait for what will not come
+                request.left_as = f"the broadcast of {', '.join(names)}"  # a large value takes its time to be unpacked
                 request.wait_quietly(END_LIMIT_S)
                 if not isinstance(exc, KeyboardInterrupt):
                     raise

@@ -185,7 +185,9 @@ class RankLink:
         limit_s: float = 0.0,
         tell: Callable[[Mapping[int, CellRun]], None] | None = None,
     ) -> None:
-        """Wait for ranks that run a cell or are starting; ``tell`` gets the former and their cells, once a second.
+        """Wait for ranks that run a cell, or what a stop has left of a broadcast, or are starting.
+
+        ``tell`` is called once a second while the former are waited for, with those that run a cell.
 
         Where a cell has waited for the same ranks just before, the next one of "run all" does not wait as well.
         Raises: SessionError when one is down, or still not idle after ``limit_s``; NodeLost when all are gone.
@@ -200,7 +202,8 @@ class RankLink:
                 raise SessionError("\n".join(advice(down, world_size=len(self.inbox.node_of))))
             busy = {rank: run for rank, run in self.inbox.busy.items() if rank in wanted}
             starting = wanted & self.inbox.lost.keys()
-            if not busy and not starting:
+            left = self.inbox.requests.left(wanted)
+            if not busy and not starting and not left:
                 return
             in_the_way = {(rank, run.cell, run.presses) for rank, run in busy.items()}
             is_known = limit_s and in_the_way <= self._refused and time.monotonic() < self._refused_until
@@ -211,9 +214,14 @@ class RankLink:
                     f"{self.where(busy)} still in cell {next(iter(busy.values())).cell}: wait for it, stop it with "
                     f"%distributed interrupt, or replace it with %distributed interrupt --kill {short}"
                 )
-            if time.monotonic() >= max(deadline, deadline - limit_s + IDLE_LIMIT_S):
+            if left and time.monotonic() >= deadline:
+                raise SessionError(
+                    f"{format_ranks(left)} still in {next(iter(left.values()))}: wait for it, or replace it with "
+                    f"%distributed interrupt --kill {','.join(map(str, sorted(left)))}"
+                )
+            if starting and time.monotonic() >= max(deadline, deadline - limit_s + IDLE_LIMIT_S):
                 raise SessionError(f"{format_ranks(starting)} did not start again within {IDLE_LIMIT_S:g} s")
-            if tell and busy and time.monotonic() - told_at >= _TELL_GAP_S:
+            if tell and (busy or left) and time.monotonic() - told_at >= _TELL_GAP_S:
                 tell(busy)
                 told_at = time.monotonic()
             self._wait_for_idle(next(iter(busy.values())) if busy else None)

@@ -23,6 +23,7 @@ class Request:
 
     def __init__(self, number: int, ranks: Iterable[int], names: Iterable[str] = ()) -> None:
         self.number = number
+        self.left_as = ""  # what it asks for, where ranks go on with it though nobody waits any more
         self._names = set(names)  # of the values that were asked for
         self.answers: dict[int, Message] = {}
         self._waiting_for = set(ranks)
@@ -164,6 +165,7 @@ class Requests:
         # answers to what an earlier notebook asked may still come: ours have other numbers
         self._numbers = itertools.count(secrets.randbelow(1 << 48) + 1)
         self._open: dict[int, Request] = {}
+        self._left: dict[int, Request] = {}
 
     def new(self, ranks: Iterable[int], names: Iterable[str] = ()) -> Request:
         request = Request(next(self._numbers), ranks, names)
@@ -172,16 +174,29 @@ class Requests:
 
     def end(self, request: Request) -> None:
         self._open.pop(request.number, None)
+        if request.left_as and request.is_open:
+            self._left[request.number] = request
+
+    def left(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those of ``ranks`` that still do what nobody waits for any more, and what that is."""
+        wanted, left = set(ranks), list(self._left.values())
+        return {rank: request.left_as for request in left for rank in wanted if request.waits_for(rank)}
 
     def are_open(self, number: int) -> bool:
-        """Somebody waits for the answers to that question."""
-        return number in self._open
+        """Somebody waits for the answers to that question, or for the ranks that still are at it."""
+        return number in self._open or number in self._left
 
     def take(self, message: Any) -> None:
         """Hand an answer to its question; one that came too late is dropped."""
-        request = self._open.get(message.request)
+        request = self._open.get(message.request) or self._left.get(message.request)
         if request:
             request.take(message)
+            self._forget_answered()
+
+    def _forget_answered(self) -> None:
+        for request in list(self._left.values()):
+            if not request.is_open:
+                self._left.pop(request.number, None)
 
     def fail_values(self, error: DetrainError, *, rank: int) -> None:
         """The values that ``rank`` was sending will not arrive; other answers still do."""
@@ -191,5 +206,6 @@ class Requests:
 
     def fail_all(self, error: DetrainError, *, rank: int | None = None) -> None:
         """No answer will come any more: from ``rank``, or from anybody."""
-        for request in list(self._open.values()):
+        for request in [*self._open.values(), *self._left.values()]:
             request.fail(error, rank=rank)
+        self._forget_answered()

@@ -96,6 +96,8 @@ class Rescue:
         for run in sorted(set(busy.values()), key=lambda run: run.cell):
             ranks = [rank for rank in busy if busy[rank] is run]
             parts.append(f"waiting for {self._ranks.where(ranks)}, still in cell {run.cell}; {_next_press(run, ranks)}")
+        left = self._ranks.inbox.requests.left(range(self._world_size))
+        parts += [f"waiting for {format_ranks([rank])}, still in {what}" for rank, what in left.items()]
         return "; ".join(parts)
 
     def make_way(self, run: CellRun, *, gap_s: float) -> None:

@@ -9,14 +9,16 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from detrain_nb import Session
-from detrain_nb.errors import RankLost, SessionError
+from detrain_nb.errors import CellInterrupted, RankLost, SessionError
 from detrain_nb.session import conduct
 from detrain_nb.wire import Message, NewGeneration, Pull, RunCell
 
@@ -387,6 +389,30 @@ def test_broadcast_refusals_leave_nobody_waiting(equipped: Session) -> None:
     with pytest.raises(RankLost):
         equipped.broadcast("d")
     assert_works(equipped)
+
+
+@pytest.mark.here_only  # a file tells the rank to go on
+def test_broadcast_that_a_stop_has_left_is_waited_for_by_name(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A value may take its time to be unpacked: no other rank waits for that one in a process group."""
+    equipped.run_cell(
+        "import os, time\nclass Slow:\n    def __setstate__(self, state):\n"
+        "        while not os.path.exists(state['until']): time.sleep(0.01)\n"
+        f"slow = Slow(); slow.until = {str(tmp_path / 'let_go')!r}"
+    )
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(CellInterrupted, match="broadcast of slow was interrupted"):
+        equipped.broadcast("slow")
+    shown = Watcher()
+    with monkeypatch.context() as patch:
+        patch.setattr("detrain_nb.session.runs.IDLE_LIMIT_S", 1.5)
+        with pytest.raises(SessionError, match=r"^rank 1 still in the broadcast of slow: .* interrupt --kill 1$"):
+            equipped.run_cell("rank", observer=shown)
+    assert "waiting for rank 1, still in the broadcast of slow" in shown.waited
+    assert equipped.run_cell("rank", ranks=0).values == {0: 0}
+    (tmp_path / "let_go").touch()
+    assert equipped.run_cell("dist.barrier(); type(slow).__name__").values == {0: "Slow", 1: "Slow"}
 
 
 def test_replay_runs_earlier_cells_on_the_fresh_rank_alone() -> None:
