@@ -18,7 +18,7 @@ FOLDER_VARIABLE = "DETRAIN_NB_METRICS"
 _USUAL_FOLDER = "metrics"
 _MOST_VALUES = 1000  # of one line
 _OWN_NAMES = {"step", "time", "rank"}
-_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
 
 
 def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str | None = None, **more: Any) -> None:
@@ -26,7 +26,8 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
 
     ``folder`` is by default what ``DETRAIN_NB_METRICS`` names, else ``metrics`` where the rank runs. A tensor of one
     element counts as its number. A line is written at once and as a whole: who reads meanwhile sees no half of it.
-    Raises: SpecError for what is no number.
+    Raises: SpecError for what is no number; OSError, also where the file is a link: in a folder of a group others could
+    have put it there.
     """
     given = {**(values or {}), **more}
     if taken := _OWN_NAMES & given.keys():
@@ -58,7 +59,7 @@ def read_metrics(folder: str | None = None, *, rank: int | None = None, run: str
     """
     place = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER)
     files = sorted(place.glob("rank-*.jsonl")) if rank is None else [place / f"rank-{rank}.jsonl"]
-    lines = [line for file in files if file.exists() for line in _lines_of(file)]
+    lines = [line for file in files if file.is_file() for line in _lines_of(file)]
     if run is not None:
         wanted = max((str(line.get("run", "")) for line in lines), default="") if run == "last" else run
         lines = [line for line in lines if line.get("run", "") == wanted]

@@ -156,8 +156,8 @@ def _is_behind_link(folder: str, name: str) -> bool:
 def _remove_compiled(path: str) -> None:
     """Python tells by size and second whether it is of the source that stands there: two edits in one are too quick."""
     folder, name = os.path.split(path)
-    if name.endswith(".py"):
-        compiled = os.path.join(folder, "__pycache__")
+    compiled = os.path.join(folder, "__pycache__")
+    if name.endswith(".py") and not os.path.islink(compiled):
         for found in glob.glob(os.path.join(glob.escape(compiled), glob.escape(name[:-3]) + ".*.pyc")):
             with contextlib.suppress(OSError):
                 os.unlink(found)

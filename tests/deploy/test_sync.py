@@ -516,6 +516,17 @@ def test_compiled_code_goes_with_its_source(root: Path, node: FolderNode) -> Non
     assert not (node.work / "pkg").exists()
 
 
+def test_compiled_code_is_not_removed_through_a_link(root: Path, node: FolderNode, tmp_path: Path) -> None:
+    write(root, b_py="b = 1")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    write(tmp_path, {"elsewhere/b.cpython-311.pyc": "of another module"})
+    (node.work / "__pycache__").symlink_to(tmp_path / "elsewhere")
+    write(root, b_py="b = 2")
+    keeper.bring([node])
+    assert (tmp_path / "elsewhere" / "b.cpython-311.pyc").exists()
+
+
 # ---- what ends early
 
 

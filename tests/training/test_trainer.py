@@ -47,6 +47,17 @@ def test_torn_line_takes_no_other_with_it(metrics: Path) -> None:
         log_metrics(4, {"rank": 7})
 
 
+def test_metrics_are_written_through_no_link_and_read_from_no_pipe(metrics: Path, tmp_path: Path) -> None:
+    """Where a group can write the folder, others can have put them there."""
+    metrics.mkdir()
+    (metrics / "rank-0.jsonl").symlink_to(tmp_path / "profile")
+    with pytest.raises(OSError, match="symbolic link"):
+        log_metrics(1, loss=1.0)
+    assert not (tmp_path / "profile").exists()
+    os.mkfifo(metrics / "rank-1.jsonl")
+    assert read_metrics() == []
+
+
 def trainer(**options: Any) -> Trainer:
     data = classes(103)
     given: dict[str, Any] = {
