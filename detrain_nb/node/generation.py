@@ -32,6 +32,7 @@ _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 ON_NCCL = "/nccl"  # behind a group's name: NCCL counts its operations apart from those of gloo in the same group
 GROUP_NAMES = 1000  # names of groups, which are numbers, between one default group and the next
 _MOST_GROUPS = 1000  # default groups in one generation
+_LIVES_ON_S = 0.2  # a group that a cell has destroyed: far longer than gloo's threads wait for the GIL
 _STORE_TIMEOUT = datetime.timedelta(minutes=5)
 
 
@@ -69,6 +70,7 @@ class Generation:
         self._checking = Checking(timeout=self._timeout)
         self._changing = threading.Lock()
         self._torch_init = dist.init_process_group
+        self._torch_destroy = dist.destroy_process_group
         self._torch_new_group = dist.distributed_c10d._new_process_group_helper
         self._torch_split_group = dist.distributed_c10d.split_group
 
@@ -162,6 +164,7 @@ class Generation:
         modules: tuple[Any, ...] = (dist, dist.distributed_c10d)
         for module in modules:
             module.init_process_group = self._replace_group
+            module.destroy_process_group = self._destroy_group
         modules[1]._new_process_group_helper = self._new_group
         for module in (*modules, dist.device_mesh):
             module.split_group = self._split_group
@@ -179,11 +182,23 @@ class Generation:
             names = ", ".join(ignored)
             warnings.warn(f"init_process_group: {names} ignored, the session has set them", stacklevel=2)
         if dist.is_initialized():
-            dist.destroy_process_group()
+            self._destroy_group()
         with self._changing:
             if self.ended >= self.number:  # the cell goes on in a generation that had ended: it may be ended again
                 self.ended, self._store = self.number - 1, None
         self._make_group(backend or self._backend, **options)
+
+    def _destroy_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Destroy a group, or the default one and all others, as torch does.
+
+        They are let go of a moment later. Where DDP is the last to hold one, its end waits for gloo's threads and keeps
+        the GIL, and they may need that to let go of tensors: neither would ever go on.
+        """
+        held = [group] if group is not None else list(dist.distributed_c10d._world.pg_map)
+        self._torch_destroy(group)
+        release = threading.Timer(_LIVES_ON_S, held.clear)
+        release.daemon = True
+        release.start()
 
     def _make_group(self, backend: str, **options: Any) -> None:
         with self._connections.recording():

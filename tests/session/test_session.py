@@ -184,6 +184,27 @@ def test_destroyed_group_is_made_again_before_the_next_cell(session: Session) ->
     assert session.run_cell("t = torch.ones(1); dist.all_reduce(t); t.item()").values == {0: 2.0, 1: 2.0}
 
 
+_TUTORIAL = """
+from torch.nn.parallel import DistributedDataParallel
+
+def demo():
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(10, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    model(torch.randn(20, 10)).sum().backward()
+    optimizer.step()
+    dist.destroy_process_group()
+
+for _ in range(10): demo()
+"""
+
+
+def test_model_that_outlives_its_group_does_not_hang(session: Session) -> None:
+    """As tutorials have it: the group is destroyed in the function that the model is local to."""
+    session.run_cell(_TUTORIAL, timeout_s=30)
+    session.run_cell("dist.barrier()", timeout_s=30)
+
+
 def test_spawn_is_refused_with_the_reason(session: Session) -> None:
     with pytest.raises(RankError, match=r"mp\.spawn starts processes of its own"):
         session.run_cell("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)")
