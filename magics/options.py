@@ -28,10 +28,14 @@ class HelpShown(Exception):
 class LineParser(argparse.ArgumentParser):
     """argparse for a line of a notebook: an error is IPython's UsageError, of which one line is shown."""
 
-    def __init__(self, *, bare: str = "leave it out", **options: Any) -> None:
-        """``bare``: what to do about a word too many, which is put in its braces."""
+    def __init__(self, *, bare: str = "leave it out", has_lists: bool = False, **options: Any) -> None:
+        """``bare``: what to do about a word too many, which is put in its braces.
+
+        ``has_lists``: it takes names and ranks alone, where blanks beside a comma mean nothing.
+        """
         super().__init__(add_help=False, allow_abbrev=False, **options)
         self._bare = bare
+        self._has_lists = has_lists
         self.add_argument("-h", "--help", action=_ShowHelp, help="show this text")
 
     def error(self, message: str) -> NoReturn:
@@ -43,6 +47,8 @@ class LineParser(argparse.ArgumentParser):
             words = shlex.split(_without_comment(line))
         except ValueError as exc:
             raise UsageError(f"{self.prog}: {exc}: {line}") from exc
+        if self._has_lists:
+            words = _joined_at_commas(words)
         if self._subparsers is not None and words and words[0] in _OPTIONS_OF_COMMANDS:
             self.error(f"{words[0]} stands behind a command: {self.prog} start {words[0]}")
         return self.parse_args(words)
@@ -77,6 +83,17 @@ class LineParser(argparse.ArgumentParser):
                 raise
             value = action.metavar or "|".join(map(str, action.choices or ["VALUE"]))
             self.error(f"{action.option_strings[-1]} needs a value: {action.option_strings[-1]} {value}")
+
+
+def _joined_at_commas(words: list[str]) -> list[str]:
+    """``a, b`` is ``a,b``: one list of names, or of ranks."""
+    joined: list[str] = []
+    for word in words:
+        if joined and not word.startswith("-") and (joined[-1].endswith(",") or word.startswith(",")):
+            joined[-1] += word
+        else:
+            joined.append(word)
+    return joined
 
 
 def _without_comment(line: str) -> str:
@@ -237,6 +254,7 @@ def cell_parser(prog: str = "%%distributed") -> LineParser:
         prog=prog,
         description="Run the cell on every rank of the session, and start one where none runs.",
         bare=_MEANT_RANKS if prog != "%%rank" else "several ranks have commas between them, as in 0,2",
+        has_lists=True,
     )
     if prog == "%%rank":
         parser.add_argument("ranks", metavar="RANKS", help=_RANKS_HELP)
@@ -380,7 +398,12 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 def pull_parser() -> LineParser:
     """``%pull``."""
-    parser = LineParser(prog="%pull", bare=_NEED_COMMAS, description="Bring variables of the ranks into the notebook.")
+    parser = LineParser(
+        prog="%pull",
+        bare=_NEED_COMMAS,
+        has_lists=True,
+        description="Bring variables of the ranks into the notebook.",
+    )
     parser.add_argument("names", metavar="NAME[,NAME...]")
     parser.add_argument("-r", "--ranks", metavar="RANKS", help=f"{_RANKS_HELP}; one rank gives the value itself")
     parser.add_argument("--as", dest="new_name", metavar="NEW", help="the variable's name in the notebook")
@@ -390,7 +413,10 @@ def pull_parser() -> LineParser:
 def push_parser() -> LineParser:
     """``%push``."""
     parser = LineParser(
-        prog="%push", bare=_NEED_COMMAS, description="Set variables on the ranks to the notebook's values."
+        prog="%push",
+        bare=_NEED_COMMAS,
+        has_lists=True,
+        description="Set variables on the ranks to the notebook's values.",
     )
     parser.add_argument("names", metavar="NAME[,NAME...]")
     parser.add_argument("-r", "--ranks", metavar="RANKS", help=_RANKS_HELP)
@@ -400,7 +426,10 @@ def push_parser() -> LineParser:
 def broadcast_parser() -> LineParser:
     """``%broadcast``."""
     parser = LineParser(
-        prog="%broadcast", bare=_MEANT_RANKS, description="Give ranks the variables of another, directly between them."
+        prog="%broadcast",
+        bare=_MEANT_RANKS,
+        has_lists=True,
+        description="Give ranks the variables of another, directly between them.",
     )
     parser.add_argument("names", metavar="NAME[,NAME...]", help="what belongs together (model,optimizer) in one call")
     parser.add_argument("--from", dest="source", type=_whole, default=0, metavar="RANK", help="who has them; default 0")

@@ -158,6 +158,19 @@ def test_value_that_begins_like_an_option_follows_an_equals_sign() -> None:
     assert options.session_parser().parse_line("log --cell=-2 -r=-1").ranks == "-1"
 
 
+@pytest.mark.parametrize(
+    ("prog", "line", "expected"),
+    [
+        ("%pull", "a, b ,c -r 0, 2", {"names": "a,b,c", "ranks": "0,2"}),
+        ("%push", "a,b, -r 1", {"names": "a,b,", "ranks": "1"}),
+        ("%broadcast", "model, opt --from 1", {"names": "model,opt", "source": 1}),
+        ("%%rank", "0, 2 --quiet", {"ranks": "0,2", "quiet": True}),
+    ],
+)
+def test_blanks_beside_the_commas_of_a_list_mean_nothing(prog: str, line: str, expected: dict[str, object]) -> None:
+    assert expected.items() <= vars(_PARSERS[prog]().parse_line(line)).items()
+
+
 def test_log_takes_ranks_as_the_others_do() -> None:
     parser = options.session_parser()
     assert {parser.parse_line(f"log {option} 1").ranks for option in ("-r", "--ranks", "--rank")} == {"1"}
