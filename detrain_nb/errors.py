@@ -215,6 +215,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {short_ranks(numbers, separator=', ')}"
 
 
+def count_ranks(number: int) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} rank{'s' if number != 1 else ''}"
+
+
 def short_ranks(ranks: Iterable[int], *, separator: str = ",") -> str:
     """Write ranks as ``0``, ``0-3`` or ``0,2,5-7``."""
     runs: list[list[int]] = []

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .errors import SpecError
+from .errors import SpecError, count_ranks, short_ranks
 
 __all__ = ["MOST_RANKS", "NodeOffer", "NodePlan", "Plan", "parse_ranks", "plan_nodes", "plan_one_node", "split_names"]
 
@@ -212,5 +212,7 @@ def _one_rank(rank: int, world_size: int) -> int:
     except TypeError:
         raise SpecError(f"{rank!r} is no rank: give a whole number") from None
     if not -world_size <= rank < world_size:
-        raise SpecError(f"rank {rank} is not there: {world_size} ranks run, 0-{world_size - 1}")
+        raise SpecError(
+            f"rank {rank} is not there: the session has {count_ranks(world_size)}, {short_ranks(range(world_size))}"
+        )
     return rank % world_size

@@ -11,7 +11,7 @@ from IPython.display import display
 
 from ..deploy.kept import drop_kept, seconds_kept, shorten_kept
 from ..deploy.known import known_sessions
-from ..errors import RankError, format_ranks, short_ranks
+from ..errors import RankError, count_ranks, format_ranks, short_ranks
 from ..session.cells import CellRun
 from ..session.safe_output import one_line
 from ..session.session import Session
@@ -57,10 +57,10 @@ class SessionCommands:
         if session is not None and session.is_alive:
             if different := self._holder.differs(wanted):
                 raise UsageError(
-                    f"%distributed start: {session.world_size} ranks run already, with another {', '.join(different)}; "
-                    "to start them anew, %distributed stop first (their variables are lost)"
+                    f"%distributed start: the session has {count_ranks(session.world_size)}, with another "
+                    f"{', '.join(different)}; to start them anew, %distributed stop first (their variables are lost)"
                 )
-            print(f"session {session.name!r} runs already, with {session.world_size} ranks: go on")
+            print(f"session {session.name!r} runs already, with {count_ranks(session.world_size)}: go on")
             return
         with told_when_interrupted("%distributed start", NOTHING_RUNS):
             print(self._holder.start(wanted))

@@ -13,7 +13,7 @@ from IPython.core.error import UsageError
 
 from ..deploy.kept import drop_kept
 from ..deploy.known import StartedWith, known_sessions, note_left
-from ..errors import LaunchError, SessionError, TransportError
+from ..errors import LaunchError, SessionError, TransportError, count_ranks
 from ..plan import DEVICES
 from ..session.session import LINGER_S, Session, end_session
 from .candidates import similar_nodes
@@ -306,7 +306,7 @@ class SessionHolder:
         asked_for = (None, self.session.world_size, before)
         if count not in asked_for:
             raise UsageError(
-                f"%%distributed: {self.session.world_size} ranks run; "
+                f"%%distributed: the session has {count_ranks(self.session.world_size)}; "
                 f"to have {count}, %distributed restart -n {count} (their variables are lost)"
             )
         return self.session

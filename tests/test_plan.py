@@ -31,7 +31,7 @@ def test_ranks_are_read_as_users_write_them(text: object, ranks: tuple[int, ...]
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("7", "rank 7 is not there: 4 ranks run, 0-3"),
+        ("7", "rank 7 is not there: the session has 4 ranks, 0-3"),
         ("0-9", "rank 4 is not there"),
         ("0-999999999999", "rank 4 is not there"),
         ("-5", "rank -5 is not there"),

@@ -31,7 +31,7 @@ from ..deploy import (
 )
 from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
-from ..errors import DetrainError, SessionError, SpecError, TransportError
+from ..errors import DetrainError, SessionError, SpecError, TransportError, count_ranks
 from ..plan import MOST_RANKS, Plan, plan_nodes, plan_one_node, split_names
 from ..wire import Complete, Completions, Inspect, Inspection, Message, RanCell, StartedCold
 from .asked import check_mapping, check_number, check_paths, check_text, check_whole, names_of
@@ -640,8 +640,7 @@ class Session:
         state = "running" if self.is_alive else "ended"
         hosts = [name for name, ranks in self.plan.hosts.items() if ranks]
         where = f" of {', '.join(hosts) if len(hosts) <= _MOST_HOSTS else f'{len(hosts)} nodes'}" if hosts else ""
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        return f"<Session {self.name!r}: {ranks} on {self.plan.device}{where}, {state}>"
+        return f"<Session {self.name!r}: {count_ranks(self.world_size)} on {self.plan.device}{where}, {state}>"
 
     def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float) -> Message | None:
         idle = set(range(self.world_size)) - set(self._inbox.busy) - set(self._inbox.lost)

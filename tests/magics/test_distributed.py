@@ -284,8 +284,11 @@ def test_status_is_a_table(kernel: Any) -> None:
     [
         ("%%distributed -n 0\nx", "0 ranks: a session needs at least 1"),
         ("%%distributed -n x\nx", "argument -n: 'x' is no whole number"),
-        ("%%distributed -n 4\nx", "2 ranks run; to have 4, %distributed restart -n 4 (their variables are lost)"),
-        ("%%distributed -r 7\nx", "rank 7 is not there: 2 ranks run, 0-1"),
+        (
+            "%%distributed -n 4\nx",
+            "the session has 2 ranks; to have 4, %distributed restart -n 4 (their variables are lost)",
+        ),
+        ("%%distributed -r 7\nx", "rank 7 is not there: the session has 2 ranks, 0-1"),
         ("%%rank\nx", "the following arguments are required: RANKS"),
         ("%%distributed --nosuch\nx", "--nosuch is no option here"),
         ("%%distributed --merge some\nx", "--merge 'some': give one of same, all, rank0"),
@@ -297,7 +300,7 @@ def test_status_is_a_table(kernel: Any) -> None:
         ("%%distributed", "the cell body is empty"),
         (
             "%distributed start -n 3 --seed 5",
-            "2 ranks run already, with another -n, --seed; to start them anew, %distributed",
+            "the session has 2 ranks, with another -n, --seed; to start them anew, %distributed",
         ),
         ("%distributed nosuch", "'nosuch' is no command: there are start, status"),
         ("%distributed status now", "'now' is one word too many: leave it out"),

@@ -122,7 +122,7 @@ def test_doctor_examines_the_hosts_of_the_session(kernel: Any) -> None:
         ("%distributed data", "check"),
         ("%distributed data check", "PATH"),
         ("%distributed shrink", "no (node|rank)|nothing"),
-        ("%distributed start --nodes h0", "2 ranks run already"),
+        ("%distributed start --nodes h0", "the session has 2 ranks, with another"),
         ("%%distributed -r nosuch\nprint(1)", "nosuch"),
         ("%%rank nosuch\nprint(1)", "nosuch"),
     ],

@@ -71,7 +71,7 @@ def test_line_that_started_the_session_goes_on_with_it_after_an_attach(kernel: A
     _renew(kernel)
     assert kernel.run("%distributed attach").status == "ok"
     again = kernel.run(line)
-    assert again.text().endswith("runs already, with 1 ranks: go on\n"), again.error
+    assert again.text().endswith("runs already, with 1 rank: go on\n"), again.error
     assert "with another --env, --linger;" in kernel.run("%distributed start -n 1 --no-init --linger 7").error
     assert "with another --env;" in kernel.run(f"{line} --env DEBUG=1").error
     assert "not kept, TOKEN not set" in kernel.run("%distributed restart").text()
