@@ -20,6 +20,7 @@ from .talk import FilesError, Talk, Untrue, as_size, check_name, clean, reason_o
 from .trees import MOST_ENTRIES, MOST_NAMED, Progress
 
 _MOST_NAME_CHARS = 1 << 27  # of the folders that are made, which are remembered
+_SEARCH = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # a folder that cannot be listed can be written to
 _STAGING = ".detrain_nb-"  # the folder for what is not whole yet; of one copy each
 
 
@@ -32,6 +33,7 @@ class TreeWriter:
     def __init__(self, folder: str) -> None:
         self.folder = os.path.abspath(folder)
         self.staging = ""
+        self._opened = self._opened_staging = -1
         self._made: list[str] = []
         self._checked: set[str] = set()
         self._count = 0
@@ -39,24 +41,31 @@ class TreeWriter:
     def __enter__(self) -> TreeWriter:
         try:
             self._make_folders(self.folder)
+            self._opened = os.open(self.folder, _SEARCH)
             self.staging = tempfile.mkdtemp(prefix=_STAGING, dir=self.folder)
             self._opened_staging = os.open(self.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError as exc:
+            self._close()
             self._remove_in_vain()
             raise FilesError(f"{self.folder} cannot be written to: {reason_of(exc)}") from exc
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._remove_staging()
+        self._close()
         if kind is not None:
             self._remove_in_vain()
+
+    def _close(self) -> None:
+        for opened in (self._opened, self._opened_staging):
+            if opened >= 0:
+                os.close(opened)
 
     def _remove_staging(self) -> None:
         """Empty the folder that was made, whatever has its name now: in a folder of a group others can rename it."""
         for name in os.listdir(self._opened_staging):
             with contextlib.suppress(OSError):  # a folder that somebody has put there
                 os.unlink(name, dir_fd=self._opened_staging)
-        os.close(self._opened_staging)
         with contextlib.suppress(OSError):  # it is not empty: another one has the name
             os.rmdir(self.staging)
 
@@ -69,7 +78,8 @@ class TreeWriter:
         return os.path.join(self.staging, str(number))
 
     def add_folder(self, name: str, *, is_private: bool = False) -> None:
-        self._locate(f"{name}/_", mode=0o700 if is_private else 0o777)
+        with self._opened_parent(f"{name}/_", mode=0o700 if is_private else 0o777):
+            pass
 
     def has_folder(self, name: str) -> bool:
         """Whether one was made, or needed, for what has come."""
@@ -109,8 +119,7 @@ class TreeWriter:
             raise FilesError(f"{place} cannot be written: it has {size} bytes and {free} are free: the disk is full")
 
     def _place(self, path: str, name: str, is_executable: bool, is_private: bool) -> None:
-        place = self._locate(name)
-        with self._explained(place):
+        with self._opened_parent(name) as (parent, last), self._explained(os.path.join(self.folder, name)):
             mode = before = stat.S_IMODE(os.stat(path).st_mode)
             if is_executable:
                 mode |= (mode & 0o444) >> 2
@@ -118,30 +127,44 @@ class TreeWriter:
                 mode &= 0o700
             if mode != before:
                 os.chmod(path, mode)
-            os.replace(path, place)
+            os.replace(path, last, dst_dir_fd=parent)
 
-    def _locate(self, name: str, *, mode: int = 0o777) -> str:
-        """The path of a name; the folders that it is in are made, and none of them is a link."""
-        place = self.folder
+    @contextlib.contextmanager
+    def _opened_parent(self, name: str, *, mode: int = 0o777) -> Iterator[tuple[int, str]]:
+        """The folder that a name is in, opened, and the last part of the name; the folders on the way are made.
+
+        None of them is a link: each is opened in the one before, as others may put a link in the place of one that has
+        been looked at, where a group can write it.
+        """
         *parents, last = name.split("/")
-        for parent in parents:
-            place = os.path.join(place, parent)
-            if place in self._checked:
-                continue
-            with self._explained(place):
-                try:
-                    os.mkdir(place, mode)
-                    self._made.append(place)
-                except FileExistsError:
-                    found = os.lstat(place).st_mode
-                    if stat.S_ISLNK(found):
-                        raise FilesError(
-                            f"{place} is a link, and nothing is written through it: name the folder that it leads to"
-                        ) from None
-                    if not stat.S_ISDIR(found):
-                        raise FilesError(f"{place} is there and is no folder") from None
-            self._checked.add(place)
-        return os.path.join(place, last)
+        opened, place = os.dup(self._opened), self.folder
+        try:
+            for parent in parents:
+                place = os.path.join(place, parent)
+                with self._explained(place):
+                    if place not in self._checked:
+                        self._make_folder(parent, opened, place, mode)
+                    inner = os.open(parent, _SEARCH | os.O_NOFOLLOW, dir_fd=opened)
+                    os.close(opened)
+                    opened = inner
+                self._checked.add(place)
+            yield opened, last
+        finally:
+            os.close(opened)
+
+    def _make_folder(self, name: str, parent: int, place: str, mode: int) -> None:
+        """Raises: FilesError when something else stands there."""
+        try:
+            os.mkdir(name, mode, dir_fd=parent)
+            self._made.append(place)
+        except FileExistsError:
+            found = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+            if stat.S_ISLNK(found):
+                raise FilesError(
+                    f"{place} is a link, and nothing is written through it: name the folder that it leads to"
+                ) from None
+            if not stat.S_ISDIR(found):
+                raise FilesError(f"{place} is there and is no folder") from None
 
     def _make_folders(self, path: str) -> None:
         """Other writers may make the same ones at the same time."""

@@ -56,8 +56,8 @@ def _put(talk: Talk, order: dict[str, Any]) -> None:
         talk.say("ready", staging=writer.staging)
         progress = Progress()
         receive_tree(talk, writer, progress)
-        talk.say("done", files=progress.files, size=progress.size)
-        talk.flush()
+    talk.say("done", files=progress.files, size=progress.size)  # and nothing of ours is left in the folder
+    talk.flush()
 
 
 def _get(talk: Talk, order: dict[str, Any]) -> None:

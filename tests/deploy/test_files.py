@@ -370,6 +370,22 @@ def test_nothing_is_written_through_a_link_here(node: SshNode, home: Path, tmp_p
     assert describe(tmp_path / "back" / "asked") == describe(home / "asked")
 
 
+def test_link_in_the_place_of_a_folder_that_was_made_is_not_written_through(tmp_path: Path) -> None:
+    """Where a group can write the folder, others can do that at any moment of a copy."""
+    outside = tmp_path / "outside"
+    (outside / "inner").mkdir(parents=True)
+    with TreeWriter(str(tmp_path / "base")) as writer:
+        writer.add_file("tree/inner/1", 1, False, [b"1"])
+        (tmp_path / "base" / "tree").rename(tmp_path / "base" / "aside")
+        (tmp_path / "base" / "tree").symlink_to(outside)
+        with pytest.raises(FilesError, match="base/tree cannot be written: "):
+            writer.add_file("tree/inner/2", 1, False, [b"2"])
+        with pytest.raises(FilesError, match="base/tree cannot be written: "):
+            writer.add_folder("tree/other")
+    assert sorted(path.name for path in outside.rglob("*")) == ["inner"]
+    assert not list((tmp_path / "base").glob(".detrain_nb*"))
+
+
 def test_nothing_is_written_through_a_link_there(node: SshNode, home: Path, tmp_path: Path) -> None:
     make_tree(tmp_path / "tree")
     outside = home / "outside"
@@ -515,9 +531,9 @@ def test_folders_that_come_are_no_more_than_were_announced(tmp_path: Path, monke
     made: list[str] = []
     mkdir = os.mkdir
 
-    def count(path: str, *args: Any) -> None:
+    def count(path: str, *args: Any, **options: Any) -> None:
         made.append(path)
-        mkdir(path, *args)
+        mkdir(path, *args, **options)
 
     monkeypatch.setattr(os, "mkdir", count)
     folders = [{"type": "folder", "name": f"asked/{number}" + "/x" * 90} for number in range(100)]
