@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..errors import SpecError
 from ..node.talk import Untrue, check_name
-from ..node.trees import is_owners_alone
+from ..node.trees import is_owners_alone, open_regular
 from .code import pack_files
 from .ignoring import GIT_FILE, OWN_FILE, Rules, cannot_read, extend, is_left_out, read_rules_above
 from .private import is_private
@@ -112,14 +112,19 @@ def name_hidden(manifest: Manifest) -> list[str]:
 def pack(root: str | os.PathLike[str], names: Iterable[str]) -> bytes:
     """Pack files of a manifest of ``root`` into a zip with their modes; the same files give the same zip.
 
-    One that was deleted meanwhile is left out: the next manifest does not have it either. Raises: SpecError.
+    One that was deleted meanwhile is left out, as is one that is a link out of the folder now: the next manifest does
+    not have it either. Raises: SpecError.
     """
+    top = os.path.join(os.path.realpath(root), "")
     files: dict[str, bytes] = {}
     executable: set[str] = set()
     private: set[str] = set()
     for name in names:
         try:
-            with open(os.path.join(root, name), "rb") as file:
+            real = os.path.realpath(os.path.join(root, name))
+            if not real.startswith(top):
+                continue
+            with open_regular(real) as file:
                 files[name] = file.read()
                 mode = os.fstat(file.fileno()).st_mode
                 if mode & 0o100:
@@ -134,8 +139,8 @@ def pack(root: str | os.PathLike[str], names: Iterable[str]) -> bytes:
 
 
 def _digest(path: str, _size: int, _mtime_ns: int, _ctime_ns: int, _inode: int) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 _read_digest = lru_cache(maxsize=_MOST_ENTRIES)(_digest)  # what has not changed is in there
@@ -179,7 +184,7 @@ def _walk(root: Path, kept: list[str]) -> Iterator[tuple[str, str, os.stat_resul
             elif is_folder:
                 folders.append(_Folder(entry.path, f"{name}/", rules, real, folder.within | {real}))
             else:
-                yield _check_name(name), entry.path, status
+                yield _check_name(name), real, status
 
 
 def _scan(folder: _Folder) -> list[os.DirEntry[str]]:

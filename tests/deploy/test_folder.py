@@ -279,6 +279,28 @@ def test_changes_are_what_to_remove_and_to_write(tmp_path: Path) -> None:
     assert changes(before, after) == Changes(remove=["file", "gone"], write=["content", "file/inside", "mode", "new"])
 
 
+@pytest.mark.timeout(20)
+def test_what_stands_in_the_place_of_a_listed_file_is_not_read(tmp_path: Path) -> None:
+    """Others may have put it there since, where a group can write the folder."""
+    _plant(tmp_path, {"root/a.py": "a", "root/b.py": "b", "root/sub/c.py": "c", "root/to-a": "", "secret/c.py": "key"})
+    root = tmp_path / "root"
+    (root / "to-a").unlink()
+    (root / "to-a").symlink_to("a.py")
+    manifest = list_folder(root)
+    assert manifest["to-a"].sha256 == manifest["a.py"].sha256
+    (root / "a.py").unlink()
+    (root / "a.py").symlink_to(tmp_path / "secret" / "c.py")
+    (root / "sub" / "c.py").unlink()
+    (root / "sub").rmdir()
+    (root / "sub").symlink_to(tmp_path / "secret")
+    with zipfile.ZipFile(io.BytesIO(pack(root, manifest))) as packed:
+        assert packed.namelist() == ["b.py"]
+    (root / "b.py").unlink()
+    os.mkfifo(root / "b.py")
+    with pytest.raises(SpecError, match=r"b\.py"):
+        pack(root, manifest)
+
+
 def test_packed_files_are_what_was_there(tmp_path: Path) -> None:
     modes = {"a/b.py": 0o755, "c": 0o644, "own": 0o600, "own.sh": 0o700}
     _plant(tmp_path, {"a/b.py": "1", "c": b"\0\xff" * 1000, "gone": "", "own": "", "own.sh": ""})

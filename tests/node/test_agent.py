@@ -266,7 +266,7 @@ def test_agent_that_reads_no_further_says_that_it_is_there(agent: Agent) -> None
     for number in (1, 2):
         push = RunCell([0], [1], number, "x" * (12 << 20))
         notebook.sock.sendall(to_frame(push).to_bytes(number=number))
-    for _ in range(4):  # the last ones, when all has come, say nothing else
+    for _ in range(3):  # the last one, when all has come, says nothing else
         assert isinstance(notebook.receive(Received), Received)
 
 

@@ -1408,7 +1408,7 @@ def test_no_frames_raise_anything_or_reach_the_other_node(situation: str, frames
 
 
 @pytest.mark.slow
-@settings(_fuzz, max_examples=1000)
+@settings(_fuzz, max_examples=500)
 @given(_SITUATIONS, _SOME_FRAMES)
 def test_nor_do_many_more(situation: str, frames: list[bytes]) -> None:
     _assert_nothing_is_raised(situation, frames)

@@ -48,7 +48,7 @@ _SPOOL_BYTES = 2 * (8 << 20)  # the segment that is written, and the one before 
 
 @pytest.mark.parametrize(
     ("faults", "seed"),
-    [pytest.param(80, "7", marks=pytest.mark.slow), pytest.param(200, "", marks=pytest.mark.thorough)],
+    [pytest.param(50, "7", marks=pytest.mark.slow), pytest.param(200, "", marks=pytest.mark.thorough)],
 )
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_and_nothing_grows(

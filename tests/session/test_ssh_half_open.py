@@ -48,7 +48,10 @@ def _eventually(holds: Callable[[], bool], *, limit_s: float = _NOTICED_S, gap_s
 
 
 @pytest.mark.slow
-def test_cut_of_a_link_on_which_nothing_is_said_is_noticed_and_the_next_cell_waits_for_it(testbed: Testbed) -> None:
+def test_cut_of_a_link_on_which_nothing_is_said_is_noticed_and_the_next_cell_waits_for_it(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_link, "ALIVE_GAP_S", 1.0)
     with Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu") as session:
         session.run_cell("kept = rank")
         testbed.cut("h1", "notebook")

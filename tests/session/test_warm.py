@@ -716,7 +716,7 @@ def test_hosts_keep_their_warm_processes_and_the_connection(start_on_hosts: Star
     assert_soon(lambda: not _agents(testbed))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # half a minute of waiting
 def test_host_that_hears_nothing_but_signs_of_life_keeps_its_warm_process(start_on_hosts: Start) -> None:
     """For longer than a host waits for a notebook that has gone without a word."""
     with start_on_hosts() as first:
