@@ -80,7 +80,11 @@ class NodeFacts:
                 cache=as_text(said["cache"]),
                 have=frozenset(map(as_text, said["have"])),
                 versions={as_text(name): as_text(version) for name, version in dict(said["versions"]).items()},
-                addresses=tuple((as_text(name), as_text(at)) for name, at in said["addresses"][:_MOST_ADDRESSES]),
+                addresses=tuple(
+                    (as_text(name), as_text(at))
+                    for name, at in said["addresses"][:_MOST_ADDRESSES]
+                    if _is_address(as_text(at))  # a name would be looked up
+                ),
                 reached_at=as_text(said["reached_at"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as exc:
@@ -272,6 +276,12 @@ class SshNode:
         self._work_folder = _expand(self.node.workdir or f"{facts.cache}/work/{session}", facts.home)
 
 
+def _is_address(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    return False
+
+
 def _read_python_version(said: Sequence[Any]) -> tuple[int, int]:
     """Raises: TypeError, ValueError for what is no version of Python 3."""
     major, minor = (int(number) for number in said[:2])
@@ -371,7 +381,7 @@ def _resolve(host: str) -> list[str]:
     """The addresses of a host, as text; its own when it is one."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(host))]
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # the latter for a name that is none: a label is too long
         return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
     return []
 

@@ -27,6 +27,10 @@ _LOG_NAME = "detrain_nb.ssh"
 _KEEPALIVE_S = 5
 WINDOW_BYTES = 16 << 20
 _PACKET_BYTES = 256 << 10
+_KEY_EXCHANGE = range(20, 50)  # the kinds of its messages, RFC 4250
+_KEY_EXCHANGE_BYTES = 35_000  # RFC 4253: what every implementation takes; a key of RSA with 16,384 bits has 2,068
+_EXTENSIONS = 7
+_LEAST_EXTENSION_BYTES = 8  # the lengths of its name and its value
 _JOIN_LIMIT_S = 2.0
 _BANNER_ERROR = "Error reading SSH protocol banner"
 _METHOD = re.compile(r"[a-z0-9@.-]{1,64}")
@@ -149,17 +153,32 @@ def hold_to_window(channel: paramiko.Channel) -> None:
 
 
 def _hold_to_packets(transport: paramiko.Transport) -> None:
-    """End the connection to a host that sends larger packets than it may: paramiko waits for all that they announce."""
+    """End the connection to a host that sends larger packets than it may: paramiko waits for all that they announce.
+
+    It also counts to any number of extensions that a host announces, and puts a number of a host key together in a time
+    that grows with the square of its length: half a minute for a packet.
+    """
     import paramiko
 
-    read_all = transport.packetizer.read_all
+    read_all, read_message = transport.packetizer.read_all, transport.packetizer.read_message
 
     def read_at_most(n: int, check_rekey: bool = False) -> bytes:
         if n > 2 * _PACKET_BYTES:
             raise paramiko.SSHException(f"it sends a packet of {n} bytes")
         return read_all(n, check_rekey)
 
+    def read_message_within() -> tuple[int, paramiko.Message]:
+        kind, message = read_message()
+        if kind in _KEY_EXCHANGE and len(message.get_remainder()) > _KEY_EXCHANGE_BYTES:
+            raise paramiko.SSHException("it sends more than a key exchange needs")
+        if kind == _EXTENSIONS:
+            said = message.get_remainder()
+            if int.from_bytes(said[:4], "big") > len(said) // _LEAST_EXTENSION_BYTES:
+                raise paramiko.SSHException("it announces more extensions than it sends")
+        return kind, message
+
     transport.packetizer.read_all = read_at_most  # type: ignore[method-assign]
+    transport.packetizer.read_message = read_message_within  # type: ignore[method-assign]
 
 
 def _dial_through(via: Hop, settings: HostSettings, *, deadline: float) -> paramiko.Channel:

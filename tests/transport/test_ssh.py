@@ -1243,6 +1243,28 @@ def test_host_that_announces_a_packet_larger_than_it_may_send_is_left(recorder: 
         assert "it sends a packet of" in str(connection._transport.saved_exception)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said", "fault"),
+    [
+        (7, b"\xff" * 4, "more extensions than it sends"),  # to which paramiko would count
+        (7, b"\0\0\0\2" + bytes(8), "more extensions than it sends"),
+        (31, bytes(40_000), "more than a key exchange needs"),
+    ],
+)
+def test_host_that_costs_more_time_than_its_words_are_long_is_left(
+    recorder: Recorder, key: Path, kind: int, said: bytes, fault: str
+) -> None:
+    recorder.make_known()
+    recorder.takes = True
+    with SshConnection.open(SshTarget("node", identity_file=str(key))) as connection:
+        message = paramiko.Message()
+        message.add_byte(bytes([kind]))
+        message.add_bytes(said)
+        recorder.transports[-1]._send_message(message)
+        wait_until(lambda: not connection.is_alive)
+        assert fault in str(connection._transport.saved_exception)
+
+
 def test_host_that_hangs_up_right_after_the_handshake_is_said(
     recorder: Recorder, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
