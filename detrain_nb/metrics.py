@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ FOLDER_VARIABLE = "DETRAIN_NB_METRICS"
 _USUAL_FOLDER = "metrics"
 _MOST_VALUES = 1000  # of one line
 _OWN_NAMES = {"step", "time", "rank"}
-_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
 
 
 def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str | None = None, **more: Any) -> None:
@@ -26,8 +27,8 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
 
     ``folder`` is by default what ``DETRAIN_NB_METRICS`` names, else ``metrics`` where the rank runs. A tensor of one
     element counts as its number. A line is written at once and as a whole: who reads meanwhile sees no half of it.
-    Raises: SpecError for what is no number; OSError, also where the file is a link: in a folder of a group others could
-    have put it there.
+    Raises: SpecError for what is no number, or no file; OSError, also where the file is a link: in a folder of a group
+    others could have put it there.
     """
     given = {**(values or {}), **more}
     if taken := _OWN_NAMES & given.keys():
@@ -44,6 +45,8 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, _APPEND, 0o666)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise SpecError(f"{file} is no file: remove it, or log to another folder")
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # as a full disk leaves it
         os.write(descriptor, b"\n" * is_torn + json.dumps(line).encode() + b"\n")

@@ -24,7 +24,7 @@ from ..errors import DetrainError, SpecError, TransportError, WireError
 from ..node.arrivals import TreeWriter, receive_tree
 from ..node.files import MAGIC
 from ..node.talk import SLOWEST_BYTES_PER_S, Failed, FilesError, Talk, Untrue, as_size, check_name
-from ..node.trees import MOST_NAMED, File, Progress, Tree, list_tree, send_tree
+from ..node.trees import MOST_NAMED, File, Progress, Tree, is_guarded, list_tree, send_tree
 from .private import holds_homes, is_private, is_same
 from .remote_program import ended_after
 
@@ -141,10 +141,16 @@ def put(
     progress = Progress(_stoppable(on_progress, stop))
     with open_talk(node, stop=stop) as (talk, lane):
         talk.say("put", base=node.work_folder(folder), target=target or ".")
-        staging = str(talk.hear("ready").get("staging"))
+        ready = talk.hear("ready")
+        staging = str(ready.get("staging"))
         _check_outside(wanted, staging)
+
+        def send(file: File) -> int | None:
+            is_safe = ready.get("guarded") is True and is_guarded(file.path)  # SFTP goes by paths, at both ends
+            return lane.put(file, staging, progress) if is_safe else None
+
         with _here():
-            send_tree(talk, tree, progress, bulk=lambda file: lane.put(file, staging, progress))
+            send_tree(talk, tree, progress, bulk=send)
         done = talk.hear("done")
         if (as_size(done.get("files")), as_size(done.get("size"))) != (progress.files, progress.size):
             raise Untrue("what it says has arrived is not what was sent")
@@ -176,7 +182,7 @@ def get(
         with _here(), TreeWriter(os.fspath(folder)) as writer:
 
             def fetch(path: str, size: int, number: int) -> bool:
-                return lane.get(path, size, writer.staged(number), progress)
+                return writer.is_guarded and lane.get(path, size, writer.staged(number), progress)
 
             left = receive_tree(talk, writer, progress, roots=names, fetch=fetch)
     return Copied(progress.files, progress.size, left.num_skipped, left.skipped)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from ..errors import SpecError
 from ..node.talk import Untrue, check_name
@@ -109,11 +109,12 @@ def name_hidden(manifest: Manifest) -> list[str]:
     return list(found)
 
 
-def pack(root: str | os.PathLike[str], names: Iterable[str]) -> bytes:
+def pack(root: str | os.PathLike[str], manifest: Manifest, names: Iterable[str]) -> bytes:
     """Pack files of a manifest of ``root`` into a zip with their modes; the same files give the same zip.
 
-    One that was deleted meanwhile is left out, as is one that is a link out of the folder now: the next manifest does
-    not have it either. Raises: SpecError.
+    One that was deleted meanwhile is left out, as is one that is reached through a link and is not what was listed:
+    others may have put the link there, to what they may not read. The next manifest has what is there then.
+    Raises: SpecError.
     """
     top = os.path.join(os.path.realpath(root), "")
     files: dict[str, bytes] = {}
@@ -121,11 +122,11 @@ def pack(root: str | os.PathLike[str], names: Iterable[str]) -> bytes:
     private: set[str] = set()
     for name in names:
         try:
-            real = os.path.realpath(os.path.join(root, name))
-            if not real.startswith(top):
-                continue
-            with open_regular(real) as file:
-                files[name] = file.read()
+            with open_regular(os.path.realpath(os.path.join(root, name))) as file:
+                data = file.read()
+                if _path_of(file) != top + name and hashlib.sha256(data).hexdigest() != manifest[name].sha256:
+                    continue
+                files[name] = data
                 mode = os.fstat(file.fileno()).st_mode
                 if mode & 0o100:
                     executable.add(name)
@@ -136,6 +137,12 @@ def pack(root: str | os.PathLike[str], names: Iterable[str]) -> bytes:
         except OSError as exc:
             raise cannot_read(name, exc) from exc
     return pack_files(files, executable=executable, private=private)
+
+
+def _path_of(file: IO[bytes]) -> str:
+    """Where the file is that was opened, whatever has its name now; on systems without /proc, where its name leads."""
+    link = f"/proc/self/fd/{file.fileno()}"
+    return os.readlink(link) if os.path.exists("/proc/self/fd") else os.path.realpath(file.name)
 
 
 def _digest(path: str, _size: int, _mtime_ns: int, _ctime_ns: int, _inode: int) -> str:

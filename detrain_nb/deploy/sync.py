@@ -88,7 +88,7 @@ class FolderSync:
             "these stay here, as they may hold keys", kept, f"a line !NAME in {OWN_FILE} sends one that does not"
         )
         if waiting:
-            packer = _Packer(self.root)
+            packer = _Packer(self.root, manifest)
             on_every(waiting, lambda node, stop, _: self._bring(node, manifest, packer, stop))
 
     def _tell_once(self, what: str, names: list[str], advice: str) -> None:
@@ -181,8 +181,8 @@ def _write_list(manifest: Manifest) -> bytes:
 class _Packer:
     """Packs once what several nodes want at the same time."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, manifest: Manifest) -> None:
+        self._root, self._manifest = root, manifest
         self._packed: dict[tuple[str, ...], bytes] = {}
         self._packing = threading.Lock()
 
@@ -190,7 +190,7 @@ class _Packer:
         key = tuple(names)
         with self._packing:
             if key not in self._packed:
-                self._packed[key] = pack(self._root, names)
+                self._packed[key] = pack(self._root, self._manifest, names)
             return self._packed[key]
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
+import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
+from ..guarded import find_guest_parent
 from .talk import FilesError, Talk, Untrue, as_size, check_name, clean, reason_of
 from .trees import MOST_ENTRIES, MOST_NAMED, Progress
 
@@ -27,12 +28,15 @@ _STAGING = ".detrain_nb-"  # the folder for what is not whole yet; of one copy e
 class TreeWriter:
     """Writes files and folders below ``folder``, which is made; through no link, and over no folder.
 
+    What is not whole yet stands in the folder ``staging``. Where ``is_guarded``, nobody can put another in its place:
+    a program that goes by its path may write there.
     On the way out nothing that is not whole is left, nor a folder that was made for it in vain.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = os.path.abspath(folder)
         self.staging = ""
+        self.is_guarded = False
         self._opened = self._opened_staging = -1
         self._made: list[str] = []
         self._checked: set[str] = set()
@@ -42,8 +46,7 @@ class TreeWriter:
         try:
             self._make_folders(self.folder)
             self._opened = os.open(self.folder, _SEARCH)
-            self.staging = tempfile.mkdtemp(prefix=_STAGING, dir=self.folder)
-            self._opened_staging = os.open(self.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            self._make_staging()
         except OSError as exc:
             self._close()
             self._remove_in_vain()
@@ -55,6 +58,17 @@ class TreeWriter:
         self._close()
         if kind is not None:
             self._remove_in_vain()
+
+    def _make_staging(self) -> None:
+        """Raises: OSError, also when others have put something in its place before it was opened."""
+        name = f"{_STAGING}{secrets.token_hex(8)}"
+        os.mkdir(name, 0o700, dir_fd=self._opened)
+        self.staging = os.path.join(self.folder, name)
+        self._opened_staging = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._opened)
+        state = os.fstat(self._opened_staging)
+        if state.st_uid != os.geteuid() or os.listdir(self._opened_staging):
+            raise PermissionError(errno.EPERM, "somebody else has put a folder in the place of ours")
+        self.is_guarded = find_guest_parent(Path(os.path.realpath(self.folder), name)) is None
 
     def _close(self) -> None:
         for opened in (self._opened, self._opened_staging):
@@ -77,6 +91,11 @@ class TreeWriter:
     def staged(self, number: int) -> str:
         return os.path.join(self.staging, str(number))
 
+    def open_staged(self, name: str) -> IO[bytes]:
+        """Make a file in the staging folder: in ours, whatever has its name now."""
+        handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=self._opened_staging)
+        return os.fdopen(handle, "w+b")
+
     def add_folder(self, name: str, *, is_private: bool = False) -> None:
         with self._opened_parent(f"{name}/_", mode=0o700 if is_private else 0o777):
             pass
@@ -91,43 +110,45 @@ class TreeWriter:
         """``pieces`` have ``size`` bytes together. ``is_private``: for nobody but its owner, as it was."""
         place = os.path.join(self.folder, name)
         self.check_room(name, size)
-        path = f"{self.staged(self.new_number())}.part"
+        part = f"{self.new_number()}.part"
         try:
-            with self._explained(place), open(path, "xb") as file:
+            with self._explained(place), self.open_staged(part) as file:
                 file.writelines(pieces)
-            self._place(path, name, is_executable, is_private)
+            self._place(part, name, is_executable, is_private)
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                os.unlink(part, dir_fd=self._opened_staging)
 
     def add_staged(self, name: str, number: int, size: int, is_executable: bool, *, is_private: bool = False) -> None:
         """What came into the staging folder in another way. Raises: Untrue when it is not all there."""
-        path = self.staged(number)
+        staged = str(number)
         try:
-            status = os.lstat(path)
+            status = os.stat(staged, dir_fd=self._opened_staging, follow_symlinks=False)
         except OSError:
             raise Untrue(f"{name} has not arrived") from None
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise Untrue(f"{name} has arrived with {status.st_size} bytes and not {size}")
-        self._place(path, name, is_executable, is_private)
+        self._place(staged, name, is_executable, is_private)
 
     def check_room(self, name: str, size: int) -> None:
         """Raises: FilesError when so much does not fit: it need not be tried."""
-        free = shutil.disk_usage(self.staging).free
+        disk = os.fstatvfs(self._opened_staging)
+        free = disk.f_bavail * disk.f_frsize
         if size > free:
             place = os.path.join(self.folder, name)
             raise FilesError(f"{place} cannot be written: it has {size} bytes and {free} are free: the disk is full")
 
-    def _place(self, path: str, name: str, is_executable: bool, is_private: bool) -> None:
+    def _place(self, staged: str, name: str, is_executable: bool, is_private: bool) -> None:
+        staging = self._opened_staging
         with self._opened_parent(name) as (parent, last), self._explained(os.path.join(self.folder, name)):
-            mode = before = stat.S_IMODE(os.stat(path).st_mode)
+            mode = before = stat.S_IMODE(os.stat(staged, dir_fd=staging, follow_symlinks=False).st_mode)
             if is_executable:
                 mode |= (mode & 0o444) >> 2
             if is_private:
                 mode &= 0o700
             if mode != before:
-                os.chmod(path, mode)
-            os.replace(path, last, dst_dir_fd=parent)
+                os.chmod(staged, mode, dir_fd=staging)
+            os.replace(staged, last, src_dir_fd=staging, dst_dir_fd=parent)
 
     @contextlib.contextmanager
     def _opened_parent(self, name: str, *, mode: int = 0o777) -> Iterator[tuple[int, str]]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from .arrivals import TreeWriter, receive_tree
 from .sync import sync
 from .talk import Failed, FilesError, Talk, reason_of
-from .trees import File, Progress, list_tree, open_regular, send_tree
+from .trees import File, Progress, is_guarded, list_tree, open_listed, send_tree
 
 MAGIC = b"\ndetrain-nb files 1\n"
 SAMPLE_FILES = 64
@@ -53,7 +53,7 @@ def _expand(order: dict[str, Any], path: str) -> str:
 
 def _put(talk: Talk, order: dict[str, Any]) -> None:
     with TreeWriter(_expand(order, order["target"])) as writer:
-        talk.say("ready", staging=writer.staging)
+        talk.say("ready", staging=writer.staging, guarded=writer.is_guarded)
         progress = Progress()
         receive_tree(talk, writer, progress)
     talk.say("done", files=progress.files, size=progress.size)  # and nothing of ours is left in the folder
@@ -64,6 +64,8 @@ def _get(talk: Talk, order: dict[str, Any]) -> None:
     sources = [(name, _expand(order, path)) for name, path in zip(order["names"], order["paths"])]
 
     def offer(file: File) -> int | None:
+        if not is_guarded(file.path):
+            return None  # by its path somebody else might have another one sent
         talk.say("offer", path=file.path, size=file.size)
         number: int | None = talk.hear("answer")["number"]
         return number
@@ -113,7 +115,7 @@ def _choose_sample(files: list[File]) -> list[File]:
 def _digest_ends(file: File) -> str:
     digest = hashlib.sha256()
     try:
-        with open_regular(file.path) as opened:
+        with open_listed(file) as opened:
             digest.update(opened.read(SAMPLE_BYTES))
             if file.size > SAMPLE_BYTES:
                 opened.seek(max(SAMPLE_BYTES, file.size - SAMPLE_BYTES))

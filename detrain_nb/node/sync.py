@@ -43,8 +43,7 @@ def sync(talk: Talk, order: dict[str, Any], folder: str) -> None:
         talk.say("want", indices=[index for index, entry in enumerate(listed) if entry[0] in want])
         try:
             if want:
-                with TreeWriter(folder) as writer:
-                    archive = _receive_archive(talk, writer)
+                with TreeWriter(folder) as writer, _receive_archive(talk, writer) as archive:
                     _remove_unwanted(folder, wanted, sent)
                     left_alone += _unpack(archive, writer, want, sent)
             else:
@@ -87,14 +86,13 @@ def _compare(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, S
     return want, left_alone
 
 
-def _receive_archive(talk: Talk, writer: TreeWriter) -> str:
+def _receive_archive(talk: Talk, writer: TreeWriter) -> IO[bytes]:
     size = as_size(talk.hear("archive")["size"])
     _be_done_in_time(size)
     writer.check_room("", size)
-    path = writer.staged(writer.new_number())
-    with open(path, "xb") as file:
-        file.writelines(talk.read(size))
-    return path
+    archive = writer.open_staged("archive")
+    archive.writelines(talk.read(size))
+    return archive
 
 
 def _remove_unwanted(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, Sent]) -> None:
@@ -113,7 +111,7 @@ def _remove_unwanted(folder: str, wanted: dict[str, tuple[str, bool]], sent: dic
                 parent = os.path.dirname(parent)
 
 
-def _unpack(archive: str, writer: TreeWriter, want: set[str], sent: dict[str, Sent]) -> list[str]:
+def _unpack(archive: IO[bytes], writer: TreeWriter, want: set[str], sent: dict[str, Sent]) -> list[str]:
     """Returns what cannot be written where it should, because of what somebody else has put there."""
     left_alone = []
     with zipfile.ZipFile(archive) as packed:

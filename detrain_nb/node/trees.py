@@ -6,10 +6,12 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO
 
+from ..guarded import find_guest_parent
 from .talk import FilesError, Talk, Untrue, check_name, clean, reason_of
 
 MOST_ENTRIES = 1_000_000
@@ -51,7 +53,8 @@ class File:
     path: str
     size: int
     is_executable: bool
-    is_private: bool = False
+    is_private: bool
+    identity: tuple[int, int]  # its device and inode when it was listed
 
 
 @dataclass
@@ -80,7 +83,12 @@ def is_owners_alone(mode: int) -> bool:
 
 
 def _file(name: str, path: str, status: os.stat_result) -> File:
-    return File(name, path, status.st_size, bool(status.st_mode & 0o100), is_owners_alone(status.st_mode))
+    modes = bool(status.st_mode & 0o100), is_owners_alone(status.st_mode)
+    return File(name, path, status.st_size, *modes, _identity(status))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def list_tree(
@@ -88,10 +96,11 @@ def list_tree(
 ) -> Tree:
     """List files and folders, given as (name, path), with all that is in them.
 
-    A link that was given itself is followed, one further down is not; to files it is with ``follow_links``.
+    A link that was given itself is followed, one further down is not; to files it is with ``follow_links``. Nor is one
+    that somebody puts in the place of a folder meanwhile: what is opened is what was seen.
     """
     tree = Tree()
-    waiting: list[tuple[str, str]] = []
+    waiting: list[tuple[str, str, tuple[int, int]]] = []
     for name, path in sources:
         path = os.path.realpath(path)
         try:
@@ -99,35 +108,19 @@ def list_tree(
         except OSError as exc:
             raise FilesError(f"{path}: {reason_of(exc)}") from exc
         if stat.S_ISDIR(status.st_mode):
-            waiting.append((name, path))
+            waiting.append((name, path, _identity(status)))
             tree.note_private(name, status)
         elif stat.S_ISREG(status.st_mode):
             tree.files.append(_file(name, path, status))
         else:
             raise FilesError(f"{path} is neither a file nor a folder")
     while waiting:
-        name, path = waiting.pop()
+        name, path, identity = waiting.pop()
         tree.folders.append(name)
         tick()
-        for entry in _scan(path):
-            inner = f"{name}/{entry.name}"
-            try:
-                is_followed = follow_links and entry.is_symlink() and entry.is_file()
-                status = entry.stat(follow_symlinks=is_followed)
-                path_of_entry = os.path.realpath(entry.path) if is_followed else entry.path
-                check_name(inner)
-            except FileNotFoundError:
-                continue  # deleted meanwhile
-            except Untrue:
-                tree.skip(clean(entry.path))
-                continue
-            if stat.S_ISDIR(status.st_mode):
-                waiting.append((inner, entry.path))
-                tree.note_private(inner, status)
-            elif stat.S_ISREG(status.st_mode):
-                tree.files.append(_file(inner, path_of_entry, status))
-            else:
-                tree.skip(clean(entry.path))
+        with _opened_folder(path, identity) as opened:
+            for entry in _scan(path, opened):
+                _list_entry(entry, name, path, tree, waiting, follow_links=follow_links)
         if len(tree.files) + len(tree.folders) + len(waiting) > MOST_ENTRIES:
             raise FilesError(f"{path}: more than {MOST_ENTRIES} files: pack them into one, or name less")
     tree.folders.sort()
@@ -135,12 +128,59 @@ def list_tree(
     return tree
 
 
-def _scan(path: str) -> list[os.DirEntry[str]]:
+def _list_entry(
+    entry: os.DirEntry[str],
+    folder: str,
+    path: str,
+    tree: Tree,
+    waiting: list[tuple[str, str, tuple[int, int]]],
+    *,
+    follow_links: bool,
+) -> None:
+    name, path = f"{folder}/{entry.name}", os.path.join(path, entry.name)
     try:
-        with os.scandir(path) as entries:
-            return [entry for entry in entries if not entry.name.startswith(_STAGING)]
+        is_followed = follow_links and entry.is_symlink() and entry.is_file()
+        status = entry.stat(follow_symlinks=is_followed)
+        check_name(name)
     except FileNotFoundError:
+        return  # deleted meanwhile
+    except Untrue:
+        tree.skip(clean(path))
+        return
+    if stat.S_ISDIR(status.st_mode):
+        waiting.append((name, path, _identity(status)))
+        tree.note_private(name, status)
+    elif stat.S_ISREG(status.st_mode):
+        tree.files.append(_file(name, os.path.realpath(path) if is_followed else path, status))
+    else:
+        tree.skip(clean(path))
+
+
+@contextlib.contextmanager
+def _opened_folder(path: str, identity: tuple[int, int]) -> Iterator[int | None]:
+    """The folder that was seen there; None where it is gone."""
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        yield None
+        return
+    except OSError as exc:
+        if exc.errno != errno.ELOOP:
+            raise FilesError(f"{path} cannot be read: {reason_of(exc)}") from exc
+        yield None
+        return
+    try:
+        yield opened if _is_same(path, os.fstat(opened), identity) else None
+    finally:
+        os.close(opened)
+
+
+def _scan(path: str, opened: int | None) -> list[os.DirEntry[str]]:
+    if opened is None:
         return []
+    try:
+        with os.scandir(opened) as entries:
+            return [entry for entry in entries if not entry.name.startswith(_STAGING)]
     except OSError as exc:
         raise FilesError(f"{path} cannot be read: {reason_of(exc)}") from exc
 
@@ -158,7 +198,7 @@ def send_tree(
     for file in tree.files:
         with contextlib.ExitStack() as stack:
             try:
-                opened = stack.enter_context(open_regular(file.path))
+                opened = stack.enter_context(open_listed(file))
             except FileNotFoundError:
                 talk.say("gone")
                 continue
@@ -190,6 +230,27 @@ def _send_exactly(talk: Talk, opened: IO[bytes], file: File, progress: Progress)
         talk.send(data)
         left -= len(data)
         progress.be_at(progress.size + len(data))
+
+
+def open_listed(file: File) -> IO[bytes]:
+    """Open the very file that was listed. Raises: OSError, FilesError for another one in its place."""
+    opened = open_regular(file.path)
+    if not _is_same(file.path, os.fstat(opened.fileno()), file.identity):
+        opened.close()
+        raise FilesError(f"{file.path} was replaced while it was copied: copy it again")
+    return opened
+
+
+def _is_same(path: str, status: os.stat_result, identity: tuple[int, int]) -> bool:
+    """Where nobody else can replace what is there, its number says nothing: some network file systems change it."""
+    return _identity(status) == identity or is_guarded(path)
+
+
+def is_guarded(path: str) -> bool:
+    """Nobody else can put another file in the place of that one."""
+    with contextlib.suppress(OSError):
+        return find_guest_parent(Path(path)) is None
+    return False
 
 
 def open_regular(path: str) -> IO[bytes]:

@@ -7,13 +7,14 @@ them, then that last file anew.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import DetrainError
+from ..errors import DetrainError, SpecError
 from ..storage import Location
 from .tensor_files import foreign_errors
 
@@ -26,6 +27,7 @@ __all__ = [
     "list_checkpoints",
     "prune",
     "read_files",
+    "require_no_link",
     "step_folder",
 ]
 
@@ -99,6 +101,13 @@ def list_checkpoints(place: Location) -> Checkpoints:
     steps = {int(match[1]) for name in place.names() if (match := _FOLDER.fullmatch(name))}
     found = [each for step in steps if (each := _read(step, step_folder(place, step))) is not None]
     return Checkpoints(sorted(found, key=lambda each: (each.serial, each.step)))
+
+
+def require_no_link(folder: Location) -> None:
+    """Raises: SpecError where the folder of a step is a link: where a group can write, others may have put it there."""
+    with foreign_errors(folder.name, "looked at"), contextlib.suppress(FileNotFoundError):
+        if folder.files.info(folder.path).get("islink"):
+            raise SpecError(f"{folder.name} is a link, and nothing is written through it: remove it, or save elsewhere")
 
 
 def read_files(folder: Location) -> dict[str, int]:

@@ -94,6 +94,7 @@ class StepWriter(StorageWriter):
         if tensors:
             file_name = f"rank-{plan.storage_data:05d}-{self._token}.safetensors"
             header, pieces = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors})
+            catalog.require_no_link(self._folder)
             with foreign_errors(self._folder.name, "made"):
                 self._folder.files.makedirs(self._folder.path, exist_ok=True)
             write_file(self._folder / file_name, header, (tensor for _, tensor in tensors))
@@ -107,6 +108,7 @@ class StepWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0, when all have written."""
+        catalog.require_no_link(self._folder)
         index = make_index(metadata, [result for of_rank in results for result in of_rank])
         sizes = index.pop("sizes")
         there = catalog.read_files(self._folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -12,7 +13,7 @@ import socket
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from detrain_nb.errors import DetrainError, SpecError, TransportError, WireError
 from detrain_nb.node import arrivals, talk
 from detrain_nb.node.arrivals import TreeWriter
 from detrain_nb.node.talk import LINE_BYTES, Failed, FilesError, Talk
-from detrain_nb.node.trees import MOST_ENTRIES
+from detrain_nb.node.trees import MOST_ENTRIES, list_tree, open_listed
 from detrain_nb.spec.node import Node
 from detrain_nb.transport.local import LocalTransport
 
@@ -384,6 +385,112 @@ def test_link_in_the_place_of_a_folder_that_was_made_is_not_written_through(tmp_
             writer.add_folder("tree/other")
     assert sorted(path.name for path in outside.rglob("*")) == ["inner"]
     assert not list((tmp_path / "base").glob(".detrain_nb*"))
+
+
+class Replaced:
+    """The staging folder of a copy is moved away, and another stands there, as others do where a group can write."""
+
+    def __init__(self, writer: TreeWriter, planted: Path, names: Iterable[str]) -> None:
+        self.real = Path(f"{writer.staging}-moved")
+        Path(writer.staging).rename(self.real)
+        Path(writer.staging).mkdir()
+        for name in names:
+            (Path(writer.staging) / name).symlink_to(planted)
+
+
+def test_folder_in_the_place_of_the_staging_folder_is_not_used(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    secret.chmod(0o600)
+    with TreeWriter(str(tmp_path / "base")) as writer:
+        replaced = Replaced(writer, secret, ["1.part", "2.part", "3", "archive"])
+        writer.add_file("run.sh", 1, True, [b"x"])
+        writer.add_file("own", 1, False, [b"x"], is_private=True)
+        with writer.open_staged("archive") as file:
+            file.write(b"overwritten")
+        with pytest.raises(talk.Untrue, match="has not arrived"):
+            writer.add_staged("large", 3, 3, True)
+    assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("key", 0o600)
+    assert describe(tmp_path / "base").items() >= {"run.sh": b"xx", "own": b"-x"}.items()
+    assert not list(replaced.real.iterdir())
+
+
+def test_folder_of_somebody_else_is_not_taken_for_the_staging_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there before the one that was made is opened."""
+    mkdir = os.mkdir
+
+    def make(path: str, *args: Any, **options: Any) -> None:
+        mkdir(path, *args, **options)
+        if str(path).startswith(".detrain_nb-"):
+            (tmp_path / path / "of another").write_text("x")
+
+    monkeypatch.setattr(os, "mkdir", make)
+    with (
+        pytest.raises(FilesError, match="somebody else has put a folder in the place of ours"),
+        TreeWriter(str(tmp_path)),
+    ):
+        pass
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["of another"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_large_files_go_by_no_path_where_a_group_can_write(
+    node: SshNode, home: Path, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFTP knows paths alone: at each end another folder could stand there."""
+    used: list[str] = []
+    for way in ("put", "get"):
+        monkeypatch.setattr(
+            files.Lane, way, lambda self, *args, way=way: used.append(way) or (None if way == "put" else False)
+        )
+    for place in (tmp_path / "here", home / "there"):
+        place.mkdir()
+        (place / "large").write_bytes(b"x" * (2 << 20))
+        place.chmod(0o777 if shared else 0o755)
+    put(node, tmp_path / "here" / "large", "there/put")
+    get(node, "there/large", tmp_path / "here" / "get")
+    assert used == ([] if shared else ["put", "get"])
+    assert (home / "there" / "put" / "large").stat().st_size == (tmp_path / "here" / "get" / "large").stat().st_size
+
+
+def test_another_file_in_the_place_of_one_that_was_listed_is_not_sent(tmp_path: Path) -> None:
+    """Where nobody else can put one there, its number says nothing: some network file systems change it."""
+    shared = tmp_path / "shared"
+    (shared / "data").mkdir(parents=True)
+    (shared / "data" / "notes").write_text("notes")
+    (tmp_path / "secret").write_text("secret")
+    for mode in (0o755, 0o777):
+        shared.chmod(mode)
+        tree = list_tree([("shared", str(shared))])
+        os.link(tmp_path / "secret", shared / "another")
+        (shared / "another").rename(shared / "data" / "notes")
+        if mode == 0o755:
+            with open_listed(tree.files[0]) as file:
+                assert file.read() == b"secret"
+            (shared / "data" / "notes").unlink()
+            (shared / "data" / "notes").write_text("notes")
+        else:
+            with pytest.raises(FilesError, match="notes was replaced while it was copied: copy it again"):
+                open_listed(tree.files[0])
+
+
+def test_folder_that_was_replaced_by_another_is_not_listed(tmp_path: Path) -> None:
+    shared, vault = tmp_path / "shared", tmp_path / "vault"
+    for base in (shared / "data", vault):
+        base.mkdir(parents=True)
+        (base / f"of {base.name}").touch()
+    shared.chmod(0o777)
+
+    ticks = itertools.count()
+
+    def replace() -> None:
+        if next(ticks) == 1:  # "shared" was read, "data" is next
+            (shared / "data").rename(shared / "aside")
+            vault.rename(shared / "data")
+
+    assert [file.name for file in list_tree([("it", str(shared))], tick=replace).files] == []
 
 
 def test_nothing_is_written_through_a_link_there(node: SshNode, home: Path, tmp_path: Path) -> None:

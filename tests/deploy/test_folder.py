@@ -178,7 +178,7 @@ def test_link_that_stays_inside_travels_as_its_content(tmp_path: Path) -> None:
         (root / name).symlink_to(target)
     _plant(tmp_path / "root_of_another", {"a": ""})
     assert list(list_folder(root)) == ["absolute.py", "alias.py", "also/mod.py", "pkg/mod.py", "real.py"]
-    with zipfile.ZipFile(io.BytesIO(pack(root, ["alias.py", "also/mod.py"]))) as packed:
+    with zipfile.ZipFile(io.BytesIO(pack(root, list_folder(root), ["alias.py", "also/mod.py"]))) as packed:
         assert [packed.read(name) for name in packed.namelist()] == [b"x", b"y"]
 
 
@@ -293,12 +293,17 @@ def test_what_stands_in_the_place_of_a_listed_file_is_not_read(tmp_path: Path) -
     (root / "sub" / "c.py").unlink()
     (root / "sub").rmdir()
     (root / "sub").symlink_to(tmp_path / "secret")
-    with zipfile.ZipFile(io.BytesIO(pack(root, manifest))) as packed:
+    with zipfile.ZipFile(io.BytesIO(pack(root, manifest, manifest))) as packed:
         assert packed.namelist() == ["b.py"]
+    _plant(root, {".env": "key"})  # it stays here for its name
+    (root / "to-a").unlink()
+    (root / "to-a").symlink_to(".env")
+    with zipfile.ZipFile(io.BytesIO(pack(root, manifest, ["to-a"]))) as packed:
+        assert packed.namelist() == []
     (root / "b.py").unlink()
     os.mkfifo(root / "b.py")
     with pytest.raises(SpecError, match=r"b\.py"):
-        pack(root, manifest)
+        pack(root, manifest, manifest)
 
 
 def test_packed_files_are_what_was_there(tmp_path: Path) -> None:
@@ -308,9 +313,9 @@ def test_packed_files_are_what_was_there(tmp_path: Path) -> None:
         (tmp_path / name).chmod(mode)
     manifest = list_folder(tmp_path)
     (tmp_path / "gone").unlink()
-    packed = pack(tmp_path, manifest)
+    packed = pack(tmp_path, manifest, manifest)
     os.utime(tmp_path / "c")
-    assert pack(tmp_path, reversed(list(manifest))) == packed
+    assert pack(tmp_path, manifest, reversed(list(manifest))) == packed
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         assert {info.filename: info.external_attr >> 16 & 0o777 for info in archive.infolist()} == modes
         assert archive.read("c") == b"\0\xff" * 1000

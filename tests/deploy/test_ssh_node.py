@@ -172,7 +172,9 @@ def test_python_of_a_node_is_one_that_can_be(version: object) -> None:
 
 
 def test_addresses_of_a_node_by_the_thousand_are_not_all_named() -> None:
-    facts = NodeFacts.read(_FACTS | {"addresses": [["lo", f"10.0.{number >> 8}.{number & 255}"] for number in range(30_000)]})
+    facts = NodeFacts.read(
+        _FACTS | {"addresses": [["lo", f"10.0.{number >> 8}.{number & 255}"] for number in range(30_000)]}
+    )
     with pytest.raises(LaunchError, match=r"give it an address that it has, one of 10\.0\.0\.0 \(lo\)") as caught:
         choose_address(Node(host="h"), facts.addresses, reached_at="192.0.2.1", peer_address="192.0.2.2")
     assert len(str(caught.value)) < 500

@@ -580,6 +580,17 @@ def test_index_that_does_not_hold_together_is_broken(saved: Path, harm: str) -> 
         assert training.load(str(saved), model).step == 2
 
 
+def test_step_that_is_a_link_is_not_written_through(saved: Path, tmp_path: Path) -> None:
+    """In a folder of a group others can have put it there."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "step-00000003").symlink_to(saved / "step-00000003")
+    before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    with pytest.raises(DetrainError, match="step-00000003 is a link, and nothing is written through it"):
+        training.save(str(shared), filled(9), step=3)
+    assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+
+
 def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
     """A pickle in the place of every file, of the same size where sizes are looked at, is never run."""
 

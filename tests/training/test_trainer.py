@@ -54,6 +54,10 @@ def test_metrics_are_written_through_no_link_and_read_from_no_pipe(metrics: Path
     with pytest.raises(OSError, match="symbolic link"):
         log_metrics(1, loss=1.0)
     assert not (tmp_path / "profile").exists()
+    (metrics / "rank-0.jsonl").unlink()
+    os.mkfifo(metrics / "rank-0.jsonl")
+    with pytest.raises(SpecError, match=r"rank-0\.jsonl is no file: remove it"):
+        log_metrics(1, loss=1.0)
     os.mkfifo(metrics / "rank-1.jsonl")
     assert read_metrics() == []
 
