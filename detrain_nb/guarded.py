@@ -5,7 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import struct
+from functools import lru_cache
 from pathlib import Path
+
+_ACL_HEADER_BYTES = 4
+_ACL_ENTRY = struct.Struct("<HHI")  # a tag, what is allowed, whom
+_ACL_NAMED = (0x02, 0x08)  # a user, a group
 
 # ``python -c RUN_MODULE MODULE`` is ``python -m MODULE`` that imports nothing from the folder in which it is started.
 # Python 3.11 has ``-P`` for that; its variable would reach the user's programs.
@@ -15,16 +21,19 @@ RUN_MODULE = (
 )
 
 
-def can_others_write(state: os.stat_result) -> bool:
+def can_others_write(state: os.stat_result, of: Path | int) -> bool:
     """By its owner and mode, as OpenSSH asks: it is neither ours nor root's, or its group, or all, can write it.
 
-    A group that only has the user in it, made with the account on many systems, counts as the user.
+    A group that only has the user in it, made with the account on many systems, counts as the user. ``of``: its path,
+    or a descriptor of it; an access control list may name others.
     """
     if not hasattr(os, "getuid"):
         return False
     if state.st_uid not in _trusted_users():
         return True
-    return bool(state.st_mode & 0o002 or (state.st_mode & 0o020 and not _is_own_group(state)))
+    if state.st_mode & 0o002:
+        return True
+    return bool(state.st_mode & 0o020) and (not _is_own_group(state) or _names_writers(of))  # 0o020 is the list's mask
 
 
 def find_guest_parent(folder: Path) -> Path | None:
@@ -36,7 +45,7 @@ def find_guest_parent(folder: Path) -> Path | None:
         with contextlib.suppress(FileNotFoundError):
             state = parent.lstat()
             is_sticky = state.st_mode & stat.S_ISVTX and state.st_uid in _trusted_users()
-            if stat.S_ISLNK(state.st_mode) or (can_others_write(state) and not is_sticky):
+            if stat.S_ISLNK(state.st_mode) or (can_others_write(state, parent) and not is_sticky):
                 return parent
     return None
 
@@ -77,7 +86,7 @@ def _trusted_users() -> set[int]:
 
 
 def _is_own_group(state: os.stat_result) -> bool:
-    """It is the user's first group, has the user's name, and no other member."""
+    """It is the user's first group, has the user's name, and no other member; nor is it the first of somebody else."""
     import grp
     import pwd
 
@@ -86,4 +95,28 @@ def _is_own_group(state: os.stat_result) -> bool:
     except KeyError:  # they have no names
         return False
     is_first = (group.gr_gid, group.gr_name) == (user.pw_gid, user.pw_name)
-    return state.st_uid == user.pw_uid and is_first and set(group.gr_mem) <= {user.pw_name}
+    is_of_nobody_else = set(group.gr_mem) <= {user.pw_name} and _users_of_first_group(group.gr_gid) <= {user.pw_uid}
+    return state.st_uid == user.pw_uid and is_first and is_of_nobody_else
+
+
+@lru_cache(maxsize=8)
+def _users_of_first_group(gid: int) -> frozenset[int]:
+    """Those that the system lists: a directory service may keep its own to itself."""
+    import pwd
+
+    return frozenset(each.pw_uid for each in pwd.getpwall() if each.pw_gid == gid)
+
+
+def _names_writers(of: Path | int) -> bool:
+    """Its access control list, in the form of Linux, lets somebody write whom it names."""
+    try:
+        listed = os.getxattr(of, "system.posix_acl_access")
+    except (OSError, AttributeError):  # it has none, or this system has none of that form
+        return False
+    entries = [
+        listed[begin : begin + _ACL_ENTRY.size] for begin in range(_ACL_HEADER_BYTES, len(listed), _ACL_ENTRY.size)
+    ]
+    return any(
+        tag in _ACL_NAMED and may & 0o2 and number != os.getuid()
+        for tag, may, number in map(_ACL_ENTRY.unpack, entries)
+    )

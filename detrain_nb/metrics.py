@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +18,8 @@ __all__ = ["FOLDER_VARIABLE", "log_metrics", "read_metrics"]
 
 FOLDER_VARIABLE = "DETRAIN_NB_METRICS"
 _USUAL_FOLDER = "metrics"
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+_MOST_LINE_BYTES = 1 << 20
 _MOST_VALUES = 1000  # of one line
 _OWN_NAMES = {"step", "time", "rank"}
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
@@ -69,8 +72,21 @@ def read_metrics(folder: str | None = None, *, rank: int | None = None, run: str
     return sorted(lines, key=lambda line: (line["step"], line["rank"]))
 
 
+def _texts_of(file: Path) -> Iterator[str]:
+    """The lines that are not too long; none of what is no file: a device has no end."""
+    with contextlib.suppress(FileNotFoundError), open(os.open(file, _READ), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            return
+        is_begin = True
+        while text := opened.readline(_MOST_LINE_BYTES):
+            is_end = text.endswith(b"\n")
+            if is_begin and (is_end or len(text) < _MOST_LINE_BYTES):
+                yield text.decode("utf-8", errors="replace")
+            is_begin = is_end
+
+
 def _lines_of(file: Path) -> Iterator[dict[str, Any]]:
-    for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    for text in _texts_of(file):
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):

@@ -1,13 +1,18 @@
-"""A folder that the user has named is made, but not taken from another user."""
+"""What others can write is known; a folder that the user has named is made, but not taken from another user."""
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
+import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from detrain_nb.guarded import make_users_folder
+from detrain_nb import guarded
+from detrain_nb.guarded import can_others_write, find_guest_parent, make_users_folder
 
 _UID = 12345
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
@@ -56,3 +61,41 @@ def test_link_of_another_user_among_everybodys_is_refused(everybodys: Path, tmp_
     with pytest.raises(PermissionError, match="was made by another user"):
         make_users_folder(everybodys / "work" / "deep")
     assert not (tmp_path / "deep").exists()
+
+
+@pytest.fixture
+def of_own_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that the user's own group can write, as many systems make them all."""
+    user = SimpleNamespace(pw_uid=os.getuid(), pw_gid=7007, pw_name="me")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_gid=gid, gr_name="me", gr_mem=["me"]))
+    guarded._users_of_first_group.cache_clear()
+    os.chown(tmp_path, os.getuid(), 7007)
+    tmp_path.chmod(0o770)
+    assert not can_others_write(tmp_path.stat(), tmp_path)
+    return tmp_path
+
+
+def test_own_group_that_is_the_first_of_another_user_is_not_ones_own(
+    of_own_group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    another = SimpleNamespace(pw_uid=_UID, pw_gid=7007, pw_name="svc")
+    monkeypatch.setattr(pwd, "getpwall", lambda: [pwd.getpwuid(0), another])
+    guarded._users_of_first_group.cache_clear()
+    assert can_others_write(of_own_group.stat(), of_own_group)
+    guarded._users_of_first_group.cache_clear()
+
+
+@pytest.mark.parametrize(("tag", "may", "is_open"), [(0x02, 7, True), (0x08, 2, True), (0x02, 5, False)])
+def test_access_control_list_that_names_others_is_seen(of_own_group: Path, tag: int, may: int, is_open: bool) -> None:
+    nobody = 0xFFFFFFFF
+    entries = [(0x01, 7, nobody), (0x02, 7, os.getuid()), (0x04, 7, nobody), (0x10, 7, nobody), (0x20, 0, nobody)]
+    entries = sorted([*entries, (tag, may, _UID)])
+    listed = b"".join([b"\2\0\0\0", *(struct.pack("<HHI", *entry) for entry in entries)])
+    try:
+        os.setxattr(of_own_group, "system.posix_acl_access", listed)
+    except OSError as exc:
+        pytest.skip(f"this file system has no access control lists: {exc}")
+    assert of_own_group.stat().st_mode & 0o777 == 0o770
+    assert can_others_write(of_own_group.stat(), of_own_group) is is_open
+    assert (find_guest_parent(of_own_group / "x") == of_own_group) is is_open

@@ -34,7 +34,7 @@ def trusted_host_keys() -> frozenset[str]:
     try:
         with open(path, "rb") as file:
             state = os.fstat(file.fileno())
-            if can_others_write(state):
+            if can_others_write(state, file.fileno()):
                 mode = stat.S_IMODE(state.st_mode)
                 raise SpecError(f"{path} can be written by others (mode {mode:04o}, uid {state.st_uid}): chmod 600")
             said = tomllib.loads(file.read(_MOST_BYTES).decode())

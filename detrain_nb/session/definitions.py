@@ -10,6 +10,7 @@ _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, 
 _IPYTHON_LINE = re.compile(r"[ \t]*[%!]|[\w, \t]+=\s*[%!]|[^#]*\?[ \t]*$")
 _SETTING_UP = re.compile(r"%(load_ext|reload_ext|autoreload|matplotlib|env|set_env)\b")
 _AROUND_PYTHON = re.compile(r"%%(time|timeit|capture|prun)\b")
+_MOST_DOTS = 1000  # in the name of a module: Python's parser takes time by the square of their number
 _MOST_CHARS = 1 << 18  # of a cell: a node may have made it up, and its syntax tree takes some 500 times as much memory
 
 
@@ -39,6 +40,8 @@ def definitions_of(code: str) -> str:
 def _parse(code: str) -> ast.Module | None:
     """Its syntax tree, where lines of IPython are ``pass``; None for what is not Python."""
     if code.lstrip().startswith("%%") and not _AROUND_PYTHON.match(code.lstrip()):
+        return None
+    if any("import" in line and line.count(".") > _MOST_DOTS for line in code.replace("\\\n", "").split("\n")):
         return None
     with_passes = [
         f"{line[: len(line) - len(line.lstrip())]}pass" if _IPYTHON_LINE.match(line) else line

@@ -8,7 +8,9 @@ them, then that last file anew.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ from typing import Any
 
 from ..errors import DetrainError, SpecError
 from ..storage import Location
-from .tensor_files import foreign_errors
+from .tensor_files import foreign_errors, is_local
 
 __all__ = [
     "MOST_NOTE_BYTES",
@@ -188,12 +190,34 @@ def prune(place: Location, keep: int | None) -> None:
 
 def _remove_files(folder: Location, names: list[str]) -> None:
     """Of ours only, in this order; then the folder, if nothing else is in it. What a link leads to is left alone."""
+    ours = [name for name in names if _OURS.fullmatch(name)]
     with foreign_errors(folder.name, "cleared"):
-        if folder.files.info(folder.path).get("islink"):
+        if is_local(folder) and os.unlink in os.supports_dir_fd:
+            _remove_here(folder.path, ours)
+            folder.files.invalidate_cache()
             return
-        for name in names:
-            if _OURS.fullmatch(name):
-                folder.files.rm_file((folder / name).path)
+        for name in ours:
+            folder.files.rm_file((folder / name).path)
         folder.files.invalidate_cache()
         if folder.files.isdir(folder.path) and not folder.files.ls(folder.path, detail=False):
             folder.files.rmdir(folder.path)
+
+
+def _remove_here(folder: str, names: list[str]) -> None:
+    """In the folder that was opened: where a group can write, others may put a link in its place at any moment."""
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as exc:
+        if exc.errno in (errno.ELOOP, errno.ENOTDIR):  # a link
+            return
+        raise
+    try:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=opened)
+        is_empty = not os.listdir(opened)
+    finally:
+        os.close(opened)
+    if is_empty:
+        with contextlib.suppress(NotADirectoryError):  # a link, by now
+            os.rmdir(folder)

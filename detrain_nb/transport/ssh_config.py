@@ -182,11 +182,12 @@ def _expand(path: Path, *, within: _Block, depth: int) -> Iterator[str]:
     try:
         with open(path, encoding="utf-8", errors="replace") as opened:
             state, text = os.fstat(opened.fileno()), opened.read()
+            is_open_to_others = can_others_write(state, opened.fileno())
     except FileNotFoundError:
         return
     except OSError as exc:
         raise SpecError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-    if can_others_write(state):
+    if is_open_to_others:
         file_itself = Path(os.path.realpath(path))
         raise SpecError(
             f"others can write {describe(file_itself)}, which says how hosts are reached; ssh refuses it too: "

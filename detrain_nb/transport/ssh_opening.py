@@ -126,6 +126,7 @@ class Opening:
             default_max_packet_size=_PACKET_BYTES,
         )
         _hold_to_packets(transport)
+        _raise_its_own(transport)
         self.transports.append(transport)
         return transport
 
@@ -179,6 +180,21 @@ def _hold_to_packets(transport: paramiko.Transport) -> None:
 
     transport.packetizer.read_all = read_at_most  # type: ignore[method-assign]
     transport.packetizer.read_message = read_message_within  # type: ignore[method-assign]
+
+
+def _raise_its_own(transport: paramiko.Transport) -> None:
+    """What paramiko could not read is an error of SSH: else whatever its thread met is raised where we wait for it."""
+    import paramiko
+
+    get_exception = transport.get_exception
+
+    def get_own() -> Exception | None:
+        met = get_exception()
+        if met is None or isinstance(met, (paramiko.SSHException, EOFError, OSError)):
+            return met
+        return paramiko.SSHException(f"what it sends is no SSH: {type(met).__name__}")
+
+    transport.get_exception = get_own  # type: ignore[method-assign]
 
 
 def _dial_through(via: Hop, settings: HostSettings, *, deadline: float) -> paramiko.Channel:

@@ -19,6 +19,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.deploy import files, sync
+from detrain_nb.deploy.folder import Manifest
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.deploy.sync import DataCheck, DataState, FolderSync, check
 from detrain_nb.errors import DetrainError, SessionError, SpecError, WireError
@@ -81,9 +82,9 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What was packed, in order."""
     found: list[list[str]] = []
 
-    def pack(root: Path, names: list[str]) -> bytes:
+    def pack(root: Path, manifest: Manifest, names: list[str]) -> bytes:
         found.append(names)
-        return real(root, names)
+        return real(root, manifest, names)
 
     real = sync.pack
     monkeypatch.setattr(sync, "pack", pack)

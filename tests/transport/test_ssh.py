@@ -1249,6 +1249,7 @@ def test_host_that_announces_a_packet_larger_than_it_may_send_is_left(recorder: 
         (7, b"\xff" * 4, "more extensions than it sends"),  # to which paramiko would count
         (7, b"\0\0\0\2" + bytes(8), "more extensions than it sends"),
         (31, bytes(40_000), "more than a key exchange needs"),
+        (200, b"", "what it sends is no SSH"),  # where paramiko has a KeyError
     ],
 )
 def test_host_that_costs_more_time_than_its_words_are_long_is_left(
@@ -1262,7 +1263,8 @@ def test_host_that_costs_more_time_than_its_words_are_long_is_left(
         message.add_bytes(said)
         recorder.transports[-1]._send_message(message)
         wait_until(lambda: not connection.is_alive)
-        assert fault in str(connection._transport.saved_exception)
+        met = connection._transport.get_exception()
+        assert isinstance(met, paramiko.SSHException) and fault in str(met)
 
 
 def test_host_that_hangs_up_right_after_the_handshake_is_said(
