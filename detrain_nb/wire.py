@@ -515,8 +515,11 @@ class Value(Message):
 
 @dataclass(frozen=True)
 class RequestDone(Message):
+    """What was asked for is done. ``orphans``: optimizers of parameters that no model has there, after a broadcast."""
+
     rank: int
     request: int
+    orphans: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ come to the device of the rank that gets them.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,37 @@ def broadcast(
         _send(look_up, [rank for rank in ranks if rank != source], carrier)
         return {}
     return _receive(source, carrier, device)
+
+
+@contextlib.contextmanager
+def noted_orphans(namespace: Mapping[Any, object], found: Mapping[str, object]) -> Iterator[list[str]]:
+    """The block takes ``found`` into ``namespace``: yields a list, which has those optimizers then that train nothing.
+
+    They are those that came without their model, or whose model was replaced: what they hold is in no variable there.
+    """
+    orphans: list[str] = []
+    before = _orphans_in(namespace) if any(isinstance(value, torch.nn.Module) for value in found.values()) else set()
+    yield orphans
+    if not any(isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) for value in found.values()):
+        return
+    may_hide_it = any(not _is_seen_through(value) for value in found.values())  # an object of the user's has both
+    orphans += sorted(name for name in _orphans_in(namespace) - before if name not in found or not may_hide_it)
+
+
+def _orphans_in(namespace: Mapping[Any, object]) -> set[str]:
+    held, optimizers = set(), {}
+    for name, value in list(namespace.items()):
+        if isinstance(value, torch.nn.Module):
+            held.update(map(id, value.parameters()))
+        elif isinstance(value, torch.Tensor):
+            held.add(id(value))
+        elif isinstance(value, torch.optim.Optimizer) and not str(name).startswith("_"):
+            optimizers[str(name)] = {id(part) for group in value.param_groups for part in group["params"]}
+    return {name for name, parts in optimizers.items() if parts and held.isdisjoint(parts)}
+
+
+def _is_seen_through(value: object) -> bool:
+    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, *_SCALARS))
 
 
 def _send(look_up: Callable[[], dict[str, Any]], targets: list[int], carrier: torch.device) -> None:
@@ -93,6 +125,7 @@ def _packed(look_up: Callable[[], dict[str, Any]]) -> tuple[int, Sequence[_Buffe
     """What is sent, and its parts. The size of the first is announced, those of the others follow from it."""
     try:
         variables = look_up()
+        _refuse_wrapped(variables)
         try:
             if _is_plain(variables, set()):
                 description, buffers = values.pack(variables, name="the variables")
@@ -104,6 +137,16 @@ def _packed(look_up: Callable[[], dict[str, Any]]) -> tuple[int, Sequence[_Buffe
         return _PROBLEM, [str(exc).encode()]
     except Exception as exc:  # noqa: BLE001  memory, a user's class: the other ranks wait for word
         return _PROBLEM, [f"{type(exc).__name__}: {exc}".encode()]
+
+
+def _refuse_wrapped(variables: Mapping[str, object]) -> None:
+    """Raises: SessionError for DDP, whose copy would begin with other collectives than those that it is a copy of."""
+    for name, value in variables.items():
+        if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+            raise SessionError(
+                f"{name} is a DistributedDataParallel: its copy would not meet the others. In a cell on all ranks: "
+                f"net = {name}.module; then %broadcast net, with its optimizer in the same line, and DDP(net) again"
+            )
 
 
 def _is_plain(value: Any, seen: set[int]) -> bool:

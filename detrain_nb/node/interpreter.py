@@ -65,7 +65,7 @@ from ..wire import (
     to_frame,
 )
 from .bars import use_text_bars
-from .broadcast import broadcast
+from .broadcast import broadcast, noted_orphans
 from .cellrunner import Bundle, CellRunner, Screen, chain_of, error_message, error_summary, user_traceback
 from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory, speak_before_abort
 from .generation import Generation
@@ -469,9 +469,10 @@ class _Interpreter:
         found = broadcast(
             lambda: {name: self._look_up(name) for name in message.names}, message.ranks, message.source, self._device
         )
-        self._runner.user_ns.update(found)
+        with noted_orphans(self._runner.user_ns, found) as orphans:
+            self._runner.user_ns.update(found)
         self._given.newly_overwritten()  # it is said by who asked for it, not by the next cell
-        self._send(RequestDone(self._rank, message.request))
+        self._send(RequestDone(self._rank, message.request, orphans[: _count_fitting(orphans)]))
 
     # ---- set-up
 

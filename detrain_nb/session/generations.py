@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from ..errors import CellInterrupted, CellTimeout, LaunchError, RankLost, format_ranks
-from ..wire import Broadcast, EndGeneration, GenerationEnded, GenerationReady, NewGeneration
+from ..wire import Broadcast, EndGeneration, GenerationEnded, GenerationReady, NewGeneration, RequestDone
 from .losses import describe_ends
 from .rank_link import VALUE_LIMIT_S, RankLink
 from .requests import Request
@@ -155,8 +155,8 @@ class Generations:
         self.stale = sorted(stale)
         return self.stale
 
-    def broadcast(self, names: list[str], ranks: Iterable[int], *, source: int) -> None:
-        """Send variables from rank ``source`` to ``ranks``, directly.
+    def broadcast(self, names: list[str], ranks: Iterable[int], *, source: int) -> dict[int, list[str]]:
+        """Send variables from rank ``source`` to ``ranks``, directly; returns their optimizers that train no model now.
 
         Raises: SessionError with what was refused, CellInterrupted after KeyboardInterrupt.
         """
@@ -165,6 +165,7 @@ class Generations:
             self._ranks.send(Broadcast(everyone, request.number, names, source))
             try:
                 request.wait(VALUE_LIMIT_S, what=f"broadcast of {', '.join(names)}")
+                return _orphans(request)
             except (RankLost, CellTimeout, KeyboardInterrupt) as exc:
                 self.end()  # the others wait for what will not come
                 request.left_as = f"the broadcast of {', '.join(names)}"  # a large value takes its time to be unpacked
@@ -182,6 +183,11 @@ def describe_new_groups(stale: Iterable[str], *, is_wanted: bool = True) -> str:
     if is_wanted:
         return "the process groups are made anew before the next cell" + (f": {again}" if again else "")
     return "the process groups were ended: call dist.init_process_group() again" + (f", then {again}" if again else "")
+
+
+def _orphans(request: Request) -> dict[int, list[str]]:
+    answers = {rank: answer for rank, answer in request.answers.items() if isinstance(answer, RequestDone)}
+    return {rank: [one_line(name) for name in answer.orphans[:_MOST_STALE]] for rank, answer in answers.items()}
 
 
 def _errors(ready: Request) -> dict[int, str]:

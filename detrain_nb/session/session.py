@@ -31,7 +31,7 @@ from ..deploy import (
 )
 from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
-from ..errors import DetrainError, SessionError, SpecError, TransportError, count_ranks
+from ..errors import DetrainError, SessionError, SpecError, TransportError, count_ranks, format_ranks, short_ranks
 from ..plan import MOST_RANKS, Plan, plan_nodes, plan_one_node, split_names
 from ..wire import Complete, Completions, Inspect, Inspection, Message, RanCell, StartedCold
 from .asked import check_mapping, check_number, check_paths, check_text, check_whole, names_of
@@ -549,7 +549,8 @@ class Session:
         (sender,) = self.choose(source)
         self._core.choose_idle([*chosen, sender], limit_s=IDLE_LIMIT_S)
         self._core.mend_group(range(self.world_size), None)
-        self._core.generations.broadcast(wanted, chosen, source=sender)
+        orphans = self._core.generations.broadcast(wanted, chosen, source=sender)
+        self._core.tell(_describe_orphans(orphans), None)
         others = [rank for rank in chosen if rank != sender]
         self._core.tell(describe_overwritten(dict.fromkeys(others, OF_ONE_RANK & set(wanted)), by="broadcast"), None)
 
@@ -656,6 +657,19 @@ class Session:
             on = {names.get(rank, "") for rank in chosen}
             for words in self._files.bring(on):
                 self._core.tell(words, observer)
+
+
+def _describe_orphans(orphans: Mapping[int, Iterable[str]]) -> str:
+    """A line for each optimizer that trains no model of its rank, as it came without it, or without the other."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, names in orphans.items():
+        for name in names:
+            ranks_of.setdefault(name, []).append(rank)
+    return "\n".join(
+        f"{name} on {format_ranks(ranks)} trains parameters that are in no model there: what belongs together comes in "
+        f"one line, %broadcast MODEL,{name} -r {short_ranks(ranks)}"
+        for name, ranks in ranks_of.items()
+    )
 
 
 def _describe_connecting(transports: Sequence[Transport]) -> str:

@@ -335,6 +335,37 @@ def test_broadcast_brings_variables_to_the_fresh_rank(equipped: Session) -> None
 
 
 @pytest.mark.rare_elsewhere
+def test_optimizer_that_is_broadcast_without_its_model_is_told(equipped: Session) -> None:
+    equipped.run_cell(
+        "from torch import nn\nnet = nn.Linear(4, 4)\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "w = torch.zeros(2, requires_grad=True)\nof_w = torch.optim.SGD([w], lr=0.1)"
+    )
+    said = "opt on rank 1 trains parameters that are in no model there: .* %broadcast MODEL,opt -r 1"
+
+    def told(names: list[str]) -> str:
+        equipped.notices.clear()
+        equipped.broadcast(names, ranks=1)
+        return "\n".join(equipped.notices)
+
+    for name in ("net", "opt"):
+        assert re.fullmatch(said, told([name]))
+        assert told(["net", "opt", "of_w", "w"]) == ""
+    code = "class Own: pass\nown = Own(); own.net = nn.Linear(2, 2)\nhidden = torch.optim.SGD(own.net.parameters())"
+    equipped.run_cell(code)
+    assert told(["own", "hidden"]) == ""
+
+
+@pytest.mark.rare_elsewhere
+def test_copy_of_ddp_is_refused_with_what_to_do(equipped: Session) -> None:
+    equipped.run_cell("wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))")
+    with pytest.raises(
+        SessionError, match=r"wrapped is a DistributedDataParallel: .* net = wrapped\.module; then %broadcast net"
+    ):
+        equipped.broadcast(["counter", "wrapped"])
+    assert_works(equipped)
+
+
+@pytest.mark.rare_elsewhere
 def test_broadcast_from_any_rank_to_all(equipped: Session) -> None:
     equipped.run_cell("value = torch.full((30_000_000,), float(rank))")
     equipped.broadcast("value", source=1)
