@@ -26,8 +26,8 @@ _KINDS = (
     ("torch.distributed.fsdp", "FullyShardedDataParallel"),
     ("torch.distributed.pipelining.stage", "_PipelineStageBase"),
 )
-_BROKEN_GROUP = re.compile(
-    r"process group|ProcessGroup|gloo|NCCL|[Cc]onnection (closed|reset|was aborted)|Broken pipe|[Ss]ocket closed"
+_HUNG_UP = re.compile(
+    r"[Cc]onnection (closed|reset|was aborted)|Broken pipe|[Ss]ocket closed|NCCL communicator (was|is) aborted"
 )
 _NO_GROUP = "Default process group has not been initialized"
 _PLACE = re.compile(r"\s*(?:\[[^\]]*\](?::\d+)?:?|<[^<>]* at 0x[0-9a-f]+>)")
@@ -63,16 +63,25 @@ class StaleVariables:
         known = _alive(self._known)
         if not known:
             return ""
-        found = [known[id(value)][0] for value in _torch_locals(error) if id(value) in known]
-        if not found and _BROKEN_GROUP.search(text):
-            found = [names for names, _ in known.values()]
-        names = sorted(set().union(*found))
-        if not names:
-            return ""
+        locals_of_torch = list(_torch_locals(error))
+        names = _sorted([known[id(value)][0] for value in locals_of_torch if id(value) in known])
+        everything = _sorted([names for names, _ in known.values()])
         if _NO_GROUP in text:
             return (
                 "the process groups have been ended: call dist.init_process_group() again, "
-                f"then make {', '.join(names)} again ({_short(text)})"
+                f"then make {', '.join(names or everything)} again ({_short(text)})"
+            )
+        if not names and any(map(_is_of_ended_group, locals_of_torch)):  # in an object of the user's
+            return (
+                "what is used here was made with process groups that have been ended since: make it again "
+                f"({_short(text)})"
+            )
+        if not names:
+            is_near = bool(locals_of_torch) and _HUNG_UP.search(text)
+            return (
+                f"{text} (made with process groups that have been ended since: {', '.join(everything)})"
+                if is_near
+                else ""
             )
         were = "was" if len(names) == 1 else "were"
         return (
@@ -102,6 +111,19 @@ def forget_meshes() -> None:
 def _alive(known: _Known) -> _Known:
     """Those that are still there; a copy is made at once, whatever another thread adds."""
     return {key: each for key, each in known.copy().items() if each[1]() is not None}
+
+
+def _sorted(names: list[set[str]]) -> list[str]:
+    return sorted(set().union(*names))
+
+
+def _is_of_ended_group(value: object) -> bool:
+    """It is a group that torch no longer has, or DDP over one."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    with contextlib.suppress(Exception):  # whatever a class of the user's does
+        group = getattr(value, "process_group", None) if isinstance(value, torch.nn.Module) else value
+        return isinstance(group, distributed.ProcessGroup) and group not in distributed._world.pg_map
+    return False
 
 
 def _short(text: str) -> str:
