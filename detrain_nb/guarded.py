@@ -56,8 +56,10 @@ def make_users_folder(folder: Path) -> None:
     Raises: OSError, also for one that another user has made, or put a link to, where everybody can, as in /tmp: nobody
     says that the user means that one.
     """
-    _refuse_squatted(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    for _ in range(2):
+        _refuse_squatted(folder)
+        _refuse_squatted(Path(os.path.realpath(folder)))  # where the user's own links lead
+        folder.mkdir(parents=True, exist_ok=True)
     _refuse_squatted(folder)
 
 

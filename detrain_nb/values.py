@@ -97,11 +97,15 @@ def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
         )
     buffers = packer.buffers()
     if (total_bytes := sum(buffer.nbytes for buffer in buffers)) > MAX_BYTES:
-        raise ValueNotSupported(
-            f"{name} takes {total_bytes / 1e9:.1f} GB, {MAX_BYTES / 1e9:.1f} can travel: "
-            "use a part of it, or torch.save it to a file on the rank"
-        )
+        raise _too_large(name, total_bytes)
     return description, buffers
+
+
+def _too_large(name: str, size_bytes: int) -> ValueNotSupported:
+    return ValueNotSupported(
+        f"{name} takes {size_bytes / 1e9:.1f} GB, {MAX_BYTES / 1e9:.1f} can travel: "
+        "use a part of it, or torch.save it to a file on the rank"
+    )
 
 
 class Announced(NamedTuple):
@@ -211,6 +215,7 @@ class _Packer:
         self._name = name
         self._trail: list[_Step] = []
         self._num_items = 0
+        self._data_bytes = 0  # of arrays and tensors
         self._small = bytearray()
         self._large: list[memoryview] = []
 
@@ -290,6 +295,7 @@ class _Packer:
             what = f"numpy array of dtype {array.dtype} with {array.ndim} dimensions"
             instead = {"f": "{}.astype('float64')", "c": "{}.astype('complex128')"}.get(array.dtype.kind, "{}.tolist()")
             raise self._refuse(array, what=what, advice=f"use {instead} instead")
+        self._require_room(array.nbytes)
         flat = numpy.ascontiguousarray(array).reshape(-1)
         self._add_raw(flat.view(numpy.uint8).data if flat.nbytes else b"")
         return [array.dtype.str, list(array.shape)]
@@ -299,9 +305,16 @@ class _Packer:
             raise self._refuse(tensor, advice="it is found by its identity, which stays behind; use its name instead")
         if problem := _tensor_problem(tensor):
             raise self._refuse(tensor, what=problem[0], advice=problem[1])
+        self._require_room(tensor.numel() * tensor.element_size())
         whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         self._add_raw(_tensor_bytes(whole))
         return [str(whole.dtype).removeprefix("torch."), list(whole.shape)]
+
+    def _require_room(self, size_bytes: int) -> None:
+        """Before it is made contiguous: an expanded tensor may be larger than any memory."""
+        self._data_bytes += size_bytes
+        if self._data_bytes > MAX_BYTES:
+            raise _too_large(self._name, self._data_bytes)
 
     def _add_raw(self, raw: bytes | memoryview) -> int:
         if len(raw) >= _LARGE_BYTES:

@@ -55,6 +55,15 @@ def test_folder_of_another_user_among_everybodys_is_refused(everybodys: Path, be
     assert not list((everybodys / "work").iterdir())
 
 
+def test_folder_of_another_user_behind_ones_own_link_is_refused(everybodys: Path, tmp_path: Path) -> None:
+    (everybodys / "scratch").mkdir()
+    _theirs(everybodys / "scratch")
+    (tmp_path / "mine").symlink_to(everybodys / "scratch")
+    with pytest.raises(PermissionError, match="was made by another user"):
+        make_users_folder(tmp_path / "mine" / "work")
+    assert not list((everybodys / "scratch").iterdir())
+
+
 def test_link_of_another_user_among_everybodys_is_refused(everybodys: Path, tmp_path: Path) -> None:
     (everybodys / "work").symlink_to(tmp_path)
     _theirs(everybodys / "work")

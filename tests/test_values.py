@@ -70,6 +70,14 @@ def nested(depth: int) -> list[Any]:
 # ---- plain values
 
 
+def test_expanded_tensors_and_arrays_are_too_large_before_they_are_made_so() -> None:
+    """No memory is taken for 400 TB."""
+    one = np.broadcast_to(np.zeros(1), (10**13,))
+    for value in (torch.ones(1).expand(10**14), one, [torch.ones(1).expand(10**9)] * 10):
+        with pytest.raises(ValueNotSupported, match=r"^x takes [\d.]+ GB, 4\.3 can travel: use a part of it"):
+            pack(value, name="x")
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -130,7 +130,8 @@ class _Interpreter:
         sys.argv = [""]  # as in any Python that nobody gave a script: a parser takes no option of the launcher
         session_folder = Path.cwd()
         os.chdir(config.folder)
-        sys.path[:] = [config.folder, *(path for path in sys.path if path not in ("", config.folder))]
+        others = [path for path in sys.path if path not in ("", config.folder)]
+        sys.path[:] = [config.folder, "", *others]  # and, as in a notebook, the folder that %cd went to
         self._device = self._set_device()
         self._seed()
         self._generation = Generation(

@@ -204,5 +204,10 @@ def _sftp_errors() -> Iterator[None]:
 
     try:
         yield
-    except (paramiko.SSHException, paramiko.SFTPError, EOFError) as exc:
+    except (
+        paramiko.SSHException,
+        paramiko.SFTPError,
+        EOFError,
+        UnicodeDecodeError,
+    ) as exc:  # the last: no text in UTF-8
         raise OSError(clean(exc)) from exc

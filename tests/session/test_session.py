@@ -137,6 +137,10 @@ def test_ranks_start_in_the_folder_with_it_on_the_path(planted: str, tmp_path: P
     with Session.start(ranks=1, device="cpu", init=False, folder=str(tmp_path), name=planted) as session:
         code = "import os, sys, beside_the_notebook as b\n(os.getcwd(), b.answer, sys.path[0], '/' in sys.path)"
         assert session.run_cell(code).values[0] == (str(tmp_path), 42, str(tmp_path), False)
+        (tmp_path / "cloned").mkdir()
+        (tmp_path / "cloned" / "model_of_it.py").write_text("answer = 43\n")
+        went = session.run_cell("%cd -q cloned\nimport model_of_it; model_of_it.answer, model_of_it.__file__")
+        assert went.values[0] == (43, str(tmp_path / "cloned" / "model_of_it.py"))
 
 
 @pytest.mark.here_only
