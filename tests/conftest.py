@@ -53,6 +53,7 @@ NEVER_RERUN = {
     "session/test_warm.py",
     "transport/test_known_hosts.py",
     "transport/test_ssh.py",
+    "cli/test_commands.py",
     "deploy/test_files.py",
     "deploy/test_folder.py",
     "deploy/test_leftovers.py",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ __all__ = ["FAILED", "NotebookRun"]
 FAILED = 1  # exit status
 _SIGPIPE = 13  # also where the system has no such signal
 _KERNEL_ARGUMENTS = ["-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
+_MOST_SOCKET_CHARS = 60  # of the folder for sockets, whose paths the system bounds at some 100
 _STOP_LIMIT_S = 10.0  # how long an interrupted cell may take to end; a session gives its ranks less
 _END_LIMIT_S = 10.0  # how long the kernel may take to end; after half of it it is told by SIGTERM (ipykernel can block)
 _OUTPUT_LIMIT_S = 60  # how long what a cell has printed may be on its way when the cell has ended
@@ -68,7 +71,7 @@ class NotebookRun:
         Raises: SpecError for a kernel that is not there, LaunchError for one that does not start.
         """
         manager: Any = self._make_manager()
-        with _on_signals(self._stop):
+        with _private_sockets(manager), _on_signals(self._stop):
             try:
                 if await self._is_in_time(self._start_kernel()):
                     self.failure = await self._run_cells(manager)
@@ -189,6 +192,18 @@ async def _first(task: asyncio.Future[Any], other: Awaitable[Any], *, limit_s: f
         await asyncio.wait([task, waiting], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()
+
+
+@contextlib.contextmanager
+def _private_sockets(manager: Any) -> Iterator[None]:
+    """Sockets in a folder of ours lead to the kernel: what it says at a port is read by any user of the machine."""
+    if os.name != "posix":
+        yield
+        return
+    place = tempfile.gettempdir() if len(tempfile.gettempdir()) < _MOST_SOCKET_CHARS else "/tmp"
+    with tempfile.TemporaryDirectory(prefix="detrain_nb-", dir=place, ignore_cleanup_errors=True) as folder:
+        manager.transport, manager.ip = "ipc", os.path.join(folder, "kernel")
+        yield
 
 
 @contextlib.contextmanager

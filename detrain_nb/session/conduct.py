@@ -146,7 +146,8 @@ class Conductor:
         _, evidence = self._ranks.look([rank for rank in run.ranks if rank not in run.lost], before={}, stack=False)
         others = describe_last(evidence)
         begun = f"the others had begun {others}: " if others else ""
-        return [f"{begun}ranks sent tensors of different sizes in one collective, {_CHECK}"]
+        what_to_do = "" if self._generations.is_checked else f", {_CHECK}"
+        return [f"{begun}ranks sent tensors of different sizes in one collective or message{what_to_do}"]
 
     def _told_of_fresh(self, run: CellRun, *, is_told: bool = False) -> list[str]:
         """What to do about the ranks that were lost: the user is told it now."""

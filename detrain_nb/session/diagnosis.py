@@ -295,6 +295,13 @@ def _by_value(values: Mapping[int, str]) -> str:
 # ---- while a cell runs
 
 
+_SLOW = 4  # times as long, before it is told that a collective that all have begun does not end
+_ALL_CAME = (
+    "all ranks have begun it: it is slow, or what they gave differs, as its root may: "
+    "%distributed config check=on compares that"
+)
+
+
 @dataclass
 class _Seen:
     """When a rank was last seen to compute, to have begun something with others, to be elsewhere than ``waits_in``.
@@ -344,14 +351,17 @@ class HangWatch:
         """The line that says who waits in what for whom, of a look with stacks that was noted.
 
         ``running`` are the ranks that run the cell, ``hosts`` as in ``describe_wait``. Empty while none of them has
-        waited for ``hang_s``, and while all have come to what they wait in: it is only slow then.
+        waited for ``hang_s``. Where all have come to what they wait in it is slow, as a rule: that is told later.
         """
         everyone = list(ranks)
         verdicts = judge(everyone)
         mismatches = _find_mismatches(everyone)
         hung = [v for v in self._hung(verdicts, mismatches, now, limit_s=self.hang_s) if v.rank in running]
         if not hung:
-            return ""
+            limit_s = _SLOW * max(self.hang_s, 1.0)
+            slow = [v for v in verdicts.values() if v.collective and self._waited_s(v, now) >= limit_s]
+            is_everybody = bool(slow) and {verdict.rank for verdict in slow} >= set(running)
+            return f"{describe_wait(slow, hosts=hosts)}; {_ALL_CAME}" if is_everybody else ""
         away = {rank for verdict in hung for rank in verdict.missing}
         is_for_anybody = any(verdict.collective is None for verdict in hung)
         shown = [verdict for rank, verdict in verdicts.items() if rank in running or rank in away or is_for_anybody]

@@ -145,6 +145,15 @@ def story(place: Place) -> Story:
     return Story(process.wait(LIMIT_S), read, errors[0], stored)
 
 
+def test_what_cells_say_is_at_no_port(place: Place) -> None:
+    """Other users of the machine could read it there."""
+    code = "import os\nfrom ipykernel.kernelapp import IPKernelApp as App\napp = App.instance()\n"
+    code += "app.transport, oct(os.stat(os.path.dirname(app.ip)).st_mode & 0o777)"
+    status, out, err = place.run("run", place.write(code))
+    assert status == 0, err
+    assert "('ipc', '0o700')" in out
+
+
 def test_output_of_the_ranks_appears_while_the_cell_runs(story: Story) -> None:
     assert story.status == 0, story.err
     assert story.out.index("before 1") < story.out.index("after")
