@@ -56,7 +56,8 @@ def noted_orphans(namespace: Mapping[Any, object], found: Mapping[str, object]) 
 
 
 def _orphans_in(namespace: Mapping[Any, object]) -> set[str]:
-    held, optimizers = set(), {}
+    held: set[int] = set()
+    optimizers: dict[str, set[int]] = {}
     for name, value in list(namespace.items()):
         if isinstance(value, torch.nn.Module):
             held.update(map(id, value.parameters()))

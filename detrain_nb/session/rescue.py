@@ -255,8 +255,9 @@ class _Story:
     def told(self) -> str:
         """In words; one line for each thing the user may have to do."""
         lines = []
-        if self.freed:
-            lines.append(f"{_waited(self.freed.values())}: freed")
+        is_open = not self.run.is_over
+        if freed := [verdict for rank, verdict in self.freed.items() if not (is_open and rank in self.run.running)]:
+            lines.append(f"{_waited(freed)}: freed")
         if self.mismatch:
             lines.append(self.mismatch)
         if self.replaced:
