@@ -9,6 +9,8 @@ import struct
 from functools import lru_cache
 from pathlib import Path
 
+# A folder that cannot be listed can be gone through.
+_SEARCH = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_PATH", os.O_RDONLY)
 _ACL_HEADER_BYTES = 4
 _ACL_ENTRY = struct.Struct("<HHI")  # a tag, what is allowed, whom
 _ACL_NAMED = (0x02, 0x08)  # a user, a group
@@ -56,20 +58,46 @@ def make_users_folder(folder: Path) -> None:
     Raises: OSError, also for one that another user has made, or put a link to, where everybody can, as in /tmp: nobody
     says that the user means that one.
     """
-    for _ in range(2):
-        _refuse_squatted(folder)
-        _refuse_squatted(Path(os.path.realpath(folder)))  # where the user's own links lead
-        folder.mkdir(parents=True, exist_ok=True)
     _refuse_squatted(folder)
+    real = Path(os.path.realpath(folder))  # where the user's own links lead
+    opened = os.open(real.anchor, _SEARCH)
+    try:
+        for number, name in enumerate(real.parts[1:], 2):
+            inner = _open_or_make(name, opened)
+            parent, state = os.fstat(opened), os.fstat(inner)
+            os.close(opened)
+            opened = inner
+            if _is_squatted(state, parent):
+                raise _by_another_user(Path(*real.parts[:number]), state)
+    finally:
+        os.close(opened)
+    _refuse_squatted(folder)
+
+
+def _open_or_make(name: str, parent: int) -> int:
+    """A folder of an opened one, which nobody can put another in the place of before it is looked at."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.open(name, _SEARCH | os.O_NOFOLLOW, dir_fd=parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=parent)
+    return os.open(name, _SEARCH | os.O_NOFOLLOW, dir_fd=parent)
 
 
 def _refuse_squatted(folder: Path) -> None:
     for path in (*reversed(folder.parents), folder):
         with contextlib.suppress(FileNotFoundError):
-            if path.lstat().st_uid not in _trusted_users() and path.parent.stat().st_mode & 0o002:
-                raise PermissionError(
-                    f"{describe(path)} was made by another user, in a folder that is everybody's: name one of your own"
-                )
+            state = path.lstat()
+            if _is_squatted(state, path.parent.stat()):
+                raise _by_another_user(path, state)
+
+
+def _is_squatted(state: os.stat_result, parent: os.stat_result) -> bool:
+    return state.st_uid not in _trusted_users() and bool(parent.st_mode & 0o002)
+
+
+def _by_another_user(path: Path, state: os.stat_result) -> PermissionError:
+    made_by = f"{path} (mode {stat.S_IMODE(state.st_mode):04o}, uid {state.st_uid})"
+    return PermissionError(f"{made_by} was made by another user, in a folder that is everybody's: name one of your own")
 
 
 def describe(path: Path) -> str:

@@ -11,9 +11,11 @@ import difflib
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fsspec.callbacks import Callback
@@ -24,7 +26,7 @@ from fsspec.spec import AbstractFileSystem
 
 from .errors import DetrainError, SpecError
 
-__all__ = ["Location", "OnProgress", "locate"]
+__all__ = ["Location", "OnProgress", "locate", "replace_file"]
 
 OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: not known); it may run in a thread of fsspec's
 
@@ -246,3 +248,21 @@ def _errors(name: str, done: str) -> Iterator[None]:
 
 def _shown(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write text beside ``path`` on this machine, then rename: whoever reads it sees the old file or the new one.
+
+    A link that stands there is replaced, not followed. Raises: OSError; the old file is as it was then.
+    """
+    beside = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
+    try:
+        with beside.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.is_file() and not path.is_symlink():
+            shutil.copymode(path, beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -64,6 +64,18 @@ def test_folder_of_another_user_behind_ones_own_link_is_refused(everybodys: Path
     assert not list((everybodys / "scratch").iterdir())
 
 
+def test_folder_of_another_user_that_comes_and_goes_is_not_taken(
+    everybodys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is away whenever it is looked at by its path, and there when the one below it is made."""
+    monkeypatch.setattr(guarded, "_refuse_squatted", lambda folder: None)
+    (everybodys / "tz").mkdir()
+    _theirs(everybodys / "tz")
+    with pytest.raises(PermissionError, match=r"/tz \(mode \d+, uid 12345\) was made by another user"):
+        make_users_folder(everybodys / "tz" / "w")
+    assert not list((everybodys / "tz").iterdir())
+
+
 def test_link_of_another_user_among_everybodys_is_refused(everybodys: Path, tmp_path: Path) -> None:
     (everybodys / "work").symlink_to(tmp_path)
     _theirs(everybodys / "work")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DetrainError, SpecError
+from ..storage import replace_file
 
 if TYPE_CHECKING:  # a second's import, which only `run` needs
     from nbformat import NotebookNode
@@ -50,7 +51,8 @@ def save(notebook: NotebookNode, output: Path) -> None:
     import nbformat
 
     try:
-        nbformat.write(_joined_streams(notebook), output)  # type: ignore[no-untyped-call]
+        text = nbformat.writes(_joined_streams(notebook))  # type: ignore[no-untyped-call]
+        replace_file(output, text if text.endswith("\n") else f"{text}\n")
     except OSError as exc:
         raise DetrainError(f"{output}: the executed notebook cannot be written: {exc.strerror}") from exc
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-import shutil
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
+from ..storage import replace_file
 from .node import Node, default_name, parse_target
 
 __all__ = ["parse_nodes", "read_nodes", "write_nodes"]
@@ -100,7 +99,7 @@ def write_nodes(path: str | os.PathLike[str], nodes: Iterable[Node]) -> None:
     tables = [_list_fields(node) for node in nodes]
     text = "\n".join(map(_dump_toml, tables)) if is_toml else _dump_json({"nodes": tables}, indent=2) + "\n"
     try:
-        _replace(Path(os.path.realpath(path)), text)
+        replace_file(Path(os.path.realpath(path)), text)
     except OSError as exc:
         raise SpecError(f"{path}: cannot be written: {exc.strerror}") from exc
 
@@ -208,18 +207,3 @@ def _dump_json(value: object, *, indent: int | None = None) -> str:
 def _dump_toml(table: Mapping[str, Any]) -> str:
     """What a node has, texts without control characters, numbers and lists of them, TOML writes as JSON does."""
     return "\n".join(["[[nodes]]", *(f"{name} = {_dump_json(value)}" for name, value in table.items()), ""])
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write beside ``path``, then rename: a reader sees the old file or the new one."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with beside.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

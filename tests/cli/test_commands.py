@@ -145,6 +145,24 @@ def story(place: Place) -> Story:
     return Story(process.wait(LIMIT_S), read, errors[0], stored)
 
 
+@pytest.mark.parametrize("planted", ["link", "pipe"])
+def test_executed_notebook_replaces_what_stands_in_its_place(place: Place, planted: str) -> None:
+    """Others may have put it there, where a group can write the folder."""
+    executed, private = place.folder / "story.executed.ipynb", place.folder / "private"
+    private.write_text("my only copy")
+    if planted == "link":
+        executed.symlink_to(private)
+    else:
+        os.mkfifo(executed)
+    status, _, err = place.run("run", place.write("1 + 1"))
+    assert status == 0, err
+    assert executed.is_file() and not executed.is_symlink()
+    assert json.loads(executed.read_text())["cells"][0]["outputs"][0]["data"]["text/plain"] == ["2"]
+    assert private.read_text() == "my only copy"
+    assert not list(place.folder.glob(".story*"))
+    executed.unlink()
+
+
 def test_what_cells_say_is_at_no_port(place: Place) -> None:
     """Other users of the machine could read it there."""
     code = "import os\nfrom ipykernel.kernelapp import IPKernelApp as App\napp = App.instance()\n"
