@@ -10,13 +10,17 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from IPython.core.error import UsageError
 from IPython.utils.tokenutil import token_at_cursor
 
+from ..errors import SpecError
 from ..session.session import Session
 from .candidates import Candidates
-from .options import broadcast_parser, cell_parser, pull_parser, push_parser, session_parser
+from .options import HelpShown, broadcast_parser, cell_parser, pull_parser, push_parser, session_parser
+
+_Answer = TypeVar("_Answer")
 
 _CELL_MAGICS = ("%%distributed", "%%rank")
 _WORD = re.compile(r"(?:\\.|[^\s\\])+")  # a blank in a name is written with a backslash
@@ -45,7 +49,7 @@ def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Calla
         running = session()
         if start is None or running is None:
             return complete(code, cursor_pos)
-        found = running.complete(code[start:], cursor_pos - start)
+        found = _of_its_ranks(code, lambda ranks: running.complete(code[start:], cursor_pos - start, ranks=ranks))
         if found is None:
             return _reply([], cursor_pos, cursor_pos)
         return _reply(found.matches, found.start + start, found.end + start, found.types)
@@ -54,7 +58,8 @@ def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Calla
         running = session()
         if running is None or _body_start(code, cursor_pos) is None:
             return inspect(code, cursor_pos, detail_level, omit_sections)
-        text = running.inspect(token_at_cursor(code, cursor_pos), detail_level)
+        name = token_at_cursor(code, cursor_pos)
+        text = _of_its_ranks(code, lambda ranks: running.inspect(name, detail_level, ranks=ranks))
         return {"status": "ok", "found": bool(text), "data": {"text/plain": text} if text else {}, "metadata": {}}
 
     kernel.do_complete, kernel.do_inspect = do_complete, do_inspect
@@ -63,6 +68,15 @@ def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Calla
         kernel.do_complete, kernel.do_inspect = complete, inspect
 
     return undo
+
+
+def _of_its_ranks(code: str, ask: Callable[[str | None], _Answer]) -> _Answer | None:
+    """Ask the ranks that the cell is meant for: what stands in it is not for the node of another."""
+    prog, _, line = code.partition("\n")[0].strip().partition(" ")
+    try:
+        return ask(cell_parser(prog).parse_line(line).ranks)
+    except (UsageError, HelpShown, SpecError):  # it names none that are there
+        return None
 
 
 def _body_start(code: str, position: int) -> int | None:

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, Union
 
-from ..errors import DetrainError, LaunchError, SessionError, SpecError, TransportError
+from ..errors import DetrainError, LaunchError, SessionError, SpecError, TransportError, behind_ours
 from ..node.talk import clean
 from ..plan import split_names
 from ..transport import Transport
@@ -201,6 +201,10 @@ def end_agents(transports: Sequence[Transport], session: str, *, holder: str) ->
             _end_held_agent(sock, session, holder)
         except TransportError as exc:
             failures[transport.name] = exc
+        except SessionError as exc:
+            if transport.is_this_machine:
+                raise
+            raise SessionError(f"{transport.name}: {behind_ours(str(exc))}") from exc
         finally:
             transport.wait_for_end(limit_s=_END_LIMIT_S)
     return failures

@@ -24,8 +24,8 @@ from ..errors import DetrainError, SpecError, TransportError, WireError
 from ..node.arrivals import TreeWriter, receive_tree
 from ..node.files import MAGIC
 from ..node.talk import SLOWEST_BYTES_PER_S, Failed, FilesError, Talk, Untrue, as_size, check_name
-from ..node.trees import MOST_NAMED, File, Progress, Tree, is_guarded, list_tree, send_tree
-from .private import holds_homes, is_private, is_same
+from ..node.trees import MOST_NAMED, STAGING_NAME, File, Progress, Tree, is_guarded, list_tree, send_tree
+from .private import holds_homes, is_private
 from .remote_program import ended_after
 
 __all__ = ["Copied", "NodeAccess", "OnProgress", "Stop", "get", "label", "on_every", "open_talk", "put"]
@@ -143,7 +143,7 @@ def put(
         talk.say("put", base=node.work_folder(folder), target=target or ".")
         ready = talk.hear("ready")
         staging = str(ready.get("staging"))
-        _check_outside(wanted, staging)
+        _check_outside(wanted, tree, staging)
 
         def send(file: File) -> int | None:
             is_safe = ready.get("guarded") is True and is_guarded(file.path)  # SFTP goes by paths, at both ends
@@ -446,17 +446,26 @@ def _list_here(wanted: Sequence[str]) -> Tree:
         raise SpecError(str(exc)) from exc
 
 
-def _check_outside(wanted: Sequence[str], staging: str) -> None:
+def _check_outside(wanted: Sequence[str], tree: Tree, staging: str) -> None:
     """Raises: SpecError when a folder would be copied into itself: each such copy makes the next one larger.
 
-    What the node has just made has a name of its own: where it is here too, the node is this machine, or has its disk.
+    What the node has just made has a name of its own: where it stands below one of ``wanted``, the node is this
+    machine, or has its disk. It is looked for there alone, whatever path a node says.
     """
-    above = Path(os.path.realpath(staging)).parents if os.path.isdir(staging) else ()
+    name = posixpath.basename(staging)
+    if not STAGING_NAME.fullmatch(name):
+        return
     for path in wanted:
-        if any(is_same(Path(path), folder) for folder in above):
+        root = os.path.basename(path)
+        below = [folder.removeprefix(root).strip("/") for folder in tree.folders if folder.partition("/")[0] == root]
+        places = [os.path.join(path, folder, name) for folder in below]
+        if staging.startswith(os.path.join(os.path.realpath(path), "")):  # in a folder that was made just now
+            places.append(staging)
+        if found := next(filter(os.path.isdir, places), ""):
             raise SpecError(
-                f"{path} would be copied into itself, its files are there already: the target {above[0]} is in it; "
-                "name a target elsewhere (--to), or the files that are meant"
+                f"{path} would be copied into itself, its files are there already: the target "
+                f"{os.path.dirname(os.path.realpath(found))} is in it; name a target elsewhere (--to), or the files "
+                "that are meant"
             )
 
 

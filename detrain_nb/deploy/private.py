@@ -39,6 +39,7 @@ _MAY_BE = re.compile(f"(?:^|/)(?:{_NAMES})(?:/|$)")
 _HOLDERS = tuple(
     f"/{above}" for line in _PRIVATE if line[:4] == "**/." for above in PurePosixPath(line[3:]).parents[:-1]
 )
+_BACKUP = re.compile(r"(?:~|\.(?:bak|backup|old|orig|save))+$")  # of the same content, as editors and people name it
 _NAMES_ONE = re.compile(r"[^*?./!][^/]*$")  # not `!*`, nor `!data/**`, which mean what other lines leave out
 
 
@@ -55,6 +56,10 @@ def is_private(path: str, lifted: tuple[str, ...] = ()) -> bool:
     ``lifted`` are the lines with ``!`` that say what is none. It is asked for each folder on the way too.
     """
     path = path.lower()
+    original = _BACKUP.sub("", path)
+    name = path.rpartition("/")[2]
+    if original != path and not any(line.lower().strip("!/ ").rpartition("/")[2] == name for line in lifted):
+        return is_private(original, lifted)
     return _MAY_BE.search(path) is not None and _compile(lifted).match_file(path)
 
 

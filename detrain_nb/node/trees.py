@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ MOST_NAMED = 20  # of what was left out, or left alone
 BULK_BYTES = 1 << 20  # files of that size and more go over SFTP where there is one
 _CHUNK_BYTES = 1 << 18
 _STAGING = ".detrain_nb-"  # the folder for what is not whole yet; of one copy each
+STAGING_NAME = re.compile(re.escape(_STAGING) + "[0-9a-f]{16}")
 
 
 class Progress:

@@ -32,6 +32,7 @@ class Generations:
         self._begun_by: dict[int, int] = {}  # the incarnations of the ranks that know of the present one
         self._begun_checked = False
         self._given_up: dict[int, int] = {}  # the incarnations of ranks that could make no group
+        self._times_given_up = 0  # since all had one: a node may say that its ranks are fresh as often as it likes
 
     def go_on_from(self, number: int) -> None:
         """An earlier notebook has made the generation of that number."""
@@ -44,12 +45,14 @@ class Generations:
 
     def mend_for_some(self, *, limit_s: float) -> str:
         """As ``mend``, for a cell that can do without; says why there is no group. The same ranks are asked once."""
-        if self._given_up == self._incarnations() and not all(self._inbox.has_group.values()):
+        is_known = self._given_up == self._incarnations() or self._times_given_up >= _ATTEMPTS
+        if is_known and not all(self._inbox.has_group.values()):
             return ""
         try:
             self.mend(limit_s=limit_s)
         except (LaunchError, CellTimeout) as exc:
             self._given_up = self._incarnations()
+            self._times_given_up += 1
             return (
                 f"{exc}\nthere is no process group until it is replaced (%distributed restart -r RANKS), or its node "
                 "is left out (%distributed detach, then attach --without NODE)"
@@ -63,6 +66,7 @@ class Generations:
         """
         for attempt in range(_ATTEMPTS):
             if all(self._inbox.has_group.get(rank) for rank in range(self._world_size)):
+                self._times_given_up = 0
                 return
             self._ranks.require_idle(range(self._world_size), limit_s=limit_s)
             try:

@@ -22,6 +22,7 @@ from ..wire import (
     Pull,
     Push,
     Renumber,
+    RequestDone,
     RunCell,
 )
 from .cells import CellRun
@@ -244,13 +245,16 @@ class RankLink:
                 for node in sorted({node_of[rank] for rank in number}):
                     old = [rank for rank in number if node_of[rank] == node]
                     self.send_to(node, Renumber(old, request.number, [number[rank] for rank in old], world_size))
+                deadline = time.monotonic() + IDLE_LIMIT_S
                 try:
                     request.wait(IDLE_LIMIT_S, what="new numbers")
-                except CellTimeout:
-                    silent = {node_of[rank] for rank, new in number.items() if request.waits_for(new)}
-                    if 0 in silent:
+                except (CellTimeout, NodeLost, RankLost, SessionError):
+                    request.wait_quietly(max(0.0, deadline - time.monotonic()))  # the others take theirs
+                    answers = request.answers
+                    wrong = {node_of[rank] for rank, new in number.items() if not _is_done(answers.get(new))}
+                    if 0 in wrong or self.inbox.failure:
                         raise
-                    for node in silent:
+                    for node in wrong - self.inbox.lost_nodes.keys():
                         self.hang_up(node, f"its ranks did not take their new numbers within {IDLE_LIMIT_S:g} s")
         except BaseException:
             self.inbox.fail(SessionError("not all ranks have taken their new numbers: %distributed restart"))
@@ -354,6 +358,10 @@ class RankLink:
             yield request
         finally:
             self.inbox.requests.end(request)
+
+
+def _is_done(answer: Message | None) -> bool:
+    return isinstance(answer, RequestDone)
 
 
 def _share(message: RunCell, ranks: list[int]) -> RunCell:

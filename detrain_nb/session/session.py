@@ -31,7 +31,16 @@ from ..deploy import (
 )
 from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
-from ..errors import DetrainError, SessionError, SpecError, TransportError, count_ranks, format_ranks, short_ranks
+from ..errors import (
+    DetrainError,
+    SessionError,
+    SpecError,
+    TransportError,
+    behind_ours,
+    count_ranks,
+    format_ranks,
+    short_ranks,
+)
 from ..plan import MOST_RANKS, Plan, plan_nodes, plan_one_node, split_names
 from ..wire import Complete, Completions, Inspect, Inspection, Message, RanCell, StartedCold
 from .asked import check_mapping, check_number, check_paths, check_text, check_whole, names_of
@@ -584,20 +593,20 @@ class Session:
         """The cells that needed other ranks."""
         return set(self._inbox.history.collective)
 
-    def complete(self, code: str, position: int, *, limit_s: float = 1.0) -> Completions | None:
-        """Completions by the first idle rank; None when there is none, or it does not answer in time.
+    def complete(self, code: str, position: int, *, ranks: Ranks = None, limit_s: float = 1.0) -> Completions | None:
+        """Completions by the first idle one of ``ranks``; None when there is none, or it does not answer in time.
 
         Names, attributes and keys of dicts; each begins with what stands between ``start`` and ``position``.
         """
         check_text("code", code)
         check_whole("position", position)
-        answer = self._ask_idle(lambda rank, number: Complete([rank], number, code, position), limit_s)
+        answer = self._ask_idle(lambda rank, number: Complete([rank], number, code, position), limit_s, ranks)
         return safe_completions(answer, code=code, position=position) if isinstance(answer, Completions) else None
 
-    def inspect(self, name: str, detail: int = 0, *, limit_s: float = 1.0) -> str | None:
-        """The help text of a name, by the first idle rank."""
+    def inspect(self, name: str, detail: int = 0, *, ranks: Ranks = None, limit_s: float = 1.0) -> str | None:
+        """The help text of a name, by the first idle one of ``ranks``."""
         check_text("name", name)
-        answer = self._ask_idle(lambda rank, number: Inspect([rank], number, name, detail), limit_s)
+        answer = self._ask_idle(lambda rank, number: Inspect([rank], number, name, detail), limit_s, ranks)
         return answer.text[:_LONGEST_HELP] or None if isinstance(answer, Inspection) else None
 
     def stop(self, *, cold: bool = False) -> None:
@@ -643,8 +652,8 @@ class Session:
         where = f" of {', '.join(hosts) if len(hosts) <= _MOST_HOSTS else f'{len(hosts)} nodes'}" if hosts else ""
         return f"<Session {self.name!r}: {count_ranks(self.world_size)} on {self.plan.device}{where}, {state}>"
 
-    def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float) -> Message | None:
-        idle = set(range(self.world_size)) - set(self._inbox.busy) - set(self._inbox.lost)
+    def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float, ranks: Ranks) -> Message | None:
+        idle = set(self.choose(ranks)) - set(self._inbox.busy) - set(self._inbox.lost)
         if not idle or not self.is_alive:
             return None
         return self._ranks.ask(min(idle), ask, limit_s=limit_s)
@@ -705,4 +714,5 @@ def end_session(name: str, *, holder: str = "", ask_passphrase: AskPassphrase | 
         raise TransportError(f"session {name!r} was not told to end there, its ranks end by themselves:\n{words}")
     forget(name)
     if len(absent) == len(transports):
-        raise failures[absent[0]]
+        where = f"{absent[0]}: " if absent[0] else ""
+        raise SessionError(f"{where}{behind_ours(str(failures[absent[0]]))}")

@@ -15,6 +15,7 @@ __all__ = ["from_json", "to_json"]
 
 _MARK = "$"  # begins the only key of an object that stands for what JSON has not
 _MOST_BYTES = 1 << 20  # of a tensor among other values: it becomes text
+_MOST_ALIKE = 64  # keys with the same hash
 
 
 def to_json(value: Any, where: str) -> Any:
@@ -75,7 +76,15 @@ def from_json(value: Any) -> Any:
 
 
 def _read_pairs(pairs: list[Any]) -> dict[Any, Any]:
-    return {from_json(key): from_json(item) for key, item in pairs}
+    keys = _distinct([from_json(key) for key, _ in pairs])
+    return dict(zip(keys, (from_json(item) for _, item in pairs)))
+
+
+def _distinct(keys: list[Any]) -> list[Any]:
+    """Raises: ValueError for keys or elements that were chosen to have the same place: they would take hours."""
+    if max(Counter(map(hash, keys)).values(), default=0) > _MOST_ALIKE:
+        raise ValueError(f"too many of {len(keys)} keys or elements have the same hash")
+    return keys
 
 
 def _read_dtype(name: str) -> torch.dtype:
@@ -94,7 +103,7 @@ def _read_tensor(parts: list[Any]) -> Tensor:
 _READ: dict[str, Any] = {
     "$float": float,
     "$tuple": lambda items: tuple(from_json(item) for item in items),
-    "$set": lambda items: {from_json(item) for item in items},
+    "$set": lambda items: set(_distinct([from_json(item) for item in items])),
     "$bytes": bytes.fromhex,
     "$dtype": _read_dtype,
     "$tensor": _read_tensor,

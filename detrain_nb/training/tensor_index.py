@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,11 @@ class TensorIndex:
     values: Mapping[str, Any]
 
     @classmethod
-    def read(cls, folder: Location, name: str, files: Container[str]) -> TensorIndex:
-        """Raises: DetrainError for an index that is broken, does not cover its tensors, or names other ``files``."""
+    def read(cls, folder: Location, name: str, files: Mapping[str, int]) -> TensorIndex:
+        """``files``: those of the checkpoint, with their sizes in bytes.
+
+        Raises: DetrainError for an index that is broken, does not cover its tensors, or names what is not in ``files``.
+        """
         with foreign_errors((folder / name).name, "read"):
             try:
                 index = json.loads((folder / name).read(limit_bytes=_MOST_INDEX_BYTES))
@@ -49,6 +52,8 @@ class TensorIndex:
                 if any(file_name not in files for file_name in index["files"]):
                     raise ValueError("it names a file that is not of the checkpoint")
                 chunks = {fqn: _read_chunks(entry, index["files"]) for fqn, entry in index["tensors"].items()}
+                if any(piece.end > files[file] for parts in chunks.values() for _, file, piece in parts):
+                    raise ValueError("a part is behind the end of its file")
             except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as exc:
                 raise ValueError(f"it is not of this format: {exc}") from exc
             shapes = {fqn: tuple(entry[1]) for fqn, entry in index["tensors"].items()}

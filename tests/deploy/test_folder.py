@@ -337,6 +337,7 @@ SECRETS = [
     *(".ssh/config", ".ssh/my_key", ".aws/credentials", ".netrc", ".git-credentials", ".kube/config", ".gnupg/x"),
     *(".cache/huggingface/token", ".huggingface/token", ".docker/config.json", ".pypirc", ".config/gcloud/x.db"),
     *(".azure/x.json", ".env", ".env.local", "sub/.env", "sub/server.pem", "id_rsa", "sub/id_ed25519", "ID_RSA.bak"),
+    *(".env~", "server.key.bak", "credentials.json.old", ".netrc.orig~"),
     *(".bash_history", ".python_history", ".ipython/profile_default/history.sqlite", "kernel-1a2b.json"),
     *("wandb/settings", ".SSH/other", "sub/Server.PEM", ".local/share/jupyter/runtime/jpserver-7.json"),
 ]
@@ -353,7 +354,7 @@ def test_keys_tokens_and_histories_stay_unless_named(tmp_path: Path) -> None:
     _plant(root, {".gitignore": "!.env\n!id_rsa\n", ".detrainignore": "!*\n!*/\n!sub/**\n"})
     assert ".env" not in list_folder(root) and "sub/.env" not in list_folder(root)
     (root / ".detrainignore").write_text("!/.ENV\n!sub/*.pem\n!.ssh/\n!.azure/\n/.azure/\n")
-    lifted = {".env", "sub/server.pem", "sub/Server.PEM", ".ssh/config", ".ssh/my_key", ".SSH/other"}
+    lifted = {".env", ".env~", "sub/server.pem", "sub/Server.PEM", ".ssh/config", ".ssh/my_key", ".SSH/other"}
     assert set(list_folder(root)) - set(manifest) - {".gitignore", ".detrainignore"} == lifted
 
 

@@ -233,3 +233,34 @@ def test_thousands_of_hosts_are_read_in_time(home: Path, monkeypatch: pytest.Mon
     while not (found := candidates.of("NODES", "gpu19")):
         assert time.monotonic() < deadline
     assert len(found) == 111
+
+
+class _Asked:
+    """A session of three ranks, which remembers who was asked."""
+
+    def __init__(self) -> None:
+        self.ranks: list[object] = []
+
+    def complete(self, code: str, position: int, *, ranks: object = None) -> None:
+        self.ranks.append(ranks)
+
+    def inspect(self, name: str, detail: int, *, ranks: object = None) -> str:
+        self.ranks.append(ranks)
+        return "help"
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks"),
+    [
+        ("%%distributed", [None]),
+        ("%%distributed -r 1 --quiet", ["1"]),
+        ("%%rank gpu2", ["gpu2"]),
+        ("%%rank --what", []),
+    ],
+)
+def test_text_of_a_cell_goes_to_the_ranks_it_is_meant_for(line: str, ranks: list[object]) -> None:
+    tab = _Tab()
+    tab.session = _Asked()
+    assert tab(f"{line}\nvalue.sh") == []
+    tab._kernel.do_inspect(f"{line}\nvalue", len(line) + 3)
+    assert tab.session.ranks == ranks * 2

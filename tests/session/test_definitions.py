@@ -64,6 +64,12 @@ def test_what_is_parsed_of_a_cell_is_bounded() -> None:
     assert definitions_of("import os\n" + "0," * (1 << 17)) == ""
 
 
+@pytest.mark.timeout(5)  # Python's parser would need minutes
+@pytest.mark.parametrize("code", ["import " + "a." * 100_000 + "a", "from " + "a.\\\n" * 60_000 + "a import b"])
+def test_names_of_modules_are_not_parsed_at_any_length(code: str) -> None:
+    assert definitions_of(code) == ""
+
+
 def test_definitions_that_share_a_line_take_time_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detrain_nb.session.definitions._MOST_CHARS", 1 << 20)
     count = (1 << 20) // len("import a;")

@@ -725,18 +725,37 @@ def test_ranks_of_other_nodes_do_without_a_group_that_one_node_does_not_make(
         assert "attach --without NODE" in notice
 
 
-def test_node_that_takes_no_new_numbers_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def _renumbered_wrongly(how: str, node: FakeNode) -> Callable[[Renumber], list[Message]]:
+    def answer(message: Renumber) -> list[Message]:
+        if how == "hangs up":
+            node.leave()
+        elif how == "nonsense":
+            node.say_bytes(b"x" * 64)
+        said: dict[str, list[Message]] = {
+            "refuses": [RequestFailed(1, message.request, "no")],
+            "ended": [RankEnded(1, 1, 0, 9, 0, "", "", False, "")],
+        }
+        return said.get(how, [])
+
+    return answer
+
+
+@pytest.mark.parametrize("how", ["says nothing", "refuses", "ended", "hangs up", "nonsense"])
+def test_node_that_takes_no_new_numbers_is_lost_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr("detrain_nb.session.rank_link.IDLE_LIMIT_S", 0.3)
     nodes = [FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)]
     for node in nodes:
         up = RankUp(node.rank, 1, 0, 3, 1, node.name, "cpu", "2")
         node.answers[Attach] = lambda _, node=node, up=up: [up, node.attached]
     nodes[0].answers[Renumber] = lambda message: [RequestDone(0, message.request)]
+    nodes[1].answers[Renumber] = _renumbered_wrongly(how, nodes[1])
     with _attached(*nodes) as session:
         nodes[2].leave()
         assert_soon(lambda: 2 in session._inbox.lost)
         assert session.shrink() == {0: 0, 1: 1}
-        _assert_absent(session, "its ranks did not take their new numbers within 0.3 s")
+        if how in ("says nothing", "refuses"):
+            _assert_absent(session, "its ranks did not take their new numbers within 0.3 s")
+        assert session.is_alive and session.run_cell("1", ranks=0).ranks == (0,)
 
 
 def test_node_that_cannot_be_reached_can_be_left_out() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as some
 
 from detrain_nb.errors import DetrainError
 from detrain_nb.storage import locate
+from detrain_nb.training.plain import from_json
 from detrain_nb.training.tensor_files import Piece
 from detrain_nb.training.tensor_index import TensorIndex
 
@@ -72,10 +73,25 @@ def test_parts_cut_along_too_many_dimensions_are_refused() -> None:
         index_of((2,) * dims, [*parts, ((0,) * dims, (1,) * dims)])
 
 
+def test_part_behind_the_end_of_its_file_is_refused_before_it_has_memory(tmp_path: Path) -> None:
+    index = {"values": {}, "files": ["f"], "tensors": {"w": ["F32", [1 << 40], [[[0], [1 << 40], 0, 0, 4 << 40]]]}}
+    (tmp_path / "index").write_text(json.dumps(index))
+    with pytest.raises(DetrainError, match="a part is behind the end of its file"):
+        TensorIndex.read(locate(str(tmp_path)), "index", {"f": 100})
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["$set", "$dict", "$counter"])
+def test_elements_of_one_hash_are_refused(kind: str) -> None:
+    alike = [number * ((1 << 61) - 1) for number in range(200_000)]
+    with pytest.raises(ValueError, match="have the same hash"):
+        from_json({kind: alike if kind == "$set" else [[key, 1] for key in alike]})
+
+
 @pytest.mark.parametrize("shape", [[0.5, 0], [-1, 0], "ab", 3])
 def test_shape_that_is_none_is_refused(tmp_path: Path, shape: object) -> None:
     offsets = [0] * len(shape) if isinstance(shape, (list, str)) else []
     index = {"values": {}, "files": ["f"], "tensors": {"w": ["F32", shape, [[offsets, shape, 0, 0, 0]]]}}
     (tmp_path / "index").write_text(json.dumps(index))
     with pytest.raises(DetrainError):
-        TensorIndex.read(locate(str(tmp_path)), "index", {"f"})
+        TensorIndex.read(locate(str(tmp_path)), "index", {"f": 0})
