@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..errors import DetrainError, SpecError
 from ..parallel import ParallelModel
 from ..storage import Location, locate
 from . import saving
-from .catalog import Checkpoint, Checkpoints, list_checkpoints, step_folder
+from .catalog import NOTE, Checkpoint, Checkpoints, list_checkpoints, step_folder
 from .plain import from_json, to_json
 from .randomness import random_state, seed_all, set_random_state
 from .ranks import Ranks
@@ -211,6 +212,7 @@ def load(
     model_state, optimizer_state = _check_parts(ranks, chosen, index, model, optimizer, scheduler)
 
     def read() -> dict[str, Any]:
+        random_values = _read_random(folder, index, ranks) if is_random_state_wanted else {}
         tensors: dict[str, Any] = {_MODEL + name: tensor for name, tensor in model_state.tensors.items()}
         if optimizer_state is not None:
             tensors |= optimizer_state.targets(index, _OPTIMIZER)
@@ -223,7 +225,7 @@ def load(
                 optimizer_state.take(index, tensors, _OPTIMIZER)
         if scheduler is not None:
             scheduler.load_state_dict(from_json(chosen.note["scheduler"]))
-        return _read_random(folder, index, ranks) if is_random_state_wanted else {}
+        return random_values
 
     random_values: dict[str, Any] = {}
     ranks.gather(lambda: random_values.update(read()))
@@ -251,6 +253,7 @@ def _choose(place: Location, step: int | None) -> tuple[Checkpoint, tuple[str, .
             if each.wrong:
                 raise DetrainError(each.wrong)
             index = TensorIndex.read(step_folder(place, each.step), each.note["index"], each.note["files"])
+            _check_note(each.note)
         except DetrainError as exc:
             if step is not None:
                 raise DetrainError(f"{each.name} is broken: {exc}; complete are {complete}") from exc
@@ -259,6 +262,14 @@ def _choose(place: Location, step: int | None) -> tuple[Checkpoint, tuple[str, .
             return each, tuple(text for passed_step, text in passed if passed_step > each.step), index
     reasons = "".join(f"; {text}" for _, text in passed)
     raise SpecError(f"{place.name} has no checkpoint that can be loaded{reasons}")
+
+
+def _check_note(note: Mapping[str, Any]) -> None:
+    """Raises: DetrainError for values that cannot be read: before anything is changed."""
+    try:
+        _ = note["optimizer"], [from_json(note[key]) for key in ("data_position", "extra", "scheduler")]
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as exc:
+        raise DetrainError(f"{NOTE} cannot be read: {type(exc).__name__}: {str(exc)[:200]}") from exc
 
 
 def _check_parts(
@@ -339,13 +350,19 @@ def _go_on_randomly(
     values: dict[str, Any], chosen: Checkpoint, ranks: Ranks, model_state: ModelState
 ) -> tuple[str, ...]:
     saved = chosen.note["world_size"]
+    wrong = ""
     if saved == ranks.size:
-        set_random_state(values)
+        try:
+            set_random_state(values)
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, OverflowError) as exc:
+            wrong = f"the state of its random numbers is none ({type(exc).__name__})"
+    if not all(ranks.gather(lambda: not wrong)):
+        wrong = wrong or "the state of another rank's random numbers is none"
+    elif saved == ranks.size:
         model_state.draws = values.get(_DRAWS, [])
         return ()
     seed = 1_000_003 * chosen.serial + chosen.step
     seed_all(seed)
     model_state.draws = [seed] * len(model_state.modules)
-    return (
-        f"saved by {saved} ranks, loaded by {ranks.size}: random numbers were seeded anew with {seed}, alike on all",
-    )
+    why = wrong or f"saved by {saved} ranks, loaded by {ranks.size}"
+    return (f"{why}: random numbers were seeded anew with {seed}, alike on all",)

@@ -580,6 +580,41 @@ def test_index_that_does_not_hold_together_is_broken(saved: Path, harm: str) -> 
         assert training.load(str(saved), model).step == 2
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"data_position": {"$dtype": "nn"}},
+        {"extra": {"$tuple": 3}},
+        {"scheduler": {"$set": [[]]}},
+        {"optimizer": ...},
+        {"serial": 1 << 70},
+    ],
+)
+def test_note_with_values_that_are_none_is_passed_over_before_anything_is_changed(
+    saved: Path, said: dict[str, Any]
+) -> None:
+    file = the_file(saved, 3, "checkpoint.json")
+    note = json.loads(file.read_text()) | said
+    file.write_text(json.dumps({key: value for key, value in note.items() if value is not ...}))
+    model = filled(0)
+    with pytest.warns(UserWarning, match=r"step-00000003 is passed over: .*checkpoint\.json cannot be read"):
+        assert training.load(str(saved), model).step == 2
+    assert bool((model[0].weight == 2).all())
+
+
+def test_random_state_that_is_none_is_told_and_the_rest_is_loaded(saved: Path) -> None:
+    file = the_file(saved, 3, "index-*")
+    size, index = file.stat().st_size, json.loads(file.read_text())
+    name = next(fqn for fqn in index["values"] if fqn.startswith("random/0/"))
+    index["values"][name] = 7
+    file.write_text(json.dumps(index, separators=(",", ":")).ljust(size))
+    os.truncate(file, size)
+    model = filled(0)
+    with pytest.warns(UserWarning, match=r"random numbers is none \(\w+\): random numbers were seeded anew with"):
+        assert training.load(str(saved), model).step == 3
+    assert bool((model[0].weight == 3).all())
+
+
 def test_step_that_is_a_link_is_not_written_through(saved: Path, tmp_path: Path) -> None:
     """In a folder of a group others can have put it there."""
     shared = tmp_path / "shared"
