@@ -53,7 +53,7 @@ def start_agent(
     """
     if sys.platform != "linux":
         raise LaunchError(f"ranks on this machine need Linux: {sys.platform} can drive nodes, not be one")
-    lock = claim_folder(folder, uses=uses)
+    lock, agent = claim_folder(folder, uses=uses), None
     try:
         agent = subprocess.Popen(
             [sys.executable, "-c", RUN_MODULE, _AGENT_MODULE, str(folder), str(lock)],
@@ -65,8 +65,12 @@ def start_agent(
             pass_fds=(lock,),
             start_new_session=True,
         )
+    except OSError as exc:
+        raise LaunchError(f"no process can be started for the agent: {exc.strerror} (ulimit -u says how many)") from exc
     finally:
         os.close(lock)  # the agent has it
+        if agent is None:
+            remove_dead_agent(folder)
     try:
         _wait_until_ready(agent)
         return agent, connect(folder)

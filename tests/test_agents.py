@@ -82,6 +82,17 @@ def _names(folder: Path) -> set[str]:
 # ---- what goes
 
 
+def test_agent_for_which_there_is_no_process_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    (tmp_path / "run").mkdir(mode=0o700)
+    with pytest.raises(LaunchError, match=r"no process can be started for the agent: Resource temporarily unavailable"):
+        start_agent(tmp_path / "run" / "mine")
+    assert not list((tmp_path / "run").iterdir())
+
+
 def test_killed_agent_leaves_nothing_once_another_starts(base: Path, start: Start) -> None:
     killed, _ = start("killed")
     (base / "killed" / "spool.000007").write_bytes(b"x" * 1000)  # what it kept for a notebook
