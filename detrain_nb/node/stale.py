@@ -71,13 +71,16 @@ class StaleVariables:
                 "the process groups have been ended: call dist.init_process_group() again, "
                 f"then make {', '.join(names or everything)} again ({_short(text)})"
             )
-        if not names and any(map(_is_of_ended_group, locals_of_torch)):  # in an object of the user's
+        is_certain = any(map(_is_of_ended_group, locals_of_torch))
+        is_near = bool(locals_of_torch) and bool(_HUNG_UP.search(text))
+        if not names and (is_certain or is_near):  # torch has what it holds, and the cell has its name
+            names = sorted(_names_used(error) & set(everything))
+        if not names and is_certain:  # in an object of the user's
             return (
                 "what is used here was made with process groups that have been ended since: make it again "
                 f"({_short(text)})"
             )
         if not names:
-            is_near = bool(locals_of_torch) and _HUNG_UP.search(text)
             return (
                 f"{text} (made with process groups that have been ended since: {', '.join(everything)})"
                 if is_near
@@ -115,6 +118,18 @@ def _alive(known: _Known) -> _Known:
 
 def _sorted(names: list[set[str]]) -> list[str]:
     return sorted(set().union(*names))
+
+
+def _names_used(error: BaseException) -> set[str]:
+    """What the code that the error went through names, without torch's own."""
+    names: set[str] = set()
+    step = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if not code.co_filename.startswith(_TORCH):
+            names.update(code.co_names)
+        step = step.tb_next
+    return names
 
 
 def _is_of_ended_group(value: object) -> bool:

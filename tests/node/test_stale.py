@@ -30,7 +30,10 @@ def threads_that_change_often() -> Iterator[None]:
 
 
 def test_error_is_explained_while_a_generation_ends() -> None:
-    stale, error = StaleVariables(), RuntimeError("Connection closed by peer")
+    stale = StaleVariables()
+    with pytest.raises(ValueError, match="Default process group") as caught:
+        torch.distributed.all_reduce(torch.ones(1))
+    error = caught.value
     kept = {f"mesh_{index}": _Mesh() for index in range(200)}
     assert len(stale.note(kept)) == 200
 
@@ -55,6 +58,13 @@ def test_default_group_that_has_ended_is_to_be_made_first() -> None:
     said = stale.explain(caught.value, str(caught.value))
     words = "the process groups have been ended: call dist.init_process_group() again, then make mesh again (Default "
     assert said.startswith(words)
+
+
+def test_error_that_has_nothing_to_do_with_it_is_left_alone() -> None:
+    stale, mesh = StaleVariables(), _Mesh()
+    stale.note({"mesh": mesh})
+    for text in ("Connection closed by peer [127.0.0.1]:33", "ProcessGroupGloo::broadcast: invalid root rank: 7"):
+        assert stale.explain(RuntimeError(text), text) == ""  # of the user's own
 
 
 def test_what_is_gone_explains_nothing() -> None:

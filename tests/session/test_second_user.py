@@ -241,8 +241,15 @@ def test_nobody_can_connect_once_a_group_is_made(session: Session) -> None:
     """gloo listens as long as a group lives, and takes whoever comes; a rank without a descriptor for that ends."""
     session.run_cell("group = dist.new_group([0, 1])")
     ports = _listening_ports(session)
-    assert len(ports) >= 2
+    shut = 0
     for port in ports:
-        with pytest.raises(TimeoutError):
+        try:
             socket.create_connection(("127.0.0.1", port), timeout=0.2).close()
+        except TimeoutError:
+            shut += 1
+        except ConnectionRefusedError:  # of a group of an earlier cell, which has gone since
+            assert port not in _listening_ports(session)
+        else:
+            pytest.fail(f"port {port} takes whoever comes")
+    assert shut >= 2
     assert session.run_cell("t = torch.ones(1)\ndist.all_reduce(t, group=group)\nt.item()").values == {0: 2.0, 1: 2.0}

@@ -503,6 +503,9 @@ def test_old_wrappers_raise_at_once_and_say_why(equipped: Session) -> None:
             equipped.run_cell(code)
         shown = "\n".join(caught.value._render_traceback_())
         assert re.search(rf"\b{name}\b.* made with process groups that have been ended since", shown), shown
+    with pytest.raises(RankError, match="invalid root rank: 7") as caught:  # of the new group, which is well
+        equipped.run_cell("dist.broadcast(torch.ones(1), src=7)")
+    assert "ended since" not in "\n".join(caught.value._render_traceback_())
     equipped.run_cell("del ddp, sharded, mesh, subgroup")
     with pytest.raises(RankError) as caught:
         equipped.run_cell("1 / 0")
