@@ -221,5 +221,5 @@ def _remove_here(folder: str, names: list[str]) -> None:
     finally:
         os.close(opened)
     if is_empty:
-        with contextlib.suppress(NotADirectoryError):  # a link, by now
+        with contextlib.suppress(OSError):  # another one, or a link, by now
             os.rmdir(folder)
