@@ -19,8 +19,8 @@ MOST_ENTRIES = 1_000_000
 MOST_NAMED = 20  # of what was left out, or left alone
 BULK_BYTES = 1 << 20  # files of that size and more go over SFTP where there is one
 _CHUNK_BYTES = 1 << 18
-_STAGING = ".detrain_nb-"  # the folder for what is not whole yet; of one copy each
-STAGING_NAME = re.compile(re.escape(_STAGING) + "[0-9a-f]{16}")
+STAGING = ".detrain_nb-"  # begins the name of the folder for what is not whole yet; each copy has its own
+STAGING_NAME = re.compile(re.escape(STAGING) + "[0-9a-f]{16}")
 
 
 class Progress:
@@ -160,19 +160,20 @@ def _list_entry(
 
 @contextlib.contextmanager
 def _opened_folder(path: str, identity: tuple[int, int]) -> Iterator[int | None]:
-    """The folder that was seen there; None where it is gone."""
+    """The folder that was seen there; None where it is gone. Raises: FilesError, also for another one in its place."""
+    replaced = FilesError(f"{path} was replaced while it was copied: copy it again")
     try:
         opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         yield None
         return
     except OSError as exc:
-        if exc.errno != errno.ELOOP:
-            raise FilesError(f"{path} cannot be read: {reason_of(exc)}") from exc
-        yield None
-        return
+        is_link = exc.errno in (errno.ENOTDIR, errno.ELOOP)
+        raise (replaced if is_link else FilesError(f"{path} cannot be read: {reason_of(exc)}")) from exc
     try:
-        yield opened if _is_same(path, os.fstat(opened), identity) else None
+        if not _is_same(path, os.fstat(opened), identity):
+            raise replaced
+        yield opened
     finally:
         os.close(opened)
 
@@ -182,7 +183,7 @@ def _scan(path: str, opened: int | None) -> list[os.DirEntry[str]]:
         return []
     try:
         with os.scandir(opened) as entries:
-            return [entry for entry in entries if not entry.name.startswith(_STAGING)]
+            return [entry for entry in entries if not entry.name.startswith(STAGING)]
     except OSError as exc:
         raise FilesError(f"{path} cannot be read: {reason_of(exc)}") from exc
 

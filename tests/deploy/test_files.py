@@ -476,7 +476,7 @@ def test_another_file_in_the_place_of_one_that_was_listed_is_not_sent(tmp_path: 
                 open_listed(tree.files[0])
 
 
-def test_folder_that_was_replaced_by_another_is_not_listed(tmp_path: Path) -> None:
+def test_folder_that_was_replaced_by_another_is_told(tmp_path: Path) -> None:
     shared, vault = tmp_path / "shared", tmp_path / "vault"
     for base in (shared / "data", vault):
         base.mkdir(parents=True)
@@ -490,7 +490,18 @@ def test_folder_that_was_replaced_by_another_is_not_listed(tmp_path: Path) -> No
             (shared / "data").rename(shared / "aside")
             vault.rename(shared / "data")
 
-    assert [file.name for file in list_tree([("it", str(shared))], tick=replace).files] == []
+    with pytest.raises(FilesError, match="shared/data was replaced while it was copied: copy it again"):
+        list_tree([("it", str(shared))], tick=replace)
+
+
+def test_path_that_a_node_names_is_looked_for_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could be a share of the attacker's, where a system logs in, or one that is mounted when it is looked at."""
+    make_tree(tmp_path / "tree")
+    looked_at: list[str] = []
+    monkeypatch.setattr(os.path, "isdir", lambda path, isdir=os.path.isdir: looked_at.append(str(path)) or isdir(path))
+    staging = "/net/attacker.example/.detrain_nb-0123456789abcdef"
+    files._check_outside([str(tmp_path / "tree")], list_tree([("tree", str(tmp_path / "tree"))]), staging)
+    assert looked_at and all(path.startswith(str(tmp_path)) for path in looked_at)
 
 
 def test_nothing_is_written_through_a_link_there(node: SshNode, home: Path, tmp_path: Path) -> None:
