@@ -9,8 +9,8 @@ import struct
 from functools import lru_cache
 from pathlib import Path
 
-# A folder that cannot be listed can be gone through.
-_SEARCH = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_PATH", os.O_RDONLY)
+# How a folder is opened to go through it, or write to it: one that cannot be listed, too.
+SEARCH = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_PATH", os.O_RDONLY)
 _ACL_HEADER_BYTES = 4
 _ACL_ENTRY = struct.Struct("<HHI")  # a tag, what is allowed, whom
 _ACL_NAMED = (0x02, 0x08)  # a user, a group
@@ -60,7 +60,7 @@ def make_users_folder(folder: Path) -> None:
     """
     _refuse_squatted(folder)
     real = Path(os.path.realpath(folder))  # where the user's own links lead
-    opened = os.open(real.anchor, _SEARCH)
+    opened = os.open(real.anchor, SEARCH)
     try:
         for number, name in enumerate(real.parts[1:], 2):
             inner = _open_or_make(name, opened)
@@ -77,10 +77,10 @@ def make_users_folder(folder: Path) -> None:
 def _open_or_make(name: str, parent: int) -> int:
     """A folder of an opened one, which nobody can put another in the place of before it is looked at."""
     with contextlib.suppress(FileNotFoundError):
-        return os.open(name, _SEARCH | os.O_NOFOLLOW, dir_fd=parent)
+        return os.open(name, SEARCH | os.O_NOFOLLOW, dir_fd=parent)
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, dir_fd=parent)
-    return os.open(name, _SEARCH | os.O_NOFOLLOW, dir_fd=parent)
+    return os.open(name, SEARCH | os.O_NOFOLLOW, dir_fd=parent)
 
 
 def _refuse_squatted(folder: Path) -> None:

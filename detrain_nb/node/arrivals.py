@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ..guarded import find_guest_parent
+from ..guarded import SEARCH, find_guest_parent
 from .talk import FilesError, Talk, Untrue, as_size, check_name, clean, reason_of
-from .trees import MOST_ENTRIES, MOST_NAMED, Progress
+from .trees import MOST_ENTRIES, MOST_NAMED, STAGING, Progress
 
 _MOST_NAME_CHARS = 1 << 27  # of the folders that are made, which are remembered
-_SEARCH = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # a folder that cannot be listed can be written to
-_STAGING = ".detrain_nb-"  # the folder for what is not whole yet; of one copy each
 
 
 class TreeWriter:
@@ -45,9 +43,11 @@ class TreeWriter:
     def __enter__(self) -> TreeWriter:
         try:
             self._make_folders(self.folder)
-            self._opened = os.open(self.folder, _SEARCH)
+            self._opened = os.open(self.folder, SEARCH)
             self._make_staging()
         except OSError as exc:
+            with contextlib.suppress(OSError):  # it was not made, or another one has the name
+                os.rmdir(self.staging)
             self._close()
             self._remove_in_vain()
             raise FilesError(f"{self.folder} cannot be written to: {reason_of(exc)}") from exc
@@ -61,7 +61,7 @@ class TreeWriter:
 
     def _make_staging(self) -> None:
         """Raises: OSError, also when others have put something in its place before it was opened."""
-        name = f"{_STAGING}{secrets.token_hex(8)}"
+        name = f"{STAGING}{secrets.token_hex(8)}"
         os.mkdir(name, 0o700, dir_fd=self._opened)
         self.staging = os.path.join(self.folder, name)
         self._opened_staging = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._opened)
@@ -165,7 +165,7 @@ class TreeWriter:
                 with self._explained(place):
                     if place not in self._checked:
                         self._make_folder(parent, opened, place, mode)
-                    inner = os.open(parent, _SEARCH | os.O_NOFOLLOW, dir_fd=opened)
+                    inner = os.open(parent, SEARCH | os.O_NOFOLLOW, dir_fd=opened)
                     os.close(opened)
                     opened = inner
                 self._checked.add(place)
