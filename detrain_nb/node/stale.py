@@ -81,11 +81,8 @@ class StaleVariables:
                 f"({_short(text)})"
             )
         if not names:
-            return (
-                f"{text} (made with process groups that have been ended since: {', '.join(everything)})"
-                if is_near
-                else ""
-            )
+            left = f"variables that were made with process groups that have been ended: {', '.join(everything)}"
+            return f"{text} ({left})" if is_near else ""
         were = "was" if len(names) == 1 else "were"
         return (
             f"{', '.join(names)} {were} made with process groups that have been ended since: "
