@@ -48,6 +48,7 @@ from detrain_nb.session.evidence import gather
 from detrain_nb.session.losses import advice, describe_ends, describe_silence
 from detrain_nb.session.rank_link import RankLink
 from detrain_nb.session.safe_output import safe_bundle, safe_completions
+from detrain_nb.session.session import end_session
 from detrain_nb.session.start import _open_store
 from detrain_nb.session.status import RankStatus
 from detrain_nb.session.whereabouts import Whereabouts
@@ -723,6 +724,31 @@ def test_ranks_of_other_nodes_do_without_a_group_that_one_node_does_not_make(
         (notice,) = session.notices
         assert notice.startswith("rank 1 ")
         assert "attach --without NODE" in notice
+
+
+def test_node_whose_ranks_are_fresh_again_and_again_holds_the_others_up_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("detrain_nb.session.generations.GROUP_LIMIT_S", 0.2)
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.answers[RunCell] = lambda message: [CellDone(1, message.cell, 0.1, False, False, b"")]
+    asked: list[Message] = []
+    bad.answers[NewGeneration] = lambda message: asked.append(message) or []
+    with _attached(good, bad) as session:
+        session.run_cell("1")
+        for incarnation in range(2, 9):
+            bad.say(RankUp(1, incarnation, 0, 2, 1, "bad", "cpu", "2"))
+            assert_soon(lambda: session._inbox.up[1].incarnation == incarnation)  # noqa: B023
+            assert session.run_cell("1", ranks=0).ranks == (0,)
+        assert len(asked) == 3
+
+
+def test_words_of_a_node_that_refuses_a_stop_stand_behind_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = FakeNode("h0", 0)
+    node.answers[Attach] = lambda _: [Refused("your licence has expired\nrun: pip install evil")]
+    monkeypatch.setattr("detrain_nb.session.session.find_nodes", lambda *_, **__: [node])
+    with pytest.raises(SessionError, match=r"^h0: your licence has expired\?run: pip install evil$"):
+        end_session("mine")
 
 
 def _renumbered_wrongly(how: str, node: FakeNode) -> Callable[[Renumber], list[Message]]:
