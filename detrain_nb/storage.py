@@ -11,12 +11,12 @@ import difflib
 import os
 import re
 import secrets
-import shutil
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
@@ -25,8 +25,9 @@ from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 
 from .errors import DetrainError, SpecError
+from .guarded import SEARCH
 
-__all__ = ["Location", "OnProgress", "locate", "replace_file"]
+__all__ = ["Location", "OnProgress", "locate", "replace_file", "whole_file"]
 
 OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: not known); it may run in a thread of fsspec's
 
@@ -43,6 +44,7 @@ _URL = re.compile(r"\s*([^/\\~.:][^/\\]+?):(?=[/:])")  # one letter and a colon 
 _PIECES = re.compile(r"(?:(.*?:)(/+))?(.*)", re.DOTALL)
 _USER = re.compile(r"[^/@]*:(?!\d+(?:[/?#]|$)).*@|[^/?#]*@", re.DOTALL)  # also of a password with / or @ in it
 _CHUNK_BYTES = 1 << 20
+_HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
 
 
 @dataclass(frozen=True)
@@ -90,23 +92,42 @@ class Location:
                     raise DetrainError(f"{self.name} has more than {limit_bytes} bytes")
         return bytes(data)
 
-    def write(self, data: bytes) -> None:
-        """Put a file there, whole or not at all, with the folders that it needs; one that is there is replaced."""
-        with _errors(self.name, "written"), self._staged() as part:
-            self.files.pipe_file(part, data)
+    def write(self, data: bytes, *, may_be_link: bool = True) -> None:
+        """Put a file there, whole or not at all, with the folders that it needs; one that is there is replaced.
+
+        ``may_be_link``: see `whole_file`; on another file system nobody looks.
+        """
+        with _errors(self.name, "written"):
+            if is_local(self.files):
+                with self._made_here(may_be_link=may_be_link) as file:
+                    file.write(data)
+            else:
+                with self._staged() as part:
+                    self.files.pipe_file(part, data)
 
     def put(self, source: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> None:
         """Copy a file of this machine there, as `write` does. Raises: SpecError when ``source`` is no file."""
         if not os.path.isfile(source):
             raise SpecError(f"{_shown(os.fspath(source))} is no file")
-        with _errors(self.name, "written"), self._staged() as part:
-            _copier(self.files, "put_file")(os.fspath(source), part, callback=_callback(on_progress))
+        with _errors(self.name, "written"):
+            if is_local(self.files):
+                with self._made_here() as file, open(source, "rb") as given:
+                    size = os.fstat(given.fileno()).st_size
+                    while chunk := given.read(_CHUNK_BYTES):
+                        file.write(chunk)
+                        if on_progress:
+                            on_progress(file.tell(), size)
+            else:
+                with self._staged() as part:
+                    self.files.put_file(os.fspath(source), part, callback=_callback(on_progress))
 
     def get(self, target: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> None:
         """Copy the file to ``target`` on this machine, whole or not at all, with the folders that it needs."""
         here = _here(os.fspath(target))
         with _errors(here.name, "written"), here._staged() as part, _errors(self.name, "read"):
-            _copier(self._fresh(), "get_file")(self.path, part, callback=_callback(on_progress))
+            # that of the local file system tells no callback
+            copy = partial(AbstractFileSystem.get_file, self.files) if is_local(self.files) else self._fresh().get_file
+            copy(self.path, part, callback=_callback(on_progress))
             if os.path.isdir(part):  # what fsspec makes of a folder
                 os.rmdir(part)
                 raise IsADirectoryError("it is a folder")
@@ -115,6 +136,10 @@ class Location:
         """The file system, without what it remembers: others write there too."""
         self.files.invalidate_cache()
         return self.files
+
+    def _made_here(self, *, may_be_link: bool = True) -> contextlib.AbstractContextManager[BinaryIO]:
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        return whole_file(self.path, may_be_link=may_be_link)
 
     @contextlib.contextmanager
     def _staged(self) -> Iterator[str]:
@@ -205,12 +230,6 @@ def _move(files: Any, part: str, target: str) -> None:
         files.mv(part, target)
 
 
-def _copier(files: Any, name: str) -> Callable[..., object]:
-    """``put_file`` or ``get_file``; those of the local file system tell no callback."""
-    is_local = isinstance(files, LocalFileSystem)
-    return partial(getattr(AbstractFileSystem, name), files) if is_local else getattr(files, name)
-
-
 def _callback(on_progress: OnProgress | None) -> Callback:
     return Callback(hooks={"told": lambda size, done, **_: on_progress(done, size or 0)} if on_progress else None)
 
@@ -250,19 +269,44 @@ def _shown(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write text beside ``path`` on this machine, then rename: whoever reads it sees the old file or the new one.
+def is_local(files: Any) -> bool:
+    """Whether that file system is this machine's own, and nothing that somebody has built on it."""
+    return type(files) is LocalFileSystem
 
-    A link that stands there is replaced, not followed. Raises: OSError; the old file is as it was then.
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True) -> Iterator[BinaryIO]:
+    """Give a new file, which stands at ``path`` on this machine at the end of the block, whole, or not at all.
+
+    Its folder is opened once, through a link where that ``may_be_link``, and the file is a new one in there: where
+    others can write, nothing is written through what they put in the place of either. A link at ``path`` is replaced.
+    Raises: OSError.
     """
-    beside = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
+    folder, name = os.path.split(os.path.abspath(path))
+    staged = f".{secrets.token_hex(8)}{_PART}"
+    opened = os.open(folder, SEARCH | (0 if may_be_link else os.O_NOFOLLOW)) if _HAS_DIR_FD else None
+    if opened is None:
+        staged, name = os.path.join(folder, staged), os.path.join(folder, name)
     try:
-        with beside.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.is_file() and not path.is_symlink():
-            shutil.copymode(path, beside)
-        os.replace(beside, path)
+        made = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666, dir_fd=opened)
+        try:
+            with open(made, "w+b") as file:
+                yield file
+                file.flush()
+                os.fsync(made)  # else a machine that goes down may leave an empty file there
+            os.replace(staged, name, src_dir_fd=opened, dst_dir_fd=opened)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(staged, dir_fd=opened)
+            raise
     finally:
-        beside.unlink(missing_ok=True)
+        if opened is not None:
+            os.close(opened)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write text to ``path`` as `whole_file` does, with the mode of the file that is there. Raises: OSError."""
+    with whole_file(path) as file:
+        if hasattr(os, "fchmod") and path.is_file() and not path.is_symlink():
+            os.fchmod(file.fileno(), stat.S_IMODE(path.lstat().st_mode))
+        file.write(text.encode("utf-8"))

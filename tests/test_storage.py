@@ -357,7 +357,9 @@ def test_data_is_on_the_disk_before_it_takes_the_place(tmp_path: Path, monkeypat
     done: list[str] = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (done.append(name), real(*args)))
+        monkeypatch.setattr(
+            os, name, lambda *args, name=name, real=real, **more: (done.append(name), real(*args, **more))
+        )
     locate(tmp_path / "file").write(b"data")
     assert done == ["fsync", "replace"]
 
@@ -379,6 +381,56 @@ def test_folder_is_not_taken_for_a_file(folder: Location, tmp_path: Path) -> Non
     assert left_in(folder / "sub") == ["file"]
     assert folder.names() == left_in(folder) == ["sub"]
     assert set(os.listdir(tmp_path)) <= {"source", "the [f]older"}
+
+
+@pytest.mark.parametrize("done", ["write", "put", "whole_file"])
+def test_folder_that_others_can_write_is_not_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: str
+) -> None:
+    """Where a group can write, another user puts a link in the place of the folder, or of the file under way."""
+    shared, mine = tmp_path / "shared", tmp_path / "mine"
+    shared.mkdir()
+    mine.mkdir()
+    (mine / "file").write_text("mine")
+    (tmp_path / "source").write_bytes(b"data")
+    made_new = os.open
+
+    def make(path: Any, flags: int, *options: Any, **more: Any) -> int:
+        if flags & os.O_CREAT and str(path).endswith(storage._PART):  # the name can be seen, the file is not there yet
+            os.rename(shared, tmp_path / "away")
+            shared.symlink_to(mine)
+            (mine / os.path.basename(path)).symlink_to(mine / "file")
+        return made_new(path, flags, *options, **more)
+
+    monkeypatch.setattr(os, "open", make)
+    if done == "write":
+        locate(shared / "file").write(b"data")
+    elif done == "put":
+        locate(shared / "file").put(tmp_path / "source")
+    else:
+        with storage.whole_file(shared / "file") as file:
+            file.write(b"data")
+    assert (mine / "file").read_text() == "mine"
+    assert (tmp_path / "away" / "file").read_bytes() == b"data"
+
+
+def test_file_under_way_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.secrets, "token_hex", lambda size: "0")  # somebody has guessed it
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / f".0{storage._PART}").symlink_to(tmp_path / "mine")
+    with pytest.raises(DetrainError, match="File exists"):
+        locate(tmp_path / "file").write(b"data")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_link_in_the_place_of_the_folder_is_refused_on_request(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(DetrainError, match="cannot be written"):
+        locate(tmp_path / "link" / "file").write(b"data", may_be_link=False)
+    assert not os.listdir(tmp_path / "mine")
+    locate(tmp_path / "link" / "file").write(b"data")
+    assert (tmp_path / "mine" / "file").read_bytes() == b"data"
 
 
 def test_what_is_not_whole_is_not_listed(folder: Location) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DetrainError, SpecError
-from ..storage import Location
-from .tensor_files import foreign_errors, is_local
+from ..storage import Location, is_local
+from .tensor_files import foreign_errors
 
 __all__ = [
     "MOST_NOTE_BYTES",
@@ -194,7 +194,7 @@ def _remove_files(folder: Location, names: list[str]) -> None:
     """Of ours only, in this order; then the folder, if nothing else is in it. What a link leads to is left alone."""
     ours = [name for name in names if _OURS.fullmatch(name)]
     with foreign_errors(folder.name, "cleared"):
-        if is_local(folder) and os.unlink in os.supports_dir_fd:
+        if is_local(folder.files) and os.unlink in os.supports_dir_fd:
             _remove_here(folder.path, ours)
             folder.files.invalidate_cache()
             return

@@ -11,7 +11,6 @@ import ctypes
 import json
 import math
 import os
-import secrets
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DetrainError, SpecError
-from ..storage import Location, locate
+from ..storage import Location, is_local, locate, whole_file
 
 __all__ = [
     "Piece",
@@ -55,7 +54,6 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-_PART = ".detrain-part"  # as in storage.py: a folder's list leaves these out
 
 
 @dataclass(frozen=True)
@@ -111,14 +109,16 @@ def make_header(
 
 
 def write_file(place: Location, header: bytes, tensors: Iterable[Tensor]) -> None:
-    """Write a new file of what `make_header` gave and the tensors, in its order; a machine that goes down keeps it."""
-    with foreign_errors(place.name, "written"), place.files.open(place.path, "wb") as file:
-        file.write(header)
-        for tensor in tensors:
-            write_tensor(file, tensor)
-        file.flush()
-        if is_local(place):
-            os.fsync(file.fileno())
+    """Write a new file of what `make_header` gave and the tensors, in its order; a machine that goes down keeps it.
+
+    On this machine its folder has to be no link: where a group can write, others may have put it there.
+    """
+    with foreign_errors(place.name, "written"):
+        to = whole_file(place.path, may_be_link=False) if is_local(place.files) else place.files.open(place.path, "wb")
+        with to as file:
+            file.write(header)
+            for tensor in tensors:
+                write_tensor(file, tensor)
 
 
 def write_tensor(file: Any, tensor: Tensor) -> None:
@@ -137,19 +137,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
 @contextlib.contextmanager
 def open_whole(place: Location) -> Iterator[Any]:
     """Give a file to write to, which is at ``place`` at the end of the block, whole, or not at all."""
-    if is_local(place):
-        folder = os.path.dirname(place.path)
-        os.makedirs(folder, exist_ok=True)
-        part = os.path.join(folder, f".{secrets.token_hex(8)}{_PART}")
-        try:
-            with foreign_errors(place.name, "written"), open(part, "wb") as file:
+    if is_local(place.files):
+        with foreign_errors(place.name, "written"):
+            os.makedirs(os.path.dirname(place.path), exist_ok=True)
+            with whole_file(place.path) as file:
                 yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, place.path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(part)
         return
     with tempfile.TemporaryDirectory() as folder:
         part = os.path.join(folder, "part")
@@ -211,11 +203,6 @@ def locate_safetensors(url: str | os.PathLike[str], *, files: Any = None) -> tup
         return locate(url, files=files), None
     folder, slash, name = text.rpartition("/")
     return locate(folder or slash or ".", files=files), name
-
-
-def is_local(place: Location) -> bool:
-    protocol = place.files.protocol
-    return "file" in ([protocol] if isinstance(protocol, str) else protocol)
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ class StepWriter(StorageWriter):
                     "place that all hosts share"
                 )
         index_name, text = f"index-{self._token}.json", json.dumps(index, separators=(",", ":")).encode()
-        (self._folder / index_name).write(text)
+        (self._folder / index_name).write(text, may_be_link=False)
         serial = 1 + max(0, *(each.serial for each in catalog.list_checkpoints(self._place)))
         note = {
             "format": 1,
@@ -135,7 +135,7 @@ class StepWriter(StorageWriter):
             raise SpecError(
                 f"data_position, extra and scheduler are {len(text)} bytes, and {catalog.MOST_NOTE_BYTES} can be kept"
             )
-        (self._folder / catalog.NOTE).write(text)
+        (self._folder / catalog.NOTE).write(text, may_be_link=False)
         catalog.clear_leftovers(self._place)
         catalog.prune(self._place, self._keep)
 
