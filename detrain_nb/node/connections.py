@@ -53,7 +53,7 @@ class Connections:
 
         Raises: ForeignConnection; SessionError where that cannot be found out.
         """
-        require_own(self._new)
+        require_own(self._new, doors=lambda: {**self._known, **self._new()})
 
     def let_nobody_in(self) -> None:
         """Have the kernel drop who connects from now on to what listens here since the recording began.
@@ -74,7 +74,8 @@ class Connections:
         """
         new = self._new()
         known = {**self._known, **new}
-        self._known = {}
+        # gloo may go on listening at the doors of what ends, and takes who stood there already
+        self._known = {fd: identity for fd, identity in known.items() if _identity(fd) == identity}
         shut = sum(_shut(fd) for fd, identity in known.items() if _identity(fd) == identity)
         for fd, identity in new.items():
             if _identity(fd) == identity:

@@ -52,16 +52,16 @@ class _Holder:
         return self.inode != 0 and self.state == _ESTABLISHED
 
 
-def require_own(find: Callable[[], Iterable[int]]) -> None:
+def require_own(find: Callable[[], Iterable[int]], *, doors: Callable[[], Iterable[int]] | None = None) -> None:
     """Raise unless a process of this user holds the far end of each connection among the sockets that ``find`` gives.
 
-    One that leads to another machine is let be. One that came in at a listening socket among them, and over which
-    nothing was said, is shut.
+    One that leads to another machine is let be. One that came in at a listening socket among ``doors`` (those of
+    ``find``), and over which nothing was said, is shut.
     Raises: ForeignConnection; SessionError when it cannot be found out.
     """
     deadline = time.monotonic() + _LIMIT_S
     while connections := {fd: ends for fd in find() if (ends := ends_of(fd))}:
-        doors = _ports_listened_at(find())
+        ports = _ports_listened_at((doors or find)())
         holders = _read_holders({(far, near) for near, far in connections.values()})
         unknown = []
         for fd, (near, far) in connections.items():
@@ -69,7 +69,7 @@ def require_own(find: Callable[[], Iterable[int]]) -> None:
             is_known = holder is not None and holder.is_known
             if holder is not None and is_known and holder.uid == os.geteuid():
                 continue
-            if near[1] in doors and _shut_if_silent(fd, (near, far), is_left=not is_known):
+            if near[1] in ports and _shut_if_silent(fd, (near, far), is_left=not is_known):
                 continue
             if holder is None or not is_known:
                 unknown += [far] if holder or _is_here(near, far) else []

@@ -15,6 +15,7 @@ import pytest
 
 from detrain_nb.errors import ForeignConnection, SessionError
 from detrain_nb.node import far_ends
+from detrain_nb.node.connections import Connections
 from detrain_nb.node.far_ends import require_own
 
 _UID = 12345
@@ -123,6 +124,27 @@ def test_other_user_who_says_nothing_is_shut_out(said: bytes) -> None:
             assert foreign[0].recv(64) == b""
             own[1].sendall(b"late")
             assert own[0].recv(64) == b"late", "the own may say something whenever they like"
+
+
+@needs_root
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_other_user_who_stood_at_the_door_of_an_earlier_group_is_shut_out(has_ended: bool) -> None:
+    """gloo goes on listening there, and takes them while the next group is made; also after a stop."""
+    connections = Connections()
+    with contextlib.ExitStack() as opened:
+        with connections.recording():
+            door = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            with _another_user():
+                other = opened.enter_context(socket.socket())
+            other.connect(door.getsockname())
+            connections.let_nobody_in()
+        if has_ended:
+            connections.shut(0)
+        with connections.recording():
+            opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            taken = opened.enter_context(door.accept()[0])
+            connections.require_own()
+            assert taken.recv(64) == b""
 
 
 @needs_root
