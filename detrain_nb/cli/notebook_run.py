@@ -14,7 +14,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..agents import runtime_folder
 from ..errors import LaunchError, SpecError
+from ..guarded import find_guest_parent
 from .notebook_file import code_cells
 from .terminal import Terminal
 
@@ -200,10 +202,22 @@ def _private_sockets(manager: Any) -> Iterator[None]:
     if os.name != "posix":
         yield
         return
-    place = tempfile.gettempdir() if len(tempfile.gettempdir()) < _MOST_SOCKET_CHARS else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="detrain_nb-", dir=place, ignore_cleanup_errors=True) as folder:
+    prefix, place = "detrain_nb-", _place_of_sockets()
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as folder:
         manager.transport, manager.ip = "ipc", os.path.join(folder, "kernel")
         yield
+
+
+def _place_of_sockets() -> str:
+    """Where nobody can put another folder in the place of one of ours. Raises: LaunchError."""
+    for place in (tempfile.gettempdir(), "/tmp", os.fspath(runtime_folder())):
+        real = os.path.realpath(place)
+        if len(real) < _MOST_SOCKET_CHARS and find_guest_parent(Path(real, "ours")) is None:
+            return real
+    raise LaunchError(
+        f"others can change what is in {tempfile.gettempdir()} and /tmp: set TMPDIR to a folder of your own, with a "
+        f"path of less than {_MOST_SOCKET_CHARS} characters"
+    )
 
 
 @contextlib.contextmanager

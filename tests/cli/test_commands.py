@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -159,17 +160,22 @@ def test_executed_notebook_replaces_what_stands_in_its_place(place: Place, plant
     assert executed.is_file() and not executed.is_symlink()
     assert json.loads(executed.read_text())["cells"][0]["outputs"][0]["data"]["text/plain"] == ["2"]
     assert private.read_text() == "my only copy"
-    assert not list(place.folder.glob(".story*"))
+    assert not list(place.folder.glob(".*"))
     executed.unlink()
 
 
-def test_what_cells_say_is_at_no_port(place: Place) -> None:
-    """Other users of the machine could read it there."""
-    code = "import os\nfrom ipykernel.kernelapp import IPKernelApp as App\napp = App.instance()\n"
-    code += "app.transport, oct(os.stat(os.path.dirname(app.ip)).st_mode & 0o777)"
-    status, out, err = place.run("run", place.write(code))
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_what_cells_say_is_at_no_port(place: Place, monkeypatch: pytest.MonkeyPatch, is_shared: bool) -> None:
+    """Other users of the machine could read it there; where they could exchange the folder of the sockets, too."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        os.chmod(temporary, 0o777 if is_shared else 0o700)
+        monkeypatch.setitem(place.env, "TMPDIR", temporary)
+        code = "import os\nfrom ipykernel.kernelapp import IPKernelApp as App\napp = App.instance()\n"
+        code += "app.transport, oct(os.stat(os.path.dirname(app.ip)).st_mode & 0o777), "
+        code += f"app.ip.startswith({temporary!r})"
+        status, out, err = place.run("run", place.write(code))
     assert status == 0, err
-    assert "('ipc', '0o700')" in out
+    assert f"('ipc', '0o700', {not is_shared})" in out
 
 
 def test_output_of_the_ranks_appears_while_the_cell_runs(story: Story) -> None:
