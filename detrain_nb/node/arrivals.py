@@ -35,7 +35,7 @@ class TreeWriter:
         self.folder = os.path.abspath(folder)
         self.staging = ""
         self.is_guarded = False
-        self._opened = self._opened_staging = -1
+        self.opened = self._opened_staging = -1  # descriptors
         self._made: list[str] = []
         self._checked: set[str] = set()
         self._count = 0
@@ -43,11 +43,10 @@ class TreeWriter:
     def __enter__(self) -> TreeWriter:
         try:
             self._make_folders(self.folder)
-            self._opened = os.open(self.folder, SEARCH)
+            self.opened = os.open(self.folder, SEARCH)
             self._make_staging()
         except OSError as exc:
-            with contextlib.suppress(OSError):  # it was not made, or another one has the name
-                os.rmdir(self.staging)
+            self._remove_staging()
             self._close()
             self._remove_in_vain()
             raise FilesError(f"{self.folder} cannot be written to: {reason_of(exc)}") from exc
@@ -62,26 +61,51 @@ class TreeWriter:
     def _make_staging(self) -> None:
         """Raises: OSError, also when others have put something in its place before it was opened."""
         name = f"{STAGING}{secrets.token_hex(8)}"
-        os.mkdir(name, 0o700, dir_fd=self._opened)
+        os.mkdir(name, 0o700, dir_fd=self.opened)
         self.staging = os.path.join(self.folder, name)
-        self._opened_staging = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._opened)
-        state = os.fstat(self._opened_staging)
-        if state.st_uid != os.geteuid() or os.listdir(self._opened_staging):
+        try:
+            self._opened_staging = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self.opened)
+        except OSError:
+            with contextlib.suppress(OSError):  # another one has the name
+                os.rmdir(name, dir_fd=self.opened)
+            raise
+        if not self._is_ours(self._opened_staging):
+            os.close(self._opened_staging)
+            self._opened_staging = -1
             raise PermissionError(errno.EPERM, "somebody else has put a folder in the place of ours")
         self.is_guarded = find_guest_parent(Path(os.path.realpath(self.folder), name)) is None
 
+    def _is_ours(self, opened: int) -> bool:
+        """The folder is as it was made, not another one, perhaps of this user's too."""
+        state = os.fstat(opened)
+        if state.st_uid != os.geteuid() or os.listdir(opened):
+            return False
+        if not state.st_mode & 0o077:
+            return True
+        probe = os.open("probe", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=opened)
+        try:
+            return bool(os.fstat(probe).st_mode & 0o077)  # a file system that knows no modes
+        finally:
+            os.close(probe)
+            os.unlink("probe", dir_fd=opened)
+
     def _close(self) -> None:
-        for opened in (self._opened, self._opened_staging):
+        for opened in (self.opened, self._opened_staging):
             if opened >= 0:
                 os.close(opened)
 
     def _remove_staging(self) -> None:
         """Empty the folder that was made, whatever has its name now: in a folder of a group others can rename it."""
+        if self._opened_staging < 0:
+            return
         for name in os.listdir(self._opened_staging):
             with contextlib.suppress(OSError):  # a folder that somebody has put there
                 os.unlink(name, dir_fd=self._opened_staging)
-        with contextlib.suppress(OSError):  # it is not empty: another one has the name
-            os.rmdir(self.staging)
+        name = os.path.basename(self.staging)
+        with contextlib.suppress(OSError):
+            named = os.stat(name, dir_fd=self.opened, follow_symlinks=False)
+            if os.path.samestat(named, os.fstat(self._opened_staging)):
+                os.rmdir(name, dir_fd=self.opened)
 
     def new_number(self) -> int:
         """Of a file in the staging folder."""
@@ -91,9 +115,10 @@ class TreeWriter:
     def staged(self, number: int) -> str:
         return os.path.join(self.staging, str(number))
 
-    def open_staged(self, name: str) -> IO[bytes]:
+    def open_staged(self, name: str, *, is_private: bool = True) -> IO[bytes]:
         """Make a file in the staging folder: in ours, whatever has its name now."""
-        handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=self._opened_staging)
+        flags, mode = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if is_private else 0o666
+        handle = os.open(name, flags, mode, dir_fd=self._opened_staging)
         return os.fdopen(handle, "w+b")
 
     def add_folder(self, name: str, *, is_private: bool = False) -> None:
@@ -112,9 +137,13 @@ class TreeWriter:
         self.check_room(name, size)
         part = f"{self.new_number()}.part"
         try:
-            with self._explained(place), self.open_staged(part) as file:
+            with self._explained(place), self.open_staged(part, is_private=is_private) as file:
                 file.writelines(pieces)
-            self._place(part, name, is_executable, is_private)
+                file.flush()
+                status = os.fstat(file.fileno())
+                if (mode := _mode(status, is_executable, is_private)) != stat.S_IMODE(status.st_mode):
+                    os.fchmod(file.fileno(), mode)
+            self._place(part, name)
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(part, dir_fd=self._opened_staging)
@@ -128,7 +157,9 @@ class TreeWriter:
             raise Untrue(f"{name} has not arrived") from None
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise Untrue(f"{name} has arrived with {status.st_size} bytes and not {size}")
-        self._place(staged, name, is_executable, is_private)
+        if (mode := _mode(status, is_executable, is_private)) != stat.S_IMODE(status.st_mode):
+            os.chmod(staged, mode, dir_fd=self._opened_staging)  # guarded: it is the file that was looked at
+        self._place(staged, name)
 
     def check_room(self, name: str, size: int) -> None:
         """Raises: FilesError when so much does not fit: it need not be tried."""
@@ -138,17 +169,9 @@ class TreeWriter:
             place = os.path.join(self.folder, name)
             raise FilesError(f"{place} cannot be written: it has {size} bytes and {free} are free: the disk is full")
 
-    def _place(self, staged: str, name: str, is_executable: bool, is_private: bool) -> None:
-        staging = self._opened_staging
+    def _place(self, staged: str, name: str) -> None:
         with self._opened_parent(name) as (parent, last), self._explained(os.path.join(self.folder, name)):
-            mode = before = stat.S_IMODE(os.stat(staged, dir_fd=staging, follow_symlinks=False).st_mode)
-            if is_executable:
-                mode |= (mode & 0o444) >> 2
-            if is_private:
-                mode &= 0o700
-            if mode != before:
-                os.chmod(staged, mode, dir_fd=staging)
-            os.replace(staged, last, src_dir_fd=staging, dst_dir_fd=parent)
+            os.replace(staged, last, src_dir_fd=self._opened_staging, dst_dir_fd=parent)
 
     @contextlib.contextmanager
     def _opened_parent(self, name: str, *, mode: int = 0o777) -> Iterator[tuple[int, str]]:
@@ -158,7 +181,7 @@ class TreeWriter:
         been looked at, where a group can write it.
         """
         *parents, last = name.split("/")
-        opened, place = os.dup(self._opened), self.folder
+        opened, place = os.dup(self.opened), self.folder
         try:
             for parent in parents:
                 place = os.path.join(place, parent)
@@ -211,6 +234,32 @@ class TreeWriter:
             yield
         except OSError as exc:
             raise FilesError(f"{place} cannot be written: {reason_of(exc)}") from exc
+
+
+def _mode(status: os.stat_result, is_executable: bool, is_private: bool) -> int:
+    """Of a file that came to be with ``status``."""
+    mode = stat.S_IMODE(status.st_mode)
+    if is_executable:
+        mode |= (mode & 0o444) >> 2
+    return mode & 0o700 if is_private else mode
+
+
+@contextlib.contextmanager
+def opened_parent(folder: int, name: str) -> Iterator[tuple[int, str]]:
+    """The folder that ``name`` below an opened one is in, opened through no link, and the last part of the name.
+
+    Raises: OSError, as where a link stands on the way.
+    """
+    *parents, last = name.split("/")
+    opened = os.dup(folder)
+    try:
+        for parent in parents:
+            inner = os.open(parent, SEARCH | os.O_NOFOLLOW, dir_fd=opened)
+            os.close(opened)
+            opened = inner
+        yield opened, last
+    finally:
+        os.close(opened)
 
 
 @dataclass(frozen=True)

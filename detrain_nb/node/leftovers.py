@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..agents import ENDED_PREFIX, USES_NAME, is_served, remove_dead_agent
-from .notes import Sent, note_path, read_note
+from .notes import Sent, lstat, note_path, read_note
 
 LOCK_NAME = ".lock"
 _UNUSED_S = 30 * 86400.0
@@ -183,7 +183,7 @@ def _is_sent(folder: Path, path: str, sent: dict[str, Sent]) -> bool:
     """It came from a notebook, and is as it came, or Python compiled it from what did."""
     name = os.path.relpath(path, folder)
     if name in sent:
-        return sent[name].is_ours and sent[name].is_untouched(path)
+        return sent[name].is_ours and sent[name].is_untouched(lstat(path))
     parent, compiled = os.path.split(name)
     outer, cache_name = os.path.split(parent)
     source = os.path.join(outer, compiled.partition(".")[0] + ".py")

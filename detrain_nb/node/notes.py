@@ -24,8 +24,8 @@ class Sent:
     mtime_ns: int
     is_ours: bool
 
-    def is_untouched(self, path: str) -> bool:
-        status = lstat(path)
+    def is_untouched(self, status: os.stat_result | None) -> bool:
+        """``status``: of what stands there, or of the link, now."""
         return (
             status is not None
             and stat.S_ISREG(status.st_mode)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import json
 import os
@@ -15,13 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from ..guarded import SEARCH
 from ..locks import take_lock
-from .arrivals import TreeWriter
+from .arrivals import TreeWriter, opened_parent
 from .notes import Sent, lstat, note_path, read_note, write_note
 from .talk import SLOWEST_BYTES_PER_S, FilesError, Talk, Untrue, as_size, check_name
 from .trees import MOST_NAMED, is_owners_alone
 
 _CHUNK_BYTES = 1 << 18
+_COMPILED = "__pycache__"
 _LOCK_LIMIT_S = 60.0
 _DONE_LIMIT_S = 600.0  # the notebook has long given up then, or is gone without a word
 
@@ -70,7 +71,7 @@ def _compare(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, S
         before = sent.get(name)
         if before and (before.sha256, before.is_executable) == (sha256, is_executable) and before.stands(path):
             continue  # what a rank made of it is the rank's
-        if before and before.is_untouched(path):
+        if before and before.is_untouched(lstat(path)):
             want.add(name)
         elif (status := lstat(path)) is None or stat.S_ISDIR(status.st_mode):
             want.add(name)  # a folder may have gone when it is time
@@ -96,19 +97,40 @@ def _receive_archive(talk: Talk, writer: TreeWriter) -> IO[bytes]:
 
 
 def _remove_unwanted(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, Sent]) -> None:
-    for name in sorted(set(sent) - set(wanted)):
-        before = sent.pop(name)
-        path = os.path.join(folder, name)
-        if before.is_ours and before.is_untouched(path) and not _is_behind_link(folder, name):
-            os.unlink(path)
-            _remove_compiled(path)
-            parent = os.path.dirname(path)
-            while parent != folder:
-                try:
-                    os.rmdir(parent)
-                except OSError:  # not empty
-                    break
-                parent = os.path.dirname(parent)
+    """What was sent and stands there untouched, and the folders that are empty then. Raises: OSError."""
+    try:
+        opened = os.open(folder, SEARCH)
+    except FileNotFoundError:
+        opened = -1
+    try:
+        for name in sorted(set(sent) - set(wanted)):
+            before = sent.pop(name)
+            if opened >= 0 and before.is_ours:
+                _remove_file(opened, name, before)
+    finally:
+        if opened >= 0:
+            os.close(opened)
+
+
+def _remove_file(folder: int, name: str, before: Sent) -> None:
+    """By what is opened in turn: where a group can write, others may put a link on the way at any moment."""
+    with contextlib.ExitStack() as stack:
+        try:
+            parent, last = stack.enter_context(opened_parent(folder, name))
+            status = os.stat(last, dir_fd=parent, follow_symlinks=False)
+        except OSError:  # it has gone, or a link is on the way
+            return
+        if not before.is_untouched(status):
+            return
+        os.unlink(last, dir_fd=parent)
+        _remove_compiled(parent, last)
+    while above := name.rpartition("/")[0]:
+        try:
+            with opened_parent(folder, above) as (parent, last):
+                os.rmdir(last, dir_fd=parent)
+        except OSError:  # not empty
+            return
+        name = above
 
 
 def _unpack(archive: IO[bytes], writer: TreeWriter, want: set[str], sent: dict[str, Sent]) -> list[str]:
@@ -127,8 +149,9 @@ def _unpack(archive: IO[bytes], writer: TreeWriter, want: set[str], sent: dict[s
             with packed.open(info) as file:
                 pieces = _digested(file, digest.update)
                 writer.add_file(name, info.file_size, bool(mode & 0o100), pieces, is_private=is_owners_alone(mode))
-            _remove_compiled(path)
-            status = os.lstat(path)
+            with opened_parent(writer.opened, name) as (parent, last):
+                _remove_compiled(parent, last)
+                status = os.stat(last, dir_fd=parent, follow_symlinks=False)
             is_executable = bool(mode & 0o100)
             sent[name] = Sent(digest.hexdigest(), is_executable, status.st_size, status.st_mtime_ns, is_ours=True)
     return left_alone
@@ -151,16 +174,23 @@ def _is_behind_link(folder: str, name: str) -> bool:
     return False
 
 
-def _remove_compiled(path: str) -> None:
+def _remove_compiled(folder: int, name: str) -> None:
     """Python tells by size and second whether it is of the source that stands there: two edits in one are too quick."""
-    folder, name = os.path.split(path)
-    compiled = os.path.join(folder, "__pycache__")
-    if name.endswith(".py") and not os.path.islink(compiled):
-        for found in glob.glob(os.path.join(glob.escape(compiled), glob.escape(name[:-3]) + ".*.pyc")):
-            with contextlib.suppress(OSError):
-                os.unlink(found)
-        with contextlib.suppress(OSError):  # of other modules
-            os.rmdir(compiled)
+    if not name.endswith(".py"):
+        return
+    try:
+        opened = os.open(_COMPILED, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError:  # there is none
+        return
+    try:
+        for found in os.listdir(opened):
+            if found.startswith(f"{name[:-3]}.") and found.endswith(".pyc"):
+                with contextlib.suppress(OSError):
+                    os.unlink(found, dir_fd=opened)
+    finally:
+        os.close(opened)
+    with contextlib.suppress(OSError):  # of other modules
+        os.rmdir(_COMPILED, dir_fd=folder)
 
 
 def _digest_file(path: str) -> str:

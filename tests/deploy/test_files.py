@@ -435,6 +435,46 @@ def test_folder_of_somebody_else_is_not_taken_for_the_staging_folder(
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["of another"]
 
 
+def test_other_folder_of_the_user_is_not_taken_for_the_staging_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that a group can enter: what is copied would be read there."""
+    out = tmp_path / "out"
+    out.mkdir()
+    out.chmod(0o775)
+    mkdir = os.mkdir
+
+    def make(path: str, *args: Any, **options: Any) -> None:
+        mkdir(path, *args, **options)
+        if str(path).startswith(".detrain_nb-"):
+            (tmp_path / path).rename(tmp_path / "made")
+            out.rename(tmp_path / path)
+
+    monkeypatch.setattr(os, "mkdir", make)
+    with (
+        pytest.raises(FilesError, match="somebody else has put a folder in the place of ours"),
+        TreeWriter(str(tmp_path)),
+    ):
+        pass
+    [there] = tmp_path.glob(".detrain_nb-*")
+    assert there.stat().st_mode & 0o777 == 0o775 and not list(there.iterdir())
+
+
+def test_what_only_its_owner_may_read_is_so_from_its_first_byte(tmp_path: Path) -> None:
+    modes = []
+
+    def pieces() -> Iterator[bytes]:
+        [part] = Path(writer.staging).iterdir()
+        modes.append(part.stat().st_mode & 0o777)
+        yield b"key"
+
+    with TreeWriter(str(tmp_path)) as writer:
+        writer.add_file("key", 3, False, pieces(), is_private=True)
+        writer.add_file("key.sh", 3, True, pieces(), is_private=True)
+    assert modes == [0o600, 0o600]
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("key", "key.sh")] == [0o600, 0o700]
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_large_files_go_by_no_path_where_a_group_can_write(
     node: SshNode, home: Path, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch

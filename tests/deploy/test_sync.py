@@ -23,7 +23,8 @@ from detrain_nb.deploy.folder import Manifest
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.deploy.sync import DataCheck, DataState, FolderSync, check
 from detrain_nb.errors import DetrainError, SessionError, SpecError, WireError
-from detrain_nb.node.notes import read_state, write_note
+from detrain_nb.node import sync as node_sync
+from detrain_nb.node.notes import Sent, read_state, write_note
 from detrain_nb.session.files import SessionFiles
 
 from ..testbed.nodes import ssh_nodes
@@ -526,6 +527,31 @@ def test_compiled_code_is_not_removed_through_a_link(root: Path, node: FolderNod
     write(root, b_py="b = 2")
     keeper.bring([node])
     assert (tmp_path / "elsewhere" / "b.cpython-311.pyc").exists()
+
+
+def test_link_that_is_put_on_the_way_meanwhile_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a group can write the work folder, others exchange a folder between look and removal."""
+    private, sub = tmp_path / "private", tmp_path / "work" / "sub"
+    write(tmp_path, {f"{place}/{name}": "x" for place in ("private", "work/sub") for name in ("a.py", "b.txt")})
+    sent = {}
+    for name in ("a.py", "b.txt"):
+        write(tmp_path, {f"{place}/__pycache__/a.cpython-311.pyc": "x" for place in ("private", "work/sub")})
+        status = (sub / name).lstat()
+        os.utime(private / name, ns=(status.st_mtime_ns, status.st_mtime_ns))
+        sent[f"sub/{name}"] = Sent("", False, status.st_size, status.st_mtime_ns, is_ours=True)
+    look = Sent.is_untouched
+
+    def exchange(self: Sent, status: os.stat_result | None) -> bool:
+        if not sub.is_symlink():
+            sub.rename(tmp_path / "moved")
+            sub.symlink_to(private)
+        return look(self, status)
+
+    monkeypatch.setattr(Sent, "is_untouched", exchange)
+    node_sync._remove_unwanted(str(tmp_path / "work"), {}, sent)
+    assert sorted(path.name for path in private.rglob("*.*")) == ["a.cpython-311.pyc", "a.py", "b.txt"]
+    assert [path.name for path in (tmp_path / "moved").iterdir()] == ["b.txt"], "what was looked at has gone"
+    assert not sent
 
 
 # ---- what ends early
