@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from IPython.core.error import UsageError
+from IPython.core.error import StdinNotImplementedError, UsageError
 
 from ..deploy.kept import drop_kept
 from ..deploy.known import StartedWith, known_sessions, note_left
@@ -368,8 +368,11 @@ def _unknown_session(name: str, there: Iterable[str]) -> SessionError:
 
 
 def ask_passphrase(path: str) -> str | None:
-    """Hidden, as IPython asks for it in a notebook and a terminal."""
-    return getpass.getpass(f"passphrase of {path}: ") or None
+    """Hidden, as IPython asks for it in a notebook and a terminal; None where nobody can be asked."""
+    try:
+        return getpass.getpass(f"passphrase of {path}: ") or None
+    except (StdinNotImplementedError, EOFError):
+        return None
 
 
 def _linger_s() -> float:

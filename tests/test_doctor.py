@@ -165,6 +165,14 @@ def test_host_alone_has_nobody_to_reach(testbed: Testbed) -> None:
     assert report.measured_nodes() == report.nodes
 
 
+def test_machine_that_is_named_twice_is_a_problem(testbed: Testbed) -> None:
+    (node, _) = _nodes(testbed)
+    report = _examine(testbed, [node, node.model_copy(update={"name": "again"})])
+    assert report.cell("address", node.name).state == "good"
+    twin = report.cell("address", "again")
+    assert twin.state == "bad" and twin.text.endswith(f", as {node.name}") and "name the machine once" in twin.advice
+
+
 def test_only_hosts_can_be_examined() -> None:
     with pytest.raises(SpecError, match="only hosts that are reached over SSH"):
         examine(None)

@@ -328,6 +328,8 @@ def _ends_of(work: Mapping[Future[End], Transport], *, attached_to: str) -> list
         if isinstance(error, DetrainError) and future not in absent:
             failures.append((transport, error))
     if failures:
+        if not attached_to:
+            _refuse_twins(list(work.values()))
         kinds = {type(exc) for _, exc in failures}
         words = "\n".join(f"{transport.name}: {exc}" for transport, exc in failures)
         if not {transport for transport, _ in failures} - {work[future] for future in others}:
@@ -338,6 +340,21 @@ def _ends_of(work: Mapping[Future[End], Transport], *, attached_to: str) -> list
         End(transport, _ended_socket(), absent=str(future.exception())) if future in absent else future.result()
         for future, transport in work.items()
     ]
+
+
+def _refuse_twins(transports: Sequence[Transport]) -> None:
+    """Raises: SpecError where two nodes have turned out to be one: the second found the agent of the first there."""
+    seen: dict[object, str] = {}
+    for transport in transports:
+        facts = getattr(transport, "facts", None)
+        if facts is None:
+            continue
+        account = facts.host, facts.cache, facts.addresses
+        if account in seen:
+            raise SpecError(
+                f"{seen[account]} and {transport.name} are one machine: name it once, with ranks = N for several ranks"
+            )
+        seen[account] = transport.name
 
 
 def _ended_socket() -> socket.socket:

@@ -69,11 +69,12 @@ class RemoteProgram:
     Every method raises LaunchError or TransportError with what the shell, or Python, said when the program has ended.
     """
 
-    def __init__(self, stream: Stream, python: str) -> None:
+    def __init__(self, stream: Stream, node: Node) -> None:
         """Made by `start`."""
         self._stream = stream
         self._sock = stream.sock
-        self._python = python
+        self._python = node.python
+        self._after = " after the setup lines, if the shell came through them" if node.setup else ""
         self._arrived = b""
         self._prologue = ""  # what came before our first line
         self._has_started = False
@@ -90,7 +91,7 @@ class RemoteProgram:
     ) -> RemoteProgram:
         """Start a program in the node's Python, after its setup lines; return when it has said its ``magic``."""
         stream = connection.open_stream("exec bash -l" if node.setup else "exec sh")
-        program = cls(stream, node.python)
+        program = cls(stream, node)
         try:
             program.send(_write_script(node, source))
             program.skip_to(magic, limit_s=limit_s)
@@ -182,7 +183,7 @@ class RemoteProgram:
         how = "the connection broke" if status is None else f"exit {status}"
         if self._has_started:
             return TransportError(f"our program there ended ({how}): {last}")
-        return TransportError(f"{self._python} did not start our program ({how}): {last}")
+        return TransportError(f"{self._python} did not start our program{self._after} ({how}): {last}")
 
 
 @contextlib.contextmanager

@@ -258,6 +258,9 @@ def _judge_address(host: Host, hosts: Sequence[Host]) -> Cell:
     text = f"{host.address[0]} ({host.address[1]})"
     if isinstance(host.door, Fault):
         return Cell(f"{text}: cannot be listened on: {host.door.text}", "bad", "give another address in the nodes file")
+    for other in hosts[: hosts.index(host)]:
+        if other.address == host.address and other.node.user == host.node.user:
+            return Cell(f"{text}, as {other.name}", "bad", "name the machine once, with ranks = N for several ranks")
     return Cell(text, "good")
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..agents import connect, is_served, remove_dead_agent, require_private, start_agent
-from ..errors import DetrainError, SessionError
+from ..errors import DetrainError, LaunchError, SessionError
 from ..guarded import make_users_folder
 from .leftovers import clean_up, touch
 from .notes import read_state
@@ -54,7 +54,10 @@ def _connect(order: dict[str, Any], cache: Path, code: list[str]) -> socket.sock
     uses = [*code, order["work_folder"]]
     touch(cache, uses)
     if order["action"] == "start":
-        make_users_folder(Path(order["work_folder"]))
+        try:
+            make_users_folder(Path(order["work_folder"]))
+        except OSError as exc:
+            raise LaunchError(f"the workdir {order['work_folder']} cannot be used: {exc}") from exc
         path = os.pathsep.join([code[0], *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {"PYTHONPATH": path, EXTRA_PATH_VARIABLE: os.pathsep.join(code[1:])}
         return start_agent(folder, env=env, uses=uses)[1]

@@ -84,7 +84,7 @@ def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
         node, lines = _build({**defaults, **table})
         faults += [f"{_label(number, table)}: {line}" for line in lines]
         nodes += [node] if node else []
-    _refuse(faults or _find_twins(nodes, advice="give each a name of its own"), where=path)
+    _refuse(faults or _find_twins(nodes, advice=_NAMES_APART), where=path)
     return tuple(nodes)
 
 
@@ -95,7 +95,7 @@ def write_nodes(path: str | os.PathLike[str], nodes: Iterable[Node]) -> None:
     """
     is_toml = _is_toml(path)
     nodes = tuple(nodes)
-    _refuse(_find_twins(nodes, advice="give each a name of its own") if nodes else ["no nodes to write"], where=path)
+    _refuse(_find_twins(nodes, advice=_NAMES_APART) if nodes else ["no nodes to write"], where=path)
     tables = [_list_fields(node) for node in nodes]
     text = "\n".join(map(_dump_toml, tables)) if is_toml else _dump_json({"nodes": tables}, indent=2) + "\n"
     try:
@@ -176,6 +176,9 @@ def _build(fields: Mapping[str, Any]) -> tuple[Node | None, list[str]]:
 def _label(number: int, table: Mapping[str, Any]) -> str:
     known = [text for text in (table.get("name"), table.get("host")) if isinstance(text, str) and text.isprintable()]
     return f"node {number} ({known[0]})" if known else f"node {number}"
+
+
+_NAMES_APART = "give each a name of its own; one machine is named once, with ranks = N for several ranks"
 
 
 def _find_twins(nodes: Sequence[Node], *, advice: str) -> list[str]:

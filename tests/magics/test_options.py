@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from detrain_nb.magics import options
 from detrain_nb.magics.candidates import similar_nodes
-from detrain_nb.magics.holder import SessionHolder, StartOptions
-from IPython.core.error import UsageError
+from detrain_nb.magics.holder import SessionHolder, StartOptions, ask_passphrase
+from IPython.core.error import StdinNotImplementedError, UsageError
 
 from detrain_nb.deploy.known import remember
 from detrain_nb.errors import SessionError, TransportError
@@ -229,3 +230,14 @@ def test_session_with_a_typo_is_perhaps_another(holder: SessionHolder) -> None:
         holder.attach("trian", nodes=None, steal=False)
     with pytest.raises(SessionError, match=f"^{said}did you mean train\\?$"):
         holder.end("trian")
+
+
+@pytest.mark.parametrize("error", [StdinNotImplementedError("no frontend"), EOFError()])
+def test_no_passphrase_is_given_where_nobody_can_be_asked(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Then the error of the key says what can be done."""
+
+    def ask(prompt: str) -> str:
+        raise error
+
+    monkeypatch.setattr(getpass, "getpass", ask)
+    assert ask_passphrase("key") is None

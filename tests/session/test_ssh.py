@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from detrain_nb import Session, deploy
-from detrain_nb.errors import DetrainError, LaunchError, NodeLost, RankError, RankLost, SessionError
+from detrain_nb.errors import DetrainError, LaunchError, NodeLost, RankError, RankLost, SessionError, SpecError
 from detrain_nb.session.node_link import NodeLink
 
 from ..testbed.fixtures import MakeTestbed
@@ -313,6 +313,26 @@ def test_setup_lines_run_before_python_and_their_failure_is_told(testbed: Testbe
     with pytest.raises(LaunchError, match=r"the setup lines failed: .*nosuchcommand: .*not found"):
         lines = ("set -e", "nosuchcommand x", "echo further")
         Session.start(1, sync=False, nodes=ssh_nodes(testbed, 1, setup=lines), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"setup": ("if [ x",)}, r"did not start our program after the setup lines, .*\(exit 2\): bash: line"),
+        ({"workdir": "/proc/sys/mine"}, r"the workdir /proc/sys/mine cannot be used: .*No such file"),
+    ],
+    ids=["setup", "workdir"],
+)
+def test_what_is_wrong_on_the_node_is_named(testbed: Testbed, fields: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(DetrainError, match=f"(?s){complaint}"):
+        Session.start(1, sync=False, nodes=ssh_nodes(testbed, 1, **fields), device="cpu")
+
+
+def test_machine_that_is_named_twice_is_told(testbed: Testbed) -> None:
+    nodes = [*ssh_nodes(testbed, 1, name="a"), *ssh_nodes(testbed, 1, name="b")]
+    with pytest.raises(SpecError, match="^(a and b|b and a) are one machine: name it once, with ranks = N"):
+        Session.start(1, sync=False, nodes=nodes, device="cpu")
+    assert not _ours(testbed, "h0")
 
 
 @pytest.mark.slow

@@ -76,7 +76,10 @@ FAULTS = {
     "twins": (
         "n.json",
         '[{"host": "a"}, {"host": "b"}, {"host": "a", "port": 22}]',
-        ["nodes 1 and 3 have the same name 'a': give each a name of its own"],
+        [
+            "nodes 1 and 3 have the same name 'a': give each a name of its own; one machine is named once, with "
+            "ranks = N for several ranks"
+        ],
     ),
     "an unknown table": ("n.toml", '[[node]]\nhost = "a"', ["'node': there are only nodes and", "nodes: give a list"]),
     "nodes as one table": ("n.toml", '[nodes]\nhost = "a"', ["nodes: give a list with at least one node"]),
