@@ -17,6 +17,7 @@ import json
 import math
 import re
 import reprlib
+import secrets
 import struct
 import sys
 import time
@@ -45,7 +46,9 @@ _LARGE_BYTES = 1024
 _ALIGN_BYTES = 16
 _SHORT_CHARS = 64
 _LONG_LIST = 32
-_KEYS_AT_ONCE = 256
+_MOST_KEYS_AT_ONCE, _COMPARISONS_AT_ONCE = 256, 1 << 24  # each key may meet all others
+_NUMBERS_AT_ONCE = 1 << 16
+_LARGE_PRIME = (1 << 61) - 1
 _KEYS_LIMIT_S, _KEY_LIMIT_S = 0.5, 10e-6  # for all keys of a dict, and more for each: many times what they take
 
 _NUMBERS = {"int64": "q", "float64": "d"}
@@ -531,7 +534,7 @@ def _build(node: Any, raws: Iterator[memoryview]) -> Any:
         _add_keys(keys, lambda some, at: made.update(zip(some, items[at : at + len(some)], strict=True)))
         return made
     elif kind in _NUMBERS:
-        return list(struct.unpack(f"<{content}{_NUMBERS[kind]}", next(raws)))
+        return _build_numbers(_NUMBERS[kind], content, next(raws))
     elif kind in _FROM_BYTES:
         return _FROM_BYTES[kind](next(raws))
     elif kind == "tensor":
@@ -551,9 +554,14 @@ def _add_keys(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
     too_slow = WireError(f"{len(keys)} keys or elements take too long to tell apart: too many have the same hash")
     has_containers = not {tuple, frozenset}.isdisjoint(map(type, keys))
     most_alike = _MOST_ALIKE_CONTAINERS if has_containers else _MOST_ALIKE
-    step = 1 if has_containers else _KEYS_AT_ONCE  # to compare two of them may take long
+    at_once = min(_MOST_KEYS_AT_ONCE, _COMPARISONS_AT_ONCE // max(1, len(keys)))
+    step = 1 if has_containers else max(1, at_once)  # to compare two of them may take long
+    alike: collections.Counter[int] = collections.Counter()
+    factor = 1 + secrets.randbelow(_LARGE_PRIME - 1)  # else hashes could be chosen for their places in the counter
     try:
-        if max(collections.Counter(map(hash, keys)).values(), default=0) > most_alike:
+        for at in range(0, len(keys), _NUMBERS_AT_ONCE):
+            alike.update(number * factor % _LARGE_PRIME for number in map(hash, keys[at : at + _NUMBERS_AT_ONCE]))
+        if max(alike.values(), default=0) > most_alike:
             raise too_slow
         for at in range(0, len(keys), step):
             add(keys[at : at + step], at)
@@ -561,6 +569,15 @@ def _add_keys(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
                 raise too_slow
     except (TypeError, ValueError) as exc:  # ValueError: a timedelta64 without unit
         raise WireError(f"a key or an element cannot be one: {exc}") from exc
+
+
+def _build_numbers(kind: str, count: int, raw: memoryview) -> list[Any]:
+    """Some at a time: other threads go on meanwhile."""
+    one = struct.calcsize(kind)
+    made: list[Any] = []
+    for at in range(0, count, _NUMBERS_AT_ONCE):
+        made += struct.unpack_from(f"<{min(_NUMBERS_AT_ONCE, count - at)}{kind}", raw, at * one)
+    return made
 
 
 def _build_scalar(value: Any) -> Any:

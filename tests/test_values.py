@@ -737,6 +737,25 @@ def test_key_that_numpy_does_not_hash_is_a_wire_error() -> None:
         unpack(description, [b"\1".ljust(16, b"\0")])
 
 
+def test_hashes_are_not_counted_under_numbers_that_a_node_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of different hashes can be chosen so that each is looked for in all places of a dict: 87,380 in 17 s."""
+    counted: list[int] = []
+
+    class Counter(collections.Counter[int]):
+        def update(self, numbers: Any = None, /, **options: Any) -> None:
+            kept = list(numbers or ())
+            counted.extend(kept)
+            super().update(kept)
+
+    monkeypatch.setattr(values.collections, "Counter", Counter)
+    numbers = range(1000, 101_000)
+    raw = struct.pack(f"<{len(numbers)}q", *numbers)
+    for _ in range(2):
+        assert unpack({"set": {"int64": len(numbers)}}, [raw]) == set(numbers)
+    assert len(set(counted)) == 2 * len(numbers), "never the same"
+    assert not set(counted) & set(numbers)
+
+
 def test_keys_made_to_collide_are_a_wire_error() -> None:
     number = 20_000
     collide = [{"int": 16}] * number

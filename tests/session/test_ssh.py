@@ -330,7 +330,7 @@ def test_what_is_wrong_on_the_node_is_named(testbed: Testbed, fields: dict[str, 
 
 def test_machine_that_is_named_twice_is_told(testbed: Testbed) -> None:
     nodes = [*ssh_nodes(testbed, 1, name="a"), *ssh_nodes(testbed, 1, name="b")]
-    with pytest.raises(SpecError, match="^(a and b|b and a) are one machine: name it once, with ranks = N"):
+    with pytest.raises(SpecError, match=r"^(a and b|b and a) are one machine: name it once, with ranks = N"):
         Session.start(1, sync=False, nodes=nodes, device="cpu")
     assert not _ours(testbed, "h0")
 
