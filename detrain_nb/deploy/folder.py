@@ -7,6 +7,7 @@ well, up to the top of its repository, unless they leave out the folder itself.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -19,7 +20,7 @@ from typing import IO, NamedTuple
 
 from ..errors import SpecError
 from ..node.talk import Untrue, check_name
-from ..node.trees import is_owners_alone, open_regular
+from ..node.trees import is_guarded, is_owners_alone, open_regular
 from .code import pack_files
 from .ignoring import GIT_FILE, OWN_FILE, Rules, cannot_read, extend, is_left_out, read_rules_above
 from .private import is_private
@@ -80,7 +81,7 @@ def list_folder(
         try:
             digest = read(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         except FileNotFoundError:
-            continue  # deleted meanwhile
+            continue  # deleted meanwhile, or replaced: the next manifest has what is there then
         except OSError as exc:
             raise cannot_read(name, exc) from exc
         manifest[name] = FileState(status.st_size, status.st_mtime_ns, digest, bool(status.st_mode & 0o100))
@@ -147,6 +148,8 @@ def _path_of(file: IO[bytes]) -> str:
 
 def _digest(path: str, _size: int, _mtime_ns: int, _ctime_ns: int, _inode: int) -> str:
     with open_regular(path) as file:
+        if _path_of(file).casefold() != path.casefold() and not is_guarded(path):  # others have put a link on the way
+            raise FileNotFoundError(errno.ENOENT, "it was replaced", path)
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 

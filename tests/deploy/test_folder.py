@@ -10,6 +10,7 @@ import re
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -180,6 +181,26 @@ def test_link_that_stays_inside_travels_as_its_content(tmp_path: Path) -> None:
     assert list(list_folder(root)) == ["absolute.py", "alias.py", "also/mod.py", "pkg/mod.py", "real.py"]
     with zipfile.ZipFile(io.BytesIO(pack(root, list_folder(root), ["alias.py", "also/mod.py"]))) as packed:
         assert [packed.read(name) for name in packed.namelist()] == [b"x", b"y"]
+
+
+def test_file_behind_a_link_that_is_put_on_the_way_is_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a group can write, others put it there after the look: the digest would make what it leads to wanted."""
+    root = _plant(tmp_path / "root", {"own.txt": "own", "sub/notes.txt": "notes"})
+    private = _plant(tmp_path / "private", {"notes.txt": "secret"})
+    for shared in (root, root / "sub"):
+        shared.chmod(0o777)
+    look = folder.open_regular
+
+    def exchange(path: str) -> Any:
+        if not (root / "sub").is_symlink():
+            (root / "sub").rename(tmp_path / "moved")
+            (root / "sub").symlink_to(private)
+        return look(path)
+
+    monkeypatch.setattr(folder, "open_regular", exchange)
+    assert list(list_folder(root)) == ["own.txt"]
 
 
 def test_folders_that_link_to_each_other_end(tmp_path: Path) -> None:
