@@ -526,12 +526,12 @@ def _build(node: Any, raws: Iterator[memoryview]) -> Any:
         return tuple(_build(content, raws))
     elif kind == "set" or kind == "frozenset":
         elements: set[Any] = set()
-        _add_keys(_build(content, raws), lambda keys, _: elements.update(keys))
+        add_keys(_build(content, raws), lambda keys, _: elements.update(keys))
         return elements if kind == "set" else frozenset(elements)
     elif kind == "dict":
         made: dict[Any, Any] = {}
         keys, items = _build(content[0], raws), _build(content[1], raws)
-        _add_keys(keys, lambda some, at: made.update(zip(some, items[at : at + len(some)], strict=True)))
+        add_keys(keys, lambda some, at: made.update(zip(some, items[at : at + len(some)], strict=True)))
         return made
     elif kind in _NUMBERS:
         return _build_numbers(_NUMBERS[kind], content, next(raws))
@@ -545,7 +545,7 @@ def _build(node: Any, raws: Iterator[memoryview]) -> Any:
     return _build_scalar(_build(content, raws))
 
 
-def _add_keys(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
+def add_keys(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
     """Have keys of a dict, or elements of a set, added: some at a time, so that a stop gets through.
 
     Raises: WireError for keys that cannot be any, or were chosen to have the same place: all of them would take hours.

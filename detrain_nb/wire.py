@@ -780,7 +780,14 @@ def _refuse_repeats(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 _PLAIN = bytes(range(0x20, 0x7F))
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeats)
+
+
+def _read_whole(digits: str) -> int:
+    """In Python: other threads have their turn between two numbers, which may have thousands of digits."""
+    return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=_read_whole, object_pairs_hook=_refuse_repeats)
 
 
 def _decode(header: bytes, body: bytes) -> Message:

@@ -10,7 +10,7 @@ from ..wire import Broadcast, EndGeneration, GenerationEnded, GenerationReady, N
 from .losses import describe_ends
 from .rank_link import VALUE_LIMIT_S, RankLink
 from .requests import Request
-from .safe_output import one_line, quote
+from .safe_output import quote, variable_names
 
 GROUP_LIMIT_S = 60.0
 END_LIMIT_S = 0.8  # a rank whose C code holds the GIL ends it later
@@ -155,7 +155,7 @@ class Generations:
         stale: set[str] = set()
         for answer in ended.answers.values():
             if isinstance(answer, GenerationEnded):
-                stale.update(one_line(name) for name in answer.stale[:_MOST_STALE])
+                stale.update(variable_names(answer.stale[:_MOST_STALE]))
         self.stale = sorted(stale)
         return self.stale
 
@@ -191,7 +191,7 @@ def describe_new_groups(stale: Iterable[str], *, is_wanted: bool = True) -> str:
 
 def _orphans(request: Request) -> dict[int, list[str]]:
     answers = {rank: answer for rank, answer in request.answers.items() if isinstance(answer, RequestDone)}
-    return {rank: [one_line(name) for name in answer.orphans[:_MOST_STALE]] for rank, answer in answers.items()}
+    return {rank: variable_names(answer.orphans[:_MOST_STALE]) for rank, answer in answers.items()}
 
 
 def _errors(ready: Request) -> dict[int, str]:

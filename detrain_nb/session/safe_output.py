@@ -12,6 +12,8 @@ import binascii
 import codecs
 import itertools
 import re
+import string
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +24,12 @@ Bundle = dict[str, Any]
 
 _ALWAYS = ("text/plain", "image/png", "image/jpeg", "image/gif", "application/json")
 _BEGINNINGS = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff", "image/gif": b"GIF8"}
-_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")  # without blanks: next to other repeats they take time by the square
+_BASE64, _BLANKS = string.ascii_letters.encode() + b"0123456789+/", b" \t\r\n\v\f"
 MOST_TEXT_CHARS = 4 << 20  # of one text that is shown; in JSON, of all texts together
 _MOST_PIXELS = 10_000  # in which an image is shown
+_MOST_BITS = 1024  # of a whole number: more than the largest float has
 _MAX_DEPTH = 20  # of JSON that is shown
-_MAX_NAME_CHARS = 300
+_MAX_NAME_CHARS, _MOST_VARIABLE_CHARS = 300, 80
 _MOST_COMPLETIONS, _LONGEST_COMPLETION = 2000, 200
 _NAMES = re.compile(r"\.?\w+(?:\.\w+)*=?")  # also of an attribute, a module, an argument; or a number, as a key
 _KEY = re.compile(r"'[^'\"\\]*'|\"[^'\"\\]*\"")
@@ -98,7 +101,17 @@ def _shortened(begun: str) -> str:
 
 def one_line(text: str, *, most_chars: int = _MAX_NAME_CHARS) -> str:
     """A name as it is shown: it changes nothing around it, and what cannot be seen in it is shown as an escape."""
-    return "".join(char if char.isprintable() else _escaped(char) for char in text[:most_chars])
+    shown = "".join(char if char.isprintable() else _escaped(char) for char in text[:most_chars])
+    return _UNSEEN.sub(lambda match: _escaped(match[0]), shown)
+
+
+def variable_names(said: Iterable[str]) -> list[str]:
+    """Those of what a node says that are names of variables, as they are shown: no other words stand among ours."""
+    return [name for name in said if len(name) <= _MOST_VARIABLE_CHARS and _is_seen_name(name)]
+
+
+def _is_seen_name(name: str) -> bool:
+    return name.isidentifier() and not _UNSEEN.search(name)
 
 
 def show_hidden(text: str) -> str:
@@ -131,7 +144,7 @@ def safe_completions(found: Completions, *, code: str, position: int) -> Complet
 def _can_follow(before: str, match: str) -> bool:
     """``match`` is a whole name behind ``before``, or the key of a dict there, whose quote may be open."""
     last = before[-1:]
-    if len(match) > _LONGEST_COMPLETION or not match.isprintable():
+    if len(match) > _LONGEST_COMPLETION or not match.isprintable() or _UNSEEN.search(match):
         return False
     if last in ("'", '"'):
         return before[:-1].rstrip("bBrRuU").endswith("[") and _KEY.fullmatch(f"{last}{match}{last}") is not None
@@ -163,7 +176,10 @@ def cleaned(message: Message) -> Message:
 _NEEDS_CLEANING = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _OTHER_ENDS = re.compile("\r\n?|[\u2028\u2029]")  # of lines
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
-_HIDDEN = re.compile(r"[\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+# Letters and marks that are drawn as nothing, or as a blank; some may stand in a name of Python.
+_BLANK = "\\u034f\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u2800\\u3164\\uffa0\\U000e0100-\\U000e01ef"
+_HIDDEN = re.compile(rf"[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff{_BLANK}]")
+_UNSEEN = re.compile(rf"[\ufe00-\ufe0f{_BLANK}]")  # in a name; in a text the first choose how an emoji is drawn
 
 
 def safe_bundle(bundle: object, *, is_this_machine: bool) -> Bundle:
@@ -211,12 +227,14 @@ def _has_right_type(mime: str, value: object) -> bool:
 
 def _is_image(mime: str, value: str) -> bool:
     """It begins as such an image does, and has nothing in it that could end the attribute of a page."""
-    head = "".join(value[:64].split())[:32]
     try:
-        begins_well = base64.b64decode(head[: len(head) // 4 * 4]).startswith(_BEGINNINGS[mime])
+        head = value[:64].encode("ascii").translate(None, _BLANKS)[:32]
+        if not base64.b64decode(head[: len(head) // 4 * 4]).startswith(_BEGINNINGS[mime]):
+            return False
+        rest = value.encode("ascii").translate(None, _BASE64 + _BLANKS)  # no words of it are made: they take memory
     except (binascii.Error, ValueError):
         return False
-    return begins_well and _BASE64.fullmatch("".join(value.split())) is not None
+    return not rest or (rest in (b"=", b"==") and value.rstrip().rstrip("=").count("=") == 0)
 
 
 class _JsonCleaner:
@@ -229,6 +247,8 @@ class _JsonCleaner:
         """JSON with clean texts, and not so deep that a front end could not write it."""
         if isinstance(value, str):
             return self._clean_text(value)
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            return str(value)  # a front end has no such number, and all at once take long to write
         if not isinstance(value, (list, dict)):
             return value
         if depth == _MAX_DEPTH:

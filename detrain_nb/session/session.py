@@ -675,7 +675,7 @@ def _describe_orphans(orphans: Mapping[int, Iterable[str]]) -> str:
         for name in names:
             ranks_of.setdefault(name, []).append(rank)
     return "\n".join(
-        f"{name} on {format_ranks(ranks)} trains parameters that are in no model there: what belongs together comes in "
+        f"on {format_ranks(ranks)} {name} trains parameters that are in no model there: what belongs together comes in "
         f"one line, %broadcast MODEL,{name} -r {short_ranks(ranks)}"
         for name, ranks in ranks_of.items()
     )

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..errors import SpecError, WireError
+from ..values import add_keys
 
 __all__ = ["from_json", "to_json"]
 
 _MARK = "$"  # begins the only key of an object that stands for what JSON has not
 _MOST_BYTES = 1 << 20  # of a tensor among other values: it becomes text
-_MOST_ALIKE = 64  # keys with the same hash
 
 
 def to_json(value: Any, where: str) -> Any:
@@ -76,15 +77,24 @@ def from_json(value: Any) -> Any:
 
 
 def _read_pairs(pairs: list[Any]) -> dict[Any, Any]:
-    keys = _distinct([from_json(key) for key, _ in pairs])
-    return dict(zip(keys, (from_json(item) for _, item in pairs)))
+    made: dict[Any, Any] = {}
+    items = [from_json(item) for _, item in pairs]
+    _add([from_json(key) for key, _ in pairs], lambda some, at: made.update(zip(some, items[at : at + len(some)])))
+    return made
 
 
-def _distinct(keys: list[Any]) -> list[Any]:
+def _read_set(elements: list[Any]) -> set[Any]:
+    made: set[Any] = set()
+    _add([from_json(element) for element in elements], lambda some, _: made.update(some))
+    return made
+
+
+def _add(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
     """Raises: ValueError for keys or elements that were chosen to have the same place: they would take hours."""
-    if max(Counter(map(hash, keys)).values(), default=0) > _MOST_ALIKE:
-        raise ValueError(f"too many of {len(keys)} keys or elements have the same hash")
-    return keys
+    try:
+        add_keys(keys, add)
+    except WireError as exc:
+        raise ValueError(str(exc)) from exc
 
 
 def _read_dtype(name: str) -> torch.dtype:
@@ -103,7 +113,7 @@ def _read_tensor(parts: list[Any]) -> Tensor:
 _READ: dict[str, Any] = {
     "$float": float,
     "$tuple": lambda items: tuple(from_json(item) for item in items),
-    "$set": lambda items: set(_distinct([from_json(item) for item in items])),
+    "$set": _read_set,
     "$bytes": bytes.fromhex,
     "$dtype": _read_dtype,
     "$tensor": _read_tensor,

@@ -343,7 +343,7 @@ def test_optimizer_that_is_broadcast_without_its_model_is_told(equipped: Session
         "from torch import nn\nnet = nn.Linear(4, 4)\nopt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
         "w = torch.zeros(2, requires_grad=True)\nof_w = torch.optim.SGD([w], lr=0.1)"
     )
-    said = "opt on rank 1 trains parameters that are in no model there: .* %broadcast MODEL,opt -r 1"
+    said = "on rank 1 opt trains parameters that are in no model there: .* %broadcast MODEL,opt -r 1"
 
     def told(names: list[str]) -> str:
         equipped.notices.clear()

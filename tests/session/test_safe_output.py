@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import base64
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from detrain_nb.session.safe_output import (
     safe_bundle,
     safe_completions,
     show_hidden,
+    variable_names,
 )
 from detrain_nb.values import buffer_sizes
 from detrain_nb.wire import SIZES, Completions, Notice
@@ -304,8 +307,39 @@ def _as_drawing(text: str) -> object:
     return RankTerminal().feed(text)
 
 
+@pytest.mark.parametrize("unseen", ["\u3164", "\u115f", "\u1160", "\uffa0", "\u034f", "\ufe0f", "\U000e0100", "\u2800"])
+def test_what_is_drawn_as_nothing_is_no_part_of_a_name(unseen: str) -> None:
+    """Python takes most of them in names: another variable would be set, and look the same."""
+    found = Completions(1, 1, [f"lr{unseen}", "lrs"], ["", ""], 0, 2)
+    assert safe_completions(found, code="lr", position=2).matches == ["lrs"]
+    assert unseen not in one_line(f"gpu{unseen}1")
+    assert variable_names([f"lr{unseen}", "model", "run this: x", "x" * 81, "a.b", ""]) == ["model"]
+    if unseen != "\ufe0f":  # an emoji may have it
+        assert unseen not in show_hidden(f"detrain_nb{unseen}: done")
+
+
+def test_image_of_many_blanks_takes_no_more_memory_than_it_has() -> None:
+    head = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(4)).decode()
+    bundle = {"image/png": head + " ab" * 1_000_000}
+    tracemalloc.start()
+    try:
+        assert "image/png" in safe_bundle(bundle, is_this_machine=False)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(bundle["image/png"])
+    finally:
+        tracemalloc.stop()
+    for wrong in ("=ab=", "ab=c", "ab===", "a\u00e4b", 'ab"', "a=b="):
+        assert "image/png" not in safe_bundle({"image/png": head + wrong}, is_this_machine=False), wrong
+    for right in ("", "abc=", "ab==", "ab==\n", "ab\n=="):
+        assert "image/png" in safe_bundle({"image/png": head + right}, is_this_machine=False), right
+
+
+def test_number_that_no_front_end_has_is_shown_as_text() -> None:
+    shown = safe_bundle({"application/json": [1 << 60, -(1 << 5000), True]}, is_this_machine=False)
+    assert shown["application/json"] == [1 << 60, str(-(1 << 5000)), True]
+
+
 _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by what they look with: how a text begins
-    "safe_output._BASE64": (_as_image, "A", [" ", "A", "A ", "=", "= ", "A\n"]),
+    "safe_output._is_image": (_as_image, "A", [" ", "A", "A ", "=", "= ", "A\n"]),
     "safe_output._ESCAPES": (clean_text, "\x1b[", ["\x1b", "\x1b[", "\x1b[0", ";", "\x1b]", "\x1b ", "\x9b"]),
     "safe_output._ESCAPES_BUT_MOVES": (
         _as_output,
@@ -320,6 +354,7 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
     "safe_output._OTHER_ENDS": (clean_words, "\r", ["\r", "\r\n", "\u2028"]),
     "safe_output._SURROGATES": (clean_text, "\x1b]", ["\ud800", "\udfff\x1b"]),
     "safe_output._HIDDEN": (show_hidden, "\x1b", ["\u202e", " "]),
+    "safe_output._UNSEEN": (one_line, "\x1b", ["\u3164", "x"]),
     "safe_output._NAMES": (_as_completion, "x", ["x", ".", ".x", "="]),
     "safe_output._KEY": (_as_completion, "'", ["'", '"', "x", "\\"]),
     "definitions._IPYTHON_LINE": (

@@ -13,6 +13,7 @@ from hypothesis import strategies as some
 
 from detrain_nb.errors import DetrainError
 from detrain_nb.storage import locate
+from detrain_nb.training import plain
 from detrain_nb.training.plain import from_json
 from detrain_nb.training.tensor_files import Piece
 from detrain_nb.training.tensor_index import TensorIndex
@@ -86,6 +87,15 @@ def test_elements_of_one_hash_are_refused(kind: str) -> None:
     alike = [number * ((1 << 61) - 1) for number in range(200_000)]
     with pytest.raises(ValueError, match="have the same hash"):
         from_json({kind: alike if kind == "$set" else [[key, 1] for key in alike]})
+
+
+def test_hashes_are_not_counted_under_numbers_that_a_file_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in values.py, where it is done."""
+    taken: list[int] = []
+    monkeypatch.setattr(plain, "add_keys", lambda keys, add: (taken.extend(keys), add(keys, 0)))
+    assert from_json({"$set": [1, 2]}) == {1, 2}
+    assert from_json({"$counter": [[3, 1]]}) == {3: 1} == from_json({"$dict": [[3, 1]]})
+    assert sorted(taken) == [1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("shape", [[0.5, 0], [-1, 0], "ab", 3])
