@@ -10,11 +10,15 @@ import os
 import re
 import shutil
 import subprocess
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from pathspec import GitIgnoreSpec
+from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
 
 from ..errors import SpecError
 from ..node.trees import open_regular
@@ -23,10 +27,11 @@ __all__ = ["GIT_FILE", "OWN_FILE", "Rules", "cannot_read", "extend", "is_left_ou
 
 GIT_FILE, OWN_FILE = ".gitignore", ".detrainignore"
 _MOST_BYTES = 1 << 20  # of one file with patterns
-# A pattern is tried against every way in which its stars can share out a path, whose number grows with each star.
-_MOST_STARS = 4
+# ``**`` is tried against every way in which those of a pattern can share out the folders of a path.
+_MOST_DOUBLE = 3
 _MOST_DEEP = 64
-_STARS = re.compile(r"\*+")
+_STAR = r"\[\^/\]\*"  # what pathspec makes of one
+_PIECE = re.compile(rf"{_STAR}((?:(?!{_STAR})(?:\\.|\[\^?\]?[^\]]*\]|[^\\\[()/]))*)(?={_STAR})", re.DOTALL)
 _ASK_LIMIT_S = 5.0
 _PATHS_KEPT = 100_000
 
@@ -83,9 +88,8 @@ def cannot_read(name: str, error: OSError) -> SpecError:
 def _read_lines(path: str, prefix: str) -> tuple[str, ...]:
     lines = _read_text(path).split("\n")
     for number, line in enumerate(lines, 1):
-        stars = sum(len(_STARS.findall(part)) for part in line.split("/") if part != "*")  # that alone has one way
-        if stars > _MOST_STARS:
-            raise SpecError(f"{path}, line {number} has {stars} stars, more than {_MOST_STARS}: shorten it")
+        if (double := line.split("/").count("**")) > _MOST_DOUBLE:
+            raise SpecError(f"{path}, line {number} has {double} times **, more than {_MOST_DOUBLE}: shorten it")
     return tuple(_anchor(line, prefix) for line in lines if line.strip() and line[0] != "#")
 
 
@@ -160,6 +164,28 @@ def _anchor(line: str, prefix: str) -> str:
     return sign + re.sub(r"([\\*?\[\]!# ])", r"\\\1", prefix) + anywhere + pattern.lstrip("/")
 
 
+class _Pattern(GitIgnoreSpecPattern):
+    """One that takes time by the length of a name, however many stars it has: each takes the first that fits."""
+
+    @classmethod
+    def pattern_to_regex(cls, pattern: Any) -> tuple[Any, bool | None]:
+        regex, include = super().pattern_to_regex(pattern)
+        if regex is None or _PIECE.search(regex) is None:
+            return regex, include
+        linear = _PIECE.sub(r"(?>[^/]*?\1)", regex)
+        try:
+            re.compile(linear)
+        except re.error:
+            raise ValueError(f"{pattern!r} cannot be read") from None
+        return linear, include
+
+
+def _compiled(lines: Iterable[str]) -> GitIgnoreSpec:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of re: a [ in brackets may have a meaning some day
+        return GitIgnoreSpec.from_lines(lines, _Pattern, backend="simple")
+
+
 @lru_cache(maxsize=1000)
 def _compile(git: tuple[str, ...], own: tuple[str, ...]) -> Rules:
     """Compile the lines once for files and once for folders, where ``a/`` and ``a`` are the same.
@@ -167,14 +193,14 @@ def _compile(git: tuple[str, ...], own: tuple[str, ...]) -> Rules:
     pathspec knows a folder by the slash at its end, and weighs ``a`` as less than ``!*`` above it then.
     """
     lines = [re.sub(r"\*\*/\s*$", "**/*/", line) for line in git + own if _is_pattern(line)]
-    of_folders = GitIgnoreSpec.from_lines(re.sub(r"/\s*$", "", line) for line in lines)
+    of_folders = _compiled(re.sub(r"/\s*$", "", line) for line in lines)
     lifted = tuple(line for line in own if line.startswith("!") and _is_pattern(line))
-    return Rules(git, own, lifted, GitIgnoreSpec.from_lines(lines), of_folders)
+    return Rules(git, own, lifted, _compiled(lines), of_folders)
 
 
 def _is_pattern(line: str) -> bool:
     try:
-        GitIgnoreSpec.from_lines([line])
+        _compiled([line])
     except ValueError:  # a lone `!`, for which git does nothing either
         return False
     return True
