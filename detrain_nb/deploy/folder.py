@@ -55,17 +55,21 @@ class Changes:
 
 
 def list_folder(
-    root: str | os.PathLike[str], *, limit_bytes: int = 50_000_000, kept: list[str] | None = None
+    root: str | os.PathLike[str], *, top: str = "", limit_bytes: int = 50_000_000, kept: list[str] | None = None
 ) -> Manifest:
     """List the files below ``root`` that travel. A file that has not changed since the last call is not read again.
 
+    ``top`` is where ``root`` led at first: others may put a link to another folder in the place of one above it.
     A symbolic link counts as what it points to, if that is below ``root``; other links do not travel. ``kept`` gets
     the files and folders that stay here for their names alone (deploy/private.py).
     Raises: SpecError when it is too much, or a file cannot be read.
     """
     if not os.path.isdir(root):
         raise SpecError(f"{root}: no such folder")
-    found = sorted(_walk(Path(root), [] if kept is None else kept))
+    there = os.path.realpath(root)
+    if (top := top or there) != there:
+        raise SpecError(f"{root} leads to {there} now, and led to {top}: nothing of it goes to the nodes")
+    found = sorted(_walk(top, [] if kept is None else kept))
     total_bytes = sum(status.st_size for _, _, status in found)
     if total_bytes > limit_bytes:
         largest = sorted(found, key=lambda item: -item[2].st_size)[:5]
@@ -111,13 +115,14 @@ def name_hidden(manifest: Manifest) -> list[str]:
 
 
 def pack(root: str | os.PathLike[str], manifest: Manifest, names: Iterable[str]) -> bytes:
-    """Pack files of a manifest of ``root`` into a zip with their modes; the same files give the same zip.
+    """Pack files of a manifest of ``root``, a path without links, into a zip with their modes; the same files give the
+    same zip.
 
     One that was deleted meanwhile is left out, as is one that is reached through a link and is not what was listed:
     others may have put the link there, to what they may not read. The next manifest has what is there then.
     Raises: SpecError.
     """
-    top = os.path.join(os.path.realpath(root), "")
+    top = os.path.join(root, "")
     files: dict[str, bytes] = {}
     executable: set[str] = set()
     private: set[str] = set()
@@ -164,9 +169,8 @@ class _Folder(NamedTuple):
     within: frozenset[str]  # the real paths of the folders that it is in, and its own: a link to one would be a loop
 
 
-def _walk(root: Path, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]]:
+def _walk(top: str, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]]:
     """Yield name, path and status of the files that travel."""
-    top = os.path.realpath(root)
     above, rules = read_rules_above(Path(top))
     folders = [_Folder(top, "", rules, top, frozenset({top}))]
     entries_seen = 0
@@ -176,7 +180,7 @@ def _walk(root: Path, kept: list[str]) -> Iterator[tuple[str, str, os.stat_resul
         entries_seen += len(entries)
         if entries_seen > _MOST_ENTRIES:
             raise SpecError(
-                f"the folder {root} has more than {_MOST_ENTRIES} files: work in a smaller one, {_WAYS_OUT}"
+                f"the folder {top} has more than {_MOST_ENTRIES} files: work in a smaller one, {_WAYS_OUT}"
             )
         rules = extend(folder.rules, folder.path, above + folder.prefix, {entry.name for entry in entries})
         for entry in entries:

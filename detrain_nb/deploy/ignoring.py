@@ -201,6 +201,6 @@ def _compile(git: tuple[str, ...], own: tuple[str, ...]) -> Rules:
 def _is_pattern(line: str) -> bool:
     try:
         _compiled([line])
-    except ValueError:  # a lone `!`, for which git does nothing either
+    except (ValueError, re.error):  # a lone `!`, for which git does nothing either; `[?-.]`
         return False
     return True

@@ -56,10 +56,12 @@ class FolderSync:
     of the folder goes or stays that the user may not think of. A node that takes too long is gone on without.
 
     Not ``takes_over``: of a session that goes on, where a folder that is kept as another one here is left alone.
+    ``top`` is where ``root`` led when it was looked at first.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, takes_over: bool = True) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, top: str = "", takes_over: bool = True) -> None:
         self.root = Path(root).absolute()
+        self._top = top or os.path.realpath(root)
         self.notices: list[str] = []
         self._root_name = f"{socket.gethostname()}:{self.root}"
         self._takes_over = takes_over
@@ -78,7 +80,7 @@ class FolderSync:
         if not nodes:
             return
         kept: list[str] = []
-        manifest = list_folder(self.root, kept=kept)
+        manifest = list_folder(self.root, top=self._top, kept=kept)
         waiting = [node for node in nodes if is_forced or self._is_behind(node, manifest)]
         if waiting:
             self._tell_once(
@@ -88,7 +90,7 @@ class FolderSync:
             "these stay here, as they may hold keys", kept, f"a line !NAME in {OWN_FILE} sends one that does not"
         )
         if waiting:
-            packer = _Packer(self.root, manifest)
+            packer = _Packer(self._top, manifest)
             on_every(waiting, lambda node, stop, _: self._bring(node, manifest, packer, stop))
 
     def _tell_once(self, what: str, names: list[str], advice: str) -> None:
@@ -181,7 +183,7 @@ def _write_list(manifest: Manifest) -> bytes:
 class _Packer:
     """Packs once what several nodes want at the same time."""
 
-    def __init__(self, root: Path, manifest: Manifest) -> None:
+    def __init__(self, root: str, manifest: Manifest) -> None:
         self._root, self._manifest = root, manifest
         self._packed: dict[tuple[str, ...], bytes] = {}
         self._packing = threading.Lock()

@@ -47,17 +47,18 @@ class SessionFiles:
         from ..deploy.private import why_kept
         from ..deploy.sync import FolderSync
 
-        if why := why_kept(self.folder):
+        top = os.path.realpath(self.folder)
+        if why := why_kept(top):
             self.notices.append(why)
             return None
         try:
-            list_folder(self.folder)
+            list_folder(self.folder, top=top)
         except SpecError as exc:
             if takes_over:
                 raise
             self.notices.append(f"until the next attach no changes here go to the nodes: {exc}")
             return None
-        return FolderSync(self.folder, takes_over=takes_over)
+        return FolderSync(self.folder, top=top, takes_over=takes_over)
 
     def reach_by(self, transports: Sequence[Transport]) -> None:
         """Reach the nodes by these from now on."""

@@ -529,6 +529,19 @@ def test_compiled_code_is_not_removed_through_a_link(root: Path, node: FolderNod
     assert (tmp_path / "elsewhere" / "b.cpython-311.pyc").exists()
 
 
+def test_link_in_the_place_of_the_notebook_s_folder_sends_nothing(root: Path, node: FolderNode, tmp_path: Path) -> None:
+    """Where a group can write the folder above, others can put it there: what is behind it was never meant."""
+    write(root, a_py="a = 1")
+    keeper = FolderSync(root)
+    keeper.bring([node])
+    write(tmp_path, {"home/diary": "secret"})
+    root.rename(tmp_path / "moved")
+    root.symlink_to(tmp_path / "home")
+    with pytest.raises(SpecError, match=f"leads to {tmp_path}/home now, and led to {root}: nothing of it goes"):
+        keeper.bring([node])
+    assert sorted(path.name for path in node.work.iterdir()) == ["a.py"]
+
+
 def test_link_that_is_put_on_the_way_meanwhile_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a group can write the work folder, others exchange a folder between look and removal."""
     private, sub = tmp_path / "private", tmp_path / "work" / "sub"
