@@ -43,12 +43,15 @@ def find_guest_parent(folder: Path) -> Path | None:
 
     A sticky folder like /tmp is none. One that is not there yet is passed over. Raises: OSError.
     """
+    above: os.stat_result | None = None
     for parent in reversed(folder.parents):
         with contextlib.suppress(FileNotFoundError):
             state = parent.lstat()
             is_sticky = state.st_mode & stat.S_ISVTX and state.st_uid in _trusted_users()
-            if stat.S_ISLNK(state.st_mode) or (can_others_write(state, parent) and not is_sticky):
+            is_squatted = above is not None and _is_squatted(state, above)
+            if stat.S_ISLNK(state.st_mode) or is_squatted or (can_others_write(state, parent) and not is_sticky):
                 return parent
+            above = state
     return None
 
 
@@ -58,32 +61,52 @@ def make_users_folder(folder: Path) -> None:
     Raises: OSError, also for one that another user has made, or put a link to, where everybody can, as in /tmp: nobody
     says that the user means that one.
     """
-    _refuse_squatted(folder)
+    os.close(_open_users_folder(folder, is_made=True))
+
+
+def enter_users_folder(folder: Path) -> None:
+    """Make it the current folder; it may have been exchanged since it was made. Raises: as `make_users_folder`."""
+    opened = _open_users_folder(folder, is_made=False)
+    try:
+        os.fchdir(opened)
+    finally:
+        os.close(opened)
+
+
+def _open_users_folder(folder: Path, *, is_made: bool) -> int:
+    refuse_squatted(folder)
     real = Path(os.path.realpath(folder))  # where the user's own links lead
     opened = os.open(real.anchor, SEARCH)
     try:
         for number, name in enumerate(real.parts[1:], 2):
-            inner = _open_or_make(name, opened)
+            inner = _open_or_make(name, opened) if is_made else _open_in(name, opened)
             parent, state = os.fstat(opened), os.fstat(inner)
             os.close(opened)
             opened = inner
             if _is_squatted(state, parent):
                 raise _by_another_user(Path(*real.parts[:number]), state)
-    finally:
+        refuse_squatted(folder)
+    except BaseException:
         os.close(opened)
-    _refuse_squatted(folder)
+        raise
+    return opened
 
 
 def _open_or_make(name: str, parent: int) -> int:
     """A folder of an opened one, which nobody can put another in the place of before it is looked at."""
     with contextlib.suppress(FileNotFoundError):
-        return os.open(name, SEARCH | os.O_NOFOLLOW, dir_fd=parent)
+        return _open_in(name, parent)
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, dir_fd=parent)
+    return _open_in(name, parent)
+
+
+def _open_in(name: str, parent: int) -> int:
     return os.open(name, SEARCH | os.O_NOFOLLOW, dir_fd=parent)
 
 
-def _refuse_squatted(folder: Path) -> None:
+def refuse_squatted(folder: Path) -> None:
+    """Raises: OSError for one that is not the user's, as `make_users_folder`."""
     for path in (*reversed(folder.parents), folder):
         with contextlib.suppress(FileNotFoundError):
             state = path.lstat()
@@ -92,7 +115,8 @@ def _refuse_squatted(folder: Path) -> None:
 
 
 def _is_squatted(state: os.stat_result, parent: os.stat_result) -> bool:
-    return state.st_uid not in _trusted_users() and bool(parent.st_mode & 0o002)
+    """In a user namespace root outside has the number that all others have: there its folders are none of ours, too."""
+    return bool(parent.st_mode & 0o002) and state.st_uid != 0 and state.st_uid != os.getuid()  # 0 on Windows
 
 
 def _by_another_user(path: Path, state: os.stat_result) -> PermissionError:

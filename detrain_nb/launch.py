@@ -36,6 +36,7 @@ class RankConfig:
     threads: int
     group_timeout_s: float = 0.0  # 0: torch's own
     is_only_node: bool = False  # no rank is on another
+    is_work_folder: bool = False  # it was made for the session, and may be nobody else's
 
     def to_env(self) -> dict[str, str]:
         return {RANK_CONFIG_VARIABLE: json.dumps(asdict(self))}

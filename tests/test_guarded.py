@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from detrain_nb import guarded
-from detrain_nb.guarded import can_others_write, find_guest_parent, make_users_folder
+from detrain_nb.guarded import can_others_write, enter_users_folder, find_guest_parent, make_users_folder
 
 _UID = 12345
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
@@ -68,7 +68,7 @@ def test_folder_of_another_user_that_comes_and_goes_is_not_taken(
     everybodys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is away whenever it is looked at by its path, and there when the one below it is made."""
-    monkeypatch.setattr(guarded, "_refuse_squatted", lambda folder: None)
+    monkeypatch.setattr(guarded, "refuse_squatted", lambda folder: None)
     (everybodys / "tz").mkdir()
     _theirs(everybodys / "tz")
     with pytest.raises(PermissionError, match=r"/tz \(mode \d+, uid 12345\) was made by another user"):
@@ -82,6 +82,38 @@ def test_link_of_another_user_among_everybodys_is_refused(everybodys: Path, tmp_
     with pytest.raises(PermissionError, match="was made by another user"):
         make_users_folder(everybodys / "work" / "deep")
     assert not (tmp_path / "deep").exists()
+
+
+def test_folder_that_another_user_has_put_in_the_place_of_ours_is_not_entered(everybodys: Path) -> None:
+    make_users_folder(everybodys / "work")
+    before = os.getcwd()
+    try:
+        enter_users_folder(everybodys / "work")
+        assert os.getcwd() == str(everybodys / "work")
+        (everybodys / "work").rename(everybodys / "moved")
+        (everybodys / "work").mkdir()
+        _theirs(everybodys / "work")
+        with pytest.raises(PermissionError, match="was made by another user"):
+            enter_users_folder(everybodys / "work")
+        (everybodys / "work").rmdir()
+        with pytest.raises(FileNotFoundError):
+            enter_users_folder(everybodys / "work")
+        assert os.getcwd() == str(everybodys / "moved")
+    finally:
+        os.chdir(before)
+
+
+def test_number_of_all_who_are_outside_of_a_namespace_is_not_taken_for_root(
+    everybodys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root outside has it, but so have all others: among everybody's folders it is nobody's that can be believed."""
+    monkeypatch.setattr(guarded, "_trusted_users", lambda: {0, os.getuid(), _UID})
+    (everybodys / "work").mkdir()
+    _theirs(everybodys / "work")
+    with pytest.raises(PermissionError, match="was made by another user"):
+        make_users_folder(everybodys / "work")
+    assert find_guest_parent(everybodys / "work" / "x") == everybodys / "work"
+    assert not can_others_write((everybodys / "work").stat(), everybodys / "work")
 
 
 @pytest.fixture

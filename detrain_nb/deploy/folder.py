@@ -179,9 +179,7 @@ def _walk(top: str, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]
         entries = _scan(folder)
         entries_seen += len(entries)
         if entries_seen > _MOST_ENTRIES:
-            raise SpecError(
-                f"the folder {top} has more than {_MOST_ENTRIES} files: work in a smaller one, {_WAYS_OUT}"
-            )
+            raise SpecError(f"the folder {top} has more than {_MOST_ENTRIES} files: work in a smaller one, {_WAYS_OUT}")
         rules = extend(folder.rules, folder.path, above + folder.prefix, {entry.name for entry in entries})
         for entry in entries:
             name = folder.prefix + entry.name

@@ -8,8 +8,10 @@ import os
 import signal
 import sys
 from io import BufferedReader
+from pathlib import Path
 from typing import Any, cast
 
+from ..guarded import refuse_squatted
 from .arrivals import TreeWriter, receive_tree
 from .sync import sync
 from .talk import Failed, FilesError, Talk, reason_of
@@ -47,7 +49,14 @@ def _say_last(talk: Talk, text: str) -> None:
 
 
 def _expand(order: dict[str, Any], path: str) -> str:
-    """A path that was not given in full is one of the folder that the ranks start in."""
+    """A path that was not given in full is one of the folder that the ranks start in. Raises: FilesError."""
+    if order["base"]:
+        try:  # it was made for the session; others may have put another one in its place
+            refuse_squatted(Path(os.path.expanduser(order["base"])))
+        except PermissionError as exc:
+            raise FilesError(f"the work folder cannot be used: {exc}") from exc
+        except OSError:
+            pass  # what comes next says it
     return os.path.abspath(os.path.join(os.path.expanduser(order["base"] or "~"), os.path.expanduser(path)))
 
 

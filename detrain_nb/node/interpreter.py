@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from .. import values
 from ..errors import DetrainError, SessionError
+from ..guarded import enter_users_folder
 from ..launch import RankConfig
 from ..wire import (
     MAX_HEADER_BYTES,
@@ -129,7 +130,10 @@ class _Interpreter:
         self._interrupts.install()
         sys.argv = [""]  # as in any Python that nobody gave a script: a parser takes no option of the launcher
         session_folder = Path.cwd()
-        os.chdir(config.folder)
+        if config.is_work_folder:
+            enter_users_folder(Path(config.folder))
+        else:
+            os.chdir(config.folder)
         others = [path for path in sys.path if path not in ("", config.folder)]
         sys.path[:] = [config.folder, "", *others]  # and, as in a notebook, the folder that %cd went to
         self._device = self._set_device()

@@ -94,6 +94,7 @@ class RankStart:
             threads=threads,
             group_timeout_s=self.group_timeout_s,
             is_only_node=len(plan.nodes) == 1,
+            is_work_folder=not transport.is_this_machine,
         )
         launch = launch_node(
             plan,

@@ -11,6 +11,7 @@ import binascii
 import fnmatch
 import hashlib
 import hmac
+import os
 import shlex
 import struct
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HostKeyError, TransportError
+from ..guarded import can_others_write, describe
 
 __all__ = ["KnownHosts", "fingerprint"]
 
@@ -114,11 +116,18 @@ class _Line:
 
 def _read_lines(path: Path) -> Iterator[_Line]:
     try:
-        text = path.read_bytes().decode(errors="replace")
+        with path.open("rb") as file:
+            is_theirs = can_others_write(os.fstat(file.fileno()), file.fileno())
+            text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return
     except OSError as exc:
         raise TransportError(f"the known host keys in {path} cannot be read: {exc.strerror or exc}") from exc
+    if is_theirs and path.parent == Path.home() / ".ssh":  # another one the user has named
+        raise TransportError(
+            f"others can write {describe(path)}, which says which keys hosts have: chmod go-w {_quote_path(path)}, and "
+            "make it yours if it is another user's, or set HOME to your home"
+        )
     for number, written in enumerate(text.split("\n"), 1):
         if line := _parse_line(path, number, written):
             yield line

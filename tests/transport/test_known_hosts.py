@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import os
 import shlex
 import struct
 import subprocess
@@ -240,3 +241,23 @@ def test_nothing_is_written(tmp_path: Path) -> None:
 def test_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="cannot be read: Is a directory"):
         KnownHosts.read([tmp_path])
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("change", ["owner", "mode"])
+def test_user_s_file_that_others_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """HOME may be that of another user, as after sudo -E: ssh does not go by it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    read(tmp_path / ".ssh", f"gpu1 {write_key(ED25519)}")
+    (tmp_path / ".ssh" / "known_hosts").chmod(0o646) if change == "mode" else os.chown(
+        tmp_path / ".ssh" / "known_hosts", 12345, 12345
+    )
+    with pytest.raises(
+        TransportError, match=r"others can write .*known_hosts \(mode 0\d+, uid \d+\), which says which"
+    ):
+        KnownHosts.read([tmp_path / ".ssh" / "known_hosts"])
+    os.rename(tmp_path / ".ssh", tmp_path / "colleague's")  # one that the user names in the config is the user's choice
+    KnownHosts.read([tmp_path / "colleague's" / "known_hosts"]).check("gpu1", 22, ED25519, make_blob(ED25519))
