@@ -305,8 +305,10 @@ def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True) -> Ite
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write text to ``path`` as `whole_file` does, with the mode of the file that is there. Raises: OSError."""
+    """Write text to ``path`` as `whole_file` does, with the mode of the user's file that is there. Raises: OSError."""
     with whole_file(path) as file:
-        if hasattr(os, "fchmod") and path.is_file() and not path.is_symlink():
-            os.fchmod(file.fileno(), stat.S_IMODE(path.lstat().st_mode))
+        with contextlib.suppress(FileNotFoundError):
+            state = path.lstat()
+            if stat.S_ISREG(state.st_mode) and hasattr(os, "fchmod") and state.st_uid == os.geteuid():
+                os.fchmod(file.fileno(), stat.S_IMODE(state.st_mode))
         file.write(text.encode("utf-8"))

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import signal
+import stat
 import sys
 from pathlib import Path
 
@@ -73,10 +74,28 @@ def _list_sessions(args: argparse.Namespace) -> int:
     return 0
 
 
+def _is_kept(path: Path) -> bool:
+    """It is another user's, in a folder where only its owner can replace it, as in /tmp."""
+    try:
+        state, folder = path.lstat(), path.parent.stat()
+    except OSError:
+        return False
+    return (
+        bool(folder.st_mode & stat.S_ISVTX)
+        and os.name == "posix"
+        and os.geteuid()
+        not in (
+            0,
+            state.st_uid,
+            folder.st_uid,
+        )
+    )
+
+
 def _run(args: argparse.Namespace) -> int:
     notebook = read_notebook(args.notebook, is_any_kernel=args.kernel is not None)
     output: Path = args.output or args.notebook.with_name(f"{args.notebook.stem}.executed.ipynb")
-    if not (output.parent.is_dir() and os.access(output.parent, os.W_OK)) or output.is_dir():
+    if not (output.parent.is_dir() and os.access(output.parent, os.W_OK)) or output.is_dir() or _is_kept(output):
         raise SpecError(f"{output}: cannot be written: give another place with --output")
     run = NotebookRun(
         notebook,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,11 +51,24 @@ def read_notebook(path: Path, *, is_any_kernel: bool) -> NotebookNode:
 def save(notebook: NotebookNode, output: Path) -> None:
     import nbformat
 
+    text = nbformat.writes(_joined_streams(notebook))  # type: ignore[no-untyped-call]
+    text = text if text.endswith("\n") else f"{text}\n"
     try:
-        text = nbformat.writes(_joined_streams(notebook))  # type: ignore[no-untyped-call]
-        replace_file(output, text if text.endswith("\n") else f"{text}\n")
+        replace_file(output, text)
     except OSError as exc:
-        raise DetrainError(f"{output}: the executed notebook cannot be written: {exc.strerror}") from exc
+        wrong = f"{output}: the executed notebook cannot be written: {exc.strerror}"
+        raise DetrainError(f"{wrong}{_keep_elsewhere(text, output.stem)}") from exc
+
+
+def _keep_elsewhere(text: str, stem: str) -> str:
+    """The cells have run, and may have taken hours. Says where the text is."""
+    try:
+        handle, path = tempfile.mkstemp(prefix=f"{stem[:100]}-", suffix=".ipynb")
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError:
+        return ""
+    return f"; it is in {path}"
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:

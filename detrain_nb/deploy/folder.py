@@ -7,6 +7,7 @@ well, up to the top of its repository, unless they leave out the folder itself.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -136,7 +137,7 @@ def pack(root: str | os.PathLike[str], manifest: Manifest, names: Iterable[str])
                 mode = os.fstat(file.fileno()).st_mode
                 if mode & 0o100:
                     executable.add(name)
-                if is_owners_alone(mode):
+                if is_owners_alone(mode) or _is_in_private_folder(os.path.dirname(_path_of(file)), top):
                     private.add(name)
         except (FileNotFoundError, NotADirectoryError):
             continue
@@ -149,6 +150,16 @@ def _path_of(file: IO[bytes]) -> str:
     """Where the file is that was opened, whatever has its name now; on systems without /proc, where its name leads."""
     link = f"/proc/self/fd/{file.fileno()}"
     return os.readlink(link) if os.path.exists("/proc/self/fd") else os.path.realpath(file.name)
+
+
+def _is_in_private_folder(folder: str, top: str) -> bool:
+    """Below ``top``, which ends with a slash, one on the way is its owner's alone."""
+    while folder.startswith(top):
+        with contextlib.suppress(OSError):
+            if is_owners_alone(os.stat(folder).st_mode):
+                return True
+        folder = os.path.dirname(folder)
+    return False
 
 
 def _digest(path: str, _size: int, _mtime_ns: int, _ctime_ns: int, _inode: int) -> str:

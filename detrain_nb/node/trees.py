@@ -78,6 +78,12 @@ class Tree:
         if is_owners_alone(status.st_mode):
             self.private_folders.add(folder)
 
+    def is_private(self, file: File) -> bool:
+        """Nobody else could read it, by its own mode or by that of a folder: it may come into one that is there."""
+        parts = file.name.split("/")
+        above = ("/".join(parts[:end]) for end in range(1, len(parts)))
+        return file.is_private or (bool(self.private_folders) and not self.private_folders.isdisjoint(above))
+
 
 def is_owners_alone(mode: int) -> bool:
     """Nobody but its owner can do anything with it."""
@@ -209,7 +215,7 @@ def send_tree(
                 raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
             before = progress.size
             staged = bulk(file) if file.size >= BULK_BYTES else None
-            modes = {"executable": file.is_executable, "private": file.is_private}
+            modes = {"executable": file.is_executable, "private": tree.is_private(file)}
             talk.say("file", name=file.name, size=file.size, **modes, staged=staged)
             if staged is None:
                 progress.be_at(before)  # what went another way in vain

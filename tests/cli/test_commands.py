@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 from detrain_nb import Session, __version__
+from detrain_nb.cli.commands import main
 from detrain_nb.cli.terminal import Terminal
 
 COMMAND = str(Path(sys.executable).with_name("detrain-nb"))
@@ -162,6 +163,31 @@ def test_executed_notebook_replaces_what_stands_in_its_place(place: Place, plant
     assert private.read_text() == "my only copy"
     assert not list(place.folder.glob(".*"))
     executed.unlink()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_executed_notebook_has_no_mode_of_another_user_s(place: Place) -> None:
+    executed = place.folder / "story.executed.ipynb"
+    executed.write_text("{}")
+    executed.chmod(0o666)
+    os.chown(executed, 12345, 12345)
+    assert place.run("run", place.write("1 + 1"))[0] == 0
+    assert executed.stat().st_mode & 0o022 == 0
+    executed.unlink()
+
+
+def test_place_of_the_executed_notebook_that_is_another_user_s_is_told_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder like /tmp nobody but its owner can replace a file."""
+    nbformat.write(nbformat.v4.new_notebook(), tmp_path / "story.ipynb")
+    (tmp_path / "story.executed.ipynb").write_text("theirs")
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        assert main(["run", str(tmp_path / "story.ipynb")]) == 2
+    assert "story.executed.ipynb: cannot be written: give another place with --output" in told.getvalue()
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -172,6 +172,7 @@ def test_what_only_its_owner_could_read_stays_so(where: str, testbed: Testbed, t
         get(node, f"{target}/tree", tmp_path / "back")
     finally:
         testbed.exec("h0", f"rm -r {target}")
+    modes["inner/open"] = 0o600  # nobody else came so far; it may come into a folder that others can enter
     assert {name: (tmp_path / "back" / "tree" / name).stat().st_mode & 0o777 for name in modes} == modes
 
 
@@ -458,6 +459,21 @@ def test_other_folder_of_the_user_is_not_taken_for_the_staging_folder(
         pass
     [there] = tmp_path.glob(".detrain_nb-*")
     assert there.stat().st_mode & 0o777 == 0o775 and not list(there.iterdir())
+
+
+def test_file_of_a_folder_that_only_its_owner_could_enter_stays_private(tmp_path: Path) -> None:
+    """Where others have made that folder before, its files come into theirs."""
+    (tmp_path / "keys" / "inner").mkdir(parents=True)
+    for name in ("keys/inner/a.txt", "keys/b.txt"):
+        (tmp_path / name).write_text("key")
+    (tmp_path / "keys").chmod(0o700)
+    (tmp_path / "base" / "keys").mkdir(parents=True)
+    (tmp_path / "base" / "keys").chmod(0o777)
+    get(LocalTransport(), str(tmp_path / "keys"), tmp_path / "base")
+    put(LocalTransport(), tmp_path / "keys", str(tmp_path / "new"))
+    for base in ("base", "new"):
+        for name in ("keys/inner/a.txt", "keys/b.txt"):
+            assert (tmp_path / base / name).stat().st_mode & 0o777 == 0o600
 
 
 def test_what_only_its_owner_may_read_is_so_from_its_first_byte(tmp_path: Path) -> None:

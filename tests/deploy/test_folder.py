@@ -329,6 +329,17 @@ def test_what_stands_in_the_place_of_a_listed_file_is_not_read(tmp_path: Path) -
         pack(root, manifest, manifest)
 
 
+def test_file_of_a_folder_that_only_its_owner_could_enter_travels_as_private(tmp_path: Path) -> None:
+    root = _plant(tmp_path / "root", {"keys/inner/a.txt": "", "open/b.txt": ""})
+    (root / "keys").chmod(0o700)
+    (root / "link.txt").symlink_to("keys/inner/a.txt")
+    root.chmod(0o700)  # the work folder has its own mode
+    manifest = list_folder(root)
+    with zipfile.ZipFile(io.BytesIO(pack(root, manifest, manifest))) as packed:
+        modes = {info.filename: info.external_attr >> 16 & 0o077 for info in packed.infolist()}
+    assert {name for name, mode in modes.items() if not mode} == {"keys/inner/a.txt", "link.txt"}
+
+
 def test_packed_files_are_what_was_there(tmp_path: Path) -> None:
     modes = {"a/b.py": 0o755, "c": 0o644, "own": 0o600, "own.sh": 0o700}
     _plant(tmp_path, {"a/b.py": "1", "c": b"\0\xff" * 1000, "gone": "", "own": "", "own.sh": ""})
