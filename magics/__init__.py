@@ -15,6 +15,7 @@ from .notebook import on_shutdown
 
 __all__ = ["DistributedMagics", "current_session", "load_ipython_extension", "unload_ipython_extension"]
 
+_UNLOADED = "detrain_nb_unloaded"  # the same, after %unload_ext
 _MAGICS = "detrain_nb_magics"  # where the notebook's magics are found again, as an attribute of its IPython
 
 
@@ -31,10 +32,10 @@ def current_session() -> Session:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Register the magics; loading twice keeps the session that runs."""
+    """Register the magics; loading twice keeps the session that runs, and so does ``%reload_ext``."""
     if hasattr(ipython, _MAGICS):
         return
-    magics = DistributedMagics(ipython)
+    magics: DistributedMagics = ipython.__dict__.pop(_UNLOADED, None) or DistributedMagics(ipython)
     ipython.register_magics(magics)
     holder = magics.holder
     undo = [
@@ -49,11 +50,15 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """End the session and take the magics away."""
+    """Take the magics away. The session stays for who loads them again, and ends with this process."""
     magics, undo = ipython.__dict__.pop(_MAGICS, (None, []))
     if magics is None:
         return
-    magics.holder.end_own()
+    setattr(ipython, _UNLOADED, magics)
+    if magics.session is not None:
+        print(
+            "the session goes on: %load_ext detrain_nb has it again; it ends with this kernel, or by %distributed stop"
+        )
     for act in undo:
         act()
     for kind, names in magics.magics.items():

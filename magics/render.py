@@ -81,6 +81,7 @@ class LiveCell:
         self._turns: dict[int, tuple[int, str]] = {}  # of each rank's streams: how many so far, and whose it is
         self._blocks: dict[tuple[int, str], list[str]] = {}  # what is drawn there
         self._displays: dict[int, dict[str, tuple[str, Rich]]] = {rank: {} for rank in ranks}
+        self._to_be_cleared: set[int] = set()  # ranks that have something to show first
         self._num_displays = 0
         self._standing: dict[str, int] = {}  # ids of displays that the screen can redraw alone: 2 below a label, or 1
         self._notices: list[Item] = []  # they stand above all that ranks say
@@ -104,6 +105,7 @@ class LiveCell:
         with self._lock:
             if rank not in self._transcripts:
                 return
+            self._clear_now(rank)
             terminal = self._terminals[rank, stream]
             fed = terminal.feed(text, turn=self._turn_of(rank, stream))
             self._fed_at[rank, stream] = time.monotonic()
@@ -126,6 +128,7 @@ class LiveCell:
             if is_update and display_id in self._displays[rank]:
                 self._redraw(rank, display_id, rich)
                 return  # one that is not known, of an earlier cell or kernel, is shown here
+            self._clear_now(rank)
             for stream in _STREAMS:
                 self._keep(rank, stream, self._terminals[rank, stream].settle())
             if self._options.is_kept and not self._transcripts[rank].add_rich(rich):
@@ -166,19 +169,29 @@ class LiveCell:
         return rich_items({rank: rich.bundle}, is_merging=False, nodes=self._nodes)
 
     def clear(self, rank: int, wait: bool) -> None:
+        """Take back what the rank has shown; with ``wait``, when it shows the next: the last frame of a loop stays."""
         with self._lock:
             if rank not in self._transcripts or not self._options.is_kept:
                 return
-            self._transcripts[rank].clear()
-            self._num_displays -= len(self._displays[rank])
-            for own_id, _ in self._displays[rank].values():
-                self._standing.pop(own_id, None)
-            self._displays[rank].clear()
-            for stream in _STREAMS:
-                self._terminals[rank, stream].end()
-                self._blocks.pop((rank, stream), None)
-            if self._can_clear:
-                self._invalidate()
+            self._to_be_cleared.add(rank)
+            if not wait:
+                self._clear_now(rank)
+
+    def _clear_now(self, rank: int) -> None:
+        """Where that was waited for, and is to be."""
+        if rank not in self._to_be_cleared:
+            return
+        self._to_be_cleared.discard(rank)
+        self._transcripts[rank].clear()
+        self._num_displays -= len(self._displays[rank])
+        for own_id, _ in self._displays[rank].values():
+            self._standing.pop(own_id, None)
+        self._displays[rank].clear()
+        for stream in _STREAMS:
+            self._terminals[rank, stream].end()
+            self._blocks.pop((rank, stream), None)
+        if self._can_clear:
+            self._invalidate()
 
     def waiting(self, text: str) -> None:
         with self._lock:
@@ -208,6 +221,8 @@ class LiveCell:
     def finish(self, values: dict[int, Bundle]) -> None:
         """Bring the cell into its canonical form, with the values of its last expression by rank."""
         with self._lock:
+            for rank in values.keys() & self._to_be_cleared:
+                self._clear_now(rank)
             self._end_terminals()
             items = self._canonical(self._transcripts)
             shown = sorted(values)[:1] if self._options.merge == "rank0" else sorted(values)
@@ -216,6 +231,11 @@ class LiveCell:
             values_shown = rich_items(bundles, is_merging=is_merging, nodes=self._nodes)
             items = joined([*self._notices, *items, *values_shown])
             if not self._options.is_quiet:
+                if self._is_drawing and self._lines_not_shown and not self._screen.can_clear:
+                    more = counted_more(self._lines_not_shown, "line")
+                    self._show_live(
+                        Text("stdout", f"... {more}, read them with %distributed log --cell {self._cell} ...\n")
+                    )
                 has_changed = self._is_outdated or self._is_redrawn and bool(self._shown)
                 rest = None if has_changed else _rest(joined(self._shown), items)
                 if self._screen.settle(items, rest):
@@ -271,6 +291,10 @@ class LiveCell:
         if not lines or self._options.merge == "rank0" and rank != min(self._transcripts):
             return
         count = self._fitting(lines)
+        if count < len(lines) and self._is_finished and not self._lines_not_shown:
+            self._show_live(
+                Text("stdout", f"... what comes now is not shown: read it with {self._how_to_read(rank)} ...\n")
+            )
         for kind, some in by_stream(stream, lines[:count]):
             self._show_live(Text(shown_stream(kind), prefixed_lines(rank, some, self._nodes)))
         self._lines_not_shown += len(lines) - count
@@ -359,8 +383,11 @@ class LiveCell:
         prefix = label([source[0]], self._nodes)
         return [f"{prefix} {line[:_DRAWN_CHARS]}" for line in block]
 
+    def _how_to_read(self, rank: int) -> str:
+        return f"%distributed log --cell {self._cell} --rank {rank}"
+
     def _canonical(self, transcripts: dict[int, Transcript], effort: Effort | None = None) -> list[Item]:
-        how_to_read = {rank: f"%distributed log --cell {self._cell} --rank {rank}" for rank in self._transcripts}
+        how_to_read = {rank: self._how_to_read(rank) for rank in self._transcripts}
         return canonical(
             transcripts, merge=self._options.merge, how_to_read=how_to_read, nodes=self._nodes, effort=effort
         )

@@ -85,11 +85,16 @@ class Screen(Protocol):
 class KernelScreen:
     """The output of the notebook cell that runs now: make it in the main thread, inside the cell."""
 
-    can_clear = True
-
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._parent = kernel.get_parent("shell")
+        code = self._parent.get("content", {}).get("code", "%%")
+        # else the cell may have shown something else before, as with %run or in a loop
+        self.can_clear = code.lstrip().startswith(("%%", "%distributed"))
+        if not self.can_clear:
+            with contextlib.suppress(Exception):  # a cell may have put anything there
+                sys.stdout.flush()
+                sys.stderr.flush()
         self._is_served = "JPY_SESSION_NAME" in os.environ
         self._changed = threading.Condition()
         self._waiting: list[tuple[str, dict[str, Any]]] = []
@@ -149,6 +154,10 @@ class KernelScreen:
         self._start()
 
     def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
+        if not self.can_clear:
+            for item in rest or ():
+                self.show(item)
+            return False
         with self._changed:
             is_anew = rest is None or bool(self._transient_id) or self._would_be_stored_otherwise(items, rest)
             if is_anew:
@@ -233,7 +242,7 @@ class KernelScreen:
 
     def _take_waiting(self) -> tuple[list[tuple[str, dict[str, Any]]], int]:
         """What is to be sent now, and up to which count that is all; lines that are redrawn stay below all others."""
-        batch, above = _merged(self._waiting), self._texts
+        batch, above = _merged(self._waiting), self._texts if self.can_clear else None
         if batch and self._transient_id and above is not None and _are_texts(batch) and not self._is_closed:
             gap_s = _LONGEST_FRAME_S + _count_chars(above) / _MOVED_CHARS_PER_S
             if time.monotonic() - self._moved_at < gap_s:

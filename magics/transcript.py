@@ -362,10 +362,7 @@ def label(ranks: Sequence[int], nodes: Nodes) -> str:
 
 def by_stream(stream: str, lines: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Lines that a rank wrote to ``stream``; those of stderr on which it has drawn as a stream of their own."""
-    if stream == "stdout":
-        yield stream, lines
-        return
-    for is_drawn, run in itertools.groupby(lines, key=lambda line: isinstance(line, Drawn)):
+    for is_drawn, run in itertools.groupby(lines, key=lambda line: stream == "stderr" and isinstance(line, Drawn)):
         yield "drawn" if is_drawn else stream, list(run)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import pickle
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from .. import values
 from ..errors import DetrainError, SessionError, ValueNotSupported
+from .stale import loaded_kinds
 
 _PIECE_BYTES = 64 << 20
 _PROBLEM, _VALUES, _PICKLE = range(3)  # what is sent: why nothing is, a description and its buffers, or a pickle
@@ -178,11 +181,33 @@ def _moved(value: Any, device: torch.device) -> Any:
     return type(value)(_moved(item, device) for item in value) if isinstance(value, (list, tuple)) else value
 
 
+class _OfOneRank(Exception):
+    """What is another on each rank: a part of a tensor, a model in parts, a mesh, a group."""
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, loaded_kinds()):
+            raise _OfOneRank(type(value).__name__)
+        return NotImplemented
+
+
+_PICKLING = types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)  # what torch.save takes for a module
+
+
 def _pickled(variables: dict[str, Any]) -> bytes:
-    """Raises: SessionError naming the variable that cannot be pickled."""
+    """Raises: SessionError naming the variable that cannot be pickled, or would be wrong elsewhere."""
     buffer = io.BytesIO()
     try:
-        torch.save(variables, buffer)
+        torch.save(variables, buffer, pickle_module=_PICKLING)
+    except _OfOneRank as exc:
+        name = next((name for name, value in variables.items() if not _can_pickle(value)), ", ".join(variables))
+        what = "is" if type(variables.get(name)).__name__ == str(exc) else "holds"
+        raise SessionError(
+            f"{name} {what} a {exc}, which is another on each rank: its part would take the place of theirs. Send "
+            "tensor.full_tensor(), or what get_model_state_dict(options=StateDictOptions(full_state_dict=True)) gives; "
+            "or save on all ranks and load there (detrain_nb.training.save, load)"
+        ) from None
     except Exception as exc:
         name = next((name for name, value in variables.items() if not _can_pickle(value)), ", ".join(variables))
         deep = " (it is nested too deep)" if isinstance(exc, RecursionError) else ""
@@ -192,7 +217,7 @@ def _pickled(variables: dict[str, Any]) -> bytes:
 
 def _can_pickle(value: object) -> bool:
     try:
-        torch.save(value, io.BytesIO())
+        torch.save(value, io.BytesIO(), pickle_module=_PICKLING)
     except Exception:  # noqa: BLE001  whatever a user's __reduce__ raises
         return False
     return True

@@ -140,6 +140,12 @@ class CellRunner(InteractiveShell):
         runner.screen = screen
         runner.cell_value = {}
         runner._usual_cleanups = len(runner.input_transformers_cleanup)
+        for prompt in (
+            "ps1",
+            "ps2",
+            "ps3",
+        ):  # libraries take them for somebody who answers, and Lightning trains not then
+            sys.__dict__.pop(prompt, None)
         warnings.filterwarnings("ignore", _EXIT_ADVICE)
         for trap in (runner.builtin_trap, runner.display_trap):
             trap.__enter__()  # set once: nobody else uses this process, and each cell would set and unset them

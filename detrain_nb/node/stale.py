@@ -45,7 +45,7 @@ class StaleVariables:
 
     def note(self, namespace: Mapping[Any, object]) -> list[str]:
         """All groups have ended: remember and return the names of what held one. For one thread only."""
-        kinds = _loaded_kinds()
+        kinds = loaded_kinds()
         names = []
         self._known = _alive(self._known)
         for name, value in list(namespace.items()):
@@ -143,7 +143,7 @@ def _short(text: str) -> str:
     return _PLACE.sub("", text).strip().partition(". ")[0].partition("\n")[0]
 
 
-def _loaded_kinds() -> tuple[type, ...]:
+def loaded_kinds() -> tuple[type, ...]:
     """The kinds that a cell can have made: those whose module somebody has imported."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in _KINDS)
     return tuple(kind for kind in found if isinstance(kind, type))

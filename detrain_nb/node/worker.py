@@ -59,6 +59,8 @@ from .processes import (
 
 _PIPE_BYTES = 1 << 20
 _SMALL_READ_BYTES = 1 << 16
+# A rank that prints line after line: each read would be a message of a few bytes, and the notebook falls far behind.
+_FEW_READS, _FEW_BYTES, _GATHER_S = 100, 1 << 14, 0.005
 _FULL_BYTES = 16 << 20  # above this the ranks wait in their print until the agent has taken some
 _LEAVE_LIMIT_S = 1.0
 _STDERR_TAIL_BYTES = 4000
@@ -129,6 +131,8 @@ class _Worker:
         self._loop = Loop()
         self._is_holding_back = False
         self._read_bytes = _SMALL_READ_BYTES
+        self._reads_of = ("", 0)  # of which stream the last reads were, and how many of a few bytes in a row
+        self._gathering: tuple[int, float] | None = None  # what is not read before when
         self._incarnations = 0
         self._ends: list[float] = []  # when interpreters ended since a cell ended last
         self._child_ended = watch_children()
@@ -148,9 +152,10 @@ class _Worker:
         self._leave()
 
     def _wait_once(self) -> None:
-        answer_at = self._interpreter.locator.answer_at
-        self._loop.once(None if answer_at is None else max(0.0, answer_at - time.monotonic()))
+        due = [at for at in (self._interpreter.locator.answer_at, self._gathering and self._gathering[1]) if at]
+        self._loop.once(max(0.0, min(due) - time.monotonic()) if due else None)
         self._answer()
+        self._end_gathering()
         self._hold_back()
 
     def _hold_back(self) -> None:
@@ -161,7 +166,21 @@ class _Worker:
         if is_full != self._is_holding_back:
             self._is_holding_back = is_full
             for source in interpreter.sources:
-                self._loop.pause(source, is_full)
+                self._loop.pause(source, is_full or source == (self._gathering and self._gathering[0]))
+
+    def _gather(self, name: str, fd: int, num_bytes: int) -> None:
+        """Let more come together before the next read, after many that brought little; not where streams take turns:
+        the rank waits then until what it wrote has been read."""
+        of, count = self._reads_of
+        self._reads_of = (name, count + 1 if of == name and num_bytes < _FEW_BYTES else 0)
+        if self._reads_of[1] > _FEW_READS and self._gathering is None:
+            self._gathering = fd, time.monotonic() + _GATHER_S
+            self._loop.pause(fd, True)
+
+    def _end_gathering(self) -> None:
+        if self._gathering and time.monotonic() >= self._gathering[1]:
+            self._loop.pause(self._gathering[0], self._is_holding_back)
+            self._gathering = None
 
     # ---- the interpreter's process
 
@@ -229,6 +248,7 @@ class _Worker:
             self._loop.add(fd, functools.partial(self._read_output, name, fd))
 
     def _unwatch(self, interpreter: _Interpreter) -> None:
+        self._gathering = None
         for source in (*interpreter.sources, interpreter.control, interpreter.where):
             self._loop.remove(source)
 
@@ -420,6 +440,7 @@ class _Worker:
         if name == "stderr":
             self._interpreter.stderr_tail = (self._interpreter.stderr_tail + data)[-_STDERR_TAIL_BYTES:]
         self._agent.send(Output(self._rank, self._interpreter.cell, name, data))
+        self._gather(name, fd, len(data))
 
     # ---- where the rank is
 

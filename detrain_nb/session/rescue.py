@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..errors import format_ranks, short_ranks
 from ..wire import Interrupt, Position, Replace
@@ -30,6 +30,8 @@ REPLACE_LIMIT_S = 3.0
 FREE_LIMIT_S = 5.0  # how long ranks that were freed may take to end a cell that nobody has stopped
 AFTER_DEATH_S = 0.1  # how long ranks may go on by themselves when one was lost
 _PRESSES = 3
+# A stop meets each rank at another line: one may have taken the optimizer's step, and another not.
+_MAY_BE_APART = "replicas of a model may be a step apart: %broadcast MODEL,OPTIMIZER makes them the same"
 _GOES_ON = "%distributed interrupt stops that"
 
 
@@ -47,13 +49,13 @@ class Rescue:
 
         Pressed again, now or when this has returned, it does more.
         """
-        story = _Story(run)
+        story = self._begin(run)
         self._press_until_it_ends(story)
         return self._end_of(story)
 
     def free(self, run: CellRun) -> str:
         """The same where nobody has pressed: ranks that come free are given time to end the cell."""
-        story = _Story(run)
+        story = self._begin(run)
         try:
             self._press(1, story)
             if not run.wait(FREE_LIMIT_S) and not run.is_over:
@@ -62,6 +64,9 @@ class Rescue:
         except KeyboardInterrupt:  # now somebody has
             self._press_until_it_ends(story)
         return self._end_of(story)
+
+    def _begin(self, run: CellRun) -> _Story:
+        return _Story(run, is_reachable=self._ranks.is_reachable)
 
     def _press_until_it_ends(self, story: _Story) -> None:
         run = story.run
@@ -118,7 +123,7 @@ class Rescue:
 
     def after_failure(self, run: CellRun) -> str:
         """``run`` has not ended well: what the user has to know of its process groups, in words, or nothing."""
-        story = _Story(run)
+        story = self._begin(run)
         with contextlib.suppress(KeyboardInterrupt):  # it has ended
             self._end_what_is_out_of_step(story)
         return story.told_of_groups()
@@ -130,7 +135,7 @@ class Rescue:
         """
         words = ""
         unfinished, self._unfinished = self._unfinished, []
-        for story in map(_Story, unfinished):
+        for story in map(self._begin, unfinished):
             self._end_what_is_out_of_step(story)
             words = words or story.told_of_groups()
         return words
@@ -140,7 +145,7 @@ class Rescue:
         if run.is_over:
             return
         with contextlib.suppress(KeyboardInterrupt):  # it is under way
-            self._free(_Story(run))
+            self._free(self._begin(run))
             run.wait(AFTER_DEATH_S)
         with contextlib.suppress(KeyboardInterrupt):
             self._interrupt(run)
@@ -242,8 +247,9 @@ class Rescue:
 class _Story:
     """What was seen and done while a cell was stopped."""
 
-    def __init__(self, run: CellRun) -> None:
+    def __init__(self, run: CellRun, *, is_reachable: Callable[[int], bool]) -> None:
         self.run = run
+        self._is_reachable = is_reachable
         self.verdicts: dict[int, Verdict] = {}
         self.freed: dict[int, Verdict] = {}
         self.mismatch = ""
@@ -266,6 +272,8 @@ class _Story:
             lines.append(self.describe_left())
         elif not self.replaced and not self.run.lost:
             lines.append("all ranks stopped and kept their variables")
+            if self.run.is_collective and len(self.run.ranks) > 1:
+                lines.append(_MAY_BE_APART)
         if self.has_ended_generation:
             lines.append(self.told_of_groups())
         return "\n".join(lines)
@@ -278,11 +286,21 @@ class _Story:
 
     def describe_left(self) -> str:
         """The ranks that still run the cell, where they are, and what can be done."""
-        left = self.run.running
+        away = [rank for rank in self.run.running if not self._is_reachable(rank)]
+        left = [rank for rank in self.run.running if rank not in away]
+        if away:
+            _, _, their, _ = _pronouns(away)
+            words = f"{format_ranks(away)}: no connection to {their} node, the stop comes there when there is one again"
+            return f"{words}\n{self._describe_there(left)}" if left else words
+        return self._describe_there(left)
+
+    def _describe_there(self, left: Sequence[int]) -> str:
         verdicts = [self.verdicts[rank] for rank in left if rank in self.verdicts]
         unseen = [rank for rank in left if rank not in self.verdicts]
         seconds = max((verdict.evidence.seconds for verdict in verdicts), default=0.0)
         what = describe_wait(verdicts) or f"{format_ranks(unseen)} did not answer"
+        if verdicts and all(verdict.kind == "no answer" for verdict in verdicts):
+            return f"{what}: the node is busy, or what {format_ranks(left)} printed is still on its way"
         stopped = [verdict.rank for verdict in verdicts if verdict.kind == "stopped"]
         is_in_python = verdicts and not any(verdict.kind == "computes" for verdict in verdicts)
         they, them, their, s = _pronouns(left)

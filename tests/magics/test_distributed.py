@@ -478,6 +478,9 @@ def test_extension_unloads_and_loads_again(start_kernel: Any) -> None:
     assert kernel.run("%unload_ext detrain_nb").status == "ok"
     assert "not found" in kernel.run("%distributed status").error
     assert kernel.run("%load_ext detrain_nb\n%distributed list").status == "ok"
+    kernel.run("%%distributed\nkept = 5")
+    assert "the session goes on" in kernel.run("%reload_ext detrain_nb").text()
+    assert kernel.run("%%distributed\nkept").status == "ok"
 
 
 # ---- what other tools of IPython do with a cell

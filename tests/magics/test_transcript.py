@@ -272,9 +272,10 @@ def _standing(sent: list[dict[str, Any]]) -> str:
     return "".join(texts)
 
 
-def _screen_into(sent: list[dict[str, Any]]) -> KernelScreen:
+def _screen_into(sent: list[dict[str, Any]], *, code: str = "%%distributed") -> KernelScreen:
     session = SimpleNamespace(send=lambda _, kind, content, **__: sent.append({"kind": kind, **content}))
-    return KernelScreen(SimpleNamespace(get_parent=lambda _: {}, iopub_socket=None, session=session))
+    parent = {"content": {"code": code}}
+    return KernelScreen(SimpleNamespace(get_parent=lambda _: parent, iopub_socket=None, session=session))
 
 
 def test_cell_that_is_cleared_all_the_time_is_put_together_anew_only_when_something_is_sent(
@@ -301,9 +302,50 @@ def test_cell_that_is_cleared_all_the_time_is_put_together_anew_only_when_someth
     assert cell.checkpoint()()
     assert _standing(sent) == "told 0\ntold 1000\n[0] first\n[1] step 1999\n"
     cell.output(1, "stdout", "more\n")
-    cell.clear(1, True)
+    cell.clear(1, False)
     cell.finish({})
     assert _standing(sent) == "told 0\ntold 1000\n[0] first\n"
+
+
+def test_what_is_cleared_when_the_next_comes_stays_where_none_comes() -> None:
+    """The last frame of a loop that shows, then clears: as in any cell."""
+    sent: list[dict[str, Any]] = []
+    cell = LiveCell(_screen_into(sent), (0, 1), 1, RenderOptions())
+    for step in range(3):
+        for rank in (0, 1):
+            cell.display(rank, {"text/plain": f"frame {step}"}, "", False)
+            cell.clear(rank, True)
+    cell.finish({1: {"text/plain": "value"}})
+    assert _standing(sent) == "[0] frame 2[1] value"
+
+
+def test_pieces_for_which_there_is_no_room_are_no_blank_lines() -> None:
+    sent: list[dict[str, Any]] = []
+    cell = LiveCell(_screen_into(sent), (0,), 7, RenderOptions(max_lines=10))
+    for number in range(40):
+        cell.output(0, "stdout", f"{number}\n")
+        cell.output(0, "stderr", "")
+    cell.leave()
+    assert "[0] \n" not in _standing(sent)
+    cell.finish({})
+    before = _standing(sent)
+    for number in range(40):
+        cell.output(0, "stdout", f"late {number}\n")
+    cell.leave()
+    assert _standing(sent) == before  # the last form says already how to read the rest
+
+
+@pytest.mark.parametrize(("code", "is_kept"), [("%run setup.ipynb", True), ("%%distributed\n1", False), ("", True)])
+def test_what_the_cell_has_shown_before_is_not_cleared(code: str, is_kept: bool) -> None:
+    """A %%distributed may run within another cell: by %run, in a loop, by a helper."""
+    sent: list[dict[str, Any]] = []
+    for number in range(2):
+        cell = LiveCell(_screen_into(sent, code=code), (0, 1), number, RenderOptions())
+        for rank in (1, 0):
+            cell.output(rank, "stdout", f"cell {number}\n")
+        cell.finish({})
+    standing = _standing(sent)
+    assert ("cell 0" in standing) is is_kept and "cell 1" in standing
 
 
 def test_large_cell_is_not_sent_again_and_again() -> None:

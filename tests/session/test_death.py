@@ -337,6 +337,23 @@ def test_broadcast_brings_variables_to_the_fresh_rank(equipped: Session) -> None
     assert result.values[1][:3] == (True, {"losses": [1.0, 2.0], "step": 7}, 2)
 
 
+@pytest.mark.parametrize("name", ["part", "state", "mesh", "sharded", "opt"])
+def test_what_is_another_on_each_rank_is_not_broadcast(equipped: Session, name: str) -> None:
+    """The part of rank 0 would stand twice in the whole, silently."""
+    equipped.run_cell(
+        "from torch import nn\nfrom torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh\n"
+        "from torch.distributed.fsdp import fully_shard\nmesh = init_device_mesh('cpu', (2,))\n"
+        "part = distribute_tensor(torch.arange(8.), mesh, [Shard(0)])\nsharded = nn.Linear(4, 4)\n"
+        "fully_shard(sharded, mesh=mesh)\nstate = {'model': sharded.state_dict(), 'step': 3}\n"
+        "opt = torch.optim.Adam(sharded.parameters())"
+    )
+    with pytest.raises(
+        SessionError, match=rf"{name} (is|holds) a \w+, which is another on each rank: .*full_tensor\(\)"
+    ):
+        equipped.broadcast(name)
+    assert equipped.run_cell("part.full_tensor().tolist()").values[1] == [float(number) for number in range(8)]
+
+
 @pytest.mark.rare_elsewhere
 def test_optimizer_that_is_broadcast_without_its_model_is_told(equipped: Session) -> None:
     equipped.run_cell(

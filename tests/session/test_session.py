@@ -336,6 +336,29 @@ class _Order(CellObserver):
         self.said += "clear\n"
 
 
+def test_rank_is_no_prompt(session: Session) -> None:
+    """Nobody answers there; Lightning refuses to train with DDP where somebody seems to."""
+    assert session.run_cell("import sys; hasattr(sys, 'ps1'), hasattr(sys, 'ps2')").values == dict.fromkeys(
+        range(2), (False, False)
+    )
+
+
+def test_lines_of_a_loop_come_in_few_messages(session: Session) -> None:
+    """Each was a message: the notebook fell behind for minutes, and a stop seemed to fail."""
+
+    class Counter(Watcher):
+        pieces = 0
+
+        def output(self, rank: int, stream: str, text: str) -> None:
+            self.pieces += 1
+            super().output(rank, stream, text)
+
+    counter = Counter()
+    session.run_cell("for number in range(20_000): print(number)", ranks=0, observer=counter)
+    assert counter.printed == "".join(f"{number}\n" for number in range(20_000))
+    assert counter.pieces < 1000
+
+
 def test_what_a_rank_prints_logs_and_displays_comes_in_its_order(session: Session) -> None:
     """Each has a channel of its own to the worker, which read first what it saw first."""
     code = """
