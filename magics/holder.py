@@ -130,6 +130,11 @@ class SessionHolder:
         refusal: SessionError | None = None
         there = known_sessions().get(name)
         is_left = there is not None and there.is_left and there.holder == self.name
+        if there and there.nodes and wanted.nodes is None and not (wanted.fresh or is_left):
+            raise SessionError(  # its ranks would stay there, and nobody would find them under this name
+                f"session {name!r} runs already, {there}: %distributed attach {name} goes on with it, %distributed start "
+                "--fresh ends it first, --name gives this one another name"
+            )
         if there and (wanted.fresh or is_left):
             if is_left and not wanted.fresh:
                 print(f"session {name!r}, from before this notebook's kernel was restarted, ends: its ranks begin anew")
@@ -297,7 +302,7 @@ class SessionHolder:
     def for_cell(self, count: int | None, *, force: bool = False) -> Session:
         """The session, started if there is none. Raises: SessionError, UsageError for another number of ranks."""
         if self.session is None:
-            return self.start(StartOptions(count=count, force=force))
+            return self.start(self._wanted_by_cell(count, force=force))
         if not self.session.is_alive:
             raise self.session.failure or SessionError(
                 f"session {self.session.name!r} has ended: start another with %distributed restart"
@@ -310,6 +315,16 @@ class SessionHolder:
                 f"to have {count}, %distributed restart -n {count} (their variables are lost)"
             )
         return self.session
+
+    def _wanted_by_cell(self, count: int | None, *, force: bool) -> StartOptions:
+        """Ranks on this machine; where a restart of the kernel has left some on hosts, they begin anew there."""
+        left = known_sessions().get(self.name)
+        if left is None or not (left.nodes and left.is_left and left.holder == self.name):
+            return StartOptions(count=count, force=force)
+        before = StartOptions.of_earlier(self.name, left.nodes, left.started)
+        if before.not_kept:
+            print(before.not_kept)
+        return replace(before, count=count or before.count, force=force)
 
     @property
     def what_is_there(self) -> str:

@@ -22,25 +22,29 @@ from .. import values
 from ..errors import DetrainError, SessionError, ValueNotSupported
 from .stale import loaded_kinds
 
-_PIECE_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
 _PROBLEM, _VALUES, _PICKLE = range(3)  # what is sent: why nothing is, a description and its buffers, or a pickle
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _Buffer = bytes | bytearray | memoryview
 
 
 def broadcast(
-    look_up: Callable[[], dict[str, Any]], ranks: list[int], source: int, device: torch.device
+    look_up: Callable[[], dict[str, Any]],
+    ranks: list[int],
+    source: int,
+    device: torch.device,
+    check: Callable[[], None],
 ) -> dict[str, Any]:
     """Send the variables that ``look_up`` finds on ``source`` to ``ranks``; returns what arrived, by name.
 
-    Collective among ``ranks``. Raises: SessionError on every one of them when the source cannot send, or where the data
-    cannot be read.
+    Collective among ``ranks``. ``check`` is called before each piece, and raises where it is to stop. Raises:
+    SessionError on every one of them when the source cannot send, or where the data cannot be read.
     """
     carrier = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
     if dist.get_rank() == source:
-        _send(look_up, [rank for rank in ranks if rank != source], carrier)
+        _send(look_up, [rank for rank in ranks if rank != source], carrier, check)
         return {}
-    return _receive(source, carrier, device)
+    return _receive(source, carrier, device, check)
 
 
 @contextlib.contextmanager
@@ -75,27 +79,30 @@ def _is_seen_through(value: object) -> bool:
     return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, *_SCALARS))
 
 
-def _send(look_up: Callable[[], dict[str, Any]], targets: list[int], carrier: torch.device) -> None:
+def _send(
+    look_up: Callable[[], dict[str, Any]], targets: list[int], carrier: torch.device, check: Callable[[], None]
+) -> None:
     kind, parts = _packed(look_up)
     for target in targets:
         dist.send(torch.tensor([kind, len(parts[0])], device=carrier), target)
         for part in parts:
             for piece in _pieces(part):
+                check()
                 dist.send(piece.to(carrier), target)
     if kind == _PROBLEM:
         raise SessionError(bytes(parts[0]).decode())
 
 
-def _receive(source: int, carrier: torch.device, device: torch.device) -> dict[str, Any]:
+def _receive(source: int, carrier: torch.device, device: torch.device, check: Callable[[], None]) -> dict[str, Any]:
     start = torch.zeros(2, dtype=torch.int64, device=carrier)
     dist.recv(start, source)
     kind, size = (int(number) for number in start)
-    content = _receive_part(size, source, carrier)
+    content = _receive_part(size, source, carrier, check)
     if kind == _PROBLEM:
         raise SessionError(content.decode())
     if kind == _VALUES:
         description = json.loads(content)
-        buffers = [_receive_part(size, source, carrier) for size in values.buffer_sizes(description)]
+        buffers = [_receive_part(size, source, carrier, check) for size in values.buffer_sizes(description)]
         found: dict[str, Any] = _moved(values.unpack(description, buffers), device)
         return found
     try:
@@ -107,9 +114,10 @@ def _receive(source: int, carrier: torch.device, device: torch.device) -> dict[s
     return dict(found)
 
 
-def _receive_part(size: int, source: int, carrier: torch.device) -> bytearray:
+def _receive_part(size: int, source: int, carrier: torch.device, check: Callable[[], None]) -> bytearray:
     data = bytearray(size)
     for piece in _pieces(data):
+        check()
         arrived = piece.to(carrier)
         dist.recv(arrived, source)
         if carrier.type != "cpu":
@@ -118,7 +126,7 @@ def _receive_part(size: int, source: int, carrier: torch.device) -> bytearray:
 
 
 def _pieces(part: _Buffer) -> Iterator[torch.Tensor]:
-    """Of at most 64 MiB each, in the memory of ``part`` where that is writable."""
+    """Of at most 16 MiB each, in the memory of ``part`` where that is writable."""
     if len(part):
         yield from torch.frombuffer(bytearray(part) if memoryview(part).readonly else part, dtype=torch.uint8).split(
             _PIECE_BYTES

@@ -17,13 +17,25 @@ import resource
 import socket
 import struct
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from .far_ends import drop_what_comes, require_own
 
 _SOCKET_LINK = "socket:["
 _TCP = (socket.AF_INET, socket.AF_INET6)
 _CONNECT_LIMIT_S = 1.0  # to a listening socket of this process
+_ESTABLISHED = 1
+_BYTES_MOVED, _BYTES_MOVED_AT = struct.Struct("@QQ"), 120  # in struct tcp_info: acknowledged, and received
+_ROUND_TRIP_US, _ROUND_TRIP_AT = struct.Struct("@I"), 68
+_TCP_INFO_BYTES = _BYTES_MOVED_AT + _BYTES_MOVED.size
 _PAIR_NUMBER = struct.Struct("@n")  # what gloo's peers send first: which of the listener's pairs, counted from 0, it is
+
+
+class Flow(NamedTuple):
+    """Over all connections of the groups together."""
+
+    moved_bytes: int
+    round_trip_s: float
 
 
 class Connections:
@@ -66,6 +78,14 @@ class Connections:
             if _identity(fd) == identity:
                 _drop_what_comes(fd)
 
+    def flow(self) -> Flow:
+        """What has gone over them so far, and how long an answer takes at most."""
+        infos = [info for fd, identity in {**self._known, **self._new()}.items() if (info := _tcp_info(fd, identity))]
+        return Flow(
+            sum(sum(_BYTES_MOVED.unpack_from(info, _BYTES_MOVED_AT)) for info in infos),
+            max((_ROUND_TRIP_US.unpack_from(info, _ROUND_TRIP_AT)[0] * 1e-6 for info in infos), default=0.0),
+        )
+
     def shut(self, most_peers: int) -> int:
         """Shut all of them down, those of a recording that still goes on too; returns how many.
 
@@ -88,6 +108,23 @@ class Connections:
         if before is None:
             return {}
         return {fd: identity for fd, identity in _open_sockets().items() if before.get(fd) != identity}
+
+
+def _tcp_info(fd: int, identity: str) -> bytes:
+    """Empty for what is no connection; or has another owner by now."""
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError:
+        return b""
+    try:
+        if sock.family not in _TCP or _identity(fd) != identity:
+            return b""
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        return info if len(info) == _TCP_INFO_BYTES and info[0] == _ESTABLISHED else b""
+    except OSError:
+        return b""
+    finally:
+        sock.detach()
 
 
 def _open_sockets() -> dict[int, str]:

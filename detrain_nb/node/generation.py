@@ -32,6 +32,8 @@ _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 ON_NCCL = "/nccl"  # behind a group's name: NCCL counts its operations apart from those of gloo in the same group
 GROUP_NAMES = 1000  # names of groups, which are numbers, between one default group and the next
 _MOST_GROUPS = 1000  # default groups in one generation
+_MESSAGE_LIMIT_S = 60.0
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0  # whether something moves
 _LIVES_ON_S = 0.2  # a group that a cell has destroyed: far longer than gloo's threads wait for the GIL
 _STORE_TIMEOUT = datetime.timedelta(minutes=5)
 
@@ -104,7 +106,7 @@ class Generation:
         """
         self.begin(number, is_checked=is_checked)
         self._make_group(self._backend)
-        self._require_not_ended()
+        self.require_not_ended()
         if self._meeting:
             self._meeting.remove_earlier()
 
@@ -135,6 +137,7 @@ class Generation:
                 return 0
             self.ended = number
             self._end_meetings(number)
+            self._let_message_arrive()
             return self._abort()
 
     def wait_for_end(self, number: int, limit_s: float) -> None:
@@ -142,6 +145,20 @@ class Generation:
         deadline = time.monotonic() + limit_s
         while self.ended <= number and time.monotonic() < deadline:
             time.sleep(0.002)  # not for the lock: an abort may take its time
+
+    def _let_message_arrive(self) -> None:
+        """Wait for a message that is on its way, as long as it is: gloo never frees who waits for the rest of one.
+
+        An operation that was begun since is not waited for: a cell goes on after the stop.
+        """
+        operations, before = self.operations, self._connections.flow()
+        deadline = time.monotonic() + _MESSAGE_LIMIT_S
+        while before.moved_bytes and self.operations == operations and time.monotonic() < deadline:
+            time.sleep(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, 2 * before.round_trip_s)))
+            now = self._connections.flow()
+            if now.moved_bytes <= before.moved_bytes:
+                return
+            before = now
 
     def _end_meetings(self, number: int) -> None:
         """Nobody waits for the others in the present generation any more, or begins to in that of ``number``."""
@@ -204,7 +221,7 @@ class Generation:
         with self._connections.recording():
             if self._store is None:
                 self._store = self._open_store()
-            self._require_not_ended()
+            self.require_not_ended()
             self._groups_made += 1
             self.started_ns = time.time_ns()
             # torch counts names from 0 again: a mesh of an ended generation must not find a group of this one by name
@@ -246,9 +263,9 @@ class Generation:
             if self._device.type == "cpu":  # NCCL may make connections later
                 self._connections.let_nobody_in()
 
-    def _require_not_ended(self) -> None:
+    def require_not_ended(self) -> None:
         if self.ended >= self.number:
-            raise SessionError(f"generation {self.number} was ended while it was made")
+            raise SessionError(f"generation {self.number} of process groups was ended")
 
     def _new_group(self, *args: Any, **options: Any) -> Any:
         """Every group is made here or in ``_split_group``: default, ``new_group``, of a mesh."""

@@ -472,7 +472,11 @@ class _Interpreter:
 
     def _broadcast(self, message: Broadcast) -> None:
         found = broadcast(
-            lambda: {name: self._look_up(name) for name in message.names}, message.ranks, message.source, self._device
+            lambda: {name: self._look_up(name) for name in message.names},
+            message.ranks,
+            message.source,
+            self._device,
+            self._generation.require_not_ended,
         )
         with noted_orphans(self._runner.user_ns, found) as orphans:
             self._runner.user_ns.update(found)

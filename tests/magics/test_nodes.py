@@ -98,3 +98,22 @@ def test_restart_after_attach_is_on_the_same_hosts_with_the_same_options(kernel:
     assert "not kept" not in again.text()
     assert kernel.run(_LOOK).text() == "[left:0] h0 7 new\n[right:1] h1 7 new\n"
     assert "wait up to 90 s" in kernel.run("%distributed status").rich()[0]
+
+
+def test_cell_after_a_restart_is_on_the_hosts_again(kernel: Any) -> None:
+    """It ran on this machine, and the session on the hosts was lost."""
+    kernel.manager.restart_kernel(now=False)
+    kernel.client.wait_for_ready(timeout=60)
+    kernel.run("%load_ext detrain_nb")
+    outcome = kernel.run("%%distributed\nimport socket\nsocket.gethostname()[-2:]")
+    assert "its ranks begin anew" in outcome.text() and "values of --env are not kept" in outcome.text()
+    assert outcome.rich() == ["[left:0] 'h0'", "[right:1] 'h1'"]
+
+
+def test_cell_is_refused_where_the_session_on_the_hosts_was_left(kernel: Any) -> None:
+    assert kernel.run("%%distributed\nkept = rank").status == "ok"
+    kernel.run("%distributed detach")
+    error = kernel.run("%%distributed\nrank").error
+    assert re.search(r"session '\S+' runs already, on left, right: %distributed attach \S+ goes on with it", error), error
+    assert kernel.run("%distributed attach").status == "ok"
+    assert kernel.run("%%distributed\nkept").rich() == ["[left:0] 0", "[right:1] 1"]

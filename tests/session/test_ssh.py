@@ -16,14 +16,25 @@ from typing import Any
 import pytest
 
 from detrain_nb import Session, deploy
-from detrain_nb.errors import DetrainError, LaunchError, NodeLost, RankError, RankLost, SessionError, SpecError
+from detrain_nb.errors import (
+    CellInterrupted,
+    CellTimeout,
+    DetrainError,
+    LaunchError,
+    NodeLost,
+    RankError,
+    RankLost,
+    SessionError,
+    SpecError,
+)
 from detrain_nb.session.node_link import NodeLink
 
 from ..testbed.fixtures import MakeTestbed
 from ..testbed.nodes import processes_of_sessions, ssh_nodes
 from ..testbed.testbed import Link, Testbed
-from .training import Watcher
+from .training import Watcher, press_stop
 
+_TOGETHER = "t = torch.ones(1); dist.all_reduce(t)"
 _COUNT = "import time\nfor i in range({count}):\n    print(i)\n    time.sleep({gap_s})\nrank"
 
 
@@ -397,6 +408,23 @@ def test_slow_link_is_only_slow(make_testbed: MakeTestbed) -> None:
         assert result.values == {0: 0, 1: 1}
         session.push({"x": list(range(1000))})
         assert session.pull("x", ranks=1)[1][-1] == 999
+
+
+@pytest.mark.timeout(180)
+def test_stop_in_the_middle_of_a_large_message_loses_nothing(make_testbed: MakeTestbed) -> None:
+    """gloo forgets who waits for the rest of a message: its end is waited for."""
+    testbed = make_testbed(2, link=Link(rate_bits_per_s=200e6))
+    with Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu") as session:
+        session.run_cell("big, kept = torch.ones(15_000_000), rank")  # 60 MB: 2.4 s
+        for code in ("dist.send(big, 1) if rank == 0 else dist.recv(big, 0)", "dist.broadcast(big, 0)"):
+            with pytest.raises(CellTimeout, match="did not end within"):
+                session.run_cell(code, timeout_s=0.8)
+            assert session.run_cell(f"{_TOGETHER}; kept").values == {0: 0, 1: 1}
+        press = threading.Timer(0.8, press_stop)
+        press.start()
+        with pytest.raises(CellInterrupted, match="broadcast of big was interrupted"):
+            session.broadcast("big")
+        assert session.run_cell(f"{_TOGETHER}; kept").values == {0: 0, 1: 1}
 
 
 @pytest.mark.slow
