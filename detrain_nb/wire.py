@@ -787,7 +787,18 @@ def _read_whole(digits: str) -> int:
     return int(digits)
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=_read_whole, object_pairs_hook=_refuse_repeats)
+def _read_float(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits[:40]} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_constant,
+    parse_int=_read_whole,
+    parse_float=_read_float,
+    object_pairs_hook=_refuse_repeats,
+)
 
 
 def _decode(header: bytes, body: bytes) -> Message:

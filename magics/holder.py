@@ -132,8 +132,8 @@ class SessionHolder:
         is_left = there is not None and there.is_left and there.holder == self.name
         if there and there.nodes and wanted.nodes is None and not (wanted.fresh or is_left):
             raise SessionError(  # its ranks would stay there, and nobody would find them under this name
-                f"session {name!r} runs already, {there}: %distributed attach {name} goes on with it, %distributed start "
-                "--fresh ends it first, --name gives this one another name"
+                f"session {name!r} runs already, {there}: %distributed attach {name} goes on with it, "
+                "%distributed start --fresh ends it first, --name gives this one another name"
             )
         if there and (wanted.fresh or is_left):
             if is_left and not wanted.fresh:

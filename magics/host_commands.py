@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -73,8 +74,10 @@ class HostCommands:
         if args.fix:
             print(fix(report))
         if args.save:
+            before = f"{args.nodes}.before"
+            shutil.copyfile(args.nodes, before)
             write_nodes(args.nodes, report.measured_nodes())
-            print(f"{args.nodes} has the bandwidth and latency that were measured")
+            print(f"{args.nodes} has the bandwidth and latency that were measured; with its comments it is {before}")
 
     def _lines(self) -> AbstractContextManager[Callable[[str], None]]:
         return redrawn_line(self._ipython, is_live=self._holder.settings.output == "live")

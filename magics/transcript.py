@@ -34,6 +34,7 @@ _DIFF_LINES = 2000
 _DIFF_STEPS = 1_000_000  # of the diffs of one cell, about 0.1 s
 _SHORTEST_BEGINNING = 40  # of a line that is cut off; a shorter one says nothing
 _SHORTEST_CUT = 1000  # a shorter line is shown whole or not at all
+_PLAIN = "\x1b[0m"
 _CUT_COLOUR = re.compile(r"\x1b[^a-zA-Z]*$")
 _MOST_RICH, _MOST_RICH_CHARS = 1000, 64 << 20  # of one rank in one cell
 _LABEL_CHARS = 20  # about that stands before each line of a text
@@ -260,9 +261,10 @@ def _indented(prefix: str, text: str) -> str:
     """The text behind ``prefix``; where many short lines become very long by it, the beginning."""
     before_line = "\n" + " " * len(prefix)
     indented = prefix + text.replace("\n", before_line, _MOST_INDENTED_CHARS // len(before_line))
+    plain = _PLAIN if "\x1b" in text and not text.endswith(_PLAIN) else ""  # what comes below has its own colours
     if len(indented) <= _MOST_INDENTED_CHARS:
-        return indented
-    return f"{indented[:_MOST_INDENTED_CHARS]}{before_line}... the rest is not shown ..."
+        return indented + plain
+    return f"{_CUT_COLOUR.sub('', indented[:_MOST_INDENTED_CHARS])}{plain}{before_line}... the rest is not shown ..."
 
 
 class _TooMuch(Exception):

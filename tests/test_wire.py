@@ -100,6 +100,7 @@ RUN_CELL = {"type": "RunCell", "ranks": [0], "incarnations": [1], "cell": 1, "co
         ),
         (_frame(RUN_CELL, b"body"), "RunCell has a body"),
         (_frame(b'{"type":"RequestDone","rank":0,"request":NaN}'), "NaN"),
+        (_frame(b'{"type":"RequestDone","rank":0,"request":1e400}'), "1e400 is too large"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

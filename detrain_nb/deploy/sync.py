@@ -213,10 +213,9 @@ def _choose(names: list[str], indices: object) -> list[str]:
     """What a node wants, of what it was told of. Raises: Untrue."""
     if not isinstance(indices, list):
         raise Untrue("it does not say what it wants")
-    chosen = dict.fromkeys(map(as_size, indices))
-    if any(index >= len(names) for index in chosen):
+    if len(indices) > len(names) or any(as_size(index) >= len(names) for index in indices):  # before a dict has them
         raise Untrue("it wants a file that the folder does not have")
-    return [names[index] for index in chosen]
+    return [names[index] for index in dict.fromkeys(indices)]
 
 
 # ---- data

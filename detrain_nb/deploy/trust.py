@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 from ..errors import SpecError
-from ..guarded import can_others_write
+from ..guarded import can_others_write, describe, find_guest_parent
 
 __all__ = ["trust_file", "trusted_host_keys"]
 
@@ -37,6 +37,8 @@ def trusted_host_keys() -> frozenset[str]:
             if can_others_write(state, file.fileno()):
                 mode = stat.S_IMODE(state.st_mode)
                 raise SpecError(f"{path} can be written by others (mode {mode:04o}, uid {state.st_uid}): chmod 600")
+            if guest := find_guest_parent(Path(os.path.realpath(path))):
+                raise SpecError(f"others can put another file in the place of {path}: they can write {describe(guest)}")
             said = tomllib.loads(file.read(_MOST_BYTES).decode())
     except FileNotFoundError:
         return frozenset()

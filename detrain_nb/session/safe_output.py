@@ -13,6 +13,7 @@ import codecs
 import itertools
 import re
 import string
+import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,8 @@ _OTHERS = (
     r"|\x1b[ -/]*[0-~]?"
     r"|\x08+|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]+"
 )
+_COLOUR = re.compile(_COLOURS)
+_BESIDE_IMAGE = "    "  # no line of it has the label of a rank
 _ESCAPES = re.compile(f"({_COLOURS})|{_OTHERS}")
 _ESCAPES_BUT_MOVES = re.compile(f"({_COLOURS}|{_MOVES})|{_OTHERS}")
 _BEGUN = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b\n]*\x1b?|[ -/]*)\Z")
@@ -191,6 +194,8 @@ def safe_bundle(bundle: object, *, is_this_machine: bool) -> Bundle:
     if not is_this_machine:
         safe = {mime: value for mime, value in safe.items() if mime not in _BEGINNINGS or _is_image(mime, value)}
     safe["text/plain"] = _clean_beginning(safe.get("text/plain", ""))
+    if not is_this_machine and not _BEGINNINGS.keys().isdisjoint(safe):  # a terminal shows it in the place of an image
+        safe["text/plain"] = textwrap.indent(_COLOUR.sub("", safe["text/plain"]), _BESIDE_IMAGE, lambda line: True)
     if "application/json" in safe:
         safe["application/json"] = _JsonCleaner().clean(safe["application/json"])
     if sizes := _safe_sizes(bundle.get(SIZES), safe):

@@ -180,7 +180,10 @@ def _wait_until_all_up(core: Core, say: Say) -> None:
             num_up, deadline = len(request.answers), time.monotonic() + START_LIMIT_S
         say(f"importing torch: {num_up} of {core.world_size} ranks are up")
         if time.monotonic() >= deadline:
-            raise CellTimeout(f"{num_up} of {core.world_size} ranks are up, and no other came in {START_LIMIT_S:g} s")
+            apart = "; do the nodes reach each other? %distributed doctor --nodes NODES tells" if core.nodes else ""
+            raise CellTimeout(
+                f"{num_up} of {core.world_size} ranks are up, and no other came in {START_LIMIT_S:g} s{apart}"
+            )
     request.wait(0.0, what="start")
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
+_MOST_BYTES, _MOST_DIMENSIONS = 1 << 63, 64  # of a file, and of a tensor: torch has no more
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -67,9 +68,17 @@ class Piece:
 
     def __post_init__(self) -> None:
         """Raises: ValueError for numbers that do not go together."""
-        is_whole = all(type(size) is int and size >= 0 for size in (*self.shape, self.begin, self.end))
+        self.require_shape(self.shape)
+        is_whole = all(type(at) is int and 0 <= at < _MOST_BYTES for at in (self.begin, self.end))
         if not is_whole or self.end - self.begin != math.prod(self.shape) * self.dtype.itemsize:
             raise ValueError(f"{self.end} - {self.begin} bytes are no {self.dtype} of {list(self.shape)}")
+
+    @staticmethod
+    def require_shape(shape: Sequence[object]) -> None:
+        """Before it is multiplied. Raises: ValueError for what is the shape of no tensor."""
+        is_shape = len(shape) <= _MOST_DIMENSIONS
+        if not is_shape or any(type(size) is not int or not 0 <= size < _MOST_BYTES for size in shape):
+            raise ValueError(f"{str(shape[:3])[:80]}... is the shape of no tensor")
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:

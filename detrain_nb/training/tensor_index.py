@@ -117,6 +117,7 @@ def _require_no_overlap(fqn: str, shape: Sequence[int], parts: Sequence[ChunkSto
 def _read_chunks(entry: Any, files: Sequence[str]) -> list[tuple[tuple[int, ...], str, Piece]]:
     name, shape, chunks = entry
     dtype = dtype_of_name(name)
+    Piece.require_shape(shape)
     found = []
     for offsets, sizes, number, begin, end in chunks:
         if not len(offsets) == len(sizes) == len(shape) or any(type(x) is not int or x < 0 for x in (*offsets, number)):

@@ -648,7 +648,7 @@ class Liar(FolderNode):
             theirs.close()
 
 
-@pytest.mark.parametrize("indices", [[7], [-1], ["../secret"], [True], [0.0], None, {"0": 1}])
+@pytest.mark.parametrize("indices", [[7], [-1], ["../secret"], [True], [0.0], None, {"0": 1}, [0] * 3])
 def test_node_gets_no_file_but_those_that_travel(indices: object, root: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("the secret")
     write(root, a_py="a", left_out="the secret")

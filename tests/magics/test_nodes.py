@@ -114,6 +114,8 @@ def test_cell_is_refused_where_the_session_on_the_hosts_was_left(kernel: Any) ->
     assert kernel.run("%%distributed\nkept = rank").status == "ok"
     kernel.run("%distributed detach")
     error = kernel.run("%%distributed\nrank").error
-    assert re.search(r"session '\S+' runs already, on left, right: %distributed attach \S+ goes on with it", error), error
+    assert re.search(r"session '\S+' runs already, on left, right: %distributed attach \S+ goes on with it", error), (
+        error
+    )
     assert kernel.run("%distributed attach").status == "ok"
     assert kernel.run("%%distributed\nkept").rich() == ["[left:0] 0", "[right:1] 1"]

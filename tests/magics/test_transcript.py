@@ -202,6 +202,14 @@ def test_values_that_are_identical_are_shown_once() -> None:
 # ---- what a rank can do by the million
 
 
+def test_colours_of_a_text_end_with_it() -> None:
+    """What comes below, of another rank or of ours, would be drawn with them, or not at all."""
+    [item] = rich_items({1: {"text/plain": "\x1b[8mhidden"}}, is_merging=False)
+    assert isinstance(item, Rich) and item.bundle["text/plain"] == "[1] \x1b[8mhidden\x1b[0m"
+    [item] = rich_items({1: {"text/plain": "plain"}}, is_merging=False)
+    assert isinstance(item, Rich) and item.bundle["text/plain"] == "[1] plain"
+
+
 def test_text_of_very_many_lines_is_not_shown_whole() -> None:
     (item,) = rich_items({1: {"text/plain": "\n" * (8 << 20)}}, is_merging=True, nodes={1: "gpu-with-a-long-name"})
     assert isinstance(item, Rich)

@@ -120,7 +120,14 @@ def test_javascript_and_widgets_of_a_rank_are_never_shown() -> None:
 
 def test_html_of_another_host_is_not_shown() -> None:
     shown = safe_bundle(ACTIVE, is_this_machine=False)
-    assert shown == {"text/plain": "x", "image/png": PNG}
+    assert shown == {"text/plain": "    x", "image/png": PNG}
+
+
+def test_text_beside_an_image_passes_for_no_rank_s_line() -> None:
+    """A terminal shows it in the place of the image, and it has no label."""
+    text = "\x1b[8;30;40m[good:0] loss 0.1\n[good:0] done"
+    shown = safe_bundle({"text/plain": text, "image/png": PNG}, is_this_machine=False)
+    assert shown["text/plain"] == "    [good:0] loss 0.1\n    [good:0] done"
 
 
 @pytest.mark.parametrize(
@@ -291,6 +298,10 @@ def _as_bundle(text: str) -> object:
     return wire.count_values(text.encode())
 
 
+def _as_image_text(text: str) -> object:
+    return safe_bundle({"image/png": PNG, "text/plain": text}, is_this_machine=False)
+
+
 def _as_silence(text: str) -> object:
     return losses.describe_silence({0: RemoteError(0, "gpu1", "RuntimeError", text)})
 
@@ -353,6 +364,7 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
     "safe_output._NEEDS_CLEANING": (clean_text, "\n", ["x", "\x1b[m"]),
     "safe_output._OTHER_ENDS": (clean_words, "\r", ["\r", "\r\n", "\u2028"]),
     "safe_output._SURROGATES": (clean_text, "\x1b]", ["\ud800", "\udfff\x1b"]),
+    "safe_output._COLOUR": (_as_image_text, "\x1b[", ["\x1b[", "0;", "\x1b[0", "m"]),
     "safe_output._HIDDEN": (show_hidden, "\x1b", ["\u202e", " "]),
     "safe_output._UNSEEN": (one_line, "\x1b", ["\u3164", "x"]),
     "safe_output._NAMES": (_as_completion, "x", ["x", ".", ".x", "="]),

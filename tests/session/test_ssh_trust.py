@@ -153,6 +153,13 @@ def test_file_that_others_can_write_is_refused(trust_file: Path) -> None:
     trust_file.chmod(0o666)
     with pytest.raises(SpecError, match="can be written by others"):
         trusted_host_keys()
+    trust_file.chmod(0o600)
+    trust_file.parent.parent.chmod(0o777)
+    with pytest.raises(
+        SpecError, match=r"others can put another file in the place of .*trust\.toml: they can write .*config"
+    ):
+        trusted_host_keys()
+    trust_file.parent.parent.chmod(0o755)
     trust_file.unlink()
     assert trusted_host_keys() == frozenset()
 
