@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .far_ends import drop_what_comes, require_own
+from .far_ends import drop_what_comes, ports_listened_at, require_own
 
 _SOCKET_LINK = "socket:["
 _TCP = (socket.AF_INET, socket.AF_INET6)
@@ -44,6 +44,7 @@ class Connections:
     def __init__(self) -> None:
         self._known: dict[int, str] = {}  # descriptor -> identity: a number may have another owner by now
         self._before: dict[int, str] | None = None
+        self._earlier_ports: set[int] = set()  # who stood at one of those may be taken when the next group is made
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -56,7 +57,9 @@ class Connections:
             yield
         finally:
             try:
-                self._known.update(self._new())
+                new = self._new()
+                self._known.update(new)
+                self._earlier_ports |= ports_listened_at(new)
             finally:  # an interrupt may come here too: what is opened later is the user's
                 self._before = None
 
@@ -65,7 +68,7 @@ class Connections:
 
         Raises: ForeignConnection; SessionError where that cannot be found out.
         """
-        require_own(self._new, doors=lambda: {**self._known, **self._new()})
+        require_own(self._new, earlier_ports=self._earlier_ports)
 
     def let_nobody_in(self) -> None:
         """Have the kernel drop who connects from now on to what listens here since the recording began.
@@ -94,8 +97,7 @@ class Connections:
         """
         new = self._new()
         known = {**self._known, **new}
-        # gloo may go on listening at the doors of what ends, and takes who stood there already
-        self._known = {fd: identity for fd, identity in known.items() if _identity(fd) == identity}
+        self._known = {}
         shut = sum(_shut(fd) for fd, identity in known.items() if _identity(fd) == identity)
         for fd, identity in new.items():
             if _identity(fd) == identity:

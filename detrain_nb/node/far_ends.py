@@ -52,16 +52,16 @@ class _Holder:
         return self.inode != 0 and self.state == _ESTABLISHED
 
 
-def require_own(find: Callable[[], Iterable[int]], *, doors: Callable[[], Iterable[int]] | None = None) -> None:
+def require_own(find: Callable[[], Iterable[int]], *, earlier_ports: Collection[int] = ()) -> None:
     """Raise unless a process of this user holds the far end of each connection among the sockets that ``find`` gives.
 
-    One that leads to another machine is let be. One that came in at a listening socket among ``doors`` (those of
-    ``find``), and over which nothing was said, is shut.
+    One that leads to another machine is let be. One that came in at a listening socket among them, or at one of
+    ``earlier_ports``, and over which nothing was said, is shut.
     Raises: ForeignConnection; SessionError when it cannot be found out.
     """
     deadline = time.monotonic() + _LIMIT_S
     while connections := {fd: ends for fd in find() if (ends := ends_of(fd))}:
-        ports = _ports_listened_at((doors or find)())
+        ports = {*ports_listened_at(find()), *earlier_ports}
         holders = _read_holders({(far, near) for near, far in connections.values()})
         unknown = []
         for fd, (near, far) in connections.items():
@@ -123,8 +123,8 @@ def _shut_if_silent(fd: int, ends: Ends, *, is_left: bool = False) -> bool:
     """
     try:
         sock = socket.socket(fileno=os.dup(fd))  # the same connection, whatever becomes of the number
-    except OSError:
-        return False
+    except OSError as exc:
+        return exc.errno == errno.EBADF  # gloo has closed it since
     with sock:
         if ends_of(sock.fileno()) != ends:
             return True  # it is shut by now: what has its number came later
@@ -150,7 +150,7 @@ def _tcp_info(sock: socket.socket) -> bytes:
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_BYTES_AT + _RECEIVED_BYTES.size)
 
 
-def _ports_listened_at(fds: Iterable[int]) -> set[int]:
+def ports_listened_at(fds: Iterable[int]) -> set[int]:
     ports = set()
     for fd in fds:
         with contextlib.suppress(OSError):

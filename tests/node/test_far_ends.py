@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -159,6 +160,19 @@ def test_other_user_who_has_left_without_a_word_is_not_waited_for(monkeypatch: p
             teller.close()
             with pytest.raises(SessionError, match="has no owner"):
                 _look(server, told)
+
+
+@needs_root
+def test_other_user_whose_connection_gloo_has_closed_meanwhile_ends_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        silent, other = _let_in(server)
+        with silent, other, monkeypatch.context() as patched:
+
+            def close(fd: int) -> int:
+                raise OSError(errno.EBADF, "closed")
+
+            patched.setattr(far_ends.os, "dup", close)
+            _look(server, silent)
 
 
 @needs_root
