@@ -140,11 +140,7 @@ class CellRunner(InteractiveShell):
         runner.screen = screen
         runner.cell_value = {}
         runner._usual_cleanups = len(runner.input_transformers_cleanup)
-        for prompt in (
-            "ps1",
-            "ps2",
-            "ps3",
-        ):  # libraries take them for somebody who answers, and Lightning trains not then
+        for prompt in ("ps1", "ps2", "ps3"):  # of somebody who answers: Lightning does not train with DDP then
             sys.__dict__.pop(prompt, None)
         warnings.filterwarnings("ignore", _EXIT_ADVICE)
         for trap in (runner.builtin_trap, runner.display_trap):
