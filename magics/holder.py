@@ -17,7 +17,7 @@ from ..errors import LaunchError, SessionError, TransportError, count_ranks
 from ..plan import DEVICES
 from ..session.session import LINGER_S, Session, end_session
 from .candidates import similar_nodes
-from .notebook import session_name
+from .notebook import kernel_name, session_name
 from .options import Settings
 from .progress import redrawn_line
 
@@ -114,7 +114,9 @@ class SessionHolder:
         self._ipython = ipython
         self._stop_gap_s = STOP_GAP_S if getattr(ipython, "kernel", None) else 0.0
         self.settings = Settings.from_env()
-        self.name = session_name(ipython.user_ns)  # of the notebook: its session's, unless told otherwise
+        self._kernel = kernel_name(ipython)
+        # of the notebook, or that which it had before a restart: its session's, unless told otherwise
+        self.name = _holder_left_by(self._kernel) or session_name(ipython.user_ns)
         self._started_with: StartOptions | None = None
         self._ended: Session | None = None  # perhaps its stop was interrupted, and goes on
 
@@ -262,7 +264,7 @@ class SessionHolder:
         """Leave the session to the next kernel: a front end drops what comes while it restarts this one."""
         session, self.session = self.session, None
         if session is not None:
-            note_left(session.name, is_left=not session.running_cells)
+            note_left(session.name, is_left=not session.running_cells, kernel=self._kernel)
             session.detach(is_seen=False)
 
     def end(self, name: str | None = None, *, cold: bool = False) -> None:
@@ -345,6 +347,10 @@ class SessionHolder:
         there = known_sessions()
         own = [self.name] if self.name in there else [name for name in there if there[name].holder == self.name]
         return own[0] if own else ""
+
+
+def _holder_left_by(kernel: str) -> str:
+    return next((known.holder for known in known_sessions().values() if kernel and known.left_by == kernel), "")
 
 
 def _are_same_nodes(wanted: str | Sequence[Node] | None, before: str | Sequence[Node] | None) -> bool:

@@ -25,6 +25,12 @@ def session_name(user_ns: dict[str, Any]) -> str:
     return f"{stem}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
 
 
+def kernel_name(ipython: Any) -> str:
+    """Of the kernel, the same after a restart, though the notebook may have another name then; empty in a terminal."""
+    app = getattr(getattr(ipython, "kernel", None), "parent", None)
+    return Path(str(getattr(app, "connection_file", ""))).name
+
+
 def on_shutdown(ipython: Any, end: Callable[[], None], detach: Callable[[], None]) -> Callable[[], None]:
     """Call ``end`` when the kernel is shut down for good, ``detach`` when it restarts; returns what undoes it."""
     kernel = getattr(ipython, "kernel", None)

@@ -66,6 +66,7 @@ class KnownSession:
 
     ``started`` is None where it is not known: the session was started by another machine, or the file is unreadable.
     ``is_left``: its kernel was restarted by its user while no cell ran, and nobody has come back to it since.
+    ``left_by`` names the kernel that was restarted, which the one after it is called too, whatever its notebook is.
     """
 
     holder: str
@@ -73,6 +74,7 @@ class KnownSession:
     nodes: tuple[Node, ...] = ()
     started: StartedWith | None = None
     is_left: bool = False
+    left_by: str = ""
 
     def __str__(self) -> str:
         if not self.nodes:
@@ -85,7 +87,9 @@ def known_sessions() -> dict[str, KnownSession]:
     found = {path.stem: known for path in sorted(_folder().glob("*.json")) if (known := _read(path))}
     for name, pid in running_sessions().items():
         said = _load(_local_file(name))
-        found[name] = KnownSession(holder_of(name), pid, started=_read_started(said), is_left=_is_left(said))
+        found[name] = KnownSession(
+            holder_of(name), pid, started=_read_started(said), is_left=_is_left(said), left_by=_left_by(said)
+        )
     return found
 
 
@@ -122,11 +126,11 @@ def remember(session: str, nodes: Sequence[Node], *, holder: str, started: Start
     _write(path, {"holder": holder, "nodes": listed, "started": kept})
 
 
-def note_left(session: str, *, is_left: bool) -> None:
-    """See `KnownSession`."""
+def note_left(session: str, *, is_left: bool, kernel: str = "") -> None:
+    """See `KnownSession`; ``kernel`` is restarted now."""
     for path in (_local_file(session), _folder() / f"{session}.json"):
-        if (said := _load(path)) and _is_left(said) != is_left:
-            _write(path, {**said, "is_left": is_left})
+        if (said := _load(path)) and (_is_left(said), _left_by(said)) != (is_left, kernel):
+            _write(path, {**said, "is_left": is_left, "left_by": kernel})
 
 
 def forget(session: str) -> None:
@@ -175,12 +179,19 @@ def _read(path: Path) -> KnownSession | None:
         nodes = tuple(Node(**fields) for fields in said["nodes"])
         if nodes:
             holder = str(said["holder"])
-            return KnownSession(holder, nodes=nodes, started=_read_started(said), is_left=_is_left(said))
+            return KnownSession(
+                holder, nodes=nodes, started=_read_started(said), is_left=_is_left(said), left_by=_left_by(said)
+            )
     return None
 
 
 def _is_left(said: dict[str, Any]) -> bool:
     return said.get("is_left") is True
+
+
+def _left_by(said: dict[str, Any]) -> str:
+    kernel = said.get("left_by")
+    return kernel if isinstance(kernel, str) else ""
 
 
 def _read_started(said: dict[str, Any]) -> StartedWith | None:

@@ -99,6 +99,24 @@ def test_notebook_whose_kernel_was_restarted_runs_again_from_its_first_line(kern
     assert kernel.run("%distributed stop").status == "ok"
 
 
+@pytest.mark.parametrize("line", ["%distributed attach", "%%distributed -n 1\n1"])
+def test_notebook_that_was_renamed_finds_its_ranks_after_a_restart(kernel: Any, line: str) -> None:
+    """A front end gives its new name to the kernel that it restarts."""
+    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    env = kernel.manager._launch_args["env"]
+    before, env["DETRAIN_NB_NOTEBOOK"] = env["DETRAIN_NB_NOTEBOOK"], "/x/another.ipynb"
+    try:
+        kernel.manager.restart_kernel(now=False)
+        kernel.client.wait_for_ready(timeout=60)
+        assert "of this notebook is there" in kernel.run("%load_ext detrain_nb").text()
+        assert kernel.run(line).status == "ok"
+        listed = kernel.run("%distributed list").text()
+        assert listed.count("agent pid") == 1 and "another" not in listed
+        assert kernel.run("%distributed stop").status == "ok"
+    finally:
+        env["DETRAIN_NB_NOTEBOOK"] = before
+
+
 def test_ranks_that_ran_a_cell_when_the_kernel_was_restarted_are_not_ended_by_a_start(kernel: Any) -> None:
     assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
     kernel.client.execute("%%distributed\nimport time\nfor step in range(1000): print(step); time.sleep(0.1)")
