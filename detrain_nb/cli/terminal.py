@@ -36,6 +36,7 @@ class Terminal:
         self._seen = _Seen()
         self._is_cleared = False
         self._unfinished = {"stdout": "", "stderr": ""}
+        self._label = ""  # the line that a rich output comes below: they are new together
         self._redrawn: dict[str, str] = {}  # by display id
 
     def say(self, text: str, *, is_error: bool = False) -> None:
@@ -63,6 +64,7 @@ class Terminal:
 
     def end_cell(self) -> None:
         """Show what was held back."""
+        self._show_label()
         for stream, text in self._unfinished.items():
             if text and self._is_cleared:
                 self._show_new(stream, text)
@@ -84,7 +86,11 @@ class Terminal:
         *lines, self._unfinished[stream] = (self._unfinished[stream] + text).split("\n")
         if self._is_cleared:
             for line in lines:
-                self._show_new(stream, line)
+                self._show_label()
+                if _RICH_LABEL.fullmatch(line):
+                    self._label = line
+                else:
+                    self._show_new(stream, line)
         else:
             for line in lines:
                 self._seen.add(line)
@@ -98,9 +104,20 @@ class Terminal:
             self._draw_foot()
         elif text and kind != "update_display_data":
             self._end_line()
-            self._show_new("stdout", text)
+            label, self._label = self._label, ""
+            if not label:
+                self._show_new("stdout", text)
+            elif new := self._seen.take_new(label):
+                self._write("stdout", f"{new.rstrip()}\n{text}\n")
+
+    def _show_label(self) -> None:
+        """What was taken for a label, and has nothing below it."""
+        label, self._label = self._label, ""
+        if label:
+            self._show_new("stdout", label)
 
     def _clear(self) -> None:
+        self._show_label()
         for stream, text in self._unfinished.items():
             if text and self._is_cleared:
                 self._show_new(stream, text)
@@ -184,6 +201,7 @@ def _cut(line: str, columns: int) -> str:
 
 _RANKS = r"\d{1,9}(?:-\d{1,9})?"
 _LABEL = re.compile(rf"\[({_RANKS}(?:,{_RANKS})*)\](?: |$)")  # of a line: the ranks that said it
+_RICH_LABEL = re.compile(rf"\[{_RANKS}(?:,{_RANKS})*\]")  # a blank line of a rank has a space behind it
 _MAX_RANKS = 10_000
 
 

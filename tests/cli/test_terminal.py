@@ -33,3 +33,19 @@ def test_bar_that_is_too_long_keeps_its_colours_whole_and_ends_them(monkeypatch:
     monkeypatch.setenv("COLUMNS", "11")
     bar = "\x1b[31m12345\x1b[0m\x1b[32m67890ABC\x1b[0m"
     assert _shown(_Tty(), "display", bar) == "\x1b[31m12345\x1b[0m\x1b[32m67890\x1b[0m"
+
+
+def test_figure_of_a_rank_that_is_new_comes_with_its_label() -> None:
+    """Its text is that of another rank's, which was shown before: the label stood alone."""
+    out = io.StringIO()
+    terminal = Terminal(out, io.StringIO(), on_gone=lambda: None)
+    figure = {"data": {"text/plain": "<Figure>", "image/png": ""}}
+    terminal.begin_cell("cell")
+    terminal.take("stream", {"name": "stdout", "text": "[0]\n"})
+    terminal.take("display_data", figure)
+    terminal.take("clear_output", {"wait": True})
+    terminal.take("stream", {"name": "stdout", "text": "[0-1]\n"})
+    terminal.take("display_data", figure)
+    terminal.take("stream", {"name": "stdout", "text": "[0] \nend\n"})
+    terminal.end_cell()
+    assert out.getvalue() == "cell\n[0]\n<Figure>\n[1]\n<Figure>\n[0] \nend\n"
