@@ -166,7 +166,7 @@ def test_next_one_is_made(store: dist.TCPStore) -> None:
     assert alone.has_group
     alone.end(2)
     assert not alone.has_group, "what there was went with it"
-    with pytest.raises(SessionError, match="generation 2 was ended"):
+    with pytest.raises(SessionError, match="generation 2 of process groups was ended"):
         alone.start(2)
     alone.start(3)
     assert alone.has_group
