@@ -47,7 +47,7 @@ _ALIGN_BYTES = 16
 _SHORT_CHARS = 64
 _LONG_LIST = 32
 _MOST_KEYS_AT_ONCE, _COMPARISONS_AT_ONCE = 256, 1 << 24  # each key may meet all others
-_NUMBERS_AT_ONCE = 1 << 16
+_NUMBERS_AT_ONCE, _MANY_BITS = 1 << 16, 10_000
 _LARGE_PRIME = (1 << 61) - 1
 _KEYS_LIMIT_S, _KEY_LIMIT_S = 0.5, 10e-6  # for all keys of a dict, and more for each: many times what they take
 
@@ -552,7 +552,9 @@ def add_keys(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
     """
     deadline = time.thread_time() + _KEYS_LIMIT_S + len(keys) * _KEY_LIMIT_S
     too_slow = WireError(f"{len(keys)} keys or elements take too long to tell apart: too many have the same hash")
-    has_containers = not {tuple, frozenset}.isdisjoint(map(type, keys))
+    has_containers = not {tuple, frozenset}.isdisjoint(map(type, keys)) or any(
+        type(key) is int and key.bit_length() > _MANY_BITS for key in keys
+    )
     most_alike = _MOST_ALIKE_CONTAINERS if has_containers else _MOST_ALIKE
     at_once = min(_MOST_KEYS_AT_ONCE, _COMPARISONS_AT_ONCE // max(1, len(keys)))
     step = 1 if has_containers else max(1, at_once)  # to compare two of them may take long

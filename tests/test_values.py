@@ -767,6 +767,10 @@ def test_keys_made_to_collide_are_a_wire_error() -> None:
     raw = b"".join((n * ((1 << 61) - 1)).to_bytes(16, "little") for n in range(60 * 30))
     with pytest.raises(WireError, match="30 keys or elements take too long to tell apart"):
         unpack({"set": [alike] * 30}, [raw])
+    long = [{"int": 100_000}] * 20  # of one hash too, and alike but for their first digits
+    raws = [((1 << 799_000) + n * ((1 << 61) - 1)).to_bytes(100_000, "little") for n in range(20)]
+    with pytest.raises(WireError, match="20 keys or elements take too long to tell apart"):
+        unpack({"set": long}, raws)
     many = {n << 40 for n in range(50_000)}
     assert receive(many) == many
     grid = {(x, y, z) for x in range(-9, 9) for y in range(-9, 9) for z in range(-9, 9)}

@@ -21,6 +21,7 @@ from pathspec import GitIgnoreSpec
 from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
 
 from ..errors import SpecError
+from ..guarded import can_others_write
 from ..node.trees import open_regular
 
 __all__ = ["GIT_FILE", "OWN_FILE", "Rules", "cannot_read", "extend", "is_left_out", "read_rules_above"]
@@ -58,11 +59,30 @@ def read_rules_above(top: Path) -> tuple[str, Rules]:
     parts = top.relative_to(repository).parts
     prefix, rules = "", _compile(of_user + _read_lines(os.path.join(_git_folder(repository), "info/exclude"), ""), ())
     for part in parts:
-        rules = extend(rules, str(repository / prefix), prefix, {GIT_FILE, OWN_FILE})
+        folder = str(repository / prefix)
+        git = _read_above(os.path.join(folder, GIT_FILE), prefix)
+        own = _read_above(os.path.join(folder, OWN_FILE), prefix, may_send=False)
+        rules = _compile(rules.git + git, rules.own + own) if git or own else rules
         if is_left_out(rules, prefix + part, is_folder=True):
             return nothing
         prefix += f"{part}/"
     return prefix, rules
+
+
+def _read_above(path: str, prefix: str, *, may_send: bool = True) -> tuple[str, ...]:
+    """Of a folder above the notebook's, which may be everybody's, like /tmp: what others write there is no error, and,
+    where it must not be ``may_send``, sends nothing. Raises: SpecError for a file of the user's own."""
+    try:
+        is_others = can_others_write(os.lstat(path), Path(path))
+    except OSError:
+        return ()
+    try:
+        lines = _read_lines(path, prefix)
+    except SpecError:
+        if is_others:
+            return ()
+        raise
+    return tuple(line for line in lines if may_send or not is_others or not line.startswith("!"))
 
 
 def extend(rules: Rules, folder: str, prefix: str, names: set[str]) -> Rules:

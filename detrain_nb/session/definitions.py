@@ -9,16 +9,20 @@ from collections.abc import Iterator
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _IPYTHON_LINE = re.compile(r"[ \t]*[%!]|[\w, \t]+=\s*[%!]|[^#]*\?[ \t]*$")
 _SETTING_UP = re.compile(r"%(load_ext|reload_ext|autoreload|matplotlib|env|set_env)\b")
+_FSTRING = re.compile(r"[fF][rR]?['\"]")
 _AROUND_PYTHON = re.compile(r"%%(time|timeit|capture|prun)\b")
 _MOST_DOTS = 1000  # in the name of a module: Python's parser takes time by the square of their number
-_MOST_CHARS = 1 << 18  # of a cell: a node may have made it up, and its syntax tree takes some 500 times as much memory
+# Of a cell: a node may have made it up, its syntax tree takes some 500 times as much memory, and an f-string with many
+# fields time by the square of its length.
+_MOST_CHARS, _MOST_FSTRING_CHARS = 1 << 18, 1 << 15
 
 
 def definitions_of(code: str) -> str:
     """The imports and definitions of a cell's top level, on the lines where they stood; empty when there are none.
 
     With them the lines of IPython that make later cells what they are (``%load_ext``), and a ``try`` around imports.
-    A body in another language than Python has none, and none is looked for in more than 256 K characters.
+    A body in another language than Python has none, and none is looked for in more than 256 K characters, or in 32 K
+    with f-strings.
     """
     code = code.replace("\r\n", "\n").replace("\r", "\n")  # so does Python before it counts lines
     parsed = _parse(code) if len(code) <= _MOST_CHARS else None
@@ -42,6 +46,8 @@ def _parse(code: str) -> ast.Module | None:
     if code.lstrip().startswith("%%") and not _AROUND_PYTHON.match(code.lstrip()):
         return None
     if any("import" in line and line.count(".") > _MOST_DOTS for line in code.replace("\\\n", "").split("\n")):
+        return None
+    if len(code) > _MOST_FSTRING_CHARS and _FSTRING.search(code):
         return None
     with_passes = [
         f"{line[: len(line) - len(line.lstrip())]}pass" if _IPYTHON_LINE.match(line) else line

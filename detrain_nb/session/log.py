@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..agents import is_running, open_private, runtime_folder
 from ..errors import LaunchError
-from ..wire import CellDone, CellFailed, ClearOutput, Display, FrameReader, Output, to_frame
+from ..wire import MAX_HEADER_BYTES, CellDone, CellFailed, ClearOutput, Display, FrameReader, Output, to_frame
 from .safe_output import clean_text
 
 Logged = Output | Display | ClearOutput | CellDone | CellFailed
@@ -23,6 +23,7 @@ BEGINNINGS, SHOWN_PERHAPS, NEW = range(3)  # the parts of a cell, in the order i
 _READ_BYTES = 1 << 20
 _MOST_LOOKED_AT_BYTES = 64 << 20
 _MOST_PIECES = 10_000  # of a cell
+_GROWN = 8  # times, at most: a node may have left out what is written here, as defaults and zeros
 _PREFIX = ".log-"
 _WHAT_TO_DO = "make room on that disk, or start this process again with DETRAIN_NB_RUNTIME_DIR, a folder on another one"
 
@@ -120,7 +121,7 @@ class LogReader:
         self._path = path
         self._pieces = pieces  # grows at its end
         self._read_bytes: dict[int, int] = {}  # of a piece, by where it begins
-        self._frames = FrameReader()
+        self._frames = FrameReader(max_header_bytes=_GROWN * MAX_HEADER_BYTES)
 
     def read(self) -> Iterator[Logged]:
         """What has come since the last call."""

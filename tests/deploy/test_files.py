@@ -23,7 +23,7 @@ from detrain_nb.deploy import code, files
 from detrain_nb.deploy.files import Copied, Stop, get, on_every, put
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.errors import DetrainError, SpecError, TransportError, WireError
-from detrain_nb.node import arrivals, talk
+from detrain_nb.node import arrivals, talk, trees
 from detrain_nb.node.arrivals import TreeWriter
 from detrain_nb.node.talk import LINE_BYTES, Failed, FilesError, Talk
 from detrain_nb.node.trees import MOST_ENTRIES, list_tree, open_listed
@@ -509,6 +509,17 @@ def test_large_files_go_by_no_path_where_a_group_can_write(
     get(node, "there/large", tmp_path / "here" / "get")
     assert used == ([] if shared else ["put", "get"])
     assert (home / "there" / "put" / "large").stat().st_size == (tmp_path / "here" / "get" / "large").stat().st_size
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_file_of_another_user_is_not_guarded_in_a_folder_like_tmp(tmp_path: Path) -> None:
+    """Its owner can put another one, or a link, in its place."""
+    tmp_path.chmod(0o1777)
+    for name in ("own", "theirs"):
+        (tmp_path / name).write_text("x")
+    os.chown(tmp_path / "theirs", 12345, 12345)
+    assert trees.is_guarded(str(tmp_path / "own")) and trees.is_guarded(str(tmp_path / "not there yet"))
+    assert not trees.is_guarded(str(tmp_path / "theirs"))
 
 
 def test_another_file_in_the_place_of_one_that_was_listed_is_not_sent(tmp_path: Path) -> None:

@@ -497,6 +497,20 @@ def test_patterns_that_never_end_are_not_read(name: str, tmp_path: Path) -> None
             list_folder(tmp_path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_lines_of_another_user_above_the_folder_send_nothing_and_stop_nothing(tmp_path: Path) -> None:
+    """In /tmp, say: anybody can make a repository of it."""
+    root = _plant(tmp_path / "project", {"train.py": "", ".env": "key", "deploy.pem": "key"})
+    (tmp_path / ".git").mkdir()
+    for theirs in (True, False):
+        _plant(tmp_path, {".detrainignore": "!.env\n!*.pem\nlater\n"})
+        os.chown(tmp_path / ".detrainignore", 12345 if theirs else 0, 0)
+        assert list(list_folder(root)) == (["train.py"] if theirs else [".env", "deploy.pem", "train.py"])
+    _plant(tmp_path, {".gitignore": "**/a/" * 12})
+    os.chown(tmp_path / ".gitignore", 12345, 0)
+    assert "train.py" in list_folder(root)
+
+
 def test_pattern_that_can_be_matched_in_too_many_ways_is_refused(tmp_path: Path) -> None:
     _plant(tmp_path, {".gitignore": f"*.log\n{'**/a/' * 12}c\n", "a/" * 45 + "b": ""})
     with pytest.raises(SpecError, match=r"\.gitignore, line 2 has 12 times \*\*, more than 3: shorten it$"):

@@ -64,6 +64,13 @@ def test_what_is_parsed_of_a_cell_is_bounded() -> None:
     assert definitions_of("import os\n" + "0," * (1 << 17)) == ""
 
 
+@pytest.mark.parametrize("prefix", ["f", "F", "rf", "fR"])
+def test_f_strings_are_not_parsed_at_any_length(prefix: str) -> None:
+    """Python's parser takes time by the square of their length: 5 s for 256 K characters."""
+    assert definitions_of("import os\n" + f"{prefix}'" + "{a}" * 20 + "'") == "import os\n"
+    assert definitions_of("import os\n" + f"{prefix}'" + "{a}" * 20_000 + "'") == ""
+
+
 @pytest.mark.timeout(5)  # Python's parser would need minutes
 @pytest.mark.parametrize("code", ["import " + "a." * 100_000 + "a", "from " + "a.\\\n" * 60_000 + "a import b"])
 def test_names_of_modules_are_not_parsed_at_any_length(code: str) -> None:

@@ -42,6 +42,7 @@ from detrain_nb.errors import (
     TransportError,
     WireError,
 )
+from detrain_nb.session import node_link
 from detrain_nb.session.cells import CellObserver, CellRun
 from detrain_nb.session.diagnosis import HangWatch, describe_mismatch, judge
 from detrain_nb.session.evidence import gather
@@ -1548,3 +1549,30 @@ def test_no_thread_is_left(pair: Pair) -> None:
     pair.session.detach()
     left = [thread.name for thread in threading.enumerate() if thread.name == "detrain_nb node link"]
     assert not left
+
+
+def test_half_lines_are_not_kept_for_a_node_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each acknowledgement carries them, and is kept until it is said to have come: 70 GB in an hour."""
+    monkeypatch.setattr(node_link, "_FULL_BYTES", 1 << 20)
+    monkeypatch.setattr(node_link, "_ACKNOWLEDGE_GAP_S", 0.005)
+    monkeypatch.setattr(FakeNode, "can_resume", True)  # as over SSH, where what has not come is sent once more
+    pair = Pair()
+    pair.bad.answers[RunCell] = lambda message: []
+
+    def run() -> None:
+        with contextlib.suppress(DetrainError):
+            pair.session.run_cell("1", ranks=1, observer=Eyes())
+
+    running = threading.Thread(target=run)
+    running.start()
+    try:
+        link = pair.session._ranks._links[1]
+        for number in range(200):
+            for stream in ("stdout", "stderr"):
+                pair.bad.say(Output(1, 1, stream, b"\r%d" % number + b"y" * 65_000))
+            time.sleep(0.01)
+        assert link._waiting_bytes < 4 << 20
+    finally:
+        pair.bad.say(CellDone(1, 1, 0.1, True, False, b""))
+        running.join(20)
+        pair.session.detach()

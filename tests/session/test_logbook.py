@@ -9,7 +9,7 @@ from detrain_nb.session.log import OutputLog
 from detrain_nb.session.logbook import Logbook
 from detrain_nb.session.results import CellResult, RankResult
 from detrain_nb.session.shown_again import ShownAgain
-from detrain_nb.wire import Output, Unfinished
+from detrain_nb.wire import MAX_HEADER_BYTES, CellFailed, Output, Unfinished
 
 from ..full_disk import files_end_at
 
@@ -96,6 +96,15 @@ def test_node_that_goes_to_and_fro_between_the_parts_of_a_cell_takes_no_memory()
     said = [int(message.body) for message in logbook.log.read(1) if isinstance(message, Output)]
     assert sorted(said) == list(range(count))
     assert said[-5000:] == list(range(count - 5000, count)), "as it came"
+
+
+def test_message_that_is_longer_when_it_is_written_again_is_read() -> None:
+    """A node leaves out what has a default, and writes numbers with few digits."""
+    log = OutputLog()
+    log.append(Output(0, 1, "stdout", b"honest"))
+    log.append(CellFailed(1, 1, 0.1, True, False, "Error", "x" * MAX_HEADER_BYTES, [], False))
+    log.append(Output(0, 1, "stdout", b" words"))
+    assert log.text(1, 0) == "honest words"
 
 
 def test_table_of_a_result_reads_the_beginning_of_what_was_printed() -> None:
