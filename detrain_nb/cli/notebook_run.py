@@ -205,6 +205,8 @@ def _private_sockets(manager: Any) -> Iterator[None]:
     prefix, place = "detrain_nb-", _place_of_sockets()
     with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as folder:
         manager.transport, manager.ip = "ipc", os.path.join(folder, "kernel")
+        # it has the key, and is read by its path; its name is the kernel's
+        manager.connection_file = os.path.join(folder, f"{os.path.basename(folder)}.json")
         yield
 
 

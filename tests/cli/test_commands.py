@@ -198,10 +198,10 @@ def test_what_cells_say_is_at_no_port(place: Place, monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(place.env, "TMPDIR", temporary)
         code = "import os\nfrom ipykernel.kernelapp import IPKernelApp as App\napp = App.instance()\n"
         code += "app.transport, oct(os.stat(os.path.dirname(app.ip)).st_mode & 0o777), "
-        code += f"app.ip.startswith({temporary!r})"
+        code += f"app.ip.startswith({temporary!r}), os.path.dirname(app.abs_connection_file) == os.path.dirname(app.ip)"
         status, out, err = place.run("run", place.write(code))
     assert status == 0, err
-    assert f"('ipc', '0o700', {not is_shared})" in out
+    assert f"('ipc', '0o700', {not is_shared}, True)" in out
 
 
 def test_output_of_the_ranks_appears_while_the_cell_runs(story: Story) -> None:
