@@ -9,7 +9,7 @@ from detrain_nb.session.log import OutputLog
 from detrain_nb.session.logbook import Logbook
 from detrain_nb.session.results import CellResult, RankResult
 from detrain_nb.session.shown_again import ShownAgain
-from detrain_nb.wire import MAX_HEADER_BYTES, CellFailed, Output, Unfinished
+from detrain_nb.wire import MAX_HEADER_BYTES, CellDone, CellFailed, Display, Output, Unfinished
 
 from ..full_disk import files_end_at
 
@@ -105,6 +105,21 @@ def test_message_that_is_longer_when_it_is_written_again_is_read() -> None:
     log.append(CellFailed(1, 1, 0.1, True, False, "Error", "x" * MAX_HEADER_BYTES, [], False))
     log.append(Output(0, 1, "stdout", b" words"))
     assert log.text(1, 0) == "honest words"
+
+
+def test_what_cannot_be_read_hides_nothing_else() -> None:
+    """What a node displayed before an attach is read when it is shown."""
+    logbook = Logbook()
+    for message in (
+        Output(0, 1, "stdout", b"honest\n"),
+        Display(1, 1, "", False, b"no JSON"),
+        CellDone(1, 1, 0.1, True, False, b"nor this"),
+        Output(0, 1, "stdout", b"words\n"),
+    ):
+        logbook.add(message, is_missed=True, is_shown_perhaps=False)
+    shown = _show(logbook)
+    told = "something that rank 1 showed here cannot be read"
+    assert "honest" in str(shown) and "words" in str(shown) and str(shown).count(told) == 2
 
 
 def test_table_of_a_result_reads_the_beginning_of_what_was_printed() -> None:
