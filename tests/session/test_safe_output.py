@@ -374,6 +374,7 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
         " ",
         [" ", "x", "x ", "=", "? ", "#", "%"],
     ),
+    "definitions._FSTRING": (definitions._FSTRING.search, "f", ["f", "fR", "x"]),
     "definitions._SETTING_UP": (definitions._SETTING_UP.match, "%", ["load_ext", "env"]),
     "definitions._AROUND_PYTHON": (definitions._AROUND_PYTHON.match, "%%", ["time", "%"]),
     "errors.HUNG_UP": (HUNG_UP.search, "c", ["connection ", "broken ", "remote process ", "c"]),
