@@ -118,7 +118,6 @@ class _Agent:
         self._loop = Loop()
         self._spool = Spool(Path(), known_as=folder)  # relative: another session may get the name before it is removed
         self._memory = Memory()
-        self._has_caught_up = False  # the present notebook has had all that there was when it came
         self._notebook: Link | None = None
         self._holder = ""
         self._received = 0  # the number of the last message of the notebook, where it counts them
@@ -172,12 +171,9 @@ class _Agent:
             self._is_ending = self._is_ending or (self._ends_at is not None and time.monotonic() >= self._ends_at)
 
     def _hold_back(self) -> None:
-        """Do not read values, and output, faster than the other side takes them: else a stop stands behind it all."""
-        waiting_bytes = self._notebook.waiting_bytes if self._notebook else 0
-        if self._notebook and self._has_caught_up:  # what it has missed is no reason for the ranks to wait
-            waiting_bytes += self._spool.unread_bytes
+        """Do not read values faster than the other side takes them."""
         for worker in self._workers.values():
-            self._loop.pause(worker, waiting_bytes > _FULL_BYTES)
+            self._loop.pause(worker, bool(self._notebook and self._notebook.waiting_bytes > _FULL_BYTES))
         if self._notebook:
             is_any_full = any(worker.waiting_bytes > _FULL_BYTES for worker in self._workers.values())
             self._loop.pause(self._notebook, is_any_full)
@@ -268,7 +264,6 @@ class _Agent:
         self._loop.add(link, self._from_notebook)
         sent = self._spool.sent
         self._spool.rewind()
-        self._has_caught_up = False
         with contextlib.suppress(LinkClosed):  # its reader meets the end as well
             for frame in self._memory.told():
                 link.send_bytes(frame.to_bytes())
@@ -428,7 +423,6 @@ class _Agent:
         with contextlib.suppress(LinkClosed):  # its reader meets the end as well
             while self._spool.has_more and (everything or not self._notebook.waiting_bytes):
                 self._notebook.send_bytes(self._confirm() + self._spool.read())
-            self._has_caught_up = self._has_caught_up or not self._spool.has_more
             if self._confirm_at is not None and (self._is_ending or time.monotonic() >= self._confirm_at):
                 self._notebook.send_bytes(self._confirm())
 
