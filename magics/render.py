@@ -178,7 +178,7 @@ class LiveCell:
                 self._clear_now(rank)
 
     def _clear_now(self, rank: int) -> None:
-        """Where that was waited for, and is to be."""
+        """Take back what the rank has shown, if it has asked for that."""
         if rank not in self._to_be_cleared:
             return
         self._to_be_cleared.discard(rank)

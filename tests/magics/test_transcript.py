@@ -343,6 +343,19 @@ def test_pieces_for_which_there_is_no_room_are_no_blank_lines() -> None:
     assert _standing(sent) == before  # the last form says already how to read the rest
 
 
+def test_late_lines_without_room_are_told_once() -> None:
+    sent: list[dict[str, Any]] = []
+    cell = LiveCell(_screen_into(sent), (0,), 7, RenderOptions(max_lines=10))
+    cell.output(0, "stdout", "in time\n")
+    cell.finish({})
+    for number in range(40):
+        cell.output(0, "stdout", f"late {number}\n")
+    cell.leave()
+    standing = _standing(sent)
+    assert "late 0" in standing and "late 39" not in standing and "[0] \n" not in standing
+    assert standing.count("what comes now is not shown: read it with %distributed log --cell 7 --rank 0") == 1
+
+
 @pytest.mark.parametrize(("code", "is_kept"), [("%run setup.ipynb", True), ("%%distributed\n1", False), ("", True)])
 def test_what_the_cell_has_shown_before_is_not_cleared(code: str, is_kept: bool) -> None:
     """A %%distributed may run within another cell: by %run, in a loop, by a helper."""

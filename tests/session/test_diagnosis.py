@@ -6,12 +6,14 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from detrain_nb.session.diagnosis import HangWatch, are_in_step, describe_mismatch, describe_wait, judge
 from detrain_nb.session.evidence import Collective, Evidence, gather
+from detrain_nb.session.rescue import _Story
 from detrain_nb.session.stuck import StuckWatch
 from detrain_nb.session.whereabouts import Whereabouts
 from detrain_nb.wire import Position
@@ -842,3 +844,23 @@ def test_ranks_are_in_step_where_their_next_collectives_meet(ranks: list[Evidenc
 def test_steps_that_are_none_are_not_known(said: Any) -> None:
     known = {"operations": 3, "steps": said}
     assert set(gather(position(collectives=known), world_size=2).steps.values()) <= {-1}
+
+
+@pytest.mark.parametrize(
+    ("away", "words"),
+    [
+        ((), "ranks 0-1 do not answer: the node is busy, or what ranks 0-1 printed is still on its way"),
+        (
+            (1,),
+            "rank 1: no connection to its node, the stop comes there when there is one again\nrank 0 does not answer",
+        ),
+        ((0, 1), "ranks 0-1: no connection to their node, the stop comes there when there is one again"),
+    ],
+)
+def test_stop_advises_no_kill_of_ranks_that_only_cannot_be_heard(away: tuple[int, ...], words: str) -> None:
+    """It said that they may catch KeyboardInterrupt: who replaced them lost the variables of healthy ranks."""
+    run: Any = SimpleNamespace(running=(0, 1), presses=1, cell=3)
+    story = _Story(run, is_reachable=lambda rank: rank not in away)
+    story.verdicts = judge([Evidence(rank, "no answer") for rank in range(2)])
+    said = story.describe_left()
+    assert said.startswith(words) and "--kill" not in said and "KeyboardInterrupt" not in said
