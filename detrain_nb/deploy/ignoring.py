@@ -31,6 +31,7 @@ _MOST_BYTES = 1 << 20  # of one file with patterns
 # ``**`` is tried against every way in which those of a pattern can share out the folders of a path.
 _MOST_DOUBLE = 3
 _MOST_DEEP = 64
+_MOST_LINE_CHARS = 4096
 _STAR = r"\[\^/\]\*"  # what pathspec makes of one
 _PIECE = re.compile(rf"{_STAR}((?:(?!{_STAR})(?:\\.|\[\^?\]?[^\]]*\]|[^\\\[()/]))*)(?={_STAR})", re.DOTALL)
 _ASK_LIMIT_S = 5.0
@@ -110,6 +111,8 @@ def _read_lines(path: str, prefix: str) -> tuple[str, ...]:
     for number, line in enumerate(lines, 1):
         if (double := line.split("/").count("**")) > _MOST_DOUBLE:
             raise SpecError(f"{path}, line {number} has {double} times **, more than {_MOST_DOUBLE}: shorten it")
+        if len(line) > _MOST_LINE_CHARS and line[0] != "#":
+            raise SpecError(f"{path}, line {number} has {len(line)} characters, more than a path has: shorten it")
     return tuple(_anchor(line, prefix) for line in lines if line.strip() and line[0] != "#")
 
 

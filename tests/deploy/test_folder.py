@@ -517,6 +517,15 @@ def test_pattern_that_can_be_matched_in_too_many_ways_is_refused(tmp_path: Path)
         list_folder(tmp_path)
 
 
+def test_line_that_is_longer_than_any_path_is_refused(tmp_path: Path) -> None:
+    """Only to compile 200,000 stars takes seconds."""
+    _plant(tmp_path, {".gitignore": f"#{'#' * 5000}\n{'*' * 4096}x"})
+    with pytest.raises(SpecError, match="line 2 has 4097 characters, more than a path has: shorten it"):
+        list_folder(tmp_path)
+    _plant(tmp_path, {".gitignore": f"#{'#' * 5000}\n{'*' * 4095}x"})
+    assert list(list_folder(tmp_path)) == [".gitignore"]
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "pattern", ["*a" * 20 + "*c", "a*a*a*a*b", "**/*a*a*a*b", "[a-z]*[a-z]*[a-z]*[a-z]*1", "a?*" * 9 + "c"]
