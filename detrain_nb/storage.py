@@ -309,6 +309,6 @@ def replace_file(path: Path, text: str) -> None:
     with whole_file(path) as file:
         with contextlib.suppress(FileNotFoundError):
             state = path.lstat()
-            if stat.S_ISREG(state.st_mode) and hasattr(os, "fchmod") and state.st_uid == os.geteuid():
+            if os.name == "posix" and stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid():
                 os.fchmod(file.fileno(), stat.S_IMODE(state.st_mode))
         file.write(text.encode("utf-8"))

@@ -76,20 +76,14 @@ def _list_sessions(args: argparse.Namespace) -> int:
 
 def _is_kept(path: Path) -> bool:
     """It is another user's, in a folder where only its owner can replace it, as in /tmp."""
+    if os.name != "posix":
+        return False
     try:
         state, folder = path.lstat(), path.parent.stat()
     except OSError:
         return False
-    return (
-        bool(folder.st_mode & stat.S_ISVTX)
-        and os.name == "posix"
-        and os.geteuid()
-        not in (
-            0,
-            state.st_uid,
-            folder.st_uid,
-        )
-    )
+    may_replace = os.geteuid() in (0, state.st_uid, folder.st_uid)
+    return bool(folder.st_mode & stat.S_ISVTX) and not may_replace
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -259,7 +259,8 @@ def is_guarded(path: str) -> bool:
     """Nobody else can put another file in the place of that one; in a folder like /tmp the file's owner can."""
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileNotFoundError):
-            if os.lstat(path).st_uid not in (0, os.geteuid()):
+            owner = os.lstat(path).st_uid
+            if owner != 0 and owner != os.geteuid():  # 0 on Windows
                 return False
         return find_guest_parent(Path(path)) is None
     return False

@@ -438,15 +438,14 @@ class NodeLink:
 
     def _look_what_was_shown(self) -> None:
         """Every now and then; what has been shown is acknowledged one look later: it may still be under way."""
-        if self._waiting_bytes > _FULL_BYTES:  # it takes nothing: more would be kept here for it without an end
-            pass
-        elif self._to_acknowledge is not None:
+        is_taking = self._waiting_bytes <= _FULL_BYTES  # else more and more would be kept here for it
+        if is_taking and self._to_acknowledge is not None:
             if self._to_acknowledge.was_shown:
                 self._acknowledge(self._to_acknowledge)
                 self._to_acknowledge = None
             else:
                 self._to_acknowledge.was_shown = self._to_acknowledge.is_shown()
-        if self._to_acknowledge is None and self._waiting_bytes <= _FULL_BYTES:
+        if is_taking and self._to_acknowledge is None:
             self._to_acknowledge = self._next_checkpoint()
         self._acknowledge_at = time.monotonic() + _ACKNOWLEDGE_GAP_S
 
