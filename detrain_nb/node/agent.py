@@ -60,12 +60,12 @@ from .kept import LONGEST_WAIT_S, AgentProcess
 from .launching import LauncherEnd
 from .loop import Loop
 from .memory import Memory
+from .pace import FULL_BYTES, Pace
 from .processes import drain
 from .room import free_memory_bytes
 from .spool import Spool
 
 _ATTACH_LIMIT_S = 30.0
-_FULL_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 16
 _CONFIRM_GAP_S = 0.02
 _STORE_BACKLOG = 128
@@ -118,6 +118,7 @@ class _Agent:
         self._loop = Loop()
         self._spool = Spool(Path(), known_as=folder)  # relative: another session may get the name before it is removed
         self._memory = Memory()
+        self._pace = Pace()
         self._notebook: Link | None = None
         self._holder = ""
         self._received = 0  # the number of the last message of the notebook, where it counts them
@@ -164,18 +165,22 @@ class _Agent:
         self._loop.add(self._process.child_ended, self._on_child_ended)
         self._loop.add(self._launching.channel.fileno(), lambda: self._note_end(self._launching.take_answer()))
         while not self._is_ending:
-            self._loop.once(_seconds_until(self._ends_at, self._confirm_at, self._launching.answer_by))
+            self._loop.once(
+                _seconds_until(self._ends_at, self._confirm_at, self._launching.answer_by, self._pace.lets_go_at)
+            )
             self._note_end(self._launching.take_silence())
             self._feed_notebook()
             self._hold_back()
             self._is_ending = self._is_ending or (self._ends_at is not None and time.monotonic() >= self._ends_at)
 
     def _hold_back(self) -> None:
-        """Do not read values faster than the other side takes them."""
+        """Do not read values faster than the other side takes them, nor output while it takes some."""
+        waiting_bytes = self._notebook.waiting_bytes if self._notebook else 0
+        has_to_wait = self._pace.has_to_wait(self._spool, waiting_bytes) if self._notebook else False
         for worker in self._workers.values():
-            self._loop.pause(worker, bool(self._notebook and self._notebook.waiting_bytes > _FULL_BYTES))
+            self._loop.pause(worker, has_to_wait or waiting_bytes > FULL_BYTES)
         if self._notebook:
-            is_any_full = any(worker.waiting_bytes > _FULL_BYTES for worker in self._workers.values())
+            is_any_full = any(worker.waiting_bytes > FULL_BYTES for worker in self._workers.values())
             self._loop.pause(self._notebook, is_any_full)
             if is_any_full and self._confirm_at is None:  # its signs of life are not read meanwhile, and wait for this
                 self._confirm_at = time.monotonic() + ALIVE_GAP_S
@@ -306,6 +311,7 @@ class _Agent:
             self._notebook.flush()
         self._hang_up(self._notebook)
         self._notebook = self._confirm_at = None
+        self._pace = Pace()
         self._ends_at = time.monotonic() + self._memory.linger_s
 
     def _hang_up(self, link: Link) -> None:

@@ -164,6 +164,16 @@ class Spool:
         return self._read_at < self._ends_at
 
     @property
+    def read_bytes(self) -> int:
+        """How much of all that was ever kept the reader has had, or missed."""
+        return self._read_at
+
+    @property
+    def unread_bytes(self) -> int:
+        """How much the reader has not had."""
+        return self._ends_at - self._read_at
+
+    @property
     def sent(self) -> int:
         """The highest number that was given out, be it in part."""
         segment = self._segment_to_read()

@@ -343,6 +343,20 @@ def test_rank_is_no_prompt(session: Session) -> None:
     )
 
 
+@pytest.mark.timeout(120)
+def test_flood_of_a_process_is_not_kept_ahead_of_the_notebook(session: Session) -> None:
+    """It was, on the disk of the node: the ranks were idle after a stop, and could not be used for minutes."""
+
+    class Slow(Watcher):
+        def output(self, rank: int, stream: str, text: str) -> None:
+            time.sleep(0.005)
+
+    session.run_cell("kept = rank")
+    with pytest.raises(CellTimeout):
+        session.run_cell("!yes", timeout_s=1.0, observer=Slow())
+    assert session.run_cell("kept").values == {0: 0, 1: 1}
+
+
 def test_lines_of_a_loop_come_in_few_messages(session: Session) -> None:
     """Each was a message: the notebook fell behind for minutes, and a stop seemed to fail."""
 
