@@ -13,7 +13,7 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -62,7 +62,7 @@ def list_folder(
 
     ``top`` is where ``root`` led at first: others may put a link to another folder in the place of one above it.
     A symbolic link counts as what it points to, if that is below ``root``; other links do not travel. ``kept`` gets
-    the files and folders that stay here for their names alone (deploy/private.py).
+    the files and folders that stay here for their names alone (deploy/private.py), and links that another user made.
     Raises: SpecError when it is too much, or a file cannot be read.
     """
     if not os.path.isdir(root):
@@ -183,6 +183,7 @@ class _Folder(NamedTuple):
 def _walk(top: str, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]]:
     """Yield name, path and status of the files that travel."""
     above, rules = read_rules_above(Path(top))
+    trusted = {0, os.stat(top).st_uid, *([os.geteuid()] if hasattr(os, "geteuid") else [])}
     folders = [_Folder(top, "", rules, top, frozenset({top}))]
     entries_seen = 0
     while folders:
@@ -202,7 +203,8 @@ def _walk(top: str, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]
                 continue
             if is_left_out(rules, above + name, is_folder=is_folder) or is_folder and _is_environment(real):
                 continue
-            if _is_private(rules, above, name, os.path.relpath(real, top) if real != entry.path else name):
+            real_name = os.path.relpath(real, top) if real != entry.path else name
+            if _is_private(rules, above, name, real_name) or _is_link_of_others(entry, trusted):
                 kept.append(f"{name}/" if is_folder else name)
             elif is_folder:
                 folders.append(_Folder(entry.path, f"{name}/", rules, real, folder.within | {real}))
@@ -237,6 +239,14 @@ def _look_at(entry: os.DirEntry[str], name: str, parent: str, top: str) -> tuple
         return "", None
     except OSError as exc:
         raise cannot_read(name, exc) from exc
+
+
+def _is_link_of_others(entry: os.DirEntry[str], trusted: Collection[int]) -> bool:
+    """Its name would get past the lines that leave out what it leads to."""
+    try:
+        return entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid not in trusted
+    except FileNotFoundError:
+        return True
 
 
 def _is_environment(folder: str) -> bool:

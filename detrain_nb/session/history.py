@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ..errors import SpecError, short_ranks
-from ..wire import RanCell, RunCell
+from ..wire import CellDone, CellFailed, RanCell, RunCell
 from .definitions import definitions_of
 
 _LAST_COUNTED = 1 << 31  # a number from here on, which no session reaches, leads nowhere: a node has made it up
@@ -58,6 +58,16 @@ class History:
 
     def end_well(self, cell: int) -> None:
         self._not_ended_well.discard(cell)
+
+    def take_end(self, message: CellDone | CellFailed) -> None:
+        """How a cell ended on a rank. That of one that did not run it counts for nothing: its node has made it up."""
+        parts = self._ran.get(message.cell, {}).values()
+        if not any(message.rank in part.ranks for part in parts):
+            return
+        if message.is_collective:
+            self.collective.add(message.cell)
+        if isinstance(message, CellFailed):
+            self.failed.add(message.cell)
 
     def take(self, message: RanCell) -> None:
         """A cell that an earlier notebook has run; its ranks are those of the node that says so.

@@ -373,10 +373,7 @@ class Inbox:
         if isinstance(message, (CellDone, CellFailed)):
             self.has_group[message.rank] = message.has_group
             self.last_seconds[message.rank] = message.seconds
-            if message.is_collective:
-                self.history.collective.add(message.cell)
-        if isinstance(message, CellFailed):
-            self.history.failed.add(message.cell)
+            self.history.take_end(message)
         attached = self._attached.get(node)
         is_missed = (
             attached is not None and 0 < number <= attached.last_number

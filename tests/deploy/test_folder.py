@@ -410,6 +410,17 @@ def test_link_to_a_key_stays_as_well(tmp_path: Path) -> None:
     assert list(list_folder(tmp_path)) == [".detrainignore", ".env", "a.py", "notes.txt"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a link of another user's")
+def test_link_of_another_user_leads_to_nothing_that_lines_leave_out(tmp_path: Path) -> None:
+    _plant(tmp_path, {"a.py": "", "notes/private.txt": "secret", ".detrainignore": "notes/\n", "theirs/b.py": ""})
+    (tmp_path / "theirs/plain").symlink_to("../notes")
+    (tmp_path / "theirs/mine").symlink_to("../a.py")
+    os.lchown(tmp_path / "theirs/plain", 12345, 12345)
+    kept: list[str] = []
+    assert list(list_folder(tmp_path, kept=kept)) == [".detrainignore", "a.py", "theirs/b.py", "theirs/mine"]
+    assert kept == ["theirs/plain/"]
+
+
 def test_home_and_what_holds_it_stay_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = _plant(tmp_path / "homes" / "ann", {"work/a.py": "", ".ssh/x": "", ".config/gcloud/x/y": ""})
     (tmp_path / "link").symlink_to(home)

@@ -320,6 +320,16 @@ def test_message_that_is_for_nobody_changes_nothing(pair: Pair, message: Message
     pair.assert_not_heard()
 
 
+def test_end_of_a_cell_is_told_by_the_ranks_that_ran_it(pair: Pair) -> None:
+    """Else one node has the cells of another left out of a replay."""
+    first, last = (pair.session.run_cell("x = 1", ranks=0).cell for _ in range(2))
+    pair.bad.say(CellFailed(1, first, 0.0, True, True, "x", "x", [], False), Notice("taken"))
+    assert_soon(lambda: "bad: taken" in pair.session.notices)
+    pair.bad.say(CellFailed(1, last, 0.0, True, True, "x", "x", [], False))
+    pair.assert_hung_up("rank 1 ended cell 2, which it does not run")
+    assert list(pair.session.replay(0))[:2] == [first, last]
+
+
 def test_numbers_that_jump_or_run_backwards_are_the_node_s_own_loss(pair: Pair) -> None:
     text = to_frame(Output(1, 0, "stdout", b"x")).header
     for number in (5, 4, 1 << 60, 7, (1 << 64) - 1, 3):

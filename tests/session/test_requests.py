@@ -93,6 +93,16 @@ def test_memory_is_taken_for_what_comes_and_not_for_what_is_announced() -> None:
     assert psutil.Process().memory_info().rss - before < 64 << 20
 
 
+def test_description_that_there_is_no_room_for_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes many times its size."""
+    monkeypatch.setattr("detrain_nb.node.room.free_memory_bytes", lambda **_: 300 << 20)
+    requests = Requests()
+    request = requests.new([0], ["x"])
+    requests.take(Value(0, request.number, "x", b"[" + b"[]," * 2_600_000 + b"[]]"))
+    with pytest.raises(SessionError, match=r"^x of rank 0 takes .* GB of memory"):
+        request.wait(0, what="pull")
+
+
 def test_value_that_there_is_no_room_for_is_refused_in_words() -> None:
     names = [f"x{number}" for number in range(1000)]
     requests = Requests()
