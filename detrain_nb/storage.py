@@ -275,8 +275,11 @@ def is_local(files: Any) -> bool:
 
 
 @contextlib.contextmanager
-def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True) -> Iterator[BinaryIO]:
+def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Give a new file, which stands at ``path`` on this machine at the end of the block, whole, or not at all.
+
+    It has the mode of the user's file that is there, else ``mode`` less the umask, from its first byte on: who opens it
+    meanwhile reads on.
 
     Its folder is opened once, through a link where that ``may_be_link``, and the file is a new one in there: where
     others can write, nothing is written through what they put in the place of either. A link at ``path`` is replaced.
@@ -288,9 +291,13 @@ def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True) -> Ite
     if opened is None:
         staged, name = os.path.join(folder, staged), os.path.join(folder, name)
     try:
-        made = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666, dir_fd=opened)
+        earlier = _mode_of_own(name, opened)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        made = os.open(staged, flags, 0o666 & (mode if earlier is None else earlier), dir_fd=opened)
         try:
             with open(made, "w+b") as file:
+                if earlier is not None:
+                    os.fchmod(made, earlier)
                 yield file
                 file.flush()
                 os.fsync(made)  # else a machine that goes down may leave an empty file there
@@ -304,11 +311,18 @@ def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True) -> Ite
             os.close(opened)
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write text to ``path`` as `whole_file` does, with the mode of the user's file that is there. Raises: OSError."""
-    with whole_file(path) as file:
-        with contextlib.suppress(FileNotFoundError):
-            state = path.lstat()
-            if os.name == "posix" and stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid():
-                os.fchmod(file.fileno(), stat.S_IMODE(state.st_mode))
+def _mode_of_own(name: str, opened: int | None) -> int | None:
+    """That of the user's own file of that name, which a new one is to keep; None where there is none."""
+    if os.name != "posix":
+        return None
+    try:
+        state = os.stat(name, dir_fd=opened, follow_symlinks=False)
+    except OSError:
+        return None
+    return stat.S_IMODE(state.st_mode) if stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() else None
+
+
+def replace_file(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Write text to ``path`` as `whole_file` does. Raises: OSError."""
+    with whole_file(path, mode=mode) as file:
         file.write(text.encode("utf-8"))

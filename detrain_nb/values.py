@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .errors import ValueNotSupported, WireError
+from .wire import MAX_DESCRIPTION_BYTES, read_text
 
 if TYPE_CHECKING:
     import numpy
@@ -36,7 +37,6 @@ __all__ = ["MAX_DESCRIPTION_BYTES", "Announced", "Json", "buffer_sizes", "pack",
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MAX_BYTES = 4 << 30  # of all buffers of a value
-MAX_DESCRIPTION_BYTES = 8 << 20  # as JSON; the header of a message holds twice that
 _MAX_ITEMS = MAX_DESCRIPTION_BYTES // 2  # an item is a character and a comma at least
 _MAX_DEPTH = 64
 _MAX_DIMS = 32  # what numpy 1.26 has
@@ -172,7 +172,7 @@ _FROM_BYTES: dict[str, Callable[[memoryview], object]] = {
     "int": lambda raw: int.from_bytes(raw, "little", signed=True),
     "float": lambda raw: struct.unpack("<d", raw)[0],
     "complex": lambda raw: complex(*struct.unpack("<2d", raw)),
-    "str": lambda raw: str(raw, "utf-8", "surrogatepass"),
+    "str": read_text,
     "bytes": bytes,
     "bytearray": bytearray,
 }

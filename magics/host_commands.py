@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -75,8 +74,7 @@ class HostCommands:
             print(fix(report))
         if args.save:
             before = f"{args.nodes}.before"
-            shutil.copyfile(args.nodes, before)
-            write_nodes(args.nodes, report.measured_nodes())
+            write_nodes(args.nodes, report.measured_nodes(), before=before)
             print(f"{args.nodes} has the bandwidth and latency that were measured; with its comments it is {before}")
 
     def _lines(self) -> AbstractContextManager[Callable[[str], None]]:

@@ -414,6 +414,29 @@ def test_folder_that_others_can_write_is_not_written_through(
     assert (tmp_path / "away" / "file").read_bytes() == b"data"
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o755, 0o666])
+def test_file_that_replaces_another_has_its_mode_from_the_first_byte_on(tmp_path: Path, mode: int) -> None:
+    """Who opens it under way reads all that is written later."""
+    path = tmp_path / "file"
+    path.write_text("old")
+    path.chmod(mode)
+    made, modes = os.open, []
+
+    def make(name: Any, flags: int, *options: Any, **more: Any) -> int:
+        opened = made(name, flags, *options, **more)
+        if flags & os.O_CREAT:
+            modes.append(os.fstat(opened).st_mode & 0o777)
+        return opened
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", make)
+        locate(path).write(b"new")
+        storage.replace_file(tmp_path / "first", "new", mode=mode)
+    assert modes[0] & ~mode == modes[1] & ~mode == 0
+    assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == mode
+    assert (tmp_path / "first").stat().st_mode & 0o777 == mode & 0o644
+
+
 def test_file_under_way_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.secrets, "token_hex", lambda size: "0")  # somebody has guessed it
     (tmp_path / "mine").write_text("mine")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 
@@ -12,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detrain_nb import values
 from detrain_nb.errors import WireError
 from detrain_nb.wire import (
     MAX_BODY_BYTES,
@@ -33,8 +33,41 @@ from detrain_nb.wire import (
     count_values,
     json_body,
     parse_bundle,
+    read_text,
     to_frame,
 )
+
+_ANY_TEXT = st.text(st.characters() | st.characters(categories=["Cs"]))
+
+
+@given(parts=st.lists(_ANY_TEXT, max_size=8), size=st.integers(1, 9))
+def test_text_is_read_in_pieces_as_in_one(parts: list[str], size: int) -> None:
+    data = "".join(parts).encode("utf-8", "surrogatepass")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("detrain_nb.wire._TEXT_BYTES", size)
+        for given_as in (data, memoryview(data)):
+            assert read_text(given_as) == data.decode("utf-8", "surrogatepass")
+        for wrong in (data + b"\xed", b"\xff" + data, data + b"\xed\xa0"):
+            with pytest.raises(WireError, match="not text"):
+                read_text(wrong)
+
+
+def test_others_have_their_turn_while_halves_of_surrogates_are_read() -> None:
+    """Python calls an error handler for each of them, and nobody else meanwhile: 90 s for a gigabyte."""
+    turns, is_read = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not is_read.wait(0.001):
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    assert len(read_text(b"\xed\xa0\x80" * 2_000_000)) == 2_000_000
+    is_read.set()
+    thread.join()
+    assert turns > 5
+
 
 MESSAGES = [
     RunCell([0, 1], [1, 2], 7, "print('é')"),
@@ -141,7 +174,6 @@ def test_description_that_is_longer_than_any_is_refused_unread() -> None:
     message = Value(0, 1, "x", b"[" * (MAX_DESCRIPTION_BYTES + 1))
     with pytest.raises(WireError, match="more than any has"):
         message.description  # noqa: B018
-    assert MAX_DESCRIPTION_BYTES == values.MAX_DESCRIPTION_BYTES
 
 
 def _read(data: bytes) -> object:

@@ -88,6 +88,7 @@ def _is_kept(path: Path) -> bool:
 
 def _run(args: argparse.Namespace) -> int:
     notebook = read_notebook(args.notebook, is_any_kernel=args.kernel is not None)
+    mode = args.notebook.stat().st_mode
     output: Path = args.output or args.notebook.with_name(f"{args.notebook.stem}.executed.ipynb")
     if not (output.parent.is_dir() and os.access(output.parent, os.W_OK)) or output.is_dir() or _is_kept(output):
         raise SpecError(f"{output}: cannot be written: give another place with --output")
@@ -101,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
         timeout_s=args.timeout,
     )
     status = asyncio.run(run.execute())
-    save(notebook, output)
+    save(notebook, output, mode=mode)
     if run.failure:
         run.terminal.say(f"detrain-nb: {run.failure}", is_error=True)
     run.terminal.say(f"executed notebook{', as far as it came' if status else ''}: {output}")

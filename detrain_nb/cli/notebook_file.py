@@ -48,13 +48,14 @@ def read_notebook(path: Path, *, is_any_kernel: bool) -> NotebookNode:
     return notebook
 
 
-def save(notebook: NotebookNode, output: Path) -> None:
+def save(notebook: NotebookNode, output: Path, *, mode: int) -> None:
+    """``mode``: of the notebook that was executed; what only its owner can read shows nobody its outputs either."""
     import nbformat
 
     text = nbformat.writes(_joined_streams(notebook))  # type: ignore[no-untyped-call]
     text = text if text.endswith("\n") else f"{text}\n"
     try:
-        replace_file(output, text)
+        replace_file(output, text, mode=mode)
     except OSError as exc:
         wrong = f"{output}: the executed notebook cannot be written: {exc.strerror}"
         raise DetrainError(f"{wrong}{_keep_elsewhere(text, output.stem)}") from exc

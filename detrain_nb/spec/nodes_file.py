@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
+from ..guarded import can_others_write
 from ..storage import replace_file
 from .node import Node, default_name, parse_target
 
@@ -88,18 +89,26 @@ def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def write_nodes(path: str | os.PathLike[str], nodes: Iterable[Node]) -> None:
+def write_nodes(
+    path: str | os.PathLike[str], nodes: Iterable[Node], *, before: str | os.PathLike[str] | None = None
+) -> None:
     """Write a nodes file, TOML or JSON by its suffix, that `read_nodes` reads as equal nodes; whole or not at all.
 
-    It takes the place of an earlier file, whose comments and ``[defaults]`` are gone. Raises: SpecError.
+    It takes the place of an earlier file, whose comments and ``[defaults]`` are gone; ``before``: where that is kept.
+    Raises: SpecError.
     """
     is_toml = _is_toml(path)
     nodes = tuple(nodes)
     _refuse(_find_twins(nodes, advice=_NAMES_APART) if nodes else ["no nodes to write"], where=path)
     tables = [_list_fields(node) for node in nodes]
     text = "\n".join(map(_dump_toml, tables)) if is_toml else _dump_json({"nodes": tables}, indent=2) + "\n"
+    target = Path(path)
     try:
-        replace_file(Path(os.path.realpath(path)), text)
+        if not can_others_write(target.parent.stat(), target.parent):  # else the link may be theirs
+            target = Path(os.path.realpath(path))
+        if before is not None:
+            replace_file(Path(before), _read_text(target), mode=target.stat().st_mode)
+        replace_file(target, text)
     except OSError as exc:
         raise SpecError(f"{path}: cannot be written: {exc.strerror}") from exc
 

@@ -165,6 +165,16 @@ def test_executed_notebook_replaces_what_stands_in_its_place(place: Place, plant
     executed.unlink()
 
 
+def test_executed_notebook_is_no_more_public_than_the_notebook(place: Place) -> None:
+    path = place.write("1 + 1")
+    path.chmod(0o600)
+    executed = place.folder / "story.executed.ipynb"
+    assert place.run("run", path)[0] == 0
+    assert executed.stat().st_mode & 0o777 == 0o600
+    executed.unlink()
+    path.chmod(0o644)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_executed_notebook_has_no_mode_of_another_user_s(place: Place) -> None:
     executed = place.folder / "story.executed.ipynb"

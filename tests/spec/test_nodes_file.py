@@ -264,6 +264,28 @@ def test_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
 
 
+def test_what_stood_there_is_kept_beside_it_and_not_written_through_a_link(tmp_path: Path) -> None:
+    """A repository brings such a link, and the text: it could be that of a login file."""
+    path = _write(tmp_path / "nodes.toml", "# mine\n[[nodes]]\nhost = 'gpu1'\n")
+    path.chmod(0o600)
+    login, before = _write(tmp_path / "login", "mine"), tmp_path / "nodes.toml.before"
+    before.symlink_to(login)
+    write_nodes(path, [Node(host="gpu2")], before=before)
+    assert login.read_text() == "mine"
+    assert before.read_text().startswith("# mine") and not before.is_symlink()
+    assert stat.S_IMODE(before.stat().st_mode) == stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_link_in_a_folder_of_others_is_replaced(tmp_path: Path) -> None:
+    shared, login = tmp_path / "shared", _write(tmp_path / "login", "mine")
+    shared.mkdir()
+    shared.chmod(0o777)
+    (shared / "nodes.toml").symlink_to(login)
+    write_nodes(shared / "nodes.toml", [Node(host="gpu1")])
+    assert login.read_text() == "mine"
+    assert read_nodes(shared / "nodes.toml") == (Node(host="gpu1"),)
+
+
 def test_plain_import_of_the_package_brings_no_pydantic() -> None:
     code = "import sys, detrain_nb; sys.exit('pydantic' in sys.modules or 'detrain_nb.spec' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=100).returncode == 0
