@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import re
 import secrets
@@ -82,10 +83,33 @@ class Location:
                 raise NotADirectoryError("it is a file")
         return sorted(path.rpartition("/")[2] for path in found if not path.endswith(_PART))
 
-    def read(self, *, limit_bytes: int) -> bytes:
-        """Read the whole file. Raises: DetrainError when it has more than ``limit_bytes``, of which no more is read."""
+    def open(self, *, may_be_link: bool = True) -> Any:
+        """Open the file to read.
+
+        Without ``may_be_link`` only a regular file of this machine is: where others can write, they may have put a link
+        to what only the user can read, or a pipe. On another file system nobody looks. Raises: what that raises.
+        """
+        if may_be_link or not is_local(self.files) or not hasattr(os, "O_NOFOLLOW"):
+            return self._fresh().open(self.path, "rb")
+        try:
+            opened = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as exc:
+            raise OSError(
+                exc.errno, "it is a link" if exc.errno == errno.ELOOP else os.strerror(exc.errno or 0)
+            ) from exc
+        file = open(opened, "rb")  # noqa: SIM115
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "it is no file")
+        return file
+
+    def read(self, *, limit_bytes: int, may_be_link: bool = True) -> bytes:
+        """Read the whole file; ``may_be_link``: see `open`.
+
+        Raises: DetrainError when it has more than ``limit_bytes``, of which no more is read.
+        """
         data = bytearray()
-        with _errors(self.name, "read"), self._fresh().open(self.path, "rb") as file:
+        with _errors(self.name, "read"), self.open(may_be_link=may_be_link) as file:
             while chunk := file.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
                 data += chunk
                 if len(data) > limit_bytes:

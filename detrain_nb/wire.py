@@ -813,6 +813,8 @@ def _decode(header: bytes, body: bytes) -> Message:
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise WireError("a header names no known type of message")
+    if len(header) > _MOST_HEADER_BYTES.get(kind, len(header)):
+        raise WireError(f"{kind.__name__} has a header of {len(header):,} bytes, more than any has")
     checks = _CHECKED_FIELDS[kind]
     behind = _BEHIND_HEADER.get(kind)
     if body and not behind:
@@ -893,6 +895,7 @@ _MOST_BYTES_BEHIND: dict[type[Message], int] = {
     Display: MAX_BUNDLE_BYTES,
     CellDone: MAX_BUNDLE_BYTES,
 }
+_MOST_HEADER_BYTES: dict[type[Message], int] = {Position: 1 << 19}  # all ranks say one at once, each second
 _HEADER_FIELDS = {
     kind: dict.fromkeys(name for name in checks if name != _BEHIND_HEADER.get(kind)).keys()
     for kind, checks in _CHECKED_FIELDS.items()

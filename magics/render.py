@@ -18,6 +18,7 @@ from .transcript import (
     Rich,
     Text,
     Transcript,
+    beginning_of,
     by_stream,
     canonical,
     counted_more,
@@ -381,7 +382,7 @@ class LiveCell:
         if not block or not is_standing or self._options.merge == "rank0" and source[0] != min(self._transcripts):
             return []
         prefix = label([source[0]], self._nodes)
-        return [f"{prefix} {line[:_DRAWN_CHARS]}" for line in block]
+        return [f"{prefix} {beginning_of(line, _DRAWN_CHARS)}" for line in block]
 
     def _how_to_read(self, rank: int) -> str:
         return f"%distributed log --cell {self._cell} --rank {rank}"

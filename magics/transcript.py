@@ -17,10 +17,12 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..errors import short_ranks
 from ..session.safe_output import MOST_TEXT_CHARS
+from ..wire import count_values
 from .rank_terminal import Drawn
 
 Bundle = dict[str, Any]
@@ -37,6 +39,7 @@ _SHORTEST_CUT = 1000  # a shorter line is shown whole or not at all
 _PLAIN = "\x1b[0m"
 _CUT_COLOUR = re.compile(r"\x1b[^a-zA-Z]*$")
 _MOST_RICH, _MOST_RICH_CHARS = 1000, 64 << 20  # of one rank in one cell
+_CHARS_OF_A_VALUE = 64  # of JSON
 _LABEL_CHARS = 20  # about that stands before each line of a text
 _MOST_INDENTED_CHARS = MOST_TEXT_CHARS + 10_000  # with what stands before its lines
 
@@ -55,11 +58,17 @@ class Rich:
 
     bundle: Bundle
 
-    @property
+    @cached_property
     def num_chars(self) -> int:
         num_lines: int = self.bundle.get("text/plain", "").count("\n")
-        chars = sum(len(data) if isinstance(data, str) else len(repr(data)) for data in self.bundle.values())
+        chars = sum(len(data) if isinstance(data, str) else _count_chars(data) for data in self.bundle.values())
         return chars + num_lines * _LABEL_CHARS
+
+
+def _count_chars(data: Any) -> int:
+    """JSON takes more memory by its values than by its characters."""
+    text = json.dumps(data).encode()
+    return len(text) + count_values(text) * _CHARS_OF_A_VALUE
 
 
 Item = Text | Rich
@@ -190,8 +199,13 @@ class Transcript:
         if not rest or len(rest[0]) < _SHORTEST_CUT or self._left_out or self._cut_chars or not has_room:
             return []
         self._cut_chars = len(rest[0]) - room
-        beginning = _CUT_COLOUR.sub("", rest[0][:room])
-        return [f"{beginning}\x1b[0m" if "\x1b" in beginning else beginning]
+        return [beginning_of(rest[0], room)]
+
+
+def beginning_of(line: str, num_chars: int) -> str:
+    """As much of a line; its colours end with it."""
+    beginning = _CUT_COLOUR.sub("", line[:num_chars])
+    return f"{beginning}{_PLAIN}" if "\x1b" in beginning and not beginning.endswith(_PLAIN) else beginning
 
 
 def _in_order(lines: Iterable[_Written]) -> list[Said]:

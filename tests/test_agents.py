@@ -355,10 +355,21 @@ def test_next_folder_is_taken_where_one_is_not_fit(tmp_path: Path, monkeypatch: 
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o777)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "shared"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "shared"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "shared"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     assert runtime_folder().parent == tmp_path / "caches"
     assert stat.S_IMODE(runtime_folder().stat().st_mode) == 0o700
+
+
+def test_session_is_found_while_the_folder_for_temporary_files_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python names another one then."""
+    monkeypatch.delenv("DETRAIN_NB_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
+    assert runtime_folder().parent == tmp_path
 
 
 def test_agent_of_another_user_is_not_talked_to(start: Start, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

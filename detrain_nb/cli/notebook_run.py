@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..agents import runtime_folder
 from ..errors import LaunchError, SpecError
-from ..guarded import find_guest_parent
+from ..guarded import RUN_MODULE, find_guest_parent
 from .notebook_file import code_cells
 from .terminal import Terminal
 
@@ -28,7 +28,8 @@ __all__ = ["FAILED", "NotebookRun"]
 
 FAILED = 1  # exit status
 _SIGPIPE = 13  # also where the system has no such signal
-_KERNEL_ARGUMENTS = ["-Xfrozen_modules=off", "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
+_KERNEL = ["-Xfrozen_modules=off", "-c", RUN_MODULE, "detrain_nb.cli.kernel"]
+_KERNEL_ARGUMENTS = [*_KERNEL, "-f", "{connection_file}", "--log-level=ERROR"]
 _MOST_SOCKET_CHARS = 60  # of the folder for sockets, whose paths the system bounds at some 100
 _STOP_LIMIT_S = 10.0  # how long an interrupted cell may take to end; a session gives its ranks less
 _END_LIMIT_S = 10.0  # how long the kernel may take to end; after half of it it is told by SIGTERM (ipykernel can block)

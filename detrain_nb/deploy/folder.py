@@ -41,6 +41,12 @@ class FileState(NamedTuple):
     mtime_ns: int
     sha256: str
     is_executable: bool
+    is_private: bool = False  # its owner's alone, by its own mode or that of a folder below the listed one
+
+    @property
+    def kind(self) -> tuple[str, bool, bool]:
+        """What makes two of them the same, whenever they were written."""
+        return self.sha256, self.is_executable, self.is_private
 
 
 Manifest = dict[str, FileState]
@@ -89,15 +95,19 @@ def list_folder(
             continue  # deleted meanwhile, or replaced: the next manifest has what is there then
         except OSError as exc:
             raise cannot_read(name, exc) from exc
-        manifest[name] = FileState(status.st_size, status.st_mtime_ns, digest, bool(status.st_mode & 0o100))
+        is_private = is_owners_alone(status.st_mode) or _is_in_private_folder(
+            os.path.dirname(path), os.path.join(top, "")
+        )
+        is_executable = bool(status.st_mode & 0o100)
+        manifest[name] = FileState(status.st_size, status.st_mtime_ns, digest, is_executable, is_private)
     return manifest
 
 
 def changes(before: Manifest | None, now: Manifest) -> Changes:
     """Say what makes a folder that is as ``before``, None for an empty one, as ``now``."""
     before = before or {}
-    old = {name: (state.sha256, state.is_executable) for name, state in before.items()}
-    new = {name: (state.sha256, state.is_executable) for name, state in now.items()}
+    old = {name: state.kind for name, state in before.items()}
+    new = {name: state.kind for name, state in now.items()}
     return Changes(
         remove=sorted(name for name in old if name not in new),
         write=sorted(name for name, state in new.items() if old.get(name) != state),
@@ -137,7 +147,11 @@ def pack(root: str | os.PathLike[str], manifest: Manifest, names: Iterable[str])
                 mode = os.fstat(file.fileno()).st_mode
                 if mode & 0o100:
                     executable.add(name)
-                if is_owners_alone(mode) or _is_in_private_folder(os.path.dirname(_path_of(file)), top):
+                if (
+                    manifest[name].is_private
+                    or is_owners_alone(mode)
+                    or _is_in_private_folder(os.path.dirname(_path_of(file)), top)
+                ):
                     private.add(name)
         except (FileNotFoundError, NotADirectoryError):
             continue

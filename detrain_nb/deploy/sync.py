@@ -177,7 +177,7 @@ def _send_in_time(talk: Talk, data: bytes, kind: str, **fields: object) -> None:
 
 def _write_list(manifest: Manifest) -> bytes:
     """As a node is told what there is."""
-    return json.dumps([[name, state.sha256, state.is_executable] for name, state in manifest.items()]).encode()
+    return json.dumps([[name, *state.kind] for name, state in manifest.items()]).encode()
 
 
 class _Packer:
@@ -203,10 +203,7 @@ def _name_some(names: Sequence[str], *, most: int = _MOST_NAMED) -> str:
 
 def _is_same(before: Manifest, now: Manifest) -> bool:
     """The same contents, whenever they were written."""
-    return before.keys() == now.keys() and all(
-        (state.sha256, state.is_executable) == (now[name].sha256, now[name].is_executable)
-        for name, state in before.items()
-    )
+    return before.keys() == now.keys() and all(state.kind == now[name].kind for name, state in before.items())
 
 
 def _choose(names: list[str], indices: object) -> list[str]:

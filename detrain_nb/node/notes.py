@@ -23,6 +23,12 @@ class Sent:
     size: int
     mtime_ns: int
     is_ours: bool
+    is_private: bool = False
+
+    @property
+    def kind(self) -> tuple[str, bool, bool]:
+        """As the notebook says what a file is to be."""
+        return self.sha256, self.is_executable, self.is_private
 
     def is_untouched(self, status: os.stat_result | None) -> bool:
         """``status``: of what stands there, or of the link, now."""

@@ -22,6 +22,7 @@ from .talk import SLOWEST_BYTES_PER_S, FilesError, Talk, Untrue, as_size, check_
 from .trees import MOST_NAMED, is_owners_alone
 
 _CHUNK_BYTES = 1 << 18
+_Wanted = dict[str, tuple[str, bool, bool]]  # by name: digest, executable, private
 _COMPILED = "__pycache__"
 _LOCK_LIMIT_S = 60.0
 _DONE_LIMIT_S = 600.0  # the notebook has long given up then, or is gone without a word
@@ -32,7 +33,7 @@ def sync(talk: Talk, order: dict[str, Any], folder: str) -> None:
     _be_done_in_time(order["size"])
     text = b"".join(talk.read(order["size"]))
     listed: list[list[Any]] = json.loads(text)
-    wanted = {check_name(name): (sha256, executable) for name, sha256, executable in listed}
+    wanted = {check_name(name): (sha256, executable, private) for name, sha256, executable, private in listed}
     note = str(note_path(order["cache"], folder))
     os.makedirs(os.path.dirname(note), mode=0o700, exist_ok=True)
     with _locked(f"{note}.lock", talk):
@@ -63,21 +64,21 @@ def _be_done_in_time(size: int) -> None:
     signal.setitimer(signal.ITIMER_REAL, _DONE_LIMIT_S + size / SLOWEST_BYTES_PER_S)
 
 
-def _compare(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, Sent]) -> tuple[set[str], list[str]]:
+def _compare(folder: str, wanted: _Wanted, sent: dict[str, Sent]) -> tuple[set[str], list[str]]:
     """Say what has to come, and what somebody else has put where it should."""
     want, left_alone = set(), []
-    for name, (sha256, is_executable) in wanted.items():
+    for name, kind in wanted.items():
         path = os.path.join(folder, name)
         before = sent.get(name)
-        if before and (before.sha256, before.is_executable) == (sha256, is_executable) and before.stands(path):
+        if before and before.kind == kind and before.stands(path):
             continue  # what a rank made of it is the rank's
         if before and before.is_untouched(lstat(path)):
             want.add(name)
         elif (status := lstat(path)) is None or stat.S_ISDIR(status.st_mode):
             want.add(name)  # a folder may have gone when it is time
-        elif stat.S_ISREG(status.st_mode) and _digest_file(path) == sha256:
-            if before is None or before.is_executable == is_executable:
-                sent[name] = Sent(sha256, is_executable, status.st_size, status.st_mtime_ns, is_ours=False)
+        elif stat.S_ISREG(status.st_mode) and _digest_file(path) == kind[0]:
+            if before is None or before.kind[1:] == kind[1:]:
+                sent[name] = Sent(*kind[:2], status.st_size, status.st_mtime_ns, is_ours=False, is_private=kind[2])
             else:
                 want.add(name)
         elif before and before.is_ours and stat.S_ISREG(status.st_mode):
@@ -96,7 +97,7 @@ def _receive_archive(talk: Talk, writer: TreeWriter) -> IO[bytes]:
     return archive
 
 
-def _remove_unwanted(folder: str, wanted: dict[str, tuple[str, bool]], sent: dict[str, Sent]) -> None:
+def _remove_unwanted(folder: str, wanted: _Wanted, sent: dict[str, Sent]) -> None:
     """What was sent and stands there untouched, and the folders that are empty then. Raises: OSError."""
     try:
         opened = os.open(folder, SEARCH)
@@ -152,8 +153,9 @@ def _unpack(archive: IO[bytes], writer: TreeWriter, want: set[str], sent: dict[s
             with opened_parent(writer.opened, name) as (parent, last):
                 _remove_compiled(parent, last)
                 status = os.stat(last, dir_fd=parent, follow_symlinks=False)
-            is_executable = bool(mode & 0o100)
-            sent[name] = Sent(digest.hexdigest(), is_executable, status.st_size, status.st_mtime_ns, is_ours=True)
+            kind = digest.hexdigest(), bool(mode & 0o100)
+            at = status.st_size, status.st_mtime_ns
+            sent[name] = Sent(*kind, *at, is_ours=True, is_private=is_owners_alone(mode))
     return left_alone
 
 

@@ -26,6 +26,7 @@ from .overwritten import check_overwritten
 _MOST_RANKS, _MOST_GPUS = 1 << 16, 1 << 10
 _LAST_GENERATION = 1 << 31
 _MOST_ID_CHARS = 2000  # of a display; a rank makes none as long
+_CHARS_OF_A_RANK = 8  # in a list
 _MOST_AHEAD = 1000  # generations that a node may have been told of and the first one not
 
 
@@ -122,7 +123,12 @@ class Claims:
         """What an agent remembers comes before it has been attached to, and has bounds."""
         if is_attached:
             raise WireError(f"{type(message).__name__} came after it had been attached to")
-        said = len(message.code) if isinstance(message, RanCell) else len(getattr(message, "body", b""))
+        said = len(getattr(message, "body", b""))
+        if isinstance(message, RanCell):
+            for ranks in (message.ranks, message.running):
+                if len(set(ranks)) < len(ranks):
+                    raise WireError(f"it names a rank of cell {message.cell} twice")
+            said = len(message.code) + _CHARS_OF_A_RANK * (len(message.ranks) + len(message.running))
         self._remembered[node] = self._remembered.get(node, 0) + CHARS_BESIDE + said
         if self._remembered[node] > MOST_REMEMBERED_CHARS:
             raise WireError("it remembers more than a session has")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,6 +21,8 @@ _STATES = ("starting", "idle", "running", "down")
 _MAX_ENTRIES = 200
 _MAX_GROUPS = 1000
 _MAX_NUMBER = 1 << 53  # an int of JSON may have thousands of digits
+_NO_NAME = re.compile(r"[^\w.:/@+-]+")
+_TENSORS = re.compile(r"(?:[\w:.]+\[[\d, ]*\](?:, )?)*(?:[\w:.\[\d, ]*\.\.\. \(\d+ tensors\))?")
 _HASH_CHARS = 8  # of the names that torch makes of a group's ranks
 
 
@@ -155,8 +158,15 @@ def _read_collectives(entries: Any, *, age_s: float) -> Iterable[Collective]:
             op, sequence, group, description, tensors, is_pending, *rest = entry
             sequence = max(-_MAX_NUMBER, min(sequence, _MAX_NUMBER))
             seconds = _number(min(rest[0], _MAX_NUMBER)) if rest and type(rest[0]) in (int, float) else 0.0
-            op, group, description, tensors = map(one_line, (op, group, description, tensors))
+            op, group, description = map(_as_name, (op, group, description))
+            tensors = one_line(tensors)
+            tensors = tensors if _TENSORS.fullmatch(tensors) else _as_name(tensors)
             yield Collective(op, sequence, group, description, tensors, is_pending, seconds + age_s)
+
+
+def _as_name(text: str) -> str:
+    """One word: it stands in sentences of ours, and nothing in it reads as one."""
+    return _NO_NAME.sub("_", one_line(text))
 
 
 def _read_steps(steps: Any) -> dict[str, int]:
@@ -164,13 +174,13 @@ def _read_steps(steps: Any) -> dict[str, int]:
     if not isinstance(steps, dict):
         return {}
     is_all, some = len(steps) <= _MAX_GROUPS, islice(steps.items(), _MAX_GROUPS)
-    return {one_line(name): number if is_all and type(number) is int else -1 for name, number in some}
+    return {_as_name(name): number if is_all and type(number) is int else -1 for name, number in some}
 
 
 def _read_members(members: Any, world_size: int) -> dict[str, frozenset[int]]:
     """Each rank that there is once, however many a node names: what follows takes time for every one of them."""
     return {
-        one_line(name): frozenset(rank for rank in ranks if 0 <= rank < world_size)
+        _as_name(name): frozenset(rank for rank in ranks if 0 <= rank < world_size)
         for name, ranks in islice(members.items() if isinstance(members, dict) else (), _MAX_GROUPS)
         if isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
     }

@@ -11,6 +11,7 @@ from .shown_again import LoggedCell
 _LONGEST_LINE_BYTES = 1 << 16  # as much of a line that does not end goes to a later notebook
 _MOST_UNFINISHED_BYTES = 32 << 20  # of all of them
 _MOST_GAPS = 1000
+_MOST_GAP_CHARS = 8 << 20  # of all cells
 
 
 class Logbook:
@@ -19,6 +20,7 @@ class Logbook:
     def __init__(self) -> None:
         self.log = OutputLog()
         self.cells: dict[int, LoggedCell] = {}
+        self._gap_chars = 0  # of those that stand with a cell
         self._gaps: list[str] = []  # what is to be said where the next message of a cell is shown
         self._unfinished: dict[tuple[int, int, str], bytes] = {}  # lines by cell, rank and stream, the latest last
         self._unfinished_bytes = 0
@@ -40,15 +42,25 @@ class Logbook:
         logged = self.cells.setdefault(message.cell, LoggedCell())
         had_error = self.log.error
         if self._gaps:
-            here = [(part, logged.counts[part], text) for text in self._gaps]
-            logged.gaps = (logged.gaps + here)[-_MOST_GAPS:]
-            self._gaps.clear()
+            self._place_gaps(logged, part)
         if not isinstance(message, CellDone) or message.body or message.overwritten:
             self.log.append(message, part=part)
             logged.counts[part] += 1
         if isinstance(message, Output):
             self._note_unfinished(message)
         return self.log.error if self.log.error != had_error else ""
+
+    def _place_gaps(self, logged: LoggedCell, part: int) -> None:
+        """They stand before the next message of that cell; of very many those of the first cells are forgotten."""
+        all_here = [*logged.gaps, *((part, logged.counts[part], text) for text in self._gaps)]
+        self._gap_chars += _chars_of(all_here[-_MOST_GAPS:]) - _chars_of(logged.gaps)
+        logged.gaps = all_here[-_MOST_GAPS:]
+        self._gaps.clear()
+        for cell in self.cells.values():
+            if self._gap_chars <= _MOST_GAP_CHARS:
+                break
+            self._gap_chars -= _chars_of(cell.gaps)
+            cell.gaps = []
 
     def add_gap(self, text: str) -> None:
         """Output was lost here."""
@@ -84,3 +96,7 @@ class Logbook:
         line = self._unfinished.pop(source, b"")
         self._unfinished_bytes -= len(line)
         return line
+
+
+def _chars_of(gaps: list[tuple[int, int, str]]) -> int:
+    return sum(len(text) for _, _, text in gaps)

@@ -313,6 +313,7 @@ class RankLink:
             if rank in positions:
                 is_cuda, earlier = rank in self.cuda_ranks, before.get(rank)
                 evidence.append(gather(positions[rank], world_size=world_size, before=earlier, is_cuda=is_cuda))
+                positions[rank] = replace(positions[rank], collectives={}, stack=[])  # the rest of it may be large
             else:
                 evidence.append(Evidence(rank, "starting" if rank in self.inbox.lost else "no answer"))
         return positions, evidence

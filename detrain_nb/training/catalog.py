@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import DetrainError, SpecError
 from ..storage import Location, is_local
+from ..wire import MAX_BUNDLE_VALUES, count_values
 from .tensor_files import foreign_errors
 
 __all__ = [
@@ -150,7 +151,10 @@ def _read(step: int, folder: Location) -> Checkpoint | None:
 
 def _read_note(folder: Location) -> dict[str, Any]:
     try:
-        note = json.loads((folder / NOTE).read(limit_bytes=MOST_NOTE_BYTES))
+        text = (folder / NOTE).read(limit_bytes=MOST_NOTE_BYTES, may_be_link=False)
+        if count_values(text) > MAX_BUNDLE_VALUES:  # it takes a second to parse as many, and no other thread runs
+            raise ValueError("it has more values than any has")
+        note = json.loads(text)
         is_right = note["format"] == 1 and all(
             type(size) is int and name.isprintable() for name, size in note["files"].items()
         )

@@ -57,7 +57,7 @@ def import_safetensors(url: str, model: Any, *, files: Any = None) -> list[str]:
     def read() -> set[str]:
         tensors = state.tensors
         with torch.no_grad():
-            read_tensors(place, index, tensors)
+            read_tensors(place, index, tensors, may_be_links=True)
             state.put_in_order()
             state.take({**state.values, **tensors})
         return set(sources.values())

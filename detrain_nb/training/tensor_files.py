@@ -164,18 +164,23 @@ def open_whole(place: Location) -> Iterator[Any]:
 
 def read_header(place: Location) -> dict[str, Piece]:
     """Where each tensor of a file is. Raises: DetrainError for what is no safetensors file, or not a whole one."""
-    with foreign_errors(place.name, "read"):
-        size_bytes = int(place.files.info(place.path)["size"])
-        with place.files.open(place.path, "rb") as file:
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if not 0 < length <= min(size_bytes - _LENGTH_BYTES, _MOST_HEADER_BYTES):
-                raise ValueError(f"it is no safetensors file, or not a whole one ({size_bytes} bytes)")
-            entries = json.loads(file.read(length))
-        start = _LENGTH_BYTES + length
-        pieces = {name: _read_entry(entry, start) for name, entry in entries.items() if name != "__metadata__"}
-        last = max((piece.end for piece in pieces.values()), default=start)
-        if last > size_bytes:
-            raise ValueError(f"it has {size_bytes} bytes, and its tensors need {last}")
+    with foreign_errors(place.name, "read"), place.open() as file:
+        return read_header_of(file)
+
+
+def read_header_of(file: Any) -> dict[str, Piece]:
+    """The same of a file that is open. Raises: ValueError."""
+    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if not 0 < length <= min(size_bytes - _LENGTH_BYTES, _MOST_HEADER_BYTES):
+        raise ValueError(f"it is no safetensors file, or not a whole one ({size_bytes} bytes)")
+    entries = json.loads(file.read(length))
+    start = _LENGTH_BYTES + length
+    pieces = {name: _read_entry(entry, start) for name, entry in entries.items() if name != "__metadata__"}
+    last = max((piece.end for piece in pieces.values()), default=start)
+    if last > size_bytes:
+        raise ValueError(f"it has {size_bytes} bytes, and its tensors need {last}")
     return pieces
 
 

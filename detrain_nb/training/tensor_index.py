@@ -47,7 +47,7 @@ class TensorIndex:
         """
         with foreign_errors((folder / name).name, "read"):
             try:
-                index = json.loads((folder / name).read(limit_bytes=_MOST_INDEX_BYTES))
+                index = json.loads((folder / name).read(limit_bytes=_MOST_INDEX_BYTES, may_be_link=False))
                 values = {fqn: from_json(value) for fqn, value in index["values"].items()}
                 if any(file_name not in files for file_name in index["files"]):
                     raise ValueError("it names a file that is not of the checkpoint")

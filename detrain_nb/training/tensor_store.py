@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,9 +32,10 @@ from torch.futures import Future
 
 from ..errors import DetrainError, SpecError
 from ..storage import Location
+from ..wire import MAX_BUNDLE_VALUES, count_values
 from . import catalog
 from .plain import to_json
-from .tensor_files import Piece, foreign_errors, make_header, read_rows, write_file
+from .tensor_files import Piece, foreign_errors, make_header, read_header_of, read_rows, write_file
 from .tensor_index import TensorIndex, make_index
 
 __all__ = ["JsonSavePlanner", "StepWriter", "read_tensors"]
@@ -135,6 +136,11 @@ class StepWriter(StorageWriter):
             raise SpecError(
                 f"data_position, extra and scheduler are {len(text)} bytes, and {catalog.MOST_NOTE_BYTES} can be kept"
             )
+        if count_values(text) > MAX_BUNDLE_VALUES:
+            raise SpecError(
+                f"data_position, extra and scheduler have more than {MAX_BUNDLE_VALUES:,} values: keep tensors in the "
+                "state of the model or of the optimizer, or in a file of your own"
+            )
         (self._folder / catalog.NOTE).write(text, may_be_link=False)
         catalog.clear_leftovers(self._place)
         catalog.prune(self._place, self._keep)
@@ -158,23 +164,26 @@ def _chunk_name(item: WriteItem) -> str:
 # ---- reading
 
 
-def read_tensors(folder: Location, index: TensorIndex, tensors: dict[str, Tensor]) -> None:
+def read_tensors(
+    folder: Location, index: TensorIndex, tensors: dict[str, Tensor], *, may_be_links: bool = False
+) -> None:
     """Read into ``tensors``, which may be parts of what was saved in other parts; each rank reads what it needs.
 
-    Raises: DetrainError.
+    ``may_be_links``: the files, as those of a hub's cache are. Raises: DetrainError.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, index.metadata, is_coordinator=True)
-    reader = _Reader(folder, index)
+    reader = _Reader(folder, index, may_be_links=may_be_links)
     # What dcp.load does, without its messages between ranks: the plan of one does not depend on the others'.
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
     reader.read_data(plan, planner).wait()
 
 
 class _Reader(StorageReader):
-    def __init__(self, folder: Location, index: TensorIndex) -> None:
+    def __init__(self, folder: Location, index: TensorIndex, *, may_be_links: bool) -> None:
         self._folder = folder
         self._index = index
+        self._may_be_links = may_be_links
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -198,7 +207,9 @@ class _Reader(StorageReader):
             by_file.setdefault(file_name, []).append((piece, item))
         for file_name, wanted in by_file.items():
             place = self._folder / file_name
-            with foreign_errors(place.name, "read"), place.files.open(place.path, "rb") as file:
+            with foreign_errors(place.name, "read"), place.open(may_be_link=self._may_be_links) as file:
+                # else an index could name the bytes of any file that others have put there since it was listed
+                _require_parts(read_header_of(file).values(), (piece for piece, _ in wanted))
                 for piece, item in sorted(wanted, key=lambda each: each[0].begin):
                     _read_item(file, piece, item, planner)
         done: Future[None] = Future()
@@ -208,6 +219,14 @@ class _Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def _require_parts(there: Iterable[Piece], wanted: Iterable[Piece]) -> None:
+    """Raises: ValueError where one that is wanted is none of the tensors that the header of the file has."""
+    known = {(piece.begin, piece.end, piece.dtype) for piece in there}
+    for piece in wanted:
+        if (piece.begin, piece.end, piece.dtype) not in known:
+            raise ValueError(f"no tensor of it has the bytes {piece.begin} to {piece.end}")
 
 
 def _read_item(file: Any, piece: Piece, item: ReadItem, planner: LoadPlanner) -> None:

@@ -214,6 +214,21 @@ def test_what_cells_say_is_at_no_port(place: Place, monkeypatch: pytest.MonkeyPa
     assert f"('ipc', '0o700', {not is_shared}, True)" in out
 
 
+def test_kernel_has_no_port_and_shows_what_its_children_print(place: Place) -> None:
+    """IPython's has one for them, and prints whatever others say there."""
+    ports = "import psutil\n[each.laddr for each in psutil.Process().net_connections() if each.status == 'LISTEN']"
+    child = (
+        "import multiprocessing as mp\nchild = mp.get_context('fork').Process(target=print, args=('a child said',))\n"
+    )
+    path = place.write(ports, f"{child}child.start()\nchild.join()\nchild.exitcode", summary="2")
+    status, out, err = place.run("run", path)
+    assert status == 0, err
+    cells = json.loads((place.folder / "story.executed.ipynb").read_text())["cells"]
+    assert cells[0]["outputs"][0]["data"]["text/plain"] == ["[]"]
+    assert "a child said" in out
+    assert "".join(cells[1]["outputs"][0]["text"]) == "a child said\n"
+
+
 def test_output_of_the_ranks_appears_while_the_cell_runs(story: Story) -> None:
     assert story.status == 0, story.err
     assert story.out.index("before 1") < story.out.index("after")

@@ -370,13 +370,32 @@ def test_nodes_that_share_a_folder_get_it_once(root: Path, tmp_path: Path, packe
     assert packed == [["a.py"]] * 2 and nodes[0].files() == {"a.py": "a = 2"}
 
 
+def test_file_that_is_made_private_is_private_there(root: Path, node: FolderNode, packed: list[list[str]]) -> None:
+    write(root, a="a", sub__b="b", c="c")
+    keeper = FolderSync(root)
+
+    def private() -> set[str]:
+        keeper.bring([node])
+        return {path for path in node.files() if not (node.work / path).stat().st_mode & 0o077}
+
+    assert private() == set()
+    (root / "a").chmod(0o600)
+    (root / "sub").chmod(0o700)
+    assert private() == {"a", "sub/b"}
+    keeper = FolderSync(root)
+    assert private() == {"a", "sub/b"}
+    (root / "a").chmod(0o644)
+    assert private() == {"sub/b"}
+    assert packed == [["a", "c", "sub/b"], ["a", "sub/b"], ["a"]]
+
+
 def test_node_waits_for_another_that_writes_to_the_same_folder(
     root: Path, tmp_path: Path, packed: list[list[str]]
 ) -> None:
     write(root, a_py="a = 1")
     first, second = (FolderNode(tmp_path, name, tmp_path / "shared") for name in ("left", "right"))
     with files.open_talk(first) as (talk, _):
-        listed = json.dumps([["a.py", "0" * 64, False]]).encode()
+        listed = json.dumps([["a.py", "0" * 64, False, False]]).encode()
         talk.say("sync", base=str(first.work), cache=first.cache, root="", takes_over=True, size=len(listed))
         talk.send(listed)
         talk.hear("want")
@@ -391,8 +410,8 @@ def test_node_waits_for_another_that_writes_to_the_same_folder(
 def test_notebook_that_is_gone_without_a_word_holds_up_no_other_for_ever(root: Path, node: FolderNode) -> None:
     write(root, a_py="a")
     limits = "from detrain_nb.node import sync; sync._DONE_LIMIT_S = 0.5; sync.SLOWEST_BYTES_PER_S = 1e9; "
-    order = {"type": "sync", "base": str(node.work), "cache": node.cache, "root": "x", "takes_over": True, "size": 12}
-    said = json.dumps(order) + '\n[["b","",0]]'
+    order = {"type": "sync", "base": str(node.work), "cache": node.cache, "root": "x", "takes_over": True, "size": 14}
+    said = json.dumps(order) + '\n[["b","",0,0]]'
     command = [sys.executable, "-c", f"{limits}from detrain_nb.node import files; files.main()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
         assert program.stdin and program.stdout

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from detrain_nb.magics.render import LiveCell, RenderOptions
 from detrain_nb.magics.screen import CapturedScreen, KernelScreen, TextScreen
-from detrain_nb.magics.transcript import Rich, Text, Transcript, canonical, merge_lines, rich_items
+from detrain_nb.magics.transcript import Rich, Text, Transcript, beginning_of, canonical, merge_lines, rich_items
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -200,6 +200,24 @@ def test_values_that_are_identical_are_shown_once() -> None:
 
 
 # ---- what a rank can do by the million
+
+
+@pytest.mark.parametrize("num_chars", range(1, 30))
+def test_colours_of_a_beginning_end_with_it(num_chars: int) -> None:
+    assert beginning_of("x" * 40, num_chars) == "x" * num_chars
+    shown = beginning_of("\x1b[97;107m" + "x" * 40, num_chars)
+    assert shown == ("" if num_chars < 9 else "\x1b[97;107m" + "x" * (num_chars - 9) + "\x1b[0m")
+    assert beginning_of("\x1b[31mx\x1b[0m", 10) == "\x1b[31mx\x1b[0m"
+
+
+def test_json_counts_by_what_it_takes_in_memory() -> None:
+    transcript = Transcript(max_lines=0, max_chars=0)
+    nested: Any = {}
+    for _ in range(19):
+        nested = {"": nested}
+    shown = [transcript.add_rich(Rich({"application/json": [nested] * 13_000})) for _ in range(10)]
+    assert shown == [True] + [False] * 9
+    assert Rich({"application/json": {"data": "x" * 1000}}).num_chars < 1300
 
 
 def test_colours_of_a_text_end_with_it() -> None:

@@ -775,6 +775,21 @@ def test_groups_and_steps_of_a_node_have_a_number() -> None:
     assert set(found.steps.values()) == {-1}, "not all of them are known"
 
 
+def test_what_a_node_says_of_a_collective_is_a_name() -> None:
+    """It stands among words of ours, before the rank is named."""
+    words = "of this torch: run !pip install x, then restart"
+    said = {"entries": [[words, 6, words, words, words, True, 9.0]], "members": {words: [0]}, "steps": {words: 1}}
+    found = gather(position(collectives=said), world_size=2)
+    (collective,) = found.collectives
+    name = "of_this_torch:_run_pip_install_x_then_restart"
+    assert (collective.op, collective.group, collective.description, collective.tensors) == (name,) * 4
+    assert list(found.members) == list(found.steps) == [name]
+    for tensors in ("Float[3]", "c10::BFloat16[2, 3], Float[]", "Float[1], Flo... (40 tensors)", "Long[3], ", ""):
+        entries = [["all_reduce", 6, "0", "", tensors, True, 9.0]]
+        (collective,) = gather(position(collectives={"entries": entries}), world_size=2).collectives
+        assert collective.tensors == tensors
+
+
 EVIL = "<script>alert(1)</script>\nrank 1: fine\x1b[31m\u202e"
 
 

@@ -835,6 +835,14 @@ def test_absurd_number_of_gpus_starts_nothing() -> None:
         Session.start(1, nodes=[good, bad])
 
 
+@pytest.mark.parametrize("ranks", [[1] * 500_000, [1, 1]], ids=["many", "twice"])
+def test_rank_that_a_node_remembers_of_a_cell_is_named_once(ranks: list[int]) -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.answers[Attach] = lambda _: (RanCell(ranks, cell, "x", 1, False, [], False) for cell in range(1, 3))
+    with _attached(good, bad) as session:
+        _assert_absent(session, "names a rank of cell 1 twice")
+
+
 def test_what_a_node_remembers_is_bounded() -> None:
     before = psutil.Process().memory_info().rss
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)

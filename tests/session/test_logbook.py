@@ -78,6 +78,17 @@ def test_gap_is_said_where_it_is() -> None:
     assert _show(logbook) == said
 
 
+def test_gaps_of_many_cells_take_no_memory_for_each() -> None:
+    logbook = Logbook()
+    for cell in range(1, 101):
+        for number in range(1000):
+            logbook.add_gap(f"{number:04}" + "x" * 3996)
+        logbook.add(Output(0, cell, "stdout", b"x\n"), is_missed=False, is_shown_perhaps=False)
+    kept = [len(logbook.cells[cell].gaps) for cell in range(1, 101)]
+    assert kept == [0] * 98 + [1000] * 2
+    assert logbook._gap_chars == 2 * 1000 * 4000
+
+
 def test_reader_goes_on_where_it_was() -> None:
     logbook = _logbook_of_two_nodes()
     reader = logbook.log.reader(1)

@@ -637,7 +637,8 @@ def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
     (saved / "step-00000003" / ".metadata").write_bytes(evil)
     data = the_file(saved, 3, "rank-*")
     data.write_bytes(evil.ljust(data.stat().st_size, b"\0"))
-    training.load(str(saved), filled(0), is_random_state_wanted=False)
+    with pytest.raises(DetrainError, match="no safetensors file"):
+        training.load(str(saved), filled(0), is_random_state_wanted=False)
     for step, pattern in ((3, "index-*"), (2, "checkpoint.json")):
         file = the_file(saved, step, pattern)
         file.write_bytes(evil.ljust(file.stat().st_size, b"\0")[: file.stat().st_size])
