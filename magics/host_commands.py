@@ -73,9 +73,10 @@ class HostCommands:
         if args.fix:
             print(fix(report))
         if args.save:
-            before = f"{args.nodes}.before"
-            write_nodes(args.nodes, report.measured_nodes(), before=before)
-            print(f"{args.nodes} has the bandwidth and latency that were measured; with its comments it is {before}")
+            path = Path(args.nodes).expanduser()
+            before = f"{path}.before"
+            is_kept = write_nodes(path, report.measured_nodes(), before=before)
+            print(f"{path} has the bandwidth and latency that were measured" + f"; as it was it is {before}" * is_kept)
 
     def _lines(self) -> AbstractContextManager[Callable[[str], None]]:
         return redrawn_line(self._ipython, is_live=self._holder.settings.output == "live")

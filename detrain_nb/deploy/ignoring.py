@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -56,12 +56,13 @@ def read_rules_above(top: Path) -> tuple[str, Rules]:
     """Return what leads from the top of the repository to ``top``, and the rules that it brings. Raises: SpecError."""
     of_user = _read_lines(_users_file(), "")
     nothing = "", _compile(of_user, ())
-    repository = next((folder for folder in (top, *top.parents) if (folder / ".git").exists()), top)
+    repository = next((folder for folder in (top, *top.parents) if os.path.exists(folder / ".git")), top)
     parts = top.relative_to(repository).parts
-    prefix, rules = "", _compile(of_user + _read_lines(os.path.join(_git_folder(repository), "info/exclude"), ""), ())
+    may_send = not of_user  # else others' lines could lift the user's own
+    prefix, rules = "", _compile(of_user + _read_exclude(repository, may_send=may_send), ())
     for part in parts:
         folder = str(repository / prefix)
-        git = _read_above(os.path.join(folder, GIT_FILE), prefix)
+        git = _read_above(os.path.join(folder, GIT_FILE), prefix, may_send=may_send)
         own = _read_above(os.path.join(folder, OWN_FILE), prefix, may_send=False)
         rules = _compile(rules.git + git, rules.own + own) if git or own else rules
         if is_left_out(rules, prefix + part, is_folder=True):
@@ -70,15 +71,29 @@ def read_rules_above(top: Path) -> tuple[str, Rules]:
     return prefix, rules
 
 
-def _read_above(path: str, prefix: str, *, may_send: bool = True) -> tuple[str, ...]:
-    """Of a folder above the notebook's, which may be everybody's, like /tmp: what others write there is no error, and,
-    where it must not be ``may_send``, sends nothing. Raises: SpecError for a file of the user's own."""
+def _read_exclude(repository: Path, *, may_send: bool) -> tuple[str, ...]:
+    git = str(repository / ".git")
+    return _read_of(
+        git, lambda: _read_lines(os.path.join(_git_folder(repository), "info/exclude"), ""), may_send=may_send
+    )
+
+
+def _read_above(path: str, prefix: str, *, may_send: bool) -> tuple[str, ...]:
+    return _read_of(path, lambda: _read_lines(path, prefix), may_send=may_send)
+
+
+def _read_of(path: str, read: Callable[[], tuple[str, ...]], *, may_send: bool) -> tuple[str, ...]:
+    """Lines that belong to ``path``, in a folder above the notebook's, which may be everybody's, like /tmp.
+
+    What others write there is no error, and, where it must not be ``may_send``, sends nothing. Raises: SpecError for
+    what is the user's own.
+    """
     try:
         is_others = can_others_write(os.lstat(path), Path(path))
     except OSError:
         return ()
     try:
-        lines = _read_lines(path, prefix)
+        lines = read()
     except SpecError:
         if is_others:
             return ()

@@ -24,6 +24,11 @@ class Given:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    def hide(self, hidden: dict[str, Any]) -> None:
+        """Put those into IPython's hidden names that ``%reset`` has taken out: they are set back from there."""
+        for name, value in self._values.items():
+            hidden.setdefault(name, value)
+
     def newly_overwritten(self) -> list[str]:
         """Those that are something else now; each is named once."""
         found = [name for name in self._values if name not in self._told and not self._is_kept(name)]

@@ -272,6 +272,7 @@ class _Interpreter:
         _flush_streams()
         self._say_what_was_broken()
         _flush_streams()
+        self._given.hide(self._runner.user_ns_hidden)
         overwritten = self._given.newly_overwritten()
         if message.is_replay:  # it was said when it ran first
             overwritten = []

@@ -91,26 +91,33 @@ def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
 
 def write_nodes(
     path: str | os.PathLike[str], nodes: Iterable[Node], *, before: str | os.PathLike[str] | None = None
-) -> None:
+) -> bool:
     """Write a nodes file, TOML or JSON by its suffix, that `read_nodes` reads as equal nodes; whole or not at all.
 
-    It takes the place of an earlier file, whose comments and ``[defaults]`` are gone; ``before``: where that is kept.
-    Raises: SpecError.
+    It takes the place of an earlier file, whose comments and ``[defaults]`` are gone; ``before``: where that is kept,
+    if it has any. Returns whether it was kept. Raises: SpecError.
     """
-    is_toml = _is_toml(path)
+    is_toml, is_kept = _is_toml(path), False
     nodes = tuple(nodes)
     _refuse(_find_twins(nodes, advice=_NAMES_APART) if nodes else ["no nodes to write"], where=path)
-    tables = [_list_fields(node) for node in nodes]
-    text = "\n".join(map(_dump_toml, tables)) if is_toml else _dump_json({"nodes": tables}, indent=2) + "\n"
+    text = _dump(nodes, is_toml=is_toml)
     target = Path(path)
     try:
         if not can_others_write(target.parent.stat(), target.parent):  # else the link may be theirs
             target = Path(os.path.realpath(path))
-        if before is not None:
-            replace_file(Path(before), _read_text(target), mode=target.stat().st_mode)
+        earlier = "" if before is None else _read_text(target)
+        if before is not None and earlier != _dump(read_nodes(target), is_toml=is_toml):
+            replace_file(Path(before), earlier, mode=target.stat().st_mode)
+            is_kept = True
         replace_file(target, text)
     except OSError as exc:
         raise SpecError(f"{path}: cannot be written: {exc.strerror}") from exc
+    return is_kept
+
+
+def _dump(nodes: Iterable[Node], *, is_toml: bool) -> str:
+    tables = [_list_fields(node) for node in nodes]
+    return "\n".join(map(_dump_toml, tables)) if is_toml else _dump_json({"nodes": tables}, indent=2) + "\n"
 
 
 def _is_toml(path: str | os.PathLike[str]) -> bool:

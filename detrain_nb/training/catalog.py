@@ -40,7 +40,7 @@ _OURS = re.compile(
     r"(rank-\d+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.json|\.[0-9a-f]+\.detrain-part|checkpoint\.json)"
 )
 MOST_NOTE_BYTES = 64 << 20
-_MOST_SAVES = 1 << 40
+MOST_SAVES = 1 << 40
 _LAST_SECOND = 253402300799.0  # of the year 9999
 
 
@@ -159,7 +159,7 @@ def _read_note(folder: Location) -> dict[str, Any]:
             type(size) is int and name.isprintable() for name, size in note["files"].items()
         )
         is_right = is_right and all(type(note[key]) is int for key in ("step", "serial", "world_size"))
-        is_right = is_right and -1 <= note["serial"] <= _MOST_SAVES
+        is_right = is_right and -1 <= note["serial"] <= MOST_SAVES
         is_right = is_right and isinstance(note["saved_at"], float) and 0 <= note["saved_at"] <= _LAST_SECOND
         if not is_right or note["index"] not in note["files"]:
             raise ValueError("what is in it is not of this format")

@@ -122,6 +122,11 @@ class StepWriter(StorageWriter):
         index_name, text = f"index-{self._token}.json", json.dumps(index, separators=(",", ":")).encode()
         (self._folder / index_name).write(text, may_be_link=False)
         serial = 1 + max(0, *(each.serial for each in catalog.list_checkpoints(self._place)))
+        if serial > catalog.MOST_SAVES:  # it would count as broken, and go
+            raise DetrainError(
+                f"{self._place.name}: a checkpoint there says that it is save {serial - 1}: remove it, or save "
+                "elsewhere"
+            )
         note = {
             "format": 1,
             **self._note,

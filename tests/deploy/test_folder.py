@@ -522,6 +522,32 @@ def test_lines_of_another_user_above_the_folder_send_nothing_and_stop_nothing(tm
     assert "train.py" in list_folder(root)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what is another user's")
+@pytest.mark.parametrize("planted", ["**/a/**/b/**/c/**/d", "x" * 5000, "x\n" * 600_000, "gitdir: elsewhere", "link"])
+def test_repository_of_another_user_above_the_folder_stops_nothing(tmp_path: Path, planted: str) -> None:
+    root = _plant(tmp_path / "project", {"train.py": ""})
+    if planted == "link":
+        (tmp_path / ".git").symlink_to("/proc/1/cwd/nothing/of/that/name")
+    elif planted.startswith("gitdir"):
+        _plant(tmp_path, {".git": planted, "elsewhere/info/exclude": "**/a/" * 12})
+    else:
+        _plant(tmp_path, {".git/info/exclude": planted})
+    os.lchown(tmp_path / ".git", 12345, 0)
+    assert list(list_folder(root)) == ["train.py"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what is another user's")
+def test_lines_of_another_user_lift_none_of_the_user_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = _plant(tmp_path / "project", {"train.py": "", "notes/a": ""})
+    _plant(tmp_path, {"config/git/ignore": "notes/\n", ".gitignore": "!notes/\n", ".git/info/exclude": "!notes/\n"})
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert list(list_folder(root)) == ["notes/a", "train.py"], "one's own do"
+    for name in (".gitignore", ".git"):
+        os.chown(tmp_path / name, 12345, 0)
+    assert list(list_folder(root)) == ["train.py"]
+
+
 def test_pattern_that_can_be_matched_in_too_many_ways_is_refused(tmp_path: Path) -> None:
     _plant(tmp_path, {".gitignore": f"*.log\n{'**/a/' * 12}c\n", "a/" * 45 + "b": ""})
     with pytest.raises(SpecError, match=r"\.gitignore, line 2 has 12 times \*\*, more than 3: shorten it$"):

@@ -255,6 +255,12 @@ def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> N
     session.run_cell("rank = 7")
     assert len(session.notices) == 1, "it has been said"
     session.restart_ranks("all")
+    session.notices.clear()
+    session.run_cell("%reset -f")
+    lines = "\n".join(session.notices).splitlines()
+    set_back = "\n".join(line.partition("; ")[2].removesuffix("  sets it back") for line in lines)
+    assert session.run_cell(f"{set_back}\nrank, str(device)").values == {0: (0, "cpu"), 1: (1, "cpu")}
+    session.restart_ranks("all")
     said = Watcher()
     with pytest.raises(RankError):
         session.run_cell("rank = 'mine'\n1 / 0", observer=said)

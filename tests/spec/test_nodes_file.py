@@ -270,7 +270,8 @@ def test_what_stood_there_is_kept_beside_it_and_not_written_through_a_link(tmp_p
     path.chmod(0o600)
     login, before = _write(tmp_path / "login", "mine"), tmp_path / "nodes.toml.before"
     before.symlink_to(login)
-    write_nodes(path, [Node(host="gpu2")], before=before)
+    assert write_nodes(path, [Node(host="gpu2")], before=before)
+    assert not write_nodes(path, [Node(host="gpu3")], before=before), "it has no comments to lose"
     assert login.read_text() == "mine"
     assert before.read_text().startswith("# mine") and not before.is_symlink()
     assert stat.S_IMODE(before.stat().st_mode) == stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -22,6 +22,8 @@ from torch.optim import lr_scheduler as schedules
 
 from detrain_nb import Session, training
 from detrain_nb.errors import DetrainError, SpecError
+from detrain_nb.storage import Location, locate
+from detrain_nb.training import catalog
 from detrain_nb.training.plain import from_json, to_json
 
 from . import checkpoint_ranks as on_ranks
@@ -624,6 +626,59 @@ def test_step_that_is_a_link_is_not_written_through(saved: Path, tmp_path: Path)
     with pytest.raises(DetrainError, match="step-00000003 is a link, and nothing is written through it"):
         training.save(str(shared), filled(9), step=3)
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+
+
+def test_file_that_became_a_link_since_it_was_listed_is_not_read(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder of a group others exchange it: the next save would show them what only the user can read."""
+    data, listed = the_file(saved, 3, "rank-*"), catalog.read_files
+    (tmp_path / "private").write_bytes(data.read_bytes())
+
+    def list_then_exchange(folder: Location) -> dict[str, int]:
+        found = listed(folder)
+        if folder.path == str(data.parent):
+            data.unlink()
+            data.symlink_to(tmp_path / "private")
+        return found
+
+    monkeypatch.setattr(catalog, "read_files", list_then_exchange)
+    with pytest.raises(DetrainError, match="cannot be read: it is a link"):
+        training.load(str(saved), filled(0), is_random_state_wanted=False)
+
+
+def test_part_of_a_tensor_is_one_of_its_file(saved: Path) -> None:
+    """Else an index could name the bytes of any file, as a tensor that the next save writes out."""
+    file = the_file(saved, 3, "index-*")
+    index = json.loads(file.read_text())
+    name = next(name for name, (_, shape, _) in index["tensors"].items() if name.startswith("model/") and shape)
+    index["tensors"][name][2][0][-2:] = [at - 1 for at in index["tensors"][name][2][0][-2:]]
+    text = json.dumps(index, separators=(",", ":"))
+    file.write_text(text.ljust(file.stat().st_size))
+    with pytest.raises(DetrainError, match="cannot be read: no tensor of it has the bytes"):
+        training.load(str(saved), filled(0), is_random_state_wanted=False)
+
+
+def test_save_after_one_that_says_it_is_the_last_removes_nothing(tmp_path: Path) -> None:
+    """Another user may have left it in a folder that all can write."""
+    training.save(str(tmp_path), filled(1), step=1)
+    (tmp_path / "step-00000099").mkdir()
+    note = json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())
+    note |= {"step": 99, "serial": 1 << 40, "files": {note["index"]: 0}}
+    (tmp_path / "step-00000099" / "checkpoint.json").write_text(json.dumps(note))
+    (tmp_path / "step-00000099" / note["index"]).touch()
+    with pytest.raises(DetrainError, match=r"says that it is save 1099511627776: remove it, or save elsewhere"):
+        training.save(str(tmp_path), filled(2), step=2)
+    assert training.load(str(tmp_path), filled(0), step=1).step == 1
+
+
+def test_note_of_more_values_than_any_has_is_neither_written_nor_parsed(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="have more than 524,288 values: keep tensors"):
+        training.save(str(tmp_path / "new"), filled(0), step=1, extra=[[]] * 600_000)
+    note = saved / "step-00000003" / "checkpoint.json"
+    note.write_text(note.read_text().replace('"format"', f'"more": [{"[]," * 600_000}[]], "format"'))
+    listed = catalog.list_checkpoints(locate(saved))
+    assert next(each for each in listed if each.step == 3).wrong.endswith("it has more values than any has")
 
 
 def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
