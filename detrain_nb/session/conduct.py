@@ -61,8 +61,10 @@ class Conductor:
                 if run.lost:
                     break
                 if watch.is_over:
+                    places = self._ranks.where(run.running)
                     story = self._rescue.stop(run)
-                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s{_failures(run)}: {story}")
+                    on = f" on {places}" if places else ""
+                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s{on}{_failures(run)}: {story}")
                 failures = _failures(run)
                 if run.observer or failures or is_alone:
                     waiting = self._who_is_waited_for(run, watch, failures, is_alone=is_alone)

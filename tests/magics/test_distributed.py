@@ -257,7 +257,7 @@ def test_cell_says_who_is_waited_for_and_where(kernel: Any) -> None:
 def test_timeout_stops_the_cell(kernel: Any) -> None:
     outcome = kernel.run("%%distributed --timeout 0.5\nwhile True: pass")
     assert outcome.status == "error"
-    assert "did not end within 0.5 s: all ranks stopped" in outcome.error
+    assert "did not end within 0.5 s on ranks 0-1 (line 2): all ranks stopped" in outcome.error
 
 
 # ---- the other magics
