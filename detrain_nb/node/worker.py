@@ -228,7 +228,7 @@ class _Worker:
         os.setpgid(0, 0)
         die_with_parent(parent_pid)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("500")  # short of memory, the kernel ends this process and not the worker
+            file.write("50")  # short of memory, the kernel ends this process, not the worker; large ones go first
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (pipes["stdout"], 1), (pipes["stderr"], 2)):
             os.dup2(source, target)
