@@ -60,12 +60,13 @@ from .kept import LONGEST_WAIT_S, AgentProcess
 from .launching import LauncherEnd
 from .loop import Loop
 from .memory import Memory
-from .pace import FULL_BYTES, Pace
+from .pace import Pace
 from .processes import drain
 from .room import free_memory_bytes
 from .spool import Spool
 
 _ATTACH_LIMIT_S = 30.0
+_FULL_BYTES = 16 << 20
 _SMALL_BYTES = 1 << 16
 _CONFIRM_GAP_S = 0.02
 _STORE_BACKLOG = 128
@@ -178,9 +179,9 @@ class _Agent:
         waiting_bytes = self._notebook.waiting_bytes if self._notebook else 0
         has_to_wait = self._pace.has_to_wait(self._spool, waiting_bytes) if self._notebook else False
         for worker in self._workers.values():
-            self._loop.pause(worker, has_to_wait or waiting_bytes > FULL_BYTES)
+            self._loop.pause(worker, has_to_wait or waiting_bytes > _FULL_BYTES)
         if self._notebook:
-            is_any_full = any(worker.waiting_bytes > FULL_BYTES for worker in self._workers.values())
+            is_any_full = any(worker.waiting_bytes > _FULL_BYTES for worker in self._workers.values())
             self._loop.pause(self._notebook, is_any_full)
             if is_any_full and self._confirm_at is None:  # its signs of life are not read meanwhile, and wait for this
                 self._confirm_at = time.monotonic() + ALIVE_GAP_S

@@ -6,16 +6,16 @@ import time
 
 from .spool import Spool
 
-FULL_BYTES = 16 << 20
-_LETS_GO_S = 2.0
+_FULL_BYTES = 4 << 20  # of output: it takes a notebook a second or two to show
+_LETS_GO_S = 10.0  # one that is busy shows a megabyte of short lines in seconds
 
 
 class Pace:
     """How fast one notebook takes what it is given.
 
     Ranks wait in their print while it goes on taking: else minutes of output would be kept ahead of it, and a stop
-    would stand behind them. They do not wait for what it missed before it came, nor for one that takes nothing for two
-    seconds, as that of a laptop that sleeps.
+    would stand behind them. They do not wait for what it missed before it came, nor for one that takes nothing for a
+    while, as that of a laptop that sleeps.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Pace:
         taken_bytes, now = spool.read_bytes - waiting_bytes, time.monotonic()
         if taken_bytes > self._taken_bytes:
             self._taken_bytes, self._took_at = taken_bytes, now
-        is_full = self._has_caught_up and spool.unread_bytes + waiting_bytes > FULL_BYTES
+        is_full = self._has_caught_up and spool.unread_bytes + waiting_bytes > _FULL_BYTES
         is_waiting = is_full and now < self._took_at + _LETS_GO_S
         self.lets_go_at = self._took_at + _LETS_GO_S if is_waiting else None
         return is_waiting
