@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from .errors import WireError
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
 MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
@@ -187,9 +187,13 @@ class EndGeneration(Message):
 
 @dataclass(frozen=True)
 class Replace(Message):
-    """Kill the interpreters of ranks and start fresh ones; those that were left down are started again."""
+    """Kill the interpreters of ranks and start fresh ones; those that were left down are started again.
+
+    With ``cell`` only those that still run it.
+    """
 
     ranks: list[int]
+    cell: int = 0
 
 
 @dataclass(frozen=True)

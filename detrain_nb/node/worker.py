@@ -61,7 +61,11 @@ _PIPE_BYTES = 1 << 20
 _SMALL_READ_BYTES = 1 << 16
 # A rank that prints line after line: each read would be a message of a few bytes, and the notebook falls far behind.
 _FEW_READS, _FEW_BYTES, _GATHER_S = 100, 1 << 14, 0.005
-_FULL_BYTES = 16 << 20  # above this the ranks wait in their print until the agent has taken some
+_FULL_BYTES = 16 << 20  # of what the interpreter has not taken
+# Above this a rank waits in its print until the agent has taken some; above the second where it was stopped: the end of
+# its cell is to be known here.
+_FULL_OUTPUT_BYTES, _FULL_STOPPED_BYTES = 1 << 20, 3 << 20
+_STOP_S = 1.0  # a rank has so long to end a cell that was stopped: presses may come all at once
 _LEAVE_LIMIT_S = 1.0
 _STDERR_TAIL_BYTES = 4000
 _LAST_LINES = 10
@@ -135,6 +139,8 @@ class _Worker:
         self._gathering: tuple[int, float] | None = None  # what is not read before when
         self._incarnations = 0
         self._ends: list[float] = []  # when interpreters ended since a cell ended last
+        self._stopped = 0, 0.0  # the cell that was stopped last, and when first
+        self._replace_at = 0.0  # if it still runs that cell then
         self._child_ended = watch_children()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._interrupted_cell = mmap.mmap(-1, 8)  # shared with the interpreter: which cell a SIGINT is meant for
@@ -152,17 +158,23 @@ class _Worker:
         self._leave()
 
     def _wait_once(self) -> None:
-        due = [at for at in (self._interpreter.locator.answer_at, self._gathering and self._gathering[1]) if at]
+        times = (self._interpreter.locator.answer_at, self._gathering and self._gathering[1], self._replace_at)
+        due = [at for at in times if at]
         self._loop.once(max(0.0, min(due) - time.monotonic()) if due else None)
         self._answer()
         self._end_gathering()
         self._hold_back()
+        if self._replace_at and time.monotonic() >= self._replace_at:
+            self._replace_at = 0.0
+            if self._runs(self._stopped[0]):
+                self._replace()
 
     def _hold_back(self) -> None:
         """Do not read faster than the other side takes it; a rank then waits in its print."""
         interpreter = self._interpreter
         self._loop.pause(self._agent, interpreter.link.waiting_bytes > _FULL_BYTES)
-        is_full = self._agent.waiting_bytes > _FULL_BYTES
+        is_stopped = self._runs(self._stopped[0])
+        is_full = self._agent.waiting_bytes > (_FULL_STOPPED_BYTES if is_stopped else _FULL_OUTPUT_BYTES)
         if is_full != self._is_holding_back:
             self._is_holding_back = is_full
             for source in interpreter.sources:
@@ -363,13 +375,18 @@ class _Worker:
                 self._interpreter.locator.ask(message, state=self._interpreter.state)
                 self._answer()
             elif isinstance(message, Replace):
-                self._replace()
+                if not message.cell:
+                    self._replace()
+                elif self._runs(message.cell):
+                    self._note_stop(message.cell)
+                    self._replace_at = self._stopped[1] + _STOP_S
             elif isinstance(message, EndGeneration):
                 if self._interpreter.state != "down":
                     with contextlib.suppress(LinkClosed):
                         self._interpreter.control.send_bytes(frame.to_bytes())
             elif isinstance(message, Interrupt):
-                if self._interpreter.state == "running" and self._interpreter.cell == message.cell:
+                if self._runs(message.cell):
+                    self._note_stop(message.cell)
                     self._interrupted_cell[:] = message.cell.to_bytes(8, "little")
                     os.kill(self._interpreter.pid, signal.SIGINT)
             elif isinstance(message, Renumber):
@@ -380,8 +397,16 @@ class _Worker:
                     if message.incarnations[message.ranks.index(self._rank)] != self._incarnations:
                         continue  # the notebook learns by now that the rank was lost
                     self._set_state("running", cell=message.cell)
+                    self._stopped, self._replace_at = (0, 0.0), 0.0
                     self._interpreter.stderr_tail = b""
                 self._to_interpreter(frame)
+
+    def _note_stop(self, cell: int) -> None:
+        if self._stopped[0] != cell:
+            self._stopped = cell, time.monotonic()
+
+    def _runs(self, cell: int) -> bool:
+        return self._interpreter.state == "running" and self._interpreter.cell == cell
 
     def _renumber(self, message: Renumber) -> None:
         self._rank = self._interpreter.locator.rank = message.numbers[message.ranks.index(self._rank)]

@@ -163,9 +163,11 @@ class Rescue:
             if not run.wait(2 * FREED_LIMIT_S):
                 story.verdicts = self._judge(story)
         else:
-            story.replaced = run.running
-            self._ranks.send(Replace(list(run.running)))
-            run.wait(REPLACE_LIMIT_S)
+            left = run.running
+            self._ranks.send(Replace(list(left), run.cell))
+            if not run.wait(REPLACE_LIMIT_S):
+                story.verdicts = self._judge(story)
+            story.replaced = tuple(rank for rank in left if rank in run.lost)  # the end of another was on its way
 
     def _interrupt(self, run: CellRun) -> None:
         if run.running:

@@ -226,7 +226,9 @@ def failing(session: Session) -> Iterator[Session]:
 
 
 def test_error_of_a_rank_is_told_where_the_other_waits_for_it_in_vain(failing: Session) -> None:
-    with pytest.raises(CellTimeout, match=rf"did not end within 4 s on rank 0 \(line 1\); {FAILED}: rank 0 waited") as caught:
+    with pytest.raises(
+        CellTimeout, match=rf"did not end within 4 s on rank 0 \(line 1\); {FAILED}: rank 0 waited"
+    ) as caught:
         failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", timeout_s=4)
     assert "rank 0 waited in step (line 1): freed" in str(caught.value)
     assert str(caught.value).endswith("make again what was made with the old ones: stages")

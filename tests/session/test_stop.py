@@ -22,7 +22,7 @@ from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionError
 from detrain_nb.session import conduct, rescue
 from detrain_nb.session.cells import CellObserver
-from detrain_nb.wire import Message, RunCell
+from detrain_nb.wire import Message, Replace, RunCell
 
 from ..failing_cells import FAILING_CELLS
 from .training import COLLECTIVE, STALE, Watcher, assert_works, be_patient, equip, press_stop
@@ -410,6 +410,25 @@ def test_third_press_replaces_the_ranks_that_have_not_come_back(
     stopped = _stop(equipped, code)
     assert "rank 1 did not stop in time and had to be replaced" in stopped.note, stopped.note
     assert equipped.run_cell("globals().get('counter')").values == {0: before[0], 1: None}
+    assert_works(equipped)
+
+
+def test_presses_that_come_all_at_once_replace_no_rank_that_stops(
+    equipped: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a notebook has sent may be on its way for seconds, as may be the end of the cell."""
+    before = _counters(equipped)
+    of_stop, press = equipped._core.rescue, equipped._core.rescue._press
+
+    def press_three_times(number: int, story: Any) -> None:
+        of_stop._interrupt(story.run)
+        press(3, story)
+        equipped._core.ranks.send(Replace(list(story.run.ranks), story.run.cell))  # its end has come meanwhile
+
+    monkeypatch.setattr(of_stop, "_press", press_three_times)
+    stopped = _stop(equipped, "while True: time.sleep(0.01)")
+    assert stopped.note.startswith("all ranks stopped and kept their variables")
+    assert _counters(equipped) == before
     assert_works(equipped)
 
 
