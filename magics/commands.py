@@ -127,12 +127,13 @@ class SessionCommands:
         screen = screen_for(self._ipython)
         is_there = cell in session.log.cells() or cell in session.running_cells
         screen.show(Text("stdout", f"cell {cell}:\n" if is_there else f"cell {cell} has ended\n"))
-        live = LiveCell(screen, tuple(range(session.world_size)), cell, _AS_IT_CAME, nodes=session.node_names)
+        plan = session.plan_of(cell)
+        live = LiveCell(screen, plan.choose(None), cell, _AS_IT_CAME, nodes=plan.node_names)
         shown: set[int] = set()  # the ranks whose errors stand there
 
         def show_end(run: CellRun) -> None:
             live.end(run.bundles())
-            _show_errors(run, screen, world_size=session.world_size, except_of=shown)
+            _show_errors(run, screen, world_size=plan.world_size, except_of=shown)
             if has_left:
                 screen.show(Text("stdout", f"cell {cell} has ended\n"))
 
@@ -141,7 +142,7 @@ class SessionCommands:
         if run.is_over:
             show_end(run)
         else:
-            _show_errors(run, screen, world_size=session.world_size, except_of=shown)
+            _show_errors(run, screen, world_size=plan.world_size, except_of=shown)
         live.leave()
         has_left = True
 
@@ -240,11 +241,11 @@ class SessionCommands:
             which = f"cell {wanted}, the last one," if args.cell is None else f"cell {args.cell}"
             known = ", ".join(map(str, cells)) or "none so far"
             raise UsageError(f"%distributed log: {which} printed nothing; cells that did: {known} (--list shows all)")
-        everyone = range(session.world_size)
-        chosen = session.choose(args.ranks)
+        plan = session.plan_of(wanted)
+        everyone, chosen = plan.choose(None), plan.choose(args.ranks)
         screen = screen_for(self._ipython)
         drawn = replace(_EVERYTHING, merge=self._holder.settings.merge, is_live=args.follow)
-        live = LiveCell(screen, chosen, wanted, drawn, nodes=session.node_names)
+        live = LiveCell(screen, chosen, wanted, drawn, nodes=plan.node_names)
         try:
             run = self._follow(session, wanted, live) if args.follow else session.show_again(wanted, live, ranks=chosen)
         except KeyboardInterrupt:
@@ -253,7 +254,10 @@ class SessionCommands:
             self._say(f"no longer followed, cell {wanted} goes on: %distributed interrupt stops it\n", "stderr")
             return
         live.finish({rank: bundle for rank, bundle in run.bundles().items() if rank in chosen})
-        _show_errors(run, screen, world_size=session.world_size, except_of=set(everyone) - set(chosen))
+        _show_errors(run, screen, world_size=plan.world_size, except_of=set(everyone) - set(chosen))
+        if plan.world_size > session.world_size:
+            words = f"cell {wanted} ran before the session shrank: ranks have the numbers that they had then\n"
+            screen.show(Text("stderr", words))
         if why := session.log.lacking.get(wanted):
             screen.show(Text("stderr", f"what cell {wanted} printed after that is not in the log: {why}\n"))
         if wanted in session.cells_before:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..deploy import End, nodes_of
 from ..deploy.known import StartedWith, remember
 from ..errors import CellInterrupted, SessionError
-from ..plan import Plan, parse_ranks
+from ..plan import Plan
 from .cells import CellObserver, CellRun
 from .generations import Generations
 from .rank_link import IDLE_LIMIT_S, RankLink
@@ -81,7 +81,7 @@ class Core:
     @property
     def node_names(self) -> dict[int, str]:
         """The name of every rank's node, of those that have one."""
-        return {rank: name for name, ranks in self.plan.hosts.items() for rank in ranks}
+        return self.plan.node_names
 
     @property
     def nodes(self) -> tuple[Node, ...] | None:
@@ -95,7 +95,7 @@ class Core:
 
     def choose(self, ranks: Ranks) -> tuple[int, ...]:
         """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError."""
-        return parse_ranks(ranks, world_size=self.world_size, hosts=self.plan.hosts)
+        return self.plan.choose(ranks)
 
     def choose_idle(
         self, ranks: Ranks, *, limit_s: float = 0.0, tell: Callable[[Mapping[int, CellRun]], None] | None = None

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 from ..errors import DetrainError, LaunchError, NodeLost, RankLost, SessionError, TransportError, WireError
+from ..plan import Plan
 from ..wire import (
     Attached,
     CellDone,
@@ -175,9 +176,9 @@ class Inbox:
         """It will not be sent."""
         self.runs = {number: known for number, known in self.runs.items() if known is not run}
 
-    def is_at_home(self, rank: int) -> bool:
-        """A rank on this machine, or on one that the user trusts as much."""
-        node = self.node_of.get(rank)
+    def is_at_home(self, rank: int, *, node_of: Mapping[int, int] | None = None) -> bool:
+        """A rank on this machine, or on one that the user trusts as much; ``node_of``: where ranks were then."""
+        node = (self.node_of if node_of is None else node_of).get(rank)
         return node is not None and node not in self._strangers
 
     def take(self, message: Message, number: int = 0, node: int = 0) -> None:
@@ -264,9 +265,11 @@ class Inbox:
         return f"{self.nodes[node]}: " if self.nodes[node] else ""
 
     @_one_at_a_time
-    def renumber(self, number: Mapping[int, int]) -> None:
-        """Ranks that are idle get other numbers; until ``is_renumbering`` is over, what comes under an old one goes."""
+    def renumber(self, plan: Plan, number: Mapping[int, int]) -> None:
+        """Ranks of ``plan``, all idle, get other numbers; until ``is_renumbering`` is over, what comes under an old one
+        goes."""
         self.is_renumbering = True
+        self.logbook.renumber(plan, number)
         self._claims.know_ranks(_renumbered(self.node_of, number))
         self.up = {rank: replace(up, rank=rank) for rank, up in _renumbered(self.up, number).items()}
         self.last_seconds = _renumbered(self.last_seconds, number)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
+from ..plan import Plan
 from ..wire import CellDone, Output, Unfinished
 from .log import BEGINNINGS, NEW, SHOWN_PERHAPS, Logged, OutputLog
 from .shown_again import LoggedCell
@@ -14,10 +16,19 @@ _MOST_GAPS = 1000
 _MOST_GAP_CHARS = 8 << 20  # of all cells
 
 
+@dataclass
+class _Era:
+    """From one change of the ranks' numbers to the next."""
+
+    plan: Plan  # that of the ranks then
+    now: dict[int, int]  # the number that a rank has now, by the one that it had then
+
+
 class Logbook:
     """That of one session."""
 
     def __init__(self) -> None:
+        self._eras: list[_Era] = []  # that are over
         self.log = OutputLog()
         self.cells: dict[int, LoggedCell] = {}
         self._gap_chars = 0  # of those that stand with a cell
@@ -38,8 +49,34 @@ class Logbook:
         """The beginning of a line that an earlier notebook has shown; says as ``add`` does."""
         return self._add(Output(message.rank, message.cell, message.stream, message.body), BEGINNINGS)
 
-    def _add(self, message: Logged, part: int) -> str:
-        logged = self.cells.setdefault(message.cell, LoggedCell())
+    def cell(self, number: int) -> LoggedCell:
+        return self.cells.setdefault(number, LoggedCell(era=len(self._eras)))
+
+    def renumber(self, plan: Plan, number: Mapping[int, int]) -> None:
+        """Ranks of ``plan``, all idle, get other numbers. What is logged keeps the one under which it was said: another
+        node's rank may get that."""
+        for era in self._eras:
+            era.now = {then: number[now] for then, now in era.now.items() if now in number}
+        self._eras.append(_Era(plan, dict(number)))
+        for source in self.unfinished:
+            self._take_line(source)
+
+    def plan_of(self, cell: int) -> Plan | None:
+        """The plan of the ranks that ran a cell, where they have other numbers now."""
+        logged = self.cells.get(cell)
+        return self._eras[logged.era].plan if logged and logged.era < len(self._eras) else None
+
+    def _as_then(self, message: Logged, logged: LoggedCell) -> Logged | None:
+        """What a rank says late, of a cell from before it got another number. None where it was not there then."""
+        now_by_then = self._eras[logged.era].now if logged.era < len(self._eras) else {message.rank: message.rank}
+        then = next((then for then, now in now_by_then.items() if now == message.rank), None)
+        return None if then is None else replace(message, rank=then)
+
+    def _add(self, said: Logged, part: int) -> str:
+        logged = self.cell(said.cell)
+        message = self._as_then(said, logged)
+        if message is None:
+            return ""
         had_error = self.log.error
         if self._gaps:
             self._place_gaps(logged, part)

@@ -61,7 +61,7 @@ class Members:
         core.choose_idle(_others(range(core.world_size), gone), limit_s=IDLE_LIMIT_S)
         core.generations.end()
         plan, number = core.plan.without(gone)
-        self._ranks.renumber(number, world_size=plan.world_size)
+        self._ranks.renumber(core.plan, number, world_size=plan.world_size)
         core.set_plan(plan)
         core.note_down()
         return number

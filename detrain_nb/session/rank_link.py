@@ -13,6 +13,7 @@ from typing import Any
 from .. import values
 from ..deploy import End
 from ..errors import CellTimeout, NodeLost, RankLost, SessionError, TransportError, format_ranks
+from ..plan import Plan
 from ..wire import (
     PIECE_BYTES,
     Locate,
@@ -233,13 +234,13 @@ class RankLink:
         else:
             time.sleep(0.002)  # a fresh interpreter is up within tens of milliseconds
 
-    def renumber(self, number: Mapping[int, int], *, world_size: int) -> None:
+    def renumber(self, before: Plan, number: Mapping[int, int], *, world_size: int) -> None:
         """Give idle ranks other numbers, from old to new, in a smaller world. A node that does not take them is lost.
 
         Raises: CellTimeout for the first node, RankLost; the session is over then.
         """
         node_of = dict(self.inbox.node_of)
-        self.inbox.renumber(number)
+        self.inbox.renumber(before, number)
         try:
             with self.request(number.values()) as request:
                 for node in sorted({node_of[rank] for rank in number}):

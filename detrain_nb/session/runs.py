@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError, RemoteError, SessionError, format_ranks
+from ..plan import Plan
 from ..wire import CellDone, RanCell, RunCell
 from .cells import CellObserver, CellRun
 from .conduct import Conductor
@@ -19,7 +21,7 @@ from .generations import describe_new_groups
 from .losses import advice, describe_ends, describe_silence
 from .rank_link import IDLE_LIMIT_S
 from .results import CellResult, RankResult, TextOnly
-from .shown_again import LoggedCell, ShownAgain, wait_until_shown
+from .shown_again import ShownAgain, wait_until_shown
 
 _SHOWN_AT_ONCE_BYTES = 1 << 20  # of the log, before it is waited for whoever shows it
 
@@ -93,6 +95,18 @@ class Runs:
 
     def _new(self, cell: int, ranks: Iterable[int], observer: CellObserver | None) -> CellRun:
         return CellRun(cell, tuple(ranks), observer, self._core.hosts, is_at_home=self._inbox.is_at_home)
+
+    def plan_of(self, cell: int) -> Plan:
+        """See Session.plan_of."""
+        return self._inbox.logbook.plan_of(cell) or self._core.plan
+
+    def _once_more(self, cell: int, ranks: Ranks, observer: CellObserver) -> ShownAgain:
+        """For the ranks as they were numbered when the cell ran."""
+        plan = self.plan_of(cell)
+        hosts = self._core.hosts if plan is self._core.plan else plan.node_names
+        at_home = partial(self._inbox.is_at_home, node_of=None if plan is self._core.plan else plan.node_of)
+        run = CellRun(cell, plan.choose(ranks), observer, hosts, is_at_home=at_home)
+        return ShownAgain(run, self._inbox.logbook.cell(cell))
 
     def pop_news(self) -> str:
         """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
@@ -177,17 +191,16 @@ class Runs:
 
     def show_again(self, cell: int, observer: CellObserver, ranks: Ranks) -> CellRun:
         """See Session.show_again."""
-        run = self._new(cell, self._core.choose(ranks), observer)
-        shown = ShownAgain(run, self._logged(cell))
+        shown = self._once_more(cell, ranks, observer)
         for message in self._inbox.logbook.log.read(cell):
             shown.give(message)
         shown.end(is_running=False)
-        return run
+        return shown.run
 
     def follow(self, cell: int, observer: CellObserver, on_end: Callable[[CellRun], None] | None) -> CellRun:
         """See Session.follow."""
         reader = self._inbox.logbook.log.reader(cell)
-        shown = ShownAgain(self._new(cell, range(self._core.world_size), observer), self._logged(cell))
+        shown = self._once_more(cell, None, observer)
         given_bytes = 0
         for message in reader.read():
             shown.give(message)
@@ -213,9 +226,6 @@ class Runs:
         with self._inbox.following:
             if run := self._inbox.runs.get(cell):
                 run.remove_observer(observer)
-
-    def _logged(self, cell: int) -> LoggedCell:
-        return self._inbox.logbook.cells.setdefault(cell, LoggedCell())
 
 
 def _have_hung_up(errors: Mapping[int, RemoteError]) -> bool:

@@ -386,6 +386,10 @@ class Session:
         """The name of every rank's node, of those that have one."""
         return self._core.node_names
 
+    def plan_of(self, cell: int) -> Plan:
+        """The ranks as they were numbered when a cell ran: a session that has shrunk has given them other numbers."""
+        return self._runs.plan_of(cell)
+
     def next_cell(self, *, at_least: int = 1) -> int:
         """The number that the next cell will have; no two cells of a session have the same."""
         return self._runs.next_number(at_least=at_least)
@@ -436,7 +440,10 @@ class Session:
         return self._runs.result(run, values=values)
 
     def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> CellRun:
-        """Give ``observer`` all that the log has of a cell; values and errors are in what is returned."""
+        """Give ``observer`` all that the log has of a cell; values and errors are in what is returned.
+
+        Ranks have the numbers here that they had when the cell ran, see ``plan_of``.
+        """
         check_whole("cell", cell)
         return self._runs.show_again(cell, observer, ranks)
 

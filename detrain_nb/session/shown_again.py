@@ -26,6 +26,7 @@ class LoggedCell:
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])  # by part
     is_missed: bool = False  # no earlier notebook had shown everything
     gaps: list[tuple[int, int, str]] = field(default_factory=list)  # by part and index there, of the next message
+    era: int = 0  # how often ranks had got other numbers when it began
 
     @property
     def shown_perhaps(self) -> int:

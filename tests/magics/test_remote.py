@@ -181,7 +181,8 @@ def _assert_bar(what: str, outcome: Any) -> None:
 
 def test_shrink_leaves_the_ranks_of_the_hosts_that_are_left(kernel: Any, testbed_of_two: Testbed) -> None:
     """The last: it takes a host away."""
-    assert kernel.run("%%distributed\nkept = rank").status == "ok"
+    assert kernel.run("%%distributed\nkept = rank\nprint('of', rank)").status == "ok"
+    cell = int(_lines(kernel.run("%distributed log --list"))[-1].split()[1].rstrip(":"))
     for pid, argv in testbed_of_two.processes("h1").items():
         if "detrain_nb.node.agent" in " ".join(argv):
             testbed_of_two.exec("h1", "kill", "-9", str(pid))
@@ -193,3 +194,6 @@ def test_shrink_leaves_the_ranks_of_the_hosts_that_are_left(kernel: Any, testbed
     assert len(shrunk) == 1
     assert "keep" in shrunk[0]
     assert kernel.run("%%distributed\ndist.barrier()\nprint(kept, dist.get_world_size())").text() == "[left:0] 0 1\n"
+    earlier = kernel.run(f"%distributed log --cell {cell}")
+    assert earlier.text("stderr").startswith(f"cell {cell} ran before the session shrank: ranks have the numbers that")
+    assert earlier.text() == "[left:0] of 0\n[right:1] of 1\n"

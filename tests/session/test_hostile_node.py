@@ -795,6 +795,38 @@ def test_node_that_takes_no_new_numbers_is_lost_alone(monkeypatch: pytest.Monkey
         assert session.is_alive and session.run_cell("1", ranks=0).ranks == (0,)
 
 
+def test_what_a_lost_node_showed_is_shown_as_its_own_when_a_trusted_one_has_its_rank() -> None:
+    """Its page would run in the notebook's, under the other's name."""
+    nodes = [FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)]
+    page = json_body({"text/html": "<script>", "text/plain": "x"})
+    for node in nodes:
+        up = RankUp(node.rank, 1, 0, 3, 1, node.name, "cpu", "2")
+        node.answers[Attach] = lambda _, node=node, up=up: [up, node.attached]
+        node.answers[Renumber] = lambda message: [RequestDone(message.numbers[0], message.request)]
+        node.is_trusted = node.name != "bad"
+
+    def show(rank: int) -> Callable[[Message], list[Message]]:
+        said = [Output(rank, 1, "stdout", b"%d\n" % rank), Display(rank, 1, "", False, page)]
+        return lambda message: [*said, CellDone(rank, message.cell, 0.1, True, False, page)]
+
+    for node in nodes:
+        node.answers[RunCell] = show(node.rank)
+    with _attached(*nodes) as session:
+        first = session.run_cell("1", values=False)
+        nodes[1].leave()
+        assert_soon(lambda: 1 in session._inbox.lost)
+        assert session.shrink() == {0: 0, 2: 1}
+        nodes[2].say(Output(1, 1, "stdout", b"late\n"), is_numbered=False)
+        assert_soon(lambda: first[2].stdout == "2\nlate\n")
+        plan, eyes = session.plan_of(1), Eyes()
+        run = session.show_again(1, eyes)
+        assert plan.node_names == {0: "good", 1: "bad", 2: "third"} and run.ranks == (0, 1, 2)
+        assert sorted("text/html" in bundle for bundle in eyes.bundles) == [False, True, True]
+        assert {rank: "text/html" in bundle for rank, bundle in run.bundles().items()} == {0: True, 1: False, 2: True}
+        assert first[1].stdout == "1\n"
+        assert session.plan_of(99).node_names == {0: "good", 1: "third"}
+
+
 def test_node_that_cannot_be_reached_can_be_left_out() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.connect_agent = _no_route
