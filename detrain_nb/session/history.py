@@ -9,6 +9,7 @@ from ..errors import SpecError, short_ranks
 from ..wire import CellDone, CellFailed, RanCell, RunCell
 from .definitions import definitions_of
 
+_MOST_AHEAD = 100_000  # cells of a session in which the first node had no rank
 _LAST_COUNTED = 1 << 31  # a number from here on, which no session reaches, leads nowhere: a node has made it up
 
 
@@ -19,6 +20,7 @@ class History:
         self.collective: set[int] = set()  # cells that needed other ranks
         self.failed: set[int] = set()
         self.last_cell = 0  # the highest number that counts; 0 when nothing was run
+        self._last_of_first = 0  # of those that the first node has said
         self._ran: dict[int, dict[tuple[str, int], RanCell]] = {}  # what of a cell ran as which code: nodes may differ
         self._known: set[int] = {0}  # those that are run again too; 0 is what comes before the first
         self._not_ended_well: set[int] = set()  # stopped, timed out, or still running
@@ -69,13 +71,16 @@ class History:
         if isinstance(message, CellFailed):
             self.failed.add(message.cell)
 
-    def take(self, message: RanCell) -> None:
+    def take(self, message: RanCell, *, is_first: bool) -> None:
         """A cell that an earlier notebook has run; its ranks are those of the node that says so.
 
-        What one node says of it gives the ranks of another no other code.
+        What one node says of it gives the ranks of another no other code, nor its cells numbers that are not counted:
+        of what the first one has not said, a number counts up to some distance.
         """
         self._known.add(message.cell)
-        if message.cell < _LAST_COUNTED:
+        if is_first:
+            self._last_of_first = max(self._last_of_first, message.cell)
+        if message.cell < (_LAST_COUNTED if is_first else min(_LAST_COUNTED, self._last_of_first + _MOST_AHEAD)):
             self.last_cell = max(self.last_cell, message.cell)
         if message.is_replay:
             return

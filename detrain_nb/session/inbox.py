@@ -63,6 +63,7 @@ _OF_WORDS = (
 _ANSWERS = (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)
 _OF_CELLS = (Output, Display, ClearOutput, CellDone, CellFailed)
 _MOST_NOTICES, _LONGEST_NOTICE = 1000, 4000
+_MOST_OF_NODE = 200
 
 _Kept = TypeVar("_Kept")
 _Of = ParamSpec("_Of")
@@ -107,6 +108,7 @@ class Inbox:
         self.is_renumbering = False
         self.requests = Requests()
         self.runs: dict[int, CellRun] = {}
+        self._num_notices: dict[int, int] = {}  # of a node, since a cell was begun
         self.up: dict[int, RankUp] = {}
         self.lost: dict[int, RankEnded] = {}  # ended, and no fresh interpreter is up yet
         self.fresh: dict[int, RankEnded] = {}  # replaced, and nobody has been told
@@ -165,6 +167,7 @@ class Inbox:
         """
         earlier = {number: known for number, known in self.runs.items() if known.running}
         self.runs = earlier | {run.cell: run}
+        self._num_notices.clear()
         is_fresh = any(self.up[rank].incarnation != run.incarnations[rank] for rank in run.ranks)
         if is_fresh or self.lost.keys() & set(run.ranks):
             self.runs = earlier
@@ -240,7 +243,7 @@ class Inbox:
             self.lost.pop(message.rank, None)
             self.ranks_up.take(message)
         elif isinstance(message, RanCell):
-            self._take_ran_cell(message)
+            self._take_ran_cell(message, node)
         elif isinstance(message, Unfinished):
             self._warn(self.logbook.add_beginning(message))
         elif isinstance(message, Attached):
@@ -393,8 +396,8 @@ class Inbox:
             for on_end in self._on_end.pop(run.cell, []):
                 on_end(run)
 
-    def _take_ran_cell(self, message: RanCell) -> None:
-        self.history.take(message)
+    def _take_ran_cell(self, message: RanCell, node: int) -> None:
+        self.history.take(message, is_first=node == 0)
         if message.running:
             self._left.add(message.cell)
             others = self.runs[message.cell].ranks if message.cell in self.runs else ()
@@ -409,8 +412,12 @@ class Inbox:
         for cell, rank, stream in self.logbook.unfinished:
             if self.node_of.get(rank, node) == node:
                 self._take_of_cell(Output(rank, cell, stream, b"...\n"), number, node)
-        self.logbook.add_gap(message.text[:_LONGEST_NOTICE])
-        self.notice(message.text)
+        said = self._num_notices[node] = self._num_notices.get(node, 0) + 1
+        if said > _MOST_OF_NODE:  # else there would be no room for what others, and we, have to say
+            return
+        text = message.text if said < _MOST_OF_NODE else f"{self._on(node)}it says more: that is left out until a cell"
+        self.logbook.add_gap(text[:_LONGEST_NOTICE])
+        self.notice(text)
 
     def _take_end_of_rank(self, message: RankEnded, *, is_missed: bool) -> None:
         reason, words = message.reason[:_LONGEST_NOTICE], message.stderr_tail[-_LONGEST_NOTICE:]

@@ -42,11 +42,14 @@ from ..wire import (
     Unfinished,
     to_frame,
 )
+from .safe_output import one_line
 
 _FULL_BYTES = 16 << 20  # of what is queued: an interrupt does not stand behind gigabytes
 _REST_LIMIT_S = 2.0
 _ACKNOWLEDGE_GAP_S = 0.1
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
+_LONGEST_REASON = 300
+_MOST_UNFINISHED_BYTES_PER_S = 1 << 20
 _SETTLED_S = 5.0  # a connection that ends earlier counts as a try that has failed
 _MOST_UNANSWERED = 6  # signs of life; files that go the same way may stand before them
 _SLOW_BYTES_PER_S = 10_000  # what is under way on a slow connection gives the node time
@@ -115,6 +118,7 @@ class NodeLink:
         self._acknowledged = 0
         self._to_acknowledge: Checkpoint | None = None
         self._acknowledge_at = 0.0
+        self.why_broken = ""  # what the last try to connect again has met
         self._alive_at = 0.0  # when the next sign of life is due
         self._unanswered = 0  # those after which nothing has come
         self._ended = threading.Event()  # not a join: one that is interrupted makes Python take a thread for ended
@@ -374,6 +378,7 @@ class NodeLink:
                 raise LinkClosed(str(exc)) from exc
             except (DetrainError, OSError) as exc:
                 reason = str(exc)
+                self.why_broken = one_line(next(iter(reason.splitlines()), ""), most_chars=_LONGEST_REASON)
                 self._wait_before_retry()
                 continue
             if self.is_closed:  # meanwhile: an attach would take the session from whoever has it now
@@ -392,7 +397,7 @@ class NodeLink:
 
     def _begin_again(self, sock: socket.socket) -> None:
         with self._sending:
-            self._link, self._unanswered = Link(sock), 0
+            self._link, self._unanswered, self.why_broken = Link(sock), 0, ""
             if self._attach is None:
                 self.broken_at = None
                 return
@@ -447,7 +452,7 @@ class NodeLink:
                 self._to_acknowledge.was_shown = self._to_acknowledge.is_shown()
         if is_taking and self._to_acknowledge is None:
             self._to_acknowledge = self._next_checkpoint()
-        self._acknowledge_at = time.monotonic() + _ACKNOWLEDGE_GAP_S
+        self._acknowledge_at = max(self._acknowledge_at, time.monotonic() + _ACKNOWLEDGE_GAP_S)
 
     def _acknowledge_the_last(self) -> None:
         """We leave in good order: what has been shown need not be shown again."""
@@ -465,6 +470,8 @@ class NodeLink:
 
     def _acknowledge(self, checkpoint: Checkpoint) -> None:
         self._acknowledged = checkpoint.number
+        size_bytes = sum(len(line.body) for line in checkpoint.unfinished)  # they are sent anew each time
+        self._acknowledge_at = time.monotonic() + size_bytes / _MOST_UNFINISHED_BYTES_PER_S
         with self._sending, contextlib.suppress(LinkClosed):  # its reader meets the end as well
             for message in (*checkpoint.unfinished, Acknowledge(checkpoint.number)):
                 self._add(message)

@@ -168,8 +168,14 @@ class RankLink:
         for node, since_s in self.broken_s(now=now).items():
             ranks = [rank for rank, owner in list(self.inbox.node_of.items()) if owner == node]
             name, go_on = self.inbox.nodes[node], "goes on" if len(ranks) == 1 else "go on"
-            parts.append(f"no connection to {name} for {since_s:.0f} s, trying again: {format_ranks(ranks)} {go_on}")
+            words = f"no connection to {name} for {since_s:.0f} s, trying again: {format_ranks(ranks)} {go_on}"
+            parts.append(words + self.why_broken(node))
         return "; ".join(parts)
+
+    def why_broken(self, node: int) -> str:
+        """What the last try to connect to it again has met, in brackets; empty where that is not known."""
+        why = self._links[node].why_broken
+        return f" ({why})" if why else ""
 
     def broken_s(self, *, now: float) -> dict[int, float]:
         """For how many seconds there has been no connection to a node, by its position."""

@@ -34,6 +34,7 @@ from detrain_nb.deploy import End, known
 from detrain_nb.errors import (
     CellTimeout,
     DetrainError,
+    HostKeyError,
     LaunchError,
     RankError,
     RankLost,
@@ -825,6 +826,58 @@ def test_what_a_lost_node_showed_is_shown_as_its_own_when_a_trusted_one_has_its_
         assert {rank: "text/html" in bundle for rank, bundle in run.bundles().items()} == {0: True, 1: False, 2: True}
         assert first[1].stdout == "1\n"
         assert session.plan_of(99).node_names == {0: "good", 1: "third"}
+
+
+def test_numbers_of_cells_that_another_node_makes_up_order_no_cells() -> None:
+    """What comes after them would not count at the next attach, and stand before them."""
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    ran = [RanCell([1], cell, "x", 1, False, [], False) for cell in (40, 100_039, (1 << 31) - 1)]
+    bad.answers[Attach] = lambda _: [*ran, RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2"), bad.attached]
+    with _attached(good, bad) as session:
+        assert session.next_cell() == 41
+        assert [session.run_cell("1", ranks=0).cell for _ in range(2)] == [41, 42]
+
+
+def test_notices_of_a_node_leave_room_for_those_of_others(pair: Pair) -> None:
+    cell = threading.Event()
+
+    def run(message: Message) -> Iterator[Message]:
+        assert isinstance(message, RunCell)
+        for _ in range(2000):
+            pair.bad.say(Notice("x"))
+        cell.wait(10)
+        yield CellDone(0, message.cell, 0.1, True, False, b"", ["rank"])
+
+    pair.good.answers[RunCell] = run
+    eyes = Eyes()
+    threading.Thread(target=lambda: assert_soon(lambda: len(eyes.texts) > 199) or cell.set()).start()
+    pair.session.run_cell("1", ranks=0, observer=eyes)
+    cell.set()
+    assert [text for text in eyes.texts if "bad" in text][-1] == "bad: it says more: that is left out until a cell"
+    assert len(eyes.texts) < 300
+    assert any("has overwritten rank on rank 0" in text for text in eyes.texts)
+
+
+def test_what_a_new_connection_meets_is_told() -> None:
+    """A key that has changed, above all: ssh would shout."""
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.can_resume = True
+    connect_at_first, tries = bad.connect_agent, iter(range(1000))
+
+    def connect(session: str) -> Any:
+        if next(tries):
+            raise HostKeyError("bad shows another key", advice="ask who runs it\nnow")
+        return connect_at_first(session)
+
+    bad.connect_agent = connect
+    bad.answers[RunCell] = bad.answers[Locate] = lambda message: []
+    with _attached(good, bad) as session:
+        eyes = Eyes()
+        threading.Timer(0.1, bad.leave).start()
+        with pytest.raises(CellTimeout):
+            session.run_cell("1", observer=eyes, timeout_s=4)
+        assert any("rank 1 goes on (bad shows another key: ask who runs it)" in text for text in eyes.texts)
+        session.detach()
 
 
 def test_node_that_cannot_be_reached_can_be_left_out() -> None:
