@@ -48,7 +48,7 @@ def find_guest_parent(folder: Path) -> Path | None:
         with contextlib.suppress(FileNotFoundError):
             state = parent.lstat()
             is_sticky = state.st_mode & stat.S_ISVTX and state.st_uid in _trusted_users()
-            is_squatted = above is not None and _is_squatted(state, above)
+            is_squatted = above is not None and _is_squatted(state, above, parent)
             if stat.S_ISLNK(state.st_mode) or is_squatted or (can_others_write(state, parent) and not is_sticky):
                 return parent
             above = state
@@ -83,7 +83,7 @@ def _open_users_folder(folder: Path, *, is_made: bool) -> int:
             parent, state = os.fstat(opened), os.fstat(inner)
             os.close(opened)
             opened = inner
-            if _is_squatted(state, parent):
+            if _is_squatted(state, parent, inner):
                 raise _by_another_user(Path(*real.parts[:number]), state)
         refuse_squatted(folder)
     except BaseException:
@@ -110,13 +110,28 @@ def refuse_squatted(folder: Path) -> None:
     for path in (*reversed(folder.parents), folder):
         with contextlib.suppress(FileNotFoundError):
             state = path.lstat()
-            if _is_squatted(state, path.parent.stat()):
+            if _is_squatted(state, path.parent.stat(), path):
                 raise _by_another_user(path, state)
 
 
-def _is_squatted(state: os.stat_result, parent: os.stat_result) -> bool:
+def _is_squatted(state: os.stat_result, parent: os.stat_result, of: Path | int) -> bool:
     """In a user namespace root outside has the number that all others have: there its folders are none of ours, too."""
-    return bool(parent.st_mode & 0o002) and state.st_uid != 0 and state.st_uid != os.getuid()  # 0 on Windows
+    return bool(parent.st_mode & 0o002) and state.st_uid != 0 and not _is_own(state, of)  # 0 on Windows
+
+
+def _is_own(state: os.stat_result, of: Path | int) -> bool:
+    if state.st_uid != os.getuid() or not shares_its_number():
+        return state.st_uid == os.getuid()
+    try:  # only its owner can
+        os.chmod(of, stat.S_IMODE(state.st_mode), **({} if isinstance(of, int) else {"follow_symlinks": False}))
+    except (OSError, NotImplementedError):
+        return False
+    return True
+
+
+def shares_its_number() -> bool:
+    """In this user namespace others have the user's number: the one of all who have none there, as nobody's is."""
+    return os.getuid() in _strangers()
 
 
 def _by_another_user(path: Path, state: os.stat_result) -> PermissionError:
@@ -132,11 +147,15 @@ def describe(path: Path) -> str:
 
 def _trusted_users() -> set[int]:
     """Root and this user; where root is outside our user namespace, the number that stands for all who are."""
-    trusted = {0, os.getuid()}
+    return {0, os.getuid(), *_strangers()}
+
+
+def _strangers() -> set[int]:
+    """The number that stands for all who have none in our user namespace; none where it has all."""
     with contextlib.suppress(OSError, ValueError):
         if Path("/proc/self/uid_map").read_text(encoding="ascii").split() != ["0", "0", "4294967295"]:
-            trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii")))
-    return trusted
+            return {int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))}
+    return set()
 
 
 def _is_own_group(state: os.stat_result) -> bool:

@@ -6,6 +6,8 @@ import grp
 import os
 import pwd
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,6 +76,25 @@ def test_folder_of_another_user_that_comes_and_goes_is_not_taken(
     with pytest.raises(PermissionError, match=r"/tz \(mode \d+, uid 12345\) was made by another user"):
         make_users_folder(everybodys / "tz" / "w")
     assert not list((everybodys / "tz").iterdir())
+
+
+def test_folder_of_whoever_has_no_number_in_a_user_namespace_is_not_the_users(everybodys: Path) -> None:
+    """As in a container that nobody runs: it seems to be nobody's there, too."""
+    as_nobody = ["unshare", "--user", "--map-user=65534", "--map-group=65534"]
+    if subprocess.run([*as_nobody, "true"], capture_output=True, timeout=20).returncode:
+        pytest.skip("this system makes no user namespaces")
+    for path in (everybodys, *everybodys.parents[:-2]):
+        path.chmod(path.stat().st_mode | 0o055)
+    (everybodys / "work").mkdir(mode=0o777)
+    _theirs(everybodys / "work").chmod(0o777)
+    (everybodys / "own").mkdir()
+    code = "import pathlib, sys; from detrain_nb import guarded; guarded.refuse_squatted(pathlib.Path(sys.argv[1]))"
+    taken = {}
+    for name in ("own", "work"):
+        asked = [*as_nobody, sys.executable, "-c", code, str(everybodys / name)]
+        taken[name] = subprocess.run(asked, capture_output=True, text=True, timeout=60).stderr
+    assert taken["own"] == ""
+    assert "was made by another user" in taken["work"]
 
 
 def test_link_of_another_user_among_everybodys_is_refused(everybodys: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import ipaddress
 import math
 import os
@@ -21,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from ..errors import ForeignConnection, SessionError
+from ..guarded import shares_its_number
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _TCP = (socket.AF_INET, socket.AF_INET6)
@@ -67,7 +69,7 @@ def require_own(find: Callable[[], Iterable[int]], *, earlier_ports: Collection[
         for fd, (near, far) in connections.items():
             holder = holders.get((far, near))
             is_known = holder is not None and holder.is_known
-            if holder is not None and is_known and holder.uid == os.geteuid():
+            if holder is not None and is_known and _is_own(holder):
                 continue
             if near[1] in ports and _shut_if_silent(fd, (near, far), is_left=not is_known):
                 continue
@@ -86,6 +88,21 @@ def require_own(find: Callable[[], Iterable[int]], *, earlier_ports: Collection[
                 "it was closed, or /proc/net does not show it"
             )
         time.sleep(_GAP_S)
+
+
+def _is_own(holder: _Holder) -> bool:
+    """Where others have this user's number too: by the processes that this one may look into."""
+    return holder.uid == os.geteuid() and (not shares_its_number() or _is_in_own_process(holder.inode))
+
+
+def _is_in_own_process(inode: int) -> bool:
+    for folder in glob.iglob("/proc/[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            for entry in os.scandir(folder):
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path) == f"socket:[{inode}]":
+                        return True
+    return False
 
 
 def ends_of(fd: int) -> Ends | None:

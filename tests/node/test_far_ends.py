@@ -90,6 +90,43 @@ def test_who_has_left_what_it_said_is_not_taken_for_root(monkeypatch: pytest.Mon
         _look(left)
 
 
+_AS_NOBODY = ["unshare", "--user", "--map-user=65534", "--map-group=65534"]
+_SERVE = """
+import socket
+from detrain_nb.errors import ForeignConnection
+from detrain_nb.node.far_ends import require_own
+server = socket.create_server(("127.0.0.1", 0))
+own = socket.create_connection(server.getsockname())
+accepted, _ = server.accept()
+own.sendall(b"x")
+accepted.recv(1, socket.MSG_PEEK)
+require_own(lambda: [server.fileno(), own.fileno(), accepted.fileno()])
+print(server.getsockname()[1], flush=True)
+came, _ = server.accept()
+came.recv(1, socket.MSG_PEEK)
+try:
+    require_own(lambda: [own.fileno(), accepted.fileno(), came.fileno()])
+except ForeignConnection as exc:
+    print("found out", exc)
+"""
+
+
+@needs_root
+def test_who_has_no_number_in_a_user_namespace_is_not_taken_for_the_user_who_has_theirs() -> None:
+    """As in a container that nobody runs: the kernel says 65534 there of everybody outside."""
+    if subprocess.run([*_AS_NOBODY, "true"], capture_output=True, timeout=20).returncode:
+        pytest.skip("this system makes no user namespaces")
+    here = subprocess.Popen([*_AS_NOBODY, sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, text=True)
+    with here:
+        assert here.stdout
+        port = here.stdout.readline().strip()
+        arguments = [sys.executable, "-c", _CONNECT, str(_UID), "127.0.0.1", port, "", "stay"]
+        with subprocess.Popen(arguments, stdin=subprocess.PIPE) as other:
+            assert here.stdout.read().startswith("found out a process of uid 65534")
+            other.kill()
+    assert here.returncode == 0
+
+
 @contextlib.contextmanager
 def _another_user() -> Iterator[None]:
     """Sockets that are made in here are of another user."""
