@@ -218,15 +218,17 @@ class SessionHolder:
         elif name not in there and nodes is None:
             raise _unknown_session(name, there)
         started = there[name].started if name in there else None
-        session = Session.attach(
-            name,
-            nodes=_read_nodes(nodes),
-            steal=steal,
-            without=without,
-            sync=started is None or started.sync,
-            ask_passphrase=ask_passphrase,
-            holder=self.name,
-        )
+        with redrawn_line(self._ipython, is_live=self.settings.output == "live") as draw:
+            session = Session.attach(
+                name,
+                nodes=_read_nodes(nodes),
+                steal=steal,
+                without=without,
+                sync=started is None or started.sync,
+                ask_passphrase=ask_passphrase,
+                holder=self.name,
+                on_progress=draw,
+            )
         note_left(name, is_left=False)
         self._started_with = StartOptions.of_earlier(
             name,

@@ -117,15 +117,20 @@ class RankLink:
         for link in self._links:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
 
-    def wait_for_number(self, node: int, number: int, *, limit_s: float) -> None:
+    def wait_for_number(
+        self, node: int, number: int, *, limit_s: float, tell: Callable[[float], None] = lambda share: None
+    ) -> None:
         """Wait until the messages of a node up to ``number`` have come, or it is lost and the others go on.
+
+        ``tell`` gets the share of them that has come, once a second.
 
         Raises: CellTimeout when less than a twentieth of them has come within ``limit_s``, what ended the session when
         nothing can come.
         """
         link = self._links[node]
         deadline, enough = time.monotonic() + limit_s, link.last_number + 1
-        step = max(1, (number - link.last_number) // 20)
+        first, told_at = link.last_number, time.monotonic()
+        step = max(1, (number - first) // 20)
         while link.last_number < number:
             if link.is_closed:
                 link.wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
@@ -136,6 +141,9 @@ class RankLink:
                 deadline, enough = time.monotonic() + limit_s, link.last_number + step
             if time.monotonic() >= deadline:
                 raise CellTimeout(f"session {self._session!r} has sent too little of what was missed in {limit_s:g} s")
+            if time.monotonic() - told_at >= _TELL_GAP_S:
+                tell((link.last_number - first) / (number - first))
+                told_at = time.monotonic()
             time.sleep(0.005)
 
     def hang_up(self, node: int, reason: str) -> None:

@@ -220,6 +220,7 @@ class Session:
         without: str | Iterable[str] = (),
         ask_passphrase: AskPassphrase | None = None,
         holder: str = "",
+        on_progress: Callable[[str], None] = lambda line: None,
     ) -> Session:
         """Go on with a session that runs, after its notebook is gone or has detached.
 
@@ -229,7 +230,8 @@ class Session:
         until a cell was run, or ``confirm_missed`` called. When the ranks ended meanwhile, ``failure`` says why.
         ``steal`` takes the session from another notebook, which is told. ``sync``: as it was started, if the current
         folder is the one that it was started with. ``without`` names nodes, with commas, that are not connected to:
-        their ranks are lost, the others go on. The first node cannot be left out.
+        their ranks are lost, the others go on. The first node cannot be left out. ``on_progress`` gets a line that says
+        which node it waits for, again and again.
 
         Raises: SessionError when no such session runs, or another notebook holds it; TransportError for a node that
         cannot be reached.
@@ -241,6 +243,7 @@ class Session:
         else:
             transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         files = SessionFiles(transports, current_folder(), is_synced=sync, takes_over=False)
+        on_progress(_describe_connecting(transports))
         ends = _attach_to(name, transports, without, is_known=nodes is None)
         try:
             session = cls(name, ends, files, holder=holder, is_attaching=True)
@@ -248,7 +251,7 @@ class Session:
             leave_agents(ends)
             raise
         try:
-            go_on(session._core, steal=steal)
+            go_on(session._core, steal=steal, say=on_progress)
             session._core.note_down()
             session.cells_before = frozenset(ran.cell for ran in session.cells)
             session.notices.extend(files.notices)

@@ -199,7 +199,7 @@ def _open_store(core: Core, address: str) -> int:
     return answer.port
 
 
-def go_on(core: Core, *, steal: bool = False) -> None:
+def go_on(core: Core, *, steal: bool = False, say: Say) -> None:
     """Take up what the agents remember. Raises: SessionError, CellTimeout.
 
     The first node has the store of the rendezvous: without it there is no session, and what it says is the measure for
@@ -226,7 +226,7 @@ def go_on(core: Core, *, steal: bool = False) -> None:
     core.inbox.lose_absent()
     for node, answer in attached.items():
         if answer.last_number > answer.acknowledged:
-            _catch_up(core, node, answer.last_number)
+            _catch_up(core, node, answer.last_number, say)
     _wait_until_up(core)
     core.generations.go_on_with_ranks()
     if disputed := core.inbox.history.disputed:
@@ -245,13 +245,19 @@ def _disputed(session: str, rank: int, who_has: str, noted: str) -> SessionError
     )
 
 
-def _catch_up(core: Core, node: int, number: int) -> None:
+def _catch_up(core: Core, node: int, number: int, say: Say) -> None:
     """Have what was missed of a node. One that sends nothing of it is lost, the first one with the session.
 
     Raises: CellTimeout, or what ended the session.
     """
     try:
-        core.ranks.wait_for_number(node, number, limit_s=CATCH_UP_LIMIT_S)
+        source = core.transports[node].name or "the ranks"
+        core.ranks.wait_for_number(
+            node,
+            number,
+            limit_s=CATCH_UP_LIMIT_S,
+            tell=lambda share: say(f"{share:.0%} of what {source} has kept is here"),
+        )
     except CellTimeout as exc:
         if node == 0:
             raise

@@ -708,6 +708,34 @@ def test_node_that_sends_what_was_missed_in_drops_is_lost_alone(monkeypatch: pyt
         _assert_absent(session, "has sent too little of what was missed")
 
 
+def test_node_that_is_slow_to_send_what_was_missed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can hold up an attach for minutes: whoever waits can leave it out."""
+    monkeypatch.setattr("detrain_nb.session.rank_link._TELL_GAP_S", 0.05)
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    bad.attached = replace(bad.attached, last_number=4)
+    is_told, told = threading.Event(), []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if "25%" in line:
+            is_told.set()
+
+    def go_on() -> None:
+        bad.say(Notice("first"))
+        is_told.wait(10)
+        bad.say(*[Notice("more")] * 3)
+
+    def answer(_: Message) -> Iterator[Message]:
+        yield RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2")
+        yield bad.attached
+        threading.Thread(target=go_on).start()
+
+    bad.answers[Attach] = answer
+    session = Session.attach("mine", nodes=[good, bad], on_progress=tell)
+    session.detach()
+    assert told[0] == "connecting to good, bad" and "25% of what bad has kept is here" in told
+
+
 def test_node_whose_ranks_never_come_up_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detrain_nb.session.start.START_LIMIT_S", 0.3)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
