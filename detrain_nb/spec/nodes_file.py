@@ -32,8 +32,14 @@ from .node import Node, default_name, parse_target
 __all__ = ["parse_nodes", "read_nodes", "write_nodes"]
 
 _SUFFIXES = (".toml", ".json")
-_LIMIT_BYTES = 10_000_000
+_LIMIT_BYTES = 1_000_000
 _MOST_FAULTS = 20
+_MOST_DOTS = 20  # in a key: TOML's parser takes memory and time by the square of its parts
+# Of TOML: what may have dots and is no key, what stands between keys, a dot.
+_TOKEN = re.compile(
+    r"""\"{3}(?:[^\\]|\\.?)*?(?:"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)|"(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|\#[^\n]*|[\n=,.]""",
+    re.DOTALL,
+)
 _TOML_FAULT = re.compile(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", re.DOTALL)
 
 
@@ -71,8 +77,11 @@ def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
     """Read a nodes file, TOML or JSON by its suffix, in the layout above. Raises: SpecError with one line per fault."""
     is_toml = _is_toml(path)
     text = _read_text(Path(path))
+    if is_toml:
+        _refuse_long_key(text, where=path)
     try:
         content = tomllib.loads(text) if is_toml else json.loads(text, object_pairs_hook=_refuse_twice)
+        json.dumps(content, default=str)  # TOML takes a number in hexadecimal that no message of ours could show
     except RecursionError:
         raise SpecError(f"{path}: nested too deeply for a nodes file") from None
     except ValueError as exc:
@@ -148,6 +157,18 @@ def _read_text(path: Path) -> str:
         raise SpecError(f"{path}: line {line}: is not UTF-8: save the file as UTF-8") from None
 
 
+def _refuse_long_key(text: str, *, where: object) -> None:
+    num_dots = 0
+    for token in _TOKEN.finditer(text):
+        if token[0] in ("\n", "=", ","):
+            num_dots = 0
+        elif token[0] == ".":
+            num_dots += 1
+        if num_dots > _MOST_DOTS:
+            line = text.count("\n", 0, token.start()) + 1
+            raise SpecError(f"{where}: line {line}: a key has more than {_MOST_DOTS} dots: this is no nodes file")
+
+
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """As TOML does: JSON's reader lets the last one win."""
     twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
@@ -162,6 +183,8 @@ def _describe_syntax(error: ValueError) -> str:
         place, text = f"line {error.lineno}, column {error.colno}", error.msg
     elif match := _TOML_FAULT.fullmatch(str(error)):
         place, text = f"line {match[2]}, column {match[3]}" if match[2] else "at its end", match[1]
+    elif str(error).startswith("Exceeds the limit"):
+        return "a number has too many digits"
     else:
         return str(error)
     return f"{place}: {text[:1].lower()}{text[1:]}"

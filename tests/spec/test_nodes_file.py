@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,19 @@ FAULTS = {
     "not UTF-8": ("n.toml", b'[[nodes]]\nhost = "\xe4"', ["line 2: is not UTF-8: save the file as UTF-8"]),
     "depth": ("n.json", "[" * 100_000, [""]),
     "depth of TOML": ("n.toml", "nodes = " + "[" * 100_000, [""]),
-    "a long number": ("n.json", f'[{{"host": "a", "port": {"1" * 5000}}}]', [""]),
+    "a long number": ("n.json", f'[{{"host": "a", "port": {"1" * 5000}}}]', ["a number has too many digits"]),
+    "a long number in hexadecimal": (
+        "n.toml",
+        f'[[nodes]]\nhost = "a"\nport = 0x{"f" * 5000}',
+        ["a number has too many digits"],
+    ),
+    "a long key": (
+        "n.toml",
+        '[[nodes]]\nhost = "a"\n' + "a." * 20_000 + "b = 1",
+        ["line 3: a key has more than 20 dots"],
+    ),
+    "a long key in quotes": ("n.toml", "x = {" + '\'.\' .\t"\\"." . ' * 10_000 + "b=1}", ["line 1: a key has more"]),
+    "a long key of a table": ("n.toml", "[[" + "a." * 20_000 + "b ]]", ["line 1: a key has more than 20 dots"]),
     "no number": ("n.json", '[{"host": "a", "latency_ms": NaN}]', ["node 1 (a): latency_ms nan: give "]),
     "a date": ("n.toml", "[[nodes]]\nhost = 2020-01-01", ["node 1: host datetime.date(2020, 1, 1): give "]),
     "the suffix": ("nodes.yaml", "nodes:", ["a nodes file ends in .toml or .json"]),
@@ -115,6 +128,32 @@ def test_fault_is_shown_with_its_file_and_place(case: str, tmp_path: Path) -> No
         assert line.startswith(f"{path}, {start}" if case == "a default" else f"{path}: {start}")
 
 
+def test_dots_in_texts_and_comments_are_no_long_key(tmp_path: Path) -> None:
+    dots = "1." * 40 + "arpa"
+    lines = [
+        "[[nodes]]",
+        f'host = "{dots}" # {dots}',
+        f"""setup = ["\\"{dots}", '{dots}', '''\n{dots}''''', '']""",
+        f'''name = 'a' # "\nworkdir = """~{dots}\\\n  {dots}\\""""''',
+    ]
+    (node,) = read_nodes(_write(tmp_path / "n.toml", "\n".join(lines)))
+    assert (node.host, node.workdir, len(node.setup)) == (dots, f'~{dots}{dots}"', 3)
+    tables = [f"{{host = 'a{number}', latency_ms = 0.5}}" for number in range(100)]
+    assert len(read_nodes(_write(tmp_path / "n.toml", f"nodes = [{', '.join(tables)}]"))) == 100
+
+
+_UNITS = ["a.", ".", '."', ".'", ".a ", '."."', ".a.'", '.\\"', ".a\n", ".'\"", ". ", '"""\\', "'''a", "''' "]
+
+
+@pytest.mark.parametrize("unit", _UNITS)
+def test_file_is_looked_at_in_time_by_its_length(unit: str, tmp_path: Path) -> None:
+    path = _write(tmp_path / "n.toml", (unit * 1_000_000)[:1_000_000])
+    began = time.thread_time()
+    with pytest.raises(SpecError):
+        read_nodes(path)
+    assert time.thread_time() - began < 10  # what took time by the square would take hours
+
+
 def test_file_that_is_missing_a_folder_or_too_large_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"gone\.toml: no such file, looked for in /"):
         read_nodes(tmp_path / "gone.toml")
@@ -124,8 +163,8 @@ def test_file_that_is_missing_a_folder_or_too_large_is_refused(tmp_path: Path) -
     os.mkfifo(tmp_path / "pipe.toml")
     with pytest.raises(SpecError, match=r"pipe\.toml: is no file"):
         read_nodes(tmp_path / "pipe.toml")
-    with pytest.raises(SpecError, match=r"large\.toml: larger than 10 MB"):
-        read_nodes(_write(tmp_path / "large.toml", b"#" * 10_000_001))
+    with pytest.raises(SpecError, match=r"large\.toml: larger than 1 MB"):
+        read_nodes(_write(tmp_path / "large.toml", b"#" * 1_000_001))
     with pytest.raises(SpecError, match=r"no such file"):
         read_nodes("\0.toml")
 
