@@ -20,14 +20,17 @@ from typing import Any
 
 from ..errors import behind_ours
 from ..wire import SIZES, Completions, Message
+from .image_size import Size, read_size
 
 Bundle = dict[str, Any]
 
 _ALWAYS = ("text/plain", "image/png", "image/jpeg", "image/gif", "application/json")
-_BEGINNINGS = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff", "image/gif": b"GIF8"}
+_IMAGES = ("image/png", "image/jpeg", "image/gif")
 _BASE64, _BLANKS = string.ascii_letters.encode() + b"0123456789+/", b" \t\r\n\v\f"
 MOST_TEXT_CHARS = 4 << 20  # of one text that is shown; in JSON, of all texts together
-_MOST_PIXELS = 10_000  # in which an image is shown
+_LONGEST_SIDE = 10_000  # in pixels, in which an image is shown
+_MOST_PIXELS = 50_000_000  # of an image itself: a browser takes four bytes and more for each
+_MOST_HEADER_CHARS = 1 << 20  # of an image, in which its size is looked for
 _MOST_BITS = 1024  # of a whole number: more than the largest float has
 _MAX_DEPTH = 20  # of JSON that is shown
 _MAX_NAME_CHARS, _MOST_VARIABLE_CHARS = 300, 80
@@ -191,11 +194,13 @@ def safe_bundle(bundle: object, *, is_this_machine: bool) -> Bundle:
         return {"text/plain": ""}
     allowed = _ALWAYS + (_FROM_THIS_MACHINE if is_this_machine else ())
     safe = {mime: bundle[mime] for mime in allowed if mime in bundle and _has_right_type(mime, bundle[mime])}
-    if not is_this_machine:
-        safe = {mime: value for mime, value in safe.items() if mime not in _BEGINNINGS or _is_image(mime, value)}
+    refused = {} if is_this_machine else {mime: fault for mime in safe if (fault := _fault_of_image(mime, safe[mime]))}
+    safe = {mime: value for mime, value in safe.items() if mime not in refused}
     safe["text/plain"] = _clean_beginning(safe.get("text/plain", ""))
-    if not is_this_machine and not _BEGINNINGS.keys().isdisjoint(safe):  # a terminal shows it in the place of an image
+    if not is_this_machine and not safe.keys().isdisjoint(_IMAGES):  # a terminal shows it in the place of an image
         safe["text/plain"] = textwrap.indent(_COLOUR.sub("", safe["text/plain"]), _BESIDE_IMAGE, lambda line: True)
+    told = [f"... an {mime} {fault} is not shown ..." for mime, fault in refused.items()]
+    safe["text/plain"] = "\n".join(filter(None, [safe["text/plain"], *told]))
     if "application/json" in safe:
         safe["application/json"] = _JsonCleaner().clean(safe["application/json"])
     if sizes := _safe_sizes(bundle.get(SIZES), safe):
@@ -206,7 +211,7 @@ def safe_bundle(bundle: object, *, is_this_machine: bool) -> Bundle:
 def _safe_sizes(said: object, shown: Bundle) -> dict[str, dict[str, int]]:
     """The sizes in which images are to be shown, in pixels."""
     sizes: dict[str, dict[str, int]] = {}
-    for mime in _BEGINNINGS:
+    for mime in _IMAGES:
         of = said.get(mime) if isinstance(said, dict) and mime in shown else None
         if isinstance(of, dict) and (
             size := {name: of[name] for name in ("width", "height") if _is_size(of.get(name))}
@@ -216,7 +221,7 @@ def _safe_sizes(said: object, shown: Bundle) -> dict[str, dict[str, int]]:
 
 
 def _is_size(value: object) -> bool:
-    return type(value) is int and 0 < value <= _MOST_PIXELS
+    return type(value) is int and 0 < value <= _LONGEST_SIDE
 
 
 def _clean_beginning(text: str) -> str:
@@ -230,16 +235,27 @@ def _has_right_type(mime: str, value: object) -> bool:
     return mime == "application/json" or isinstance(value, str)
 
 
-def _is_image(mime: str, value: str) -> bool:
-    """It begins as such an image does, and has nothing in it that could end the attribute of a page."""
+def _fault_of_image(mime: str, value: str) -> str:
+    """Why an image is not shown; empty for one that may be, and for what is none."""
+    if mime not in _IMAGES:
+        return ""
+    size = _size_of_image(mime, value)
+    if size is None:
+        return "whose size cannot be read"
+    width, height = size
+    return f"of {width:,} x {height:,} pixels" if width * height > _MOST_PIXELS else ""
+
+
+def _size_of_image(mime: str, value: str) -> Size | None:
+    """None where it is no such image, or has something in it that could end the attribute of a page."""
     try:
-        head = value[:64].encode("ascii").translate(None, _BLANKS)[:32]
-        if not base64.b64decode(head[: len(head) // 4 * 4]).startswith(_BEGINNINGS[mime]):
-            return False
         rest = value.encode("ascii").translate(None, _BASE64 + _BLANKS)  # no words of it are made: they take memory
+        if rest and (rest not in (b"=", b"==") or value.rstrip().rstrip("=").count("=")):
+            return None
+        head = value[:_MOST_HEADER_CHARS].encode("ascii").translate(None, _BLANKS)
+        return read_size(mime, base64.b64decode(head[: len(head) // 4 * 4]))
     except (binascii.Error, ValueError):
-        return False
-    return not rest or (rest in (b"=", b"==") and value.rstrip().rstrip("=").count("=") == 0)
+        return None
 
 
 class _JsonCleaner:

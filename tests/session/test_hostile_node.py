@@ -1215,6 +1215,7 @@ def test_displays_and_their_updates_are_text_or_images(pair: Pair, is_update: bo
         "application/vnd.plotly.v1+json": {},
         "image/png": "PHNjcmlwdD4=",
     }
+    as_text = {"text/plain": "plain\n... an image/png whose size cannot be read is not shown ..."}
     result = _run(
         pair,
         Display(1, 0, "mine", False, json_body({"text/plain": "first"})),
@@ -1223,13 +1224,13 @@ def test_displays_and_their_updates_are_text_or_images(pair: Pair, is_update: bo
         observer=eyes,
         values=False,
     )
-    assert eyes.bundles == [{"text/plain": "first"}, {"text/plain": "plain"}]
-    assert result[1].bundle == {"text/plain": "plain"}
+    assert eyes.bundles == [{"text/plain": "first"}, as_text]
+    assert result[1].bundle == as_text
     again = Eyes()
     pair.session.show_again(result.cell, again)
     assert again.bundles == eyes.bundles
     followed = Eyes()
-    assert pair.session.follow(result.cell, followed).bundles() == {1: {"text/plain": "plain"}}
+    assert pair.session.follow(result.cell, followed).bundles() == {1: as_text}
     assert followed.bundles == eyes.bundles
 
 

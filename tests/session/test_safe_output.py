@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import base64
+import re
+import struct
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -19,8 +21,9 @@ from detrain_nb import wire
 from detrain_nb.cli import terminal
 from detrain_nb.doctor import judgement
 from detrain_nb.errors import HUNG_UP, DetrainError, RemoteError
-from detrain_nb.session import definitions, diagnosis, inbox, losses
+from detrain_nb.session import definitions, diagnosis, evidence, inbox, losses
 from detrain_nb.session.evidence import Evidence
+from detrain_nb.session.image_size import read_size
 from detrain_nb.session.safe_output import (
     MOST_TEXT_CHARS,
     PieceCleaner,
@@ -102,7 +105,26 @@ def test_words_that_are_quoted_go_on_in_marked_lines(words: str) -> None:
     assert all(line.startswith("  | ") for line in more)
 
 
-PNG, JPEG, LONG_PNG = "iVBORw0KGgo=", "/9j/4AAQ", "iVBORw0KGgoAAAAN"
+def _png(width: int, height: int) -> bytes:
+    return b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack("!II", width, height)
+
+
+def _jpeg(width: int, height: int, *, before: bytes = b"", frame: int = 0xC2) -> bytes:
+    """With the two segments that most have; ``before``: what stands before the one with the size."""
+    segments = b"\xff\xe0" + struct.pack("!H", 16) + b"JFIF".ljust(14, b"\0") + b"\xff\xdb" + b"\0\x43" + bytes(65)
+    return b"\xff\xd8" + segments + before + struct.pack("!BBHBHHB", 0xFF, frame, 17, 8, height, width, 3)
+
+
+def _gif(width: int, height: int, *, frame: tuple[int, int, int, int] = (0, 0, 1, 1), before: bytes = b"") -> bytes:
+    screen = struct.pack("<HHBBB", width, height, 0x80, 0, 0) + bytes(6)
+    return b"GIF89a" + screen + before + b"," + struct.pack("<HHHH", *frame)
+
+
+def _as_text(image: bytes) -> str:
+    return base64.b64encode(image).decode()
+
+
+PNG, JPEG, GIF = _as_text(_png(1, 1)), _as_text(_jpeg(1, 1)), _as_text(_gif(1, 1))
 ACTIVE = {
     "text/plain": "x\x1b[2J",
     "text/html": "<b>x</b>",
@@ -154,21 +176,79 @@ def test_image_is_shown_in_the_size_that_it_is_to_have(said: object, shown: dict
         ("image/png", PNG[:4] + "\n" + PNG[4:] + "\n", True),
         ("image/png", PNG + "\n" * 1_000_000, True),
         ("image/jpeg", JPEG, True),
-        ("image/gif", "R0lGODlh", True),
+        ("image/gif", GIF, True),
         ("image/png", JPEG, False),
+        ("image/png", "iVBORw0KGgo=", False),
         ("image/jpeg", PNG, False),
         ("image/png", "PHN2Zz4=", False),
         ("image/png", PNG[:8] + '"onerror="alert(1)', False),
-        ("image/png", LONG_PNG + "=" + " " * 1_000_000 + "!", False),
-        ("image/png", LONG_PNG + " " * 1_000_000 + "!", False),
-        ("image/png", LONG_PNG + "A" * 1_000_000 + "!", False),
+        ("image/png", PNG + "=" + " " * 1_000_000 + "!", False),
+        ("image/png", PNG + " " * 1_000_000 + "!", False),
+        ("image/png", PNG + "A" * 1_000_000 + "!", False),
         ("image/png", "", False),
         ("image/png", "\u20ac" * 8, False),
         ("image/jpeg", "<svg onload=alert(1)>", False),
     ],
 )
 def test_image_of_another_host_begins_as_one_and_is_nothing_else(mime: str, data: str, is_one: bool) -> None:
-    assert (mime in safe_bundle({mime: data}, is_this_machine=False)) is is_one
+    shown = safe_bundle({mime: data}, is_this_machine=False)
+    assert (mime in shown) is is_one
+    assert is_one or shown == {"text/plain": f"... an {mime} whose size cannot be read is not shown ..."}
+
+
+_COMMENT = b"!\xfe\5hello\3GIF\0"
+_THUMBNAIL = b"\xff\xe1" + struct.pack("!H", 2 + len(_jpeg(9, 9))) + _jpeg(9, 9)
+
+
+@pytest.mark.parametrize(
+    ("mime", "image", "is_shown"),
+    [
+        ("image/png", _png(10_000, 5000), True),
+        ("image/png", _png(10_001, 5000), False),
+        ("image/png", _png((1 << 32) - 1, 1), False),
+        ("image/jpeg", _jpeg(10_000, 5000), True),
+        ("image/jpeg", _jpeg(10_001, 5000), False),
+        ("image/jpeg", _jpeg(10_001, 5000, before=_THUMBNAIL), False),
+        ("image/jpeg", _jpeg(10_000, 5000, before=_THUMBNAIL + b"\xff\xc4\0\3x\xff\xff"), True),
+        ("image/jpeg", _jpeg(10_001, 5000, frame=0xC9), False),
+        ("image/gif", _gif(10_000, 5000, before=_COMMENT * 1000), True),
+        ("image/gif", _gif(10_001, 5000), False),
+        ("image/gif", _gif(1, 1, frame=(0, 0, 10_001, 5000)), False),
+        ("image/gif", _gif(1, 1, frame=(10_000, 0, 1, 5000), before=_COMMENT), False),
+    ],
+)
+def test_image_of_another_host_has_no_more_pixels_than_a_browser_can_hold(
+    mime: str, image: bytes, is_shown: bool
+) -> None:
+    bundle = {"text/plain": "x", mime: _as_text(image)}
+    shown = safe_bundle(bundle, is_this_machine=False)
+    assert (mime in shown) is is_shown
+    if not is_shown:
+        assert re.fullmatch(rf"x\n\.\.\. an {mime} of [\d,]+ x [\d,]+ pixels is not shown \.\.\.", shown["text/plain"])
+    assert safe_bundle(bundle, is_this_machine=True) == bundle
+
+
+@pytest.mark.parametrize(
+    ("mime", "image"),
+    [
+        ("image/png", _png(0, 1)),
+        ("image/png", _png(1, 1)[:-1]),
+        ("image/png", _png(1, 1).replace(b"IHDR", b"CgBI")),
+        ("image/jpeg", _jpeg(1, 0)),
+        ("image/jpeg", _jpeg(1, 1)[:-4]),
+        ("image/jpeg", _jpeg(1, 1, before=b"junk")),
+        ("image/jpeg", _jpeg(1, 1, before=b"\xff\xd0\0\x13" + _jpeg(60_000, 60_000)[-19:])),
+        ("image/jpeg", _jpeg(1, 1, before=b"\xff\xda\0\2")),
+        ("image/jpeg", _jpeg(1, 1, before=(b"\xff\xe1\xff\xff" + bytes(65533)) * 16)),
+        ("image/gif", _gif(1, 1)[:-1]),
+        ("image/gif", _gif(1, 0, frame=(0, 0, 1, 0))),
+        ("image/gif", _gif(1, 1, before=b"!\xfe\5hello\3GIF")),
+        ("image/gif", _gif(1, 1, before=b";")),
+    ],
+)
+def test_image_of_another_host_that_does_not_say_its_size_is_not_shown(mime: str, image: bytes) -> None:
+    shown = safe_bundle({mime: _as_text(image)}, is_this_machine=False)
+    assert shown == {"text/plain": f"... an {mime} whose size cannot be read is not shown ..."}
 
 
 def test_json_of_another_host_is_clean_and_not_without_end() -> None:
@@ -273,7 +353,7 @@ _LIMIT_S = 10.0
 
 
 def _as_image(text: str) -> object:
-    return safe_bundle({"image/png": LONG_PNG + text}, is_this_machine=False)
+    return safe_bundle({"image/png": PNG + text}, is_this_machine=False)
 
 
 def _as_completion(text: str) -> object:
@@ -330,8 +410,7 @@ def test_what_is_drawn_as_nothing_is_no_part_of_a_name(unseen: str) -> None:
 
 
 def test_image_of_many_blanks_takes_no_more_memory_than_it_has() -> None:
-    head = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(4)).decode()
-    bundle = {"image/png": head + " ab" * 1_000_000}
+    bundle = {"image/png": PNG + " ab" * 1_000_000}
     tracemalloc.start()
     try:
         assert "image/png" in safe_bundle(bundle, is_this_machine=False)
@@ -339,9 +418,9 @@ def test_image_of_many_blanks_takes_no_more_memory_than_it_has() -> None:
     finally:
         tracemalloc.stop()
     for wrong in ("=ab=", "ab=c", "ab===", "a\u00e4b", 'ab"', "a=b="):
-        assert "image/png" not in safe_bundle({"image/png": head + wrong}, is_this_machine=False), wrong
+        assert "image/png" not in safe_bundle({"image/png": PNG + wrong}, is_this_machine=False), wrong
     for right in ("", "abc=", "ab==", "ab==\n", "ab\n=="):
-        assert "image/png" in safe_bundle({"image/png": head + right}, is_this_machine=False), right
+        assert "image/png" in safe_bundle({"image/png": PNG + right}, is_this_machine=False), right
 
 
 def test_number_that_no_front_end_has_is_shown_as_text() -> None:
@@ -350,7 +429,17 @@ def test_number_that_no_front_end_has_is_shown_as_text() -> None:
 
 
 _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by what they look with: how a text begins
-    "safe_output._is_image": (_as_image, "A", [" ", "A", "A ", "=", "= ", "A\n"]),
+    "safe_output._fault_of_image": (_as_image, "A", [" ", "A", "A ", "=", "= ", "A\n"]),
+    "image_size._read_jpeg": (
+        lambda text: read_size("image/jpeg", b"\xff\xd8" + text.encode("latin-1")),
+        "",
+        ["\xff", "\xff\xe1\0\0", "\xff\xe1\0\2", "\xff\xe1\0\3\xff"],
+    ),
+    "image_size._read_gif": (
+        lambda text: read_size("image/gif", b"GIF89a" + bytes(7) + text.encode("latin-1")),
+        "",
+        ["!!\0", "!", "!\xfe\1!", "\1"],
+    ),
     "safe_output._ESCAPES": (clean_text, "\x1b[", ["\x1b", "\x1b[", "\x1b[0", ";", "\x1b]", "\x1b ", "\x9b"]),
     "safe_output._ESCAPES_BUT_MOVES": (
         _as_output,
@@ -378,6 +467,8 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
     "definitions._SETTING_UP": (definitions._SETTING_UP.match, "%", ["load_ext", "env"]),
     "definitions._AROUND_PYTHON": (definitions._AROUND_PYTHON.match, "%%", ["time", "%"]),
     "errors.HUNG_UP": (HUNG_UP.search, "c", ["connection ", "broken ", "remote process ", "c"]),
+    "evidence._NO_NAME": (evidence._as_name, "a", ["(", "a", "a("]),
+    "evidence._TENSORS": (evidence._TENSORS.fullmatch, "Float[", ["1", ", ", "]Float[", "1], Float[", ".", "... (1"]),
     "losses._TIMED_OUT": (_as_silence, "timed out waiting ", ["timed out waiting for 1", "1", "t"]),
     "diagnosis._STANDARD_LIBRARY": (_as_frame, "/lib/python3.", ["/lib64/python3.1", "1", "/lib"]),
     "diagnosis._called_name": (diagnosis._called_name, "a", ["(", ")", "a(", " ", "."]),

@@ -38,7 +38,8 @@ handle = display(HTML('<b>one</b>'), display_id=True)
 handle.update(HTML('<b>two</b>'))
 display(SVG('<svg xmlns="http://www.w3.org/2000/svg"/>'))
 display(Latex('$x$'))
-display({"image/png": "iVBORw0KGgo=", "image/jpeg": "/9j/", "text/plain": "image"}, raw=True)
+png, jpeg = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAAB", "/9j/wAARCAABAAED"
+display({"image/png": png, "image/jpeg": jpeg, "text/plain": "image"}, raw=True)
 display({"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "w"}, raw=True)
 HTML('<b>value</b>')
 """
