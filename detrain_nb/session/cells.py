@@ -66,6 +66,7 @@ class CellRun:
         self.is_over = False  # nothing more will come: the node is gone
         self.hosts = hosts
         self._is_at_home = is_at_home  # less of what ranks on other machines show is safe
+        self.is_from_log = False  # the user has asked for all of it
         self.incarnations: dict[int, int] = {}  # of the interpreters it is meant for, by rank
         self._lost_after_its_end: dict[int, RankEnded] = {}
         self._cleaners: dict[tuple[int, str], PieceCleaner] = {}
@@ -178,7 +179,9 @@ class CellRun:
         if not is_wanted and not (isinstance(message, Display) and self.observer is not None):
             return None
         assert isinstance(message, (CellDone, Display))
-        return safe_bundle(parse_bundle(message.body), is_this_machine=self._is_at_home(message.rank))
+        is_at_home = self._is_at_home(message.rank)
+        rest_is_in = "" if is_at_home or self.is_from_log else f"%distributed log --cell {self.cell}"
+        return safe_bundle(parse_bundle(message.body), is_this_machine=is_at_home, rest_is_in=rest_is_in)
 
     def take(
         self,

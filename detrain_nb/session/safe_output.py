@@ -28,6 +28,7 @@ _ALWAYS = ("text/plain", "image/png", "image/jpeg", "image/gif", "application/js
 _IMAGES = ("image/png", "image/jpeg", "image/gif")
 _BASE64, _BLANKS = string.ascii_letters.encode() + b"0123456789+/", b" \t\r\n\v\f"
 MOST_TEXT_CHARS = 4 << 20  # of one text that is shown; in JSON, of all texts together
+MOST_CHARS_AT_FIRST = 200_000  # of one text of another machine, in its cell: a page has an element for each colour
 _LONGEST_SIDE = 10_000  # in pixels, in which an image is shown
 _MOST_PIXELS = 50_000_000  # of an image itself: a browser takes four bytes and more for each
 _MOST_HEADER_CHARS = 1 << 20  # of an image, in which its size is looked for
@@ -188,15 +189,18 @@ _HIDDEN = re.compile(rf"[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe
 _UNSEEN = re.compile(rf"[\ufe00-\ufe0f{_BLANK}]")  # in a name; in a text the first choose how an emoji is drawn
 
 
-def safe_bundle(bundle: object, *, is_this_machine: bool) -> Bundle:
-    """The part of a rich output that may be shown; always with a text/plain. What is too long is cut, then cleaned."""
+def safe_bundle(bundle: object, *, is_this_machine: bool, rest_is_in: str = "") -> Bundle:
+    """The part of a rich output that may be shown; always with a text/plain. What is too long is cut, then cleaned.
+
+    ``rest_is_in``: the line that shows more of a text, which is cut sooner then.
+    """
     if not isinstance(bundle, dict):
         return {"text/plain": ""}
     allowed = _ALWAYS + (_FROM_THIS_MACHINE if is_this_machine else ())
     safe = {mime: bundle[mime] for mime in allowed if mime in bundle and _has_right_type(mime, bundle[mime])}
     refused = {} if is_this_machine else {mime: fault for mime in safe if (fault := _fault_of_image(mime, safe[mime]))}
     safe = {mime: value for mime, value in safe.items() if mime not in refused}
-    safe["text/plain"] = _clean_beginning(safe.get("text/plain", ""))
+    safe["text/plain"] = _clean_beginning(safe.get("text/plain", ""), rest_is_in)
     if not is_this_machine and not safe.keys().isdisjoint(_IMAGES):  # a terminal shows it in the place of an image
         safe["text/plain"] = textwrap.indent(_COLOUR.sub("", safe["text/plain"]), _BESIDE_IMAGE, lambda line: True)
     told = [f"... an {mime} {fault} is not shown ..." for mime, fault in refused.items()]
@@ -224,11 +228,13 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 < value <= _LONGEST_SIDE
 
 
-def _clean_beginning(text: str) -> str:
-    """What is shown of a text: to clean tens of megabytes takes most of a minute."""
-    if len(text) <= MOST_TEXT_CHARS:
+def _clean_beginning(text: str, rest_is_in: str) -> str:
+    """What is shown of a text: to clean tens of megabytes takes most of a minute, and so does to draw them."""
+    most_chars = MOST_CHARS_AT_FIRST if rest_is_in else MOST_TEXT_CHARS
+    if len(text) <= most_chars:
         return clean_words(text)
-    return f"{clean_words(text[:MOST_TEXT_CHARS])}\n... the rest of {len(text):,} characters is not shown ..."
+    advice = f", read it with {rest_is_in}" if rest_is_in else ""
+    return f"{clean_words(text[:most_chars])}\n... the rest of {len(text):,} characters is not shown{advice} ..."
 
 
 def _has_right_type(mime: str, value: object) -> bool:

@@ -48,6 +48,7 @@ class ShownAgain:
 
     def __init__(self, run: CellRun, logged: LoggedCell) -> None:
         self.run = run
+        self.run.is_from_log = True
         self._logged = logged
         self._count = 0
         self._words: list[str] = []  # to be said before what is shown next

@@ -1234,6 +1234,20 @@ def test_displays_and_their_updates_are_text_or_images(pair: Pair, is_update: bo
     assert followed.bundles == eyes.bundles
 
 
+def test_long_text_is_cut_in_its_cell_and_its_log_has_more(pair: Pair) -> None:
+    """A page takes seconds for megabytes with colours, and again whenever it is opened."""
+    eyes, again, followed = Eyes(), Eyes(), Eyes()
+    long = "\x1b[31mabcd\n" * 100_000
+    body = json_body({"text/plain": long})
+    result = _run(pair, Display(1, 0, "", False, body), replace(_DONE, body=body), observer=eyes, values=False)
+    rest = "... the rest of 1,000,000 characters is not shown, read it with %distributed log --cell"
+    assert eyes.bundles == [{"text/plain": f"{long[:200_000]}\n{rest} {result.cell} ..."}]
+    assert result[1].bundle == eyes.bundles[0]
+    pair.session.show_again(result.cell, again)
+    assert pair.session.follow(result.cell, followed).bundles() == {1: {"text/plain": long}}
+    assert again.bundles == followed.bundles == [{"text/plain": long}]
+
+
 def test_names_from_a_node_show_what_they_hide(pair: Pair) -> None:
     hidden = "gpu\u202e1\u200b\x1b[31m\n"
     pair.bad.answers[Locate] = lambda message: [
@@ -1380,12 +1394,12 @@ def test_nobody_else_waits_while_what_a_node_shows_is_cleaned(pair: Pair, monkey
         with pair.inbox.taking, pair.inbox.following:
             pass
 
-    def look(bundle: object, *, is_this_machine: bool) -> dict[str, Any]:
+    def look(bundle: object, *, is_this_machine: bool, rest_is_in: str) -> dict[str, Any]:
         turn = threading.Thread(target=take_turn)
         turn.start()
         turn.join(5)
         free.append(not turn.is_alive())
-        return safe_bundle(bundle, is_this_machine=is_this_machine)
+        return safe_bundle(bundle, is_this_machine=is_this_machine, rest_is_in=rest_is_in)
 
     monkeypatch.setattr("detrain_nb.session.cells.safe_bundle", look)
     eyes, value = Eyes(), json_body({"text/plain": "x"})
