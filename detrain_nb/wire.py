@@ -28,7 +28,7 @@ MAX_BODY_BYTES = 64 << 20
 MAX_DESCRIPTION_BYTES = 8 << 20  # of a value, as JSON
 _TEXT_BYTES = 1 << 18  # with nothing but surrogates: 25 ms
 MAX_BUNDLE_BYTES = 32 << 20  # of what a cell shows
-MAX_BUNDLE_VALUES = 1 << 19  # of it: strings, numbers, lists; one takes up to 300 bytes when parsed
+MAX_BUNDLE_VALUES = 1 << 16  # of it: strings, numbers, lists; one takes up to 300 bytes parsed, and is kept
 PIECE_BYTES = 1 << 20
 ALIVE_GAP_S = 5.0  # between signs of life of a notebook, on a connection that can break
 SILENCE_LIMIT_S = 20.0  # after which its node lets go of one that gives none
@@ -764,11 +764,11 @@ def parse_bundle(data: bytes) -> dict[str, Json]:
     return bundle
 
 
-def count_values(data: bytes) -> int:
-    """How many values a JSON text has at most, without parsing it; stops to count soon after ``MAX_BUNDLE_VALUES``."""
+def count_values(data: bytes, *, most: int = MAX_BUNDLE_VALUES) -> int:
+    """How many values a JSON text has at most, without parsing it; stops to count soon after ``most``."""
     plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
     strings = plain.count(b'"') // 2
-    if strings <= MAX_BUNDLE_VALUES:
+    if strings <= most:
         outside = b"".join(plain.split(b'"')[::2])
         return strings + sum(outside.count(mark) for mark in (b",", b"[", b"{"))
     return strings

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from detrain_nb.errors import WireError
 from detrain_nb.wire import (
     MAX_BODY_BYTES,
+    MAX_BUNDLE_VALUES,
     MAX_DESCRIPTION_BYTES,
     MAX_HEADER_BYTES,
     MAX_ORDER_HEADER_BYTES,
@@ -200,6 +201,14 @@ def test_bundle_of_more_values_than_any_has_is_refused_before_it_takes_memory(pa
             parse_bundle(data)
 
     assert _peak_bytes(parse) < 12 * len(data)
+
+
+def test_bundle_of_as_many_values_as_one_may_have_takes_little_memory() -> None:
+    """It stays in the result, for each cell and each rank."""
+    nested = b'{"":' * 19 + b"{}" + b"}" * 19
+    data = b'{"application/json":[' + b",".join([nested] * (MAX_BUNDLE_VALUES // 40 - 1)) + b"]}"
+    assert 0.9 * MAX_BUNDLE_VALUES < count_values(data) < MAX_BUNDLE_VALUES
+    assert _peak_bytes(lambda: parse_bundle(data)) < 20 << 20
 
 
 def test_text_of_a_bundle_may_be_long_whatever_is_in_it() -> None:

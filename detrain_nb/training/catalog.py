@@ -18,11 +18,12 @@ from typing import Any
 
 from ..errors import DetrainError, SpecError
 from ..storage import Location, is_local
-from ..wire import MAX_BUNDLE_VALUES, count_values
+from ..wire import count_values
 from .tensor_files import foreign_errors
 
 __all__ = [
     "MOST_NOTE_BYTES",
+    "MOST_NOTE_VALUES",
     "NOTE",
     "Checkpoint",
     "Checkpoints",
@@ -40,6 +41,7 @@ _OURS = re.compile(
     r"(rank-\d+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.json|\.[0-9a-f]+\.detrain-part|checkpoint\.json)"
 )
 MOST_NOTE_BYTES = 64 << 20
+MOST_NOTE_VALUES = 1 << 19  # it takes a second to parse as many, and no other thread runs
 MOST_SAVES = 1 << 40
 _LAST_SECOND = 253402300799.0  # of the year 9999
 
@@ -152,7 +154,7 @@ def _read(step: int, folder: Location) -> Checkpoint | None:
 def _read_note(folder: Location) -> dict[str, Any]:
     try:
         text = (folder / NOTE).read(limit_bytes=MOST_NOTE_BYTES, may_be_link=False)
-        if count_values(text) > MAX_BUNDLE_VALUES:  # it takes a second to parse as many, and no other thread runs
+        if count_values(text, most=MOST_NOTE_VALUES) > MOST_NOTE_VALUES:
             raise ValueError("it has more values than any has")
         note = json.loads(text)
         is_right = note["format"] == 1 and all(

@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from ..errors import DetrainError, SpecError
 from ..storage import Location
-from ..wire import MAX_BUNDLE_VALUES, count_values
+from ..wire import count_values
 from . import catalog
 from .plain import to_json
 from .tensor_files import Piece, foreign_errors, make_header, read_header_of, read_rows, write_file
@@ -141,9 +141,10 @@ class StepWriter(StorageWriter):
             raise SpecError(
                 f"data_position, extra and scheduler are {len(text)} bytes, and {catalog.MOST_NOTE_BYTES} can be kept"
             )
-        if count_values(text) > MAX_BUNDLE_VALUES:
+        most = catalog.MOST_NOTE_VALUES
+        if count_values(text, most=most) > most:
             raise SpecError(
-                f"data_position, extra and scheduler have more than {MAX_BUNDLE_VALUES:,} values: keep tensors in the "
+                f"data_position, extra and scheduler have more than {most:,} values: keep tensors in the "
                 "state of the model or of the optimizer, or in a file of your own"
             )
         (self._folder / catalog.NOTE).write(text, may_be_link=False)

@@ -215,8 +215,8 @@ def test_json_counts_by_what_it_takes_in_memory() -> None:
     nested: Any = {}
     for _ in range(19):
         nested = {"": nested}
-    shown = [transcript.add_rich(Rich({"application/json": [nested] * 13_000})) for _ in range(10)]
-    assert shown == [True] + [False] * 9
+    shown = [transcript.add_rich(Rich({"application/json": [nested] * 1600})) for _ in range(20)]
+    assert shown == [True] * 15 + [False] * 5
     assert Rich({"application/json": {"data": "x" * 1000}}).num_chars < 1300
 
 
