@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
 
 _DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -55,7 +56,8 @@ def _parse(code: str) -> ast.Module | None:
     ]
     for text in (code, "\n".join(with_passes)):
         try:
-            return ast.parse(text)
+            with warnings.catch_warnings(action="ignore"):  # its ranks have told what they think of it
+                return ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
     return None

@@ -83,3 +83,10 @@ def test_definitions_that_share_a_line_take_time_by_their_number(monkeypatch: py
     began = time.process_time()
     assert definitions_of("import a;" * count) == "; ".join(["import a"] * count)
     assert time.process_time() - began < 5  # it takes 0.6 s, and would take 10 to 40 if each looked at the whole line
+
+
+def test_what_python_thinks_of_a_cell_is_not_told_by_nobody(recwarn: pytest.WarningsRecorder) -> None:
+    """Its rank has told it; a node may have made it up, with thousands of lines."""
+    assert definitions_of("import os\nx = 0if 0else 1") == "import os\n"
+    assert definitions_of("%env A=1\nimport os\nx = '\\d', 0if 0else 1") == "%env A=1\nimport os\n"
+    assert not recwarn.list
