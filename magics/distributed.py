@@ -127,8 +127,7 @@ class DistributedMagics(Magics):
         except KeyboardInterrupt as exc:
             if isinstance(exc, DetrainError):
                 raise
-            is_sent = session.next_cell() > number
-            left = "it has ended on its ranks" if is_sent else "no rank has run the cell"
+            left = "it has ended on its ranks" if live.has_begun else "no rank has run the cell"
             raise SessionError(f"{prog} was interrupted: {left}") from None
         finally:
             live.finish({r.rank: r.bundle for r in result if r.bundle} if result else {})

@@ -74,6 +74,7 @@ class LiveCell:
         self._nodes = nodes or {}
         self._options = options
         self._cell = cell
+        self.has_begun = False  # it was sent to its ranks
         self._lock = threading.Lock()
         share_lines = -(-options.max_lines // len(ranks))
         share_chars = -(-options.max_chars // len(ranks))
@@ -101,6 +102,10 @@ class LiveCell:
         self._is_shown = False  # all of it, after the end
 
     # ---- while it runs, in the session's thread
+
+    def begin(self, cell: int) -> None:
+        with self._lock:
+            self._cell, self.has_begun = cell, True
 
     def output(self, rank: int, stream: str, text: str) -> None:
         with self._lock:

@@ -22,6 +22,9 @@ class CellObserver(Protocol):
 
     draws: bool = False  # it follows the cursor: its ``output`` is given what moves that and what erases, too
 
+    def begin(self, cell: int) -> None:
+        """The cell is about to be sent to its ranks, under this number; before, it may have waited for them."""
+
     def output(self, rank: int, stream: str, text: str) -> None:
         """Text that a rank wrote to ``stream`` ("stdout" or "stderr"), free of control sequences but colours."""
 
@@ -60,6 +63,8 @@ class CellRun:
         self.cell = cell
         self.ranks = ranks
         self.news = threading.Event()
+        self.has_given = threading.Event()  # its values are here, or nobody wants them
+        self.has_given.set()
         self.outcomes: dict[int, CellDone | CellFailed | RankEnded] = {}
         self.presses = 0  # of stop, so far: see rescue.py
         self.observer = observer
@@ -278,6 +283,10 @@ class _Both:
         if observer in self._observers:
             return second if observer is first else first
         return _Both(first.without(observer), second) if isinstance(first, _Both) else self
+
+    def begin(self, cell: int) -> None:
+        for observer in self._observers:
+            observer.begin(cell)
 
     def output(self, rank: int, stream: str, text: str) -> None:
         for observer in self._observers:

@@ -149,6 +149,11 @@ class Inbox:
         """The ranks that run a cell, and which."""
         return {rank: run for run in list(self.runs.values()) for rank in run.running}
 
+    def giving(self, ranks: Collection[int]) -> list[CellRun]:
+        """Cells that some of ``ranks`` have run, whose values are being brought: those of a next one hide them."""
+        over = [run for run in list(self.runs.values()) if run.is_done and not run.has_given.is_set()]
+        return [run for run in over if not set(run.ranks).isdisjoint(ranks)]
+
     @_one_at_a_time
     def know_ranks(self, node_of: dict[int, int]) -> None:
         """These are the ranks that there are, and their nodes; what was said of others is forgotten."""
@@ -163,9 +168,11 @@ class Inbox:
     def add_run(self, run: CellRun) -> bool:
         """A cell is about to be sent, unless a rank of it was lost just now: from here on such a loss is the cell's.
 
-        Of the earlier cells only those matter that still run.
+        Of the earlier cells only those matter that still run, or whose values are under way.
         """
-        earlier = {number: known for number, known in self.runs.items() if known.running}
+        earlier = {
+            number: known for number, known in self.runs.items() if known.running or not known.has_given.is_set()
+        }
         self.runs = earlier | {run.cell: run}
         self._num_notices.clear()
         is_fresh = any(self.up[rank].incarnation != run.incarnations[rank] for rank in run.ranks)

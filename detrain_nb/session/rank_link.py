@@ -209,6 +209,7 @@ class RankLink:
         Raises: SessionError when one is down, or still not idle after ``limit_s``; NodeLost when all are gone.
         """
         wanted = set(chosen)
+        waited_for: set[int] = set()
         deadline, told_at = time.monotonic() + limit_s, time.monotonic() - _TELL_GAP_S + _TELL_AFTER_S
         while True:
             if self.inbox.failure:
@@ -221,6 +222,9 @@ class RankLink:
             left = self.inbox.requests.left(wanted)
             if not busy and not starting and not left:
                 return
+            if (cells := {run.cell for run in busy.values()}) - waited_for:  # another thread's was first
+                deadline = time.monotonic() + limit_s
+            waited_for |= cells
             in_the_way = {(rank, run.cell, run.presses) for rank, run in busy.items()}
             is_known = limit_s and in_the_way <= self._refused and time.monotonic() < self._refused_until
             if busy and (is_known or time.monotonic() >= deadline):

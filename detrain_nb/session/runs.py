@@ -5,6 +5,7 @@ is shown again from the log, or run again on ranks that have lost their variable
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -33,9 +34,11 @@ class Runs:
         self._core = core
         self._ranks = core.ranks
         self._inbox = core.inbox
+        self._beginning = threading.Lock()  # cells of several threads begin one after the other
+        self._last_of: dict[int, int] = {}  # the cell that a rank began last
 
     def next_number(self, *, at_least: int = 1) -> int:
-        """No two cells of a session have the same."""
+        """What the next cell gets that begins; no two cells of a session have the same."""
         return self._inbox.history.next_cell(at_least=at_least)
 
     def run(
@@ -44,23 +47,31 @@ class Runs:
         ranks: Ranks,
         observer: CellObserver | None,
         *,
-        number: int,
+        at_least: int = 1,
         first_line: int = 1,
         timeout_s: float | None = None,
         is_replay: bool = False,
-    ) -> CellRun:
-        """Run a cell to its good end. Raises: what Session.run_cell does."""
-        core = self._core
-        run = self._begin(number, ranks, observer)
-        try:
+        values: bool = False,
+    ) -> CellResult:
+        """Run a cell to its good end, with the first number from ``at_least`` on that is free when it begins.
+
+        ``values`` brings those of the last expression here, where they can travel; no other cell of its ranks begins
+        before. Raises: what Session.run_cell does.
+        """
+
+        def write(run: CellRun) -> RunCell:
             incarnations = [run.incarnations[rank] for rank in run.ranks]
-            message = RunCell(list(run.ranks), incarnations, run.cell, code, first_line, is_replay)
-            self._inbox.history.begin(message)
-            self._inbox.is_showing_missed = False  # whoever runs a cell has seen what was missed
-            core.tell(self.pop_news(), observer)  # of ranks whose loss was no cell's error
-        except KeyboardInterrupt:
-            self._inbox.remove_run(run)
-            raise
+            return RunCell(list(run.ranks), incarnations, run.cell, code, first_line, is_replay)
+
+        run, message = self._begin(write, ranks, observer, at_least=at_least, values=values)
+        try:
+            self._conduct(run, message, timeout_s)
+            return self._result(run, values=values)
+        finally:
+            run.has_given.set()
+
+    def _conduct(self, run: CellRun, message: RunCell, timeout_s: float | None) -> None:
+        core, observer = self._core, run.observer
         conductor = Conductor(
             self._ranks,
             core.generations,
@@ -69,29 +80,59 @@ class Runs:
             hang_s=core.hang_s,
             stop_gap_s=core.stop_gap_s,
         )
+        is_alone = message.is_replay and len(run.ranks) < core.world_size
         try:
-            story = conductor.run(run, message, timeout_s, is_alone=is_replay and len(run.ranks) < core.world_size)
+            story = conductor.run(run, message, timeout_s, is_alone=is_alone)
         finally:
             if not observer:  # else it has been told
                 core.tell(run.describe_overwritten(), None)
         self._raise_for(run, story)
         self._inbox.history.end_well(run.cell)
-        return run
 
-    def _begin(self, cell: int, ranks: Ranks, observer: CellObserver | None) -> CellRun:
-        """Have the ranks idle and their group made; again where one of them is lost in the meantime."""
+    def _begin(
+        self,
+        write: Callable[[CellRun], RunCell],
+        ranks: Ranks,
+        observer: CellObserver | None,
+        *,
+        at_least: int,
+        values: bool,
+    ) -> tuple[CellRun, RunCell]:
+        """Have the ranks idle and their group made; again where one is lost meanwhile, or another cell was first."""
         core = self._core
         deadline = time.monotonic() + IDLE_LIMIT_S
         while True:
             chosen = core.wait_until_idle(ranks, observer, limit_s=IDLE_LIMIT_S)
-            core.tell(core.rescue.before_a_cell(), observer)
-            core.mend_group(chosen, observer)
-            run = self._new(cell, chosen, observer)
-            run.incarnations = {rank: up.incarnation for rank, up in self._inbox.up.items()}
-            if self._inbox.add_run(run):
-                return run
+            for giving in self._inbox.giving(chosen):
+                giving.has_given.wait()
+            with self._beginning:
+                if self._inbox.busy.keys() & set(chosen) or self._inbox.giving(chosen):
+                    continue
+                core.tell(core.rescue.before_a_cell(), observer)
+                core.mend_group(chosen, observer)
+                run = self._new(self.next_number(at_least=at_least), chosen, observer)
+                run.incarnations = {rank: up.incarnation for rank, up in self._inbox.up.items()}
+                if values:
+                    run.has_given.clear()
+                try:
+                    if self._inbox.add_run(run):
+                        self._last_of.update(dict.fromkeys(run.ranks, run.cell))
+                        return run, self._announce(run, write(run))
+                except KeyboardInterrupt:
+                    self._inbox.remove_run(run)
+                    run.has_given.set()
+                    raise
             if time.monotonic() >= deadline:
                 raise SessionError(f"{format_ranks(chosen)} are lost again and again: %distributed status")
+
+    def _announce(self, run: CellRun, message: RunCell) -> RunCell:
+        """Note that it is about to be sent, and tell who shows it."""
+        self._inbox.history.begin(message)
+        self._inbox.is_showing_missed = False  # whoever runs a cell has seen what was missed
+        self._core.tell(self.pop_news(), run.observer)  # of ranks whose loss was no cell's error
+        if run.observer:
+            run.observer.begin(run.cell)
+        return message
 
     def _new(self, cell: int, ranks: Iterable[int], observer: CellObserver | None) -> CellRun:
         return CellRun(cell, tuple(ranks), observer, self._core.hosts, is_at_home=self._inbox.is_at_home)
@@ -139,10 +180,10 @@ class Runs:
 
     # ---- what it gave
 
-    def result(self, run: CellRun, *, values: bool) -> CellResult:
-        """``values`` brings those of the last expression here, where they can travel."""
+    def _result(self, run: CellRun, *, values: bool) -> CellResult:
         bundles = run.bundles()
-        found = self._pull_values(bundles) if values and bundles else {}
+        latest = [rank for rank in bundles if self._last_of.get(rank) == run.cell]  # another thread's may be the later
+        found = self._pull_values(latest) if values else {}
         results, log = {}, self._inbox.logbook.log
         for rank, outcome in run.outcomes.items():
             assert isinstance(outcome, CellDone)
@@ -170,9 +211,9 @@ class Runs:
         for earlier in self._inbox.history.to_replay(cells, ranks=chosen, running=self.running):
             shown = observer(earlier.cell) if observer else None
             replayed.setdefault(earlier.cell, None)
-            number, first_line = self.next_number(), earlier.first_line
+            first_line = earlier.first_line
             try:
-                self.run(earlier.code, earlier.ranks, shown, number=number, first_line=first_line, is_replay=True)
+                self.run(earlier.code, earlier.ranks, shown, first_line=first_line, is_replay=True)
             except CellInterrupted:
                 raise
             except (RankError, CellTimeout) as exc:

@@ -394,7 +394,7 @@ class Session:
         return self._runs.plan_of(cell)
 
     def next_cell(self, *, at_least: int = 1) -> int:
-        """The number that the next cell will have; no two cells of a session have the same."""
+        """The number that the cell gets which begins next; no two cells of a session have the same."""
         return self._runs.next_number(at_least=at_least)
 
     @property
@@ -420,8 +420,8 @@ class Session:
     ) -> CellResult:
         """Run ``code`` on ``ranks`` (all) and wait until every one of them has ended it.
 
-        Ranks that were stopped and are still on their way, or are being replaced, are waited for. A group that was
-        ended is made anew first.
+        Ranks that were stopped and are still on their way, are being replaced, or run a cell of another thread, are
+        waited for. A group that was ended is made anew first.
 
         ``values`` brings the values of the last expression here, where they can travel. Output is kept in the result
         and in ``log``, and goes to ``observer`` while the cell runs. In errors the cell has ``number`` (or the next one
@@ -438,9 +438,9 @@ class Session:
         if timeout_s is not None and not timeout_s > 0:  # a number that is none, too
             raise SpecError(f"timeout_s {timeout_s}: give more than 0 seconds")
         self._bring_changes(ranks, observer)
-        number = self.next_cell(at_least=number or 1)
-        run = self._runs.run(code, ranks, observer, number=number, first_line=first_line, timeout_s=timeout_s)
-        return self._runs.result(run, values=values)
+        return self._runs.run(
+            code, ranks, observer, at_least=number or 1, first_line=first_line, timeout_s=timeout_s, values=values
+        )
 
     def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> CellRun:
         """Give ``observer`` all that the log has of a cell; values and errors are in what is returned.

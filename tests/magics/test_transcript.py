@@ -363,7 +363,8 @@ def test_pieces_for_which_there_is_no_room_are_no_blank_lines() -> None:
 
 def test_late_lines_without_room_are_told_once() -> None:
     sent: list[dict[str, Any]] = []
-    cell = LiveCell(_screen_into(sent), (0,), 7, RenderOptions(max_lines=10))
+    cell = LiveCell(_screen_into(sent), (0,), 6, RenderOptions(max_lines=10))
+    cell.begin(7)  # another thread's cell was the sixth
     cell.output(0, "stdout", "in time\n")
     cell.finish({})
     for number in range(40):

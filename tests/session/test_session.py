@@ -8,7 +8,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from detrain_nb.errors import (
     ValueNotSupported,
 )
 from detrain_nb.plan import plan_one_node
+from detrain_nb.session import runs
 from detrain_nb.session.cells import CellObserver
-from detrain_nb.session.results import TextOnly
+from detrain_nb.session.results import CellResult, TextOnly
 from detrain_nb.session.start import require_room
 from detrain_nb.wire import Attached, Display, Interrupt, RunCell, parse_bundle
 
@@ -510,6 +512,120 @@ def test_number_and_lines_are_those_of_the_notebooks_cell(session: Session) -> N
     assert session.run_cell("inspect.getsource(f)", ranks=0).values == {0: "def f(): return 1 / 0\n"}
     assert session.next_cell() == 1002
     assert session.next_cell(at_least=3) == 1002
+
+
+# ---- cells of several threads
+
+
+_MEETS_THE_OTHERS = """
+import pathlib, time
+_folder, _until = pathlib.Path({folder!r}), time.monotonic() + 20
+(_folder / {name!r}).touch()
+while len(list(_folder.iterdir())) < {count} and time.monotonic() < _until: time.sleep(0.01)
+{name!r}
+"""
+
+
+@pytest.mark.here_only
+def test_cells_that_wait_for_their_ranks_at_the_same_time_are_two_cells(session: Session, tmp_path: Path) -> None:
+    (tmp_path / "met").mkdir()
+    code = {name: _MEETS_THE_OTHERS.format(folder=str(tmp_path / "met"), name=name, count=2) for name in ("a", "b")}
+    found, begun = _run_behind_another(session, {"a": (0, code["a"]), "b": (1, code["b"])}, tmp_path / "gate")
+    assert {name: result.values for name, result in found.items()} == {"a": {0: "a"}, "b": {1: "b"}}
+    assert len({result.cell for result in found.values()}) == 2
+    assert begun == {name: result.cell for name, result in found.items()}, "who shows a cell is told its number"
+    assert session.is_alive
+
+
+@pytest.mark.here_only
+def test_cells_of_several_threads_take_turns_and_give_their_own_values(session: Session, tmp_path: Path) -> None:
+    cells = {str(number): (None, f"dist.all_reduce(torch.ones(1)); {number}") for number in range(5)}
+    found, _ = _run_behind_another(session, cells, tmp_path / "gate")
+    assert {name: result.values for name, result in found.items()} == {
+        str(number): {0: number, 1: number} for number in range(5)
+    }
+
+
+@pytest.mark.here_only
+def test_value_that_a_later_cell_of_another_thread_took_the_place_of_is_its_text(
+    session: Session, tmp_path: Path
+) -> None:
+    code = _MEETS_THE_OTHERS.format(folder=str(tmp_path), name="early", count="2 * rank")
+    slow = _in_thread(session, code)
+    assert_soon(lambda: set(session._inbox.busy) == {1})
+    assert session.run_cell("'later'", ranks=0).values == {0: "later"}
+    (tmp_path / "go on").touch()
+    values = slow().values
+    assert values == {0: "'early'", 1: "early"} and isinstance(values[0], TextOnly)
+
+
+@pytest.mark.here_only
+def test_cell_waits_as_long_for_each_that_is_in_its_way(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "IDLE_LIMIT_S", 2.0)
+    holders = [_in_thread(session, _gated(tmp_path / "0"), ranks=0)]
+    assert_soon(lambda: set(session._inbox.busy) == {0})
+    began, seen = time.monotonic(), _Waiting()
+    last = _in_thread(session, "'last'", observer=seen)
+    assert seen.waits.wait(10)
+    assert_soon(lambda: time.monotonic() > began + 1.2)
+    holders.append(_in_thread(session, _gated(tmp_path / "1"), ranks=1))
+    assert_soon(lambda: set(session._inbox.busy) == {0, 1})
+    (tmp_path / "0").touch()
+    assert_soon(lambda: time.monotonic() > began + 2.4)
+    (tmp_path / "1").touch()
+    assert last().values == {0: "last", 1: "last"}
+    for holder in holders:
+        holder()
+
+
+def _gated(gate: Path) -> str:
+    return f"import pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)"
+
+
+class _Waiting(CellObserver):
+    def __init__(self) -> None:
+        self.waits, self.number = threading.Event(), 0
+
+    def waiting(self, text: str) -> None:
+        self.waits.set()
+
+    def begin(self, cell: int) -> None:
+        self.number = cell
+
+
+def _run_behind_another(
+    session: Session, cells: Mapping[str, tuple[int | None, str]], gate: Path
+) -> tuple[dict[str, CellResult], dict[str, int]]:
+    """Run ``cells``, ranks and code, in a thread each, all of which wait for one and the same cell first.
+
+    Returns the results, and the numbers that those who show the cells were told.
+    """
+    first = _in_thread(session, _gated(gate))
+    assert_soon(lambda: set(session._inbox.busy) == {0, 1})
+    seen = {name: _Waiting() for name in cells}
+    threads = {
+        name: _in_thread(session, code, ranks=ranks, observer=seen[name]) for name, (ranks, code) in cells.items()
+    }
+    assert all(each.waits.wait(10) for each in seen.values())
+    gate.touch()
+    first()
+    return {name: result() for name, result in threads.items()}, {name: each.number for name, each in seen.items()}
+
+
+def _in_thread(session: Session, code: str, **options: Any) -> Callable[[], CellResult]:
+    """Begin a cell in a thread; returns what waits for its result."""
+    result: Future[CellResult] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(session.run_cell(code, **options))
+        except BaseException as exc:  # noqa: BLE001
+            result.set_exception(exc)
+
+    threading.Thread(target=run, daemon=True).start()
+    return lambda: result.result(30)
 
 
 # ---- stops and deaths
