@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..deploy import End, nodes_of
 from ..deploy.known import StartedWith, remember
-from ..errors import CellInterrupted, SessionError
+from ..errors import CellInterrupted, DetrainError, SessionError
 from ..plan import Plan
 from .cells import CellObserver, CellRun
 from .generations import Generations
@@ -35,6 +35,7 @@ class Core:
         self._checks_collectives = False
         self.group_timeout_s = 0.0  # 0: torch's own
         self.is_stopped = False
+        self.is_left = False  # its ranks go on
         self.set_plan(Plan((), "gloo"))
 
     def set_plan(self, plan: Plan) -> None:
@@ -71,7 +72,19 @@ class Core:
 
     @property
     def is_alive(self) -> bool:
-        return not self.is_stopped and self.inbox.failure is None
+        return self.why_over is None
+
+    @property
+    def why_over(self) -> DetrainError | None:
+        """Why nothing can be run any more, and what to do; None while it can."""
+        if self.is_stopped and not self.is_left:
+            return SessionError(f"session {self.name!r} has ended: start another one")
+        return self.inbox.failure
+
+    def require_alive(self) -> None:
+        """Raises: what ended the session."""
+        if self.why_over:
+            raise self.why_over
 
     @property
     def hosts(self) -> dict[int, str]:
@@ -104,8 +117,7 @@ class Core:
 
         ``tell`` gets those that are waited for, and the cells that they run, once a second.
         """
-        if self.is_stopped:
-            raise SessionError(f"session {self.name!r} has ended: start another one")
+        self.require_alive()
         chosen = self.choose(ranks)
         self.ranks.require_idle(chosen, limit_s=limit_s, tell=tell)
         return chosen

@@ -23,6 +23,7 @@ class Members:
 
     def interrupt(self, ranks: Ranks) -> None:
         """Raise KeyboardInterrupt on those that run a cell."""
+        self._core.require_alive()
         chosen = self._core.choose(ranks)
         for run in set(self._inbox.busy.values()):
             if wanted := [rank for rank in run.running if rank in chosen]:
@@ -55,6 +56,7 @@ class Members:
     def shrink(self) -> dict[int, int]:
         """See Session.shrink."""
         core = self._core
+        core.require_alive()
         gone = [rank for rank, end in self._inbox.lost.items() if is_gone(end)]
         if not gone:
             raise SessionError("no node is lost: all ranks are there")

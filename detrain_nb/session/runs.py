@@ -206,6 +206,7 @@ class Runs:
         self, ranks: Ranks, cells: Iterable[int] | None, observer: Callable[[int], CellObserver] | None
     ) -> dict[int, DetrainError | None]:
         """See Session.replay."""
+        self._core.require_alive()
         chosen = self._core.choose(ranks)
         replayed: dict[int, DetrainError | None] = {}
         for earlier in self._inbox.history.to_replay(cells, ranks=chosen, running=self.running):

@@ -47,6 +47,7 @@ from .asked import check_mapping, check_number, check_paths, check_text, check_w
 from .cells import CellObserver, CellRun
 from .core import Core, Ranks
 from .diagnosis import describe_mismatch, judge
+from .evidence import Evidence
 from .files import SessionFiles, current_folder
 from .generations import describe_new_groups
 from .log import OutputLog
@@ -57,7 +58,7 @@ from .results import CellResult
 from .runs import Runs
 from .safe_output import safe_completions
 from .start import RankStart, attach, go_on, launch, require_room
-from .status import SessionStatus, look
+from .status import SessionStatus, describe_over, look
 from .uncut import run_to_its_end
 from .whereabouts import Whereabouts
 
@@ -268,7 +269,7 @@ class Session:
         """
         with self._stopping:
             if not self._core.is_stopped:
-                self._core.is_stopped = True
+                self._core.is_stopped = self._core.is_left = True
                 atexit.unregister(self._stop_at_exit)
                 self._ranks.detach(is_seen=is_seen)
                 for transport in self._transports:
@@ -303,7 +304,11 @@ class Session:
         self._runs.unfollow(cell, observer)
 
     def stop_cells(self) -> dict[int, str]:
-        """Stop the cells that run, as the stop button does; says in words how that went."""
+        """Stop the cells that run, as the stop button does; says in words how that went.
+
+        Raises: what ended the session.
+        """
+        self._core.require_alive()
         return {run.cell: self._core.rescue.stop(run) for run in set(self._inbox.busy.values())}
 
     @property
@@ -523,10 +528,14 @@ class Session:
     def where(self) -> Whereabouts:
         """Where every rank is: the line, the stack of the cell, the collective it waits in and since when."""
         everyone = range(self.world_size)
+        if over := describe_over(self._core):
+            silent = judge([Evidence(rank, "no answer") for rank in everyone])
+            return Whereabouts(self.name, tuple(silent.values()), self._core.hosts, "", over)
         before = self._ranks.locate(everyone, stack=False)
         time.sleep(WHERE_GAP_S)
         _, evidence = self._ranks.look(everyone, before=before, stack=True)
-        return Whereabouts(self.name, tuple(judge(evidence).values()), self._core.hosts, describe_mismatch(evidence))
+        verdicts, mismatch = tuple(judge(evidence).values()), describe_mismatch(evidence)
+        return Whereabouts(self.name, verdicts, self._core.hosts, mismatch, describe_over(self._core))
 
     def interrupt(self, *, ranks: Ranks = None, kill: bool = False) -> None:
         """Raise KeyboardInterrupt on the ranks that run a cell. Does not wait.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("rank", "host", "pid", "device", "state", "line", "memory", "last cell")
 _NO_ANSWER = "no answer"
+_LONGEST_REASON = 4000
 _LEFT = "text-align:left"
 _BAD = "background:#f8d7da;color:#842029"  # as doctor/report.py has it
 
@@ -99,13 +100,15 @@ def _where(transport: Transport) -> str:
 class SessionStatus:
     """A session and its ranks; ``nodes`` is empty where they are all on this machine.
 
-    ``group_timeout_s`` is how long a collective waits for another rank; 0 is as long as torch does by itself.
+    ``group_timeout_s`` is how long a collective waits for another rank; 0 is as long as torch does by itself. ``over``
+    says why the session has ended, and what to do; it is empty while it goes on.
     """
 
     name: str
     ranks: tuple[RankStatus, ...]
     nodes: tuple[NodeStatus, ...] = ()
     group_timeout_s: float = 0.0
+    over: str = ""
 
     def __repr__(self) -> str:
         columns, groups = self._columns, self._groups()
@@ -159,7 +162,7 @@ class SessionStatus:
     @property
     def _notes(self) -> list[str]:
         """What holds for all ranks, a line each."""
-        notes = []
+        notes = [self.over] if self.over else []
         if self.group_timeout_s:
             notes.append(f"collectives wait up to {self.group_timeout_s:g} s for another rank (--group-timeout)")
         if self._is_grouped and (away := [node for node in self.nodes if self._fault_of(node)]):
@@ -191,7 +194,7 @@ def look(core: Core, *, limit_s: float) -> SessionStatus:
     """Ask every rank; one that does not answer in time has what is known of it."""
     inbox = core.inbox
     everyone = range(core.world_size)
-    positions = core.ranks.locate(everyone, limit_s=limit_s)
+    positions = core.ranks.locate(everyone, limit_s=limit_s) if core.is_alive else {}
     rows = []
     for rank in everyone:
         up, position = inbox.up.get(rank), positions.get(rank)
@@ -210,7 +213,13 @@ def look(core: Core, *, limit_s: float) -> SessionStatus:
         )
     broken_s = core.ranks.broken_s(now=time.monotonic())
     nodes = node_statuses(core.transports, core.plan, lost=inbox.lost_nodes, broken_s=broken_s)
-    return SessionStatus(core.name, tuple(rows), nodes, core.group_timeout_s)
+    return SessionStatus(core.name, tuple(rows), nodes, core.group_timeout_s, describe_over(core))
+
+
+def describe_over(core: Core) -> str:
+    """In one line why the session has ended, and what to do; empty while it goes on."""
+    words = str(core.why_over or "").splitlines()
+    return one_line("; ".join(words), most_chars=_LONGEST_REASON)
 
 
 def _state_of_silent(core: Core, rank: int) -> str:

@@ -16,16 +16,22 @@ _NOW_S = 0.5  # what was known so long ago is known now
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What ``Session.where`` found. ``verdicts`` has one entry a rank; ``mismatch`` says what calls do not fit."""
+    """What ``Session.where`` found. ``verdicts`` has one entry a rank; ``mismatch`` says what calls do not fit.
+
+    ``over`` says why the session has ended, and what to do; it is empty while it goes on.
+    """
 
     name: str
     verdicts: tuple[Verdict, ...]
     hosts: Mapping[int, str]
     mismatch: str
+    over: str = ""
 
     @property
     def summary(self) -> str:
-        """One line: who waits in what, and where the others are."""
+        """One line: who waits in what, and where the others are, or why there are none."""
+        if self.over:
+            return self.over
         if not any(verdict.evidence.state == "running" for verdict in self.verdicts):
             return "no cell runs"
         return describe_wait(self.verdicts) + (f"; {self.mismatch}" if self.mismatch else "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -22,6 +24,7 @@ from detrain_nb import Session
 from detrain_nb.errors import (
     CellInterrupted,
     CellTimeout,
+    DetrainError,
     LaunchError,
     NodeLost,
     RankError,
@@ -34,6 +37,7 @@ from detrain_nb.plan import plan_one_node
 from detrain_nb.session import runs
 from detrain_nb.session.cells import CellObserver
 from detrain_nb.session.results import CellResult, TextOnly
+from detrain_nb.session.session import end_session
 from detrain_nb.session.start import require_room
 from detrain_nb.wire import Attached, Display, Interrupt, RunCell, parse_bundle
 
@@ -720,6 +724,43 @@ def test_death_of_what_holds_the_ranks_is_told_and_leaves_nothing(
 
 
 # ---- the end
+
+
+@pytest.mark.parametrize(
+    ("ending", "why"),
+    [
+        ("killed", r"the agent of session '[\w-]+' is gone \(.+\): %distributed restart"),
+        ("stopped", r"session '[\w-]+' has ended: start another one"),
+        ("left", r"session '[\w-]+' was left, its ranks go on: %distributed attach \S+ comes back to them"),
+    ],
+)
+def test_session_that_is_over_says_why_whatever_it_is_asked(
+    ending: str, why: str, processes: Callable[[], set[psutil.Process]]
+) -> None:
+    session = Session.start(ranks=2, device="cpu")
+    agent = next(p for p in processes() if "detrain_nb.node.agent" in p.cmdline())
+    try:
+        session.run_cell("1")
+        {"killed": agent.kill, "stopped": session.stop, "left": session.detach}[ending]()
+        assert_soon(lambda: not session.is_alive)
+        for shown in (session.status(), session.where()):
+            assert re.search(why, repr(shown)) and re.search(why, html.unescape(shown._repr_html_()))
+        assert "no cell runs" not in repr(session.where())
+        for ask in (
+            session.stop_cells,
+            session.interrupt,
+            session.shrink,
+            lambda: session.replay(1),
+            lambda: session.pull("rank"),
+            lambda: session.run_cell("1"),
+        ):
+            with pytest.raises(DetrainError, match=why):
+                ask()
+    finally:
+        session.stop()
+        if ending == "left":
+            end_session(session.name)
+    assert_soon(lambda: not processes())
 
 
 def test_end_leaves_no_file_in_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
