@@ -20,7 +20,7 @@ from .core import Core, Ranks
 from .diagnosis import describe_mismatch
 from .generations import describe_new_groups
 from .losses import advice, describe_ends, describe_silence
-from .rank_link import IDLE_LIMIT_S
+from .rank_link import IDLE_LIMIT_S, VALUE_LIMIT_S
 from .results import CellResult, RankResult, TextOnly
 from .shown_again import ShownAgain, wait_until_shown
 
@@ -104,7 +104,7 @@ class Runs:
         while True:
             chosen = core.wait_until_idle(ranks, observer, limit_s=IDLE_LIMIT_S)
             for giving in self._inbox.giving(chosen):
-                giving.has_given.wait()
+                giving.has_given.wait(VALUE_LIMIT_S)
             with self._beginning:
                 if self._inbox.busy.keys() & set(chosen) or self._inbox.giving(chosen):
                     continue
@@ -118,7 +118,7 @@ class Runs:
                     if self._inbox.add_run(run):
                         self._last_of.update(dict.fromkeys(run.ranks, run.cell))
                         return run, self._announce(run, write(run))
-                except KeyboardInterrupt:
+                except BaseException:
                     self._inbox.remove_run(run)
                     run.has_given.set()
                     raise
