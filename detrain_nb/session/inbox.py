@@ -296,6 +296,11 @@ class Inbox:
             if run.observer and run.running:
                 run.observer.notice(text)
 
+    def miss(self, num_messages: int, node: int) -> None:
+        """So many messages of a node have not come, and it has not said why."""
+        what = "1 message is" if num_messages == 1 else f"{num_messages:,} messages are"
+        self.notice(f"{self._on(node)}of what its ranks said {what} missing")
+
     def _warn(self, words: str) -> None:
         if words:
             self.notice(words)

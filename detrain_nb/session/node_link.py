@@ -72,12 +72,13 @@ class Checkpoint:
 class NodeEvents:
     """What the background thread of a link calls; ``closed`` once, at the end: why.
 
-    ``broken``: the connection is gone and another one is being made; an answer that is not numbered is lost.
+    ``gap``: so many numbered messages did not come. ``broken``: the connection is gone and another one is being made; an
+    answer that is not numbered is lost.
     """
 
     message: Callable[[Message, int], None]
     checkpoint: Callable[[], Checkpoint]
-    gap: Callable[[str], None]
+    gap: Callable[[int], None]
     broken: Callable[[], None]
     closed: Callable[[str], None]
 
@@ -482,7 +483,7 @@ class NodeLink:
         """The agent numbers what it keeps for us without a gap, or says in a notice what is missing."""
         missing = 0 if self._last_number is None else number - self._last_number - 1
         if missing and not is_explained:
-            self._events.gap(f"{missing} messages from the ranks are missing")
+            self._events.gap(missing)
         self._last_number = number
 
 

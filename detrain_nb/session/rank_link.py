@@ -65,7 +65,7 @@ class RankLink:
         events = NodeEvents(
             message=lambda message, number: inbox.take(message, number, node),
             checkpoint=lambda: inbox.checkpoint(node),
-            gap=inbox.notice,
+            gap=lambda missing: inbox.miss(missing, node),
             broken=lambda: inbox.break_off(node),
             closed=lambda reason: inbox.close(reason, node),
         )

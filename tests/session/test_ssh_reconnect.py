@@ -33,7 +33,7 @@ class Node:
         events = NodeEvents(
             message=lambda message, number: None,
             checkpoint=lambda: Checkpoint([], lambda: True),
-            gap=lambda text: None,
+            gap=lambda missing: None,
             broken=self.has_broken.set,
             closed=self.closed.append,
         )
