@@ -169,7 +169,7 @@ def parse_ranks(
     text: str | int | Iterable[int] | None, *, world_size: int, hosts: Mapping[str, tuple[int, ...]] | None = None
 ) -> tuple[int, ...]:
     """Resolve a choice of ranks: ``"0,2"``, ``"0-3"``, ``"-1"`` (the last), ``"all"``, a number, a list, None for all;
-    with ``hosts``, a name among them is the ranks there.
+    with ``hosts``, a name among them that is no such choice is the ranks there.
 
     Returns the ranks in ascending order, each once. Raises: SpecError.
     """
@@ -200,12 +200,12 @@ def split_names(names: str | Iterable[str]) -> list[str]:
 def _part_of_ranks(part: str, world_size: int, hosts: Mapping[str, tuple[int, ...]]) -> list[int]:
     if part == "all":
         return list(range(world_size))
-    if part in hosts:
-        return list(hosts[part])
     first, dash, last = part.partition("-") if not part.startswith("-") else (part, "", "")
     try:
         start, end = int(first), int(last) if dash else int(first)
     except ValueError:
+        if part in hosts:
+            return list(hosts[part])
         known = f", or a host: {', '.join(hosts)}" if hosts else ""
         raise SpecError(f"{part!r} is no choice of ranks: give ranks like 0,2 or 0-3 or -1 or all{known}") from None
     if not dash:

@@ -245,7 +245,7 @@ _MEANT_NODES, _MEANT_RANKS = "did you mean --nodes {}?", "did you mean -r {}?"
 _NEED_COMMAS = "several names have commas between them, ranks stand behind -r"
 # Said before any command, where they mean nothing.
 _OPTIONS_OF_COMMANDS = ("-n", "--nodes", "--device", "--backend", "--name", "--fresh", "--env", "--seed")
-_RANKS_HELP = "ranks like 0,2 or 0-3 or -1 (the last) or all, or a node's name"
+_RANKS_HELP = "ranks like 0,2 or 0-3 or -1 (the last) or all, or a host's name"
 
 
 def cell_parser(prog: str = "%%distributed") -> LineParser:

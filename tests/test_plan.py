@@ -28,6 +28,12 @@ def test_ranks_are_read_as_users_write_them(text: object, ranks: tuple[int, ...]
     assert parse_ranks(text, world_size=4) == ranks
 
 
+def test_ranks_win_over_a_machine_that_is_called_like_them() -> None:
+    hosts = dict.fromkeys(("1", "0-1", "-1", "all", "1-x"), (2, 3))
+    chosen = {name: parse_ranks(name, world_size=4, hosts=hosts) for name in hosts}
+    assert chosen == {"1": (1,), "0-1": (0, 1), "-1": (3,), "all": (0, 1, 2, 3), "1-x": (2, 3)}
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

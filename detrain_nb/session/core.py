@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..deploy import End, nodes_of
 from ..deploy.known import StartedWith, remember
 from ..errors import CellInterrupted, DetrainError, SessionError
-from ..plan import Plan
+from ..plan import Plan, parse_ranks
 from .cells import CellObserver, CellRun
 from .generations import Generations
 from .rank_link import IDLE_LIMIT_S, RankLink
@@ -107,8 +107,12 @@ class Core:
         remember(self.name, self.nodes or (), holder=self.holder, started=started)
 
     def choose(self, ranks: Ranks) -> tuple[int, ...]:
-        """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError."""
-        return self.plan.choose(ranks)
+        """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError.
+
+        Where nodes have no name, that is what errors call this machine.
+        """
+        here = dict.fromkeys(self.hosts.values(), tuple(range(self.world_size)))
+        return parse_ranks(ranks, world_size=self.world_size, hosts=self.plan.hosts or here)
 
     def choose_idle(
         self, ranks: Ranks, *, limit_s: float = 0.0, tell: Callable[[Mapping[int, CellRun]], None] | None = None

@@ -381,7 +381,7 @@ class Session:
         return self._core.group_timeout_s
 
     def choose(self, ranks: Ranks) -> tuple[int, ...]:
-        """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError."""
+        """The ranks that are meant, in ascending order; a host that errors name is a choice too. Raises: SpecError."""
         return self._core.choose(ranks)
 
     @property

@@ -518,6 +518,17 @@ def test_number_and_lines_are_those_of_the_notebooks_cell(session: Session) -> N
     assert session.next_cell(at_least=3) == 1002
 
 
+@pytest.mark.here_only
+def test_ranks_of_this_machine_are_chosen_by_its_name_as_errors_have_it(session: Session) -> None:
+    with pytest.raises(RankError) as caught:
+        session.run_cell("1 / 0")
+    host = caught.value.errors[1].host
+    assert f"ranks 0-1 on {host} " in "\n".join(caught.value._render_traceback_())
+    assert session.choose(host) == (0, 1)
+    with pytest.raises(SpecError, match=f"'elsewhere' is no choice of ranks: .* or all, or a host: {host}$"):
+        session.choose("elsewhere")
+
+
 # ---- cells of several threads
 
 
