@@ -299,7 +299,8 @@ class Inbox:
     def miss(self, num_messages: int, node: int) -> None:
         """So many messages of a node have not come, and it has not said why."""
         what = "1 message is" if num_messages == 1 else f"{num_messages:,} messages are"
-        self.notice(f"{self._on(node)}of what its ranks said {what} missing")
+        if text := self._within_bounds(f"{self._on(node)}of what its ranks said {what} missing", node):
+            self.notice(text)
 
     def _warn(self, words: str) -> None:
         if words:
@@ -424,12 +425,15 @@ class Inbox:
         for cell, rank, stream in self.logbook.unfinished:
             if self.node_of.get(rank, node) == node:
                 self._take_of_cell(Output(rank, cell, stream, b"...\n"), number, node)
+        if text := self._within_bounds(message.text, node):
+            self.logbook.add_gap(text[:_LONGEST_NOTICE])
+            self.notice(text)
+
+    def _within_bounds(self, text: str, node: int) -> str:
+        """What is said of what a node does; empty after very much: there is to be room for what others, and we, say."""
         said = self._num_notices[node] = self._num_notices.get(node, 0) + 1
-        if said > _MOST_OF_NODE:  # else there would be no room for what others, and we, have to say
-            return
-        text = message.text if said < _MOST_OF_NODE else f"{self._on(node)}it says more: that is left out until a cell"
-        self.logbook.add_gap(text[:_LONGEST_NOTICE])
-        self.notice(text)
+        more = f"{self._on(node)}it says more: that is left out until the next cell"
+        return "" if said > _MOST_OF_NODE else more if said == _MOST_OF_NODE else text
 
     def _take_end_of_rank(self, message: RankEnded, *, is_missed: bool) -> None:
         reason, words = message.reason[:_LONGEST_NOTICE], message.stderr_tail[-_LONGEST_NOTICE:]
