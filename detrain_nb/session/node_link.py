@@ -72,8 +72,8 @@ class Checkpoint:
 class NodeEvents:
     """What the background thread of a link calls; ``closed`` once, at the end: why.
 
-    ``gap``: so many numbered messages did not come. ``broken``: the connection is gone and another one is being made; an
-    answer that is not numbered is lost.
+    ``gap``: so many numbered messages did not come. ``broken``: the connection is gone and another one is being made;
+    an answer that is not numbered is lost.
     """
 
     message: Callable[[Message, int], None]
