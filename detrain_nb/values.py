@@ -2,10 +2,12 @@
 
 A description is a node: null, a bool, an int of 64 bits, a finite float, a short string, a list of nodes, or one of
     {"tuple": LIST}  {"set": LIST}  {"frozenset": LIST}  {"dict": [LIST of keys, LIST of values]}
+    {"OrderedDict": [LIST of keys, LIST of values]}  {"defaultdict": [FACTORY, LIST of keys, LIST of values]}
     {"int": SIZE}  {"float": 8}  {"complex": 16}  {"str": SIZE}  {"bytes": SIZE}  {"bytearray": SIZE}
     {"int64": COUNT}  {"float64": COUNT}                               a long LIST of numbers
     {"array": [DTYPE, SHAPE]}  {"tensor": [DTYPE, SHAPE]}
     {"scalar": a string, bytes, or an array without dimensions}        a numpy scalar
+A FACTORY is null or the name of a type in ``_FACTORIES``, and no other.
 Each SIZE, COUNT or SHAPE stands for raw bytes, in this order: large ones are a buffer each, all others share the first.
 """
 
@@ -52,6 +54,8 @@ _LARGE_PRIME = (1 << 61) - 1
 _KEYS_LIMIT_S, _KEY_LIMIT_S = 0.5, 10e-6  # for all keys of a dict, and more for each: many times what they take
 
 _NUMBERS = {"int64": "q", "float64": "d"}
+_FACTORIES: dict[str, Callable[[], object]] = {kind.__name__: kind for kind in (int, float, str, list, set, dict)}
+_DICTS = ("dict", "OrderedDict", "defaultdict")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ARRAY_DTYPE = re.compile(
     r"\|[biu]1|[<>]([iuf][248]|c8|c16)|\|S[0-9]{1,9}|[<>]U[0-9]{1,8}"
@@ -87,7 +91,7 @@ def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
 
     Buffers are C-contiguous and of bytes. Large arrays and tensors that are contiguous and on the CPU are not copied:
     send the buffers before the value changes or is freed. Tensors arrive detached, on the CPU, sharing no memory; a
-    Parameter arrives as a tensor, an OrderedDict or defaultdict as a dict, a torch.Size as a tuple.
+    Parameter arrives as a tensor, a torch.Size as a tuple.
     Raises: ValueNotSupported with the place inside the value, the type found there and what to do.
     """
     packer = _Packer(name)
@@ -239,9 +243,7 @@ class _Packer:
         elif kind is set or kind is frozenset:
             return {kind.__name__: self._pack_items(value, list(value), template=_ELEMENT)}
         elif kind in (dict, OrderedDict, defaultdict):
-            pairs = list(value.items())
-            keys, items = [key for key, _ in pairs], [item for _, item in pairs]
-            return {"dict": [self._pack_items(value, keys, template=_KEY), self._pack_items(value, items, labels=keys)]}
+            return {kind.__name__: self._pack_dict(value)}
         return self._pack_foreign(value)
 
     def _pack_items(
@@ -261,6 +263,17 @@ class _Packer:
             nodes.append(self.pack(item))
         self._trail.pop()
         return nodes
+
+    def _pack_dict(self, value: dict[Any, Any]) -> list[Json]:
+        factory: list[Json] = []
+        if isinstance(value, defaultdict):
+            names = [name for name, known in _FACTORIES.items() if known is value.default_factory]
+            if value.default_factory is not None and not names:
+                raise self._refuse(value, what="defaultdict with a factory of its own", advice="use dict({}) instead")
+            factory = [*names] or [None]
+        pairs = list(value.items())
+        keys, items = [key for key, _ in pairs], [item for _, item in pairs]
+        return [*factory, self._pack_items(value, keys, template=_KEY), self._pack_items(value, items, labels=keys)]
 
     def _pack_numbers(self, items: Sequence[Any]) -> Json:
         """A long list of floats, or of ints of 64 bits, as raw bytes; None where it is not one."""
@@ -421,8 +434,8 @@ class _Checker:
             self._check_list(node, depth=depth)
         elif kind in ("tuple", "set", "frozenset"):
             self._check_list(content, depth=depth)
-        elif kind == "dict":
-            keys, items = _pair(content)
+        elif kind in _DICTS:
+            keys, items = _pair(content if kind != "defaultdict" else _without_factory(content))
             if self._check_list(keys, depth=depth) != self._check_list(items, depth=depth):
                 raise WireError("a dict has more keys than values, or fewer")
         elif kind in _FROM_BYTES:
@@ -472,6 +485,14 @@ def _pair(content: object) -> tuple[Any, Any]:
     if type(content) is list and len(content) == 2:
         return content[0], content[1]
     raise WireError(f"{_short(content)} is not a pair")
+
+
+def _without_factory(content: object) -> list[Any]:
+    if type(content) is list and content:
+        factory, *rest = content
+        if factory is None or type(factory) is str and factory in _FACTORIES:
+            return rest
+    raise WireError(f"{_short(content)} is not a defaultdict that can travel")
 
 
 def _natural(number: object) -> int:
@@ -528,9 +549,9 @@ def _build(node: Any, raws: Iterator[memoryview]) -> Any:
         elements: set[Any] = set()
         add_keys(_build(content, raws), lambda keys, _: elements.update(keys))
         return elements if kind == "set" else frozenset(elements)
-    elif kind == "dict":
-        made: dict[Any, Any] = {}
-        keys, items = _build(content[0], raws), _build(content[1], raws)
+    elif kind in _DICTS:
+        made, (*_, keys, items) = _empty_dict(kind, content), content
+        keys, items = _build(keys, raws), _build(items, raws)
         add_keys(keys, lambda some, at: made.update(zip(some, items[at : at + len(some)], strict=True)))
         return made
     elif kind in _NUMBERS:
@@ -543,6 +564,12 @@ def _build(node: Any, raws: Iterator[memoryview]) -> Any:
         return _build_array(content[0], content[1], next(raws))
     assert kind == "scalar", kind
     return _build_scalar(_build(content, raws))
+
+
+def _empty_dict(kind: str, content: list[Any]) -> dict[Any, Any]:
+    if kind == "defaultdict":
+        return defaultdict(None if content[0] is None else _FACTORIES[content[0]])
+    return OrderedDict() if kind == "OrderedDict" else {}
 
 
 def add_keys(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:

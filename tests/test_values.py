@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,9 @@ def receive(value: object) -> Any:
     return unpack(description, [bytearray(buffer) for buffer in buffers])
 
 
+FACTORIES = [int, float, str, list, set, dict]
+
+
 def fingerprint(value: Any) -> Any:
     """What two values have in common only when they are equal in every type and bit, NaN included."""
     kind = type(value)
@@ -51,8 +55,12 @@ def fingerprint(value: Any) -> Any:
         return kind, [fingerprint(item) for item in value]
     if kind in (set, frozenset):
         return kind, sorted(repr(fingerprint(item)) for item in value)
-    if kind is dict:
-        return kind, [(fingerprint(key), fingerprint(item)) for key, item in value.items()]
+    if kind in (dict, OrderedDict, defaultdict):
+        return (
+            kind,
+            getattr(value, "default_factory", None),
+            [(fingerprint(key), fingerprint(item)) for key, item in value.items()],
+        )
     if isinstance(value, (np.ndarray, np.generic)):
         return kind, value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, torch.Tensor):
@@ -141,9 +149,18 @@ def test_plain_value_arrives_exactly(value: object) -> None:
 numbers = st.integers() | st.floats() | st.complex_numbers() | st.booleans() | st.none()
 texts = st.text(st.characters(exclude_categories=())) | st.binary() | st.text(min_size=60, max_size=1100)
 keys = numbers | texts | st.tuples(numbers, texts) | st.frozensets(numbers)
+
+
+def dicts_of_a_kind(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    items = st.dictionaries(keys, inner)
+    return items.map(OrderedDict) | st.builds(defaultdict, st.sampled_from([None, *FACTORIES]), items)
+
+
 plain_values = st.recursive(
     numbers | texts | st.lists(st.floats(), min_size=30) | st.binary(max_size=9).map(bytearray),
-    lambda inner: st.lists(inner) | st.tuples(inner) | st.sets(keys) | st.dictionaries(keys, inner),
+    lambda inner: (
+        st.lists(inner) | st.tuples(inner) | st.sets(keys) | st.dictionaries(keys, inner) | dicts_of_a_kind(inner)
+    ),
     max_leaves=30,
 )
 
@@ -154,10 +171,16 @@ def test_any_plain_value_arrives_exactly(value: object) -> None:
     assert fingerprint(receive(value)) == fingerprint(value)
 
 
-def test_dict_of_a_known_subclass_arrives_as_a_dict() -> None:
-    ordered = collections.OrderedDict([("b", 1), ("a", 2)])
-    assert fingerprint(receive(ordered)) == fingerprint({"b": 1, "a": 2})
-    assert fingerprint(receive(collections.defaultdict(list, k=[1]))) == fingerprint({"k": [1]})
+def test_dict_of_a_known_kind_stays_one() -> None:
+    ordered = receive(OrderedDict([("b", 1), ("a", 2)]))
+    ordered.move_to_end("b")
+    assert type(ordered) is OrderedDict and list(ordered.items()) == [("a", 2), ("b", 1)]
+    grouped = receive(defaultdict(list, k=[1]))
+    grouped["new"].append(2)
+    assert type(grouped) is defaultdict and grouped == {"k": [1], "new": [2]}
+    assert [type(receive(defaultdict(factory))["missing"]) for factory in FACTORIES] == FACTORIES
+    with pytest.raises(KeyError):
+        receive(defaultdict(None))["missing"]
 
 
 def test_same_list_twice_is_not_taken_for_a_circle() -> None:
@@ -418,6 +441,12 @@ def make_circle() -> list[Any]:
     return circle
 
 
+def make_ordered_circle() -> OrderedDict[str, Any]:
+    circle: OrderedDict[str, Any] = OrderedDict()
+    circle["back"] = circle
+    return circle
+
+
 def make_freed() -> torch.Tensor:
     tensor = torch.ones(9)
     tensor.untyped_storage().resize_(0)
@@ -440,6 +469,15 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "dataclass": (lambda: {"c": Config(1e-3)}, "Config and cannot travel: use dataclasses.asdict(x['c']) instead"),
     "enum": (lambda: Color.RED, "Color and cannot travel: use x.value instead"),
     "str subclass": (lambda: Named("a"), "Named and cannot travel: use str(x) instead"),
+    "defaultdict of a function": (
+        lambda: [defaultdict(lambda: 0)],
+        "x[0] is a defaultdict with a factory of its own and cannot travel: use dict(x[0]) instead",
+    ),
+    "defaultdict of a class": (lambda: defaultdict(Config), "with a factory of its own and cannot travel: use dict(x)"),
+    "ordered circle": (
+        make_ordered_circle,
+        "x['back'] is a collections.OrderedDict and cannot travel: it contains itself",
+    ),
     "counter": (lambda: collections.Counter("a"), "collections.Counter and cannot travel: use dict(x) instead"),
     "path": (lambda: pathlib.PurePosixPath("a"), "PurePosixPath and cannot travel: use str(x) instead"),
     "circle": (make_circle, "x[1]['back'] is a list and cannot travel: it contains itself"),
@@ -569,6 +607,12 @@ HOSTILE: dict[str, object] = {
     "dict of an object": {"dict": {"a": 1}},
     "dict with a value too few": {"dict": [["a", "b"], [1]]},
     "dict with many values too few": {"dict": [["a"], {"int64": 40}]},
+    "ordered dict of one list": {"OrderedDict": [[1]]},
+    "ordered dict with a value too few": {"OrderedDict": [["a", "b"], [1]]},
+    "defaultdict of two lists": {"defaultdict": [[], []]},
+    "defaultdict of an object": {"defaultdict": {"int": 1}},
+    "defaultdict with a value too few": {"defaultdict": ["int", ["a"], []]},
+    "defaultdict of a list as factory": {"defaultdict": [["int"], [], []]},
     "size of a string": {"bytes": "12"},
     "size of a bool": {"bytes": True},
     "size of a float": {"bytes": 4.0},
@@ -609,6 +653,8 @@ HOSTILE: dict[str, object] = {
     "deep lists by one": nested(64),
     "inside": [1, {"tuple": [{"dict": [["a"], [{"bytes": -1}]]}]}],
 }
+for _factory in ["", "object", "print", "exit", "os.system", "builtins.int", "Int", "lambda: 0", "tuple", 0, True, {}]:
+    HOSTILE[f"defaultdict of {_factory!r}"] = {"defaultdict": [_factory, [], []]}
 for _dtype in ["object", "O", "|O", "|O8", "V8", "|V8", "f4", "=f4", "float32", "<f16", "<c32", "<i3", "|S", "<U", ""]:
     HOSTILE[f"array of {_dtype!r}"] = {"array": [_dtype, [1]]}
 for _dtype in [
@@ -760,7 +806,8 @@ def test_keys_made_to_collide_are_a_wire_error() -> None:
     number = 20_000
     collide = [{"int": 16}] * number
     raw = b"".join((n * ((1 << 61) - 1)).to_bytes(16, "little") for n in range(number))  # the hash of each is 0
-    for description in ({"set": collide}, {"dict": [collide, {"int64": number}]}):
+    pair = [collide, {"int64": number}]
+    for description in ({"set": collide}, {"dict": pair}, {"OrderedDict": pair}, {"defaultdict": [None, *pair]}):
         with pytest.raises(WireError, match="20000 keys or elements take too long to tell apart"):
             unpack(description, [raw] if "set" in description else [raw, bytes(8 * number)])
     alike = {"frozenset": [{"int": 16}] * 60}  # each takes little to make, and long to tell from another
@@ -782,6 +829,7 @@ EVERYTHING: list[Any] = [
     {(1, "a"): frozenset({2, 3}), "k": {4}, "numbers": list(range(40)), "floats": [0.5] * 40},
     [np.ones((2, 3)), np.array(["a", "b"]), np.array([True]), np.array(["2024"], "M8[D]"), np.array([b"x"])],
     [np.float64(1), np.str_("a"), np.bytes_(b"b"), np.datetime64("2024"), {np.int8(1): 2}],
+    [OrderedDict(b=1, a=[2.5]), defaultdict(list, k=[1]), defaultdict(None, {(1, 2): {3}}), {"d": defaultdict(int)}],
     [torch.ones(2, 3), torch.tensor(True), torch.ones(300, dtype=torch.bfloat16), torch.zeros(0, 4)],
 ]
 POISON: list[Any] = [
@@ -815,6 +863,9 @@ POISON: list[Any] = [
         {"set": [{"tensor": ["int8", [2]]}, 1]},
         {"set": [{"scalar": {"array": ["<m8", []]}}]},
         {"os.system": "ls"},
+        {"defaultdict": ["os.system", [], []]},
+        {"defaultdict": ["int", ["a"], [1]]},
+        {"OrderedDict": [["a"], [1]]},
     ),
 ]
 
@@ -833,7 +884,22 @@ def mutate(node: Any, chance: random.Random) -> Any:
     return node
 
 
-POISON_KINDS = ["tuple", "set", "dict", "int", "float", "str", "bytes", "int64", "float64", "array", "tensor", "scalar"]
+POISON_KINDS = [
+    "tuple",
+    "set",
+    "dict",
+    "OrderedDict",
+    "defaultdict",
+    "int",
+    "float",
+    "str",
+    "bytes",
+    "int64",
+    "float64",
+    "array",
+    "tensor",
+    "scalar",
+]
 
 
 @settings(max_examples=400, deadline=None)
