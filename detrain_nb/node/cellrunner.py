@@ -407,6 +407,7 @@ def _own_traceback(error: BaseException, *, is_own_code_enough: bool = False) ->
         return [*lines, place, f"    {error.text.rstrip()}", f"    {marker}"]
     frames = _frames(error)
     is_own_code_enough |= isinstance(error, (SessionError, SystemExit))  # what a library did on the way says nothing
+    is_own_code_enough |= isinstance(error, KeyboardInterrupt) and not any(_is_users(f[0]) for f in frames)
     shown = [f for f in frames if _is_users(f[0]) or f is frames[-1] and not is_own_code_enough]
     for index, (filename, line, function, source) in enumerate(shown):
         if _END_FRAMES <= index < len(shown) - _END_FRAMES:  # a recursion without end

@@ -655,6 +655,16 @@ time.sleep(600)
     assert_works(equipped)
 
 
+@pytest.mark.here_only
+def test_stop_before_the_first_line_of_a_cell_shows_no_line(equipped: Session) -> None:
+    strike = "signal.getsignal(signal.SIGINT).__self__._sent_for[:] = ({}).to_bytes(8, 'little')"
+    equipped.run_cell(strike.format(equipped.next_cell() + 1), ranks=1)
+    with pytest.raises(CellInterrupted) as caught:
+        equipped.run_cell("went_on = True", ranks=1, timeout_s=10)
+    assert caught.value.errors[1].traceback == ()
+    assert equipped.run_cell("'went_on' in globals()", ranks=1).values == {1: False}
+
+
 @pytest.mark.rare_elsewhere
 def test_stop_that_strikes_in_a_callback_of_ipython_is_not_lost(equipped: Session) -> None:
     """Whoever calls them there catches KeyboardInterrupt, says a word and goes on."""
