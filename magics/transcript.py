@@ -40,6 +40,7 @@ _PLAIN = "\x1b[0m"
 _CUT_COLOUR = re.compile(r"\x1b[^a-zA-Z]*$")
 _MOST_RICH, _MOST_RICH_CHARS = 1000, 64 << 20  # of one rank in one cell
 _CHARS_OF_A_VALUE = 64  # of JSON
+_CHARS_OF_A_COLOUR = 100  # a page has an element for each
 _LABEL_CHARS = 20  # about that stands before each line of a text
 _MOST_INDENTED_CHARS = MOST_TEXT_CHARS + 10_000  # with what stands before its lines
 
@@ -60,9 +61,10 @@ class Rich:
 
     @cached_property
     def num_chars(self) -> int:
-        num_lines: int = self.bundle.get("text/plain", "").count("\n")
+        text = self.bundle.get("text/plain", "")
+        more: int = text.count("\n") * _LABEL_CHARS + text.count("\x1b") * _CHARS_OF_A_COLOUR
         chars = sum(len(data) if isinstance(data, str) else _count_chars(data) for data in self.bundle.values())
-        return chars + num_lines * _LABEL_CHARS
+        return chars + more
 
 
 def _count_chars(data: Any) -> int:

@@ -210,6 +210,12 @@ def test_colours_of_a_beginning_end_with_it(num_chars: int) -> None:
     assert beginning_of("\x1b[31mx\x1b[0m", 10) == "\x1b[31mx\x1b[0m"
 
 
+def test_colours_count_by_what_they_take_in_a_page() -> None:
+    transcript = Transcript(max_lines=0, max_chars=0)
+    shown = [transcript.add_rich(Rich({"text/plain": "\x1b[31ma" * 33_000})) for _ in range(30)]
+    assert shown == [True] * 19 + [False] * 11
+
+
 def test_json_counts_by_what_it_takes_in_memory() -> None:
     transcript = Transcript(max_lines=0, max_chars=0)
     nested: Any = {}
