@@ -34,6 +34,9 @@ GROUP_NAMES = 1000  # names of groups, which are numbers, between one default gr
 _MOST_GROUPS = 1000  # default groups in one generation
 _MESSAGE_LIMIT_S = 60.0
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0  # whether something moves
+# So long nothing does before it is given up: a process may have no processor for a while. What waits in the kernel may
+# be the middle of a message, or one that nobody takes.
+_STILL_S, _STILL_AND_EMPTY_S = 0.4, 0.06
 _LIVES_ON_S = 0.2  # a group that a cell has destroyed: far longer than gloo's threads wait for the GIL
 _STORE_TIMEOUT = datetime.timedelta(minutes=5)
 
@@ -78,7 +81,8 @@ class Generation:
 
     @property
     def has_group(self) -> bool:
-        return dist.is_initialized()
+        """And it is not about to be ended: a message that is under way is waited for."""
+        return dist.is_initialized() and self.ended < self.number
 
     @property
     def operations(self) -> int:
@@ -152,11 +156,15 @@ class Generation:
         An operation that was begun since is not waited for: a cell goes on after the stop.
         """
         operations, before = self.operations, self._connections.flow()
-        deadline = time.monotonic() + _MESSAGE_LIMIT_S
+        moved_at = time.monotonic()
+        deadline = moved_at + _MESSAGE_LIMIT_S
         while before.moved_bytes and self.operations == operations and time.monotonic() < deadline:
-            time.sleep(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, 2 * before.round_trip_s)))
-            now = self._connections.flow()
-            if now.moved_bytes <= before.moved_bytes:
+            look_s = min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, 2 * before.round_trip_s))
+            time.sleep(look_s)
+            now, looked_at = self._connections.flow(), time.monotonic()
+            if now.moved_bytes > before.moved_bytes:
+                moved_at = looked_at
+            elif looked_at - moved_at >= max(look_s, _STILL_S if now.waiting_bytes else _STILL_AND_EMPTY_S):
                 return
             before = now
 
