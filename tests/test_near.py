@@ -40,7 +40,7 @@ CASES = {
         ["training/test_a", "magics/test_a", "cli/test_a", "test_layout"],
     ),
     "a folder elsewhere": (["magics/render.py"], ["magics/test_a", "test_layout"]),
-    "a module": (["detrain_nb/wire.py"], ["test_wire", "transport/test_a", "node/test_a", "test_layout"]),
+    "a module": (["detrain_nb/wire.py"], ["test_wire", "transport/test_a", "test_layout"]),
     "a changed test first": (
         ["detrain_nb/session/core.py", "tests/session/test_b.py", "tests/test_plan.py"],
         ["session/test_b", "test_plan", "session/test_a", "magics/test_a", "cli/test_a", "test_layout"],

@@ -43,6 +43,10 @@ class FakeNode:
     interface = "lo"
     torch = ""
 
+    @property
+    def place(self) -> object:
+        return self.name
+
     def __init__(self, name: str, rank: int) -> None:
         self.name, self.rank = name, rank
         self.env: dict[str, str] = {}
