@@ -164,7 +164,6 @@ class RankTerminal:
     # ---- what is written
 
     def _take(self, text: str) -> None:
-        text = _without_overwritten(text)
         gathered: list[str] = []  # in one style, with nothing between that changes the row: each piece would copy it
         style = self._style
         for token in _TOKENS.finditer(text):
@@ -443,27 +442,6 @@ class _Row:
             parts += [_PLAIN if before else "", style, *map(self.cells.__getitem__, columns)]
             before = style
         return "".join(parts) + (_PLAIN if before else "")
-
-
-def _without_overwritten(text: str) -> str:
-    """Leave out what is written over before anybody sees it: of ``\\rA\\rB`` the A, where B is at least as long.
-
-    Only a return stands between, and each letter has one column: else one may move what another has written. Letters
-    make a row that is blank later an erased one: they are left out only where others are kept.
-    """
-    first, *parts = text.split("\r")
-    kept: list[str] = []
-    columns, has_letters = -1, False  # that are written over by what was kept
-    for part in reversed(parts):
-        is_blank = not part or part.isspace()
-        if len(part) > _MAX_DRAWN_COLUMNS or not _NARROW.fullmatch(part):
-            columns, has_letters = -1, False
-        elif len(part) <= columns and (is_blank or has_letters):
-            continue
-        else:
-            columns, has_letters = max(columns, len(part)), has_letters or not is_blank
-        kept.append(part)
-    return "\r".join([first, *reversed(kept)])
 
 
 def _mark(cells: list[str], end: int, mark: str) -> None:

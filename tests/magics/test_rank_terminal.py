@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import unicodedata
 
 import pytest
-from detrain_nb.magics import rank_terminal
 from detrain_nb.magics.rank_terminal import _NARROW, Drawn, RankTerminal
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from detrain_nb.session.safe_output import PieceCleaner
@@ -219,51 +217,6 @@ def test_pieces_make_no_difference(text: str, cuts: list[int]) -> None:
     whole = lines_of([data])
     assert lines_of(pieces) == whole
     assert lines_of([data[i : i + 1] for i in range(len(data))]) == whole
-
-
-_SEGMENTS = st.text(st.sampled_from("ab1"), max_size=7) | st.text(st.just(" "), max_size=9)
-_OVERWRITTEN = st.lists(
-    _SEGMENTS
-    | st.lists(_SEGMENTS, min_size=1, max_size=4).map(lambda segments: "\r" + "\r".join(segments))
-    | st.sampled_from(["\n", "\b", "\t", "🚀", "a🚀", "é", "e\u0301", "\u0301", "\u200b", "long" * 5])
-    | st.sampled_from(
-        [UP, "\x1b[B", "\x1b[3G", "\x1b[2C", "\x1b[K", "\x1b[1K", ERASE, "\x1b[J", "\x1b[31m", "\x1b[0m"]
-    ),
-    max_size=20,
-).map("".join)
-
-
-@pytest.mark.parametrize("most_columns", [rank_terminal._MAX_DRAWN_COLUMNS, 9])
-@settings(max_examples=1000, deadline=None)
-@given(st.lists(_OVERWRITTEN, min_size=1, max_size=5))
-@example(["🚀🚀", "\ra\rabc\n", "\r\x1b[A \r\r"])
-@example(["abc\n", "\x1b[A\rabc\r   \r  \n"])
-def test_what_is_overwritten_at_once_makes_no_difference(most_columns: int, texts: list[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_terminal, "_MAX_DRAWN_COLUMNS", most_columns)
-        quick = _states(texts)
-        patch.setattr(rank_terminal, "_without_overwritten", lambda text: text)
-        assert quick == _states(texts)
-
-
-def _states(texts: list[str]) -> list[object]:
-    """All that a terminal knows after each text, and what it says of them."""
-    terminal, states = RankTerminal(), []
-    for turn, text in enumerate(texts):
-        fed = terminal.feed(text, turn=turn)
-        known = {name: value for name, value in vars(terminal).items() if name != "_rows"}
-        rows = [
-            row if isinstance(row, str) else (row.cells, row.styles, row.is_drawn, row.had_letters, row.is_blank)
-            for row in terminal._rows
-        ]
-        states.append(copy.deepcopy((fed, known, rows, terminal.block, terminal.shown)))
-    return [*states, terminal.end()]
-
-
-def test_only_what_stands_is_drawn_of_a_line_that_is_overwritten() -> None:
-    numbers = "".join(f"\r{number}/100" for number in range(100))
-    assert rank_terminal._without_overwritten(f"a{numbers}\n") == "a\r98/100\r99/100\n"
-    assert rank_terminal._without_overwritten("\rlonger\rshort\r") == "\rlonger\rshort\r"
 
 
 @pytest.mark.parametrize(
