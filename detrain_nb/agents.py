@@ -206,16 +206,18 @@ def _possible_folders() -> Iterator[Path]:
     if base := os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(base).absolute() / "detrain_nb"
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    yield Path(_temporary_folder()) / f"detrain_nb-{user}"
+    yield _temporary_folder(f"detrain_nb-{user}")
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if os.path.isabs(caches):  # else the home is not known
         yield Path(caches) / f"detrain_nb-{platform.node()}"  # machines may share the home
 
 
-def _temporary_folder() -> str:
-    """As `tempfile.gettempdir` says, also while there is no room: another user who fills it hides no session."""
-    named = (os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP"))
-    return next((path for path in (*named, "/tmp") if path and os.path.isdir(path)), None) or tempfile.gettempdir()
+def _temporary_folder(name: str) -> Path:
+    """Where Python has its temporary files, or would if there were room: another user who fills it hides no session."""
+    named = (os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP"))
+    first = next((path for path in (*named, "/tmp") if path and os.path.isdir(path)), "")
+    is_there = bool(first) and os.path.isdir(os.path.join(first, name))
+    return Path(os.path.abspath(first) if is_there else tempfile.gettempdir()) / name
 
 
 def open_private(path: str, flags: int) -> int:

@@ -122,8 +122,9 @@ def _is_squatted(state: os.stat_result, parent: os.stat_result, of: Path | int) 
 def _is_own(state: os.stat_result, of: Path | int) -> bool:
     if state.st_uid != os.getuid() or not shares_its_number():
         return state.st_uid == os.getuid()
+    place = f"/proc/self/fd/{of}" if isinstance(of, int) else of  # a descriptor may be only a place
     try:  # only its owner can
-        os.chmod(of, stat.S_IMODE(state.st_mode), **({} if isinstance(of, int) else {"follow_symlinks": False}))
+        os.chmod(place, stat.S_IMODE(state.st_mode), follow_symlinks=isinstance(of, int))
     except (OSError, NotImplementedError):
         return False
     return True

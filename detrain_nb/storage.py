@@ -299,11 +299,11 @@ def is_local(files: Any) -> bool:
 
 
 @contextlib.contextmanager
-def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
+def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: int = 0o777) -> Iterator[BinaryIO]:
     """Give a new file, which stands at ``path`` on this machine at the end of the block, whole, or not at all.
 
-    It has the mode of the user's file that is there, else ``mode`` less the umask, from its first byte on: who opens it
-    meanwhile reads on.
+    It has the mode of the user's file that is there, else that of any new one, from its first byte on, since who opens
+    it meanwhile reads on; and no more than ``mode`` allows.
 
     Its folder is opened once, through a link where that ``may_be_link``, and the file is a new one in there: where
     others can write, nothing is written through what they put in the place of either. A link at ``path`` is replaced.
@@ -317,11 +317,12 @@ def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: 
     try:
         earlier = _mode_of_own(name, opened)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        made = os.open(staged, flags, 0o666 & (mode if earlier is None else earlier), dir_fd=opened)
+        made = os.open(staged, flags, 0o666 & mode & (0o666 if earlier is None else earlier), dir_fd=opened)
         try:
             with open(made, "w+b") as file:
                 if earlier is not None:
-                    os.fchmod(made, earlier)
+                    with contextlib.suppress(OSError):  # of a file system that has no modes
+                        os.fchmod(made, earlier & mode)
                 yield file
                 file.flush()
                 os.fsync(made)  # else a machine that goes down may leave an empty file there
@@ -346,7 +347,7 @@ def _mode_of_own(name: str, opened: int | None) -> int | None:
     return stat.S_IMODE(state.st_mode) if stat.S_ISREG(state.st_mode) and state.st_uid == os.geteuid() else None
 
 
-def replace_file(path: Path, text: str, *, mode: int = 0o666) -> None:
+def replace_file(path: Path, text: str, *, mode: int = 0o777) -> None:
     """Write text to ``path`` as `whole_file` does. Raises: OSError."""
     with whole_file(path, mode=mode) as file:
         file.write(text.encode("utf-8"))

@@ -54,7 +54,9 @@ _LARGE_PRIME = (1 << 61) - 1
 _KEYS_LIMIT_S, _KEY_LIMIT_S = 0.5, 10e-6  # for all keys of a dict, and more for each: many times what they take
 
 _NUMBERS = {"int64": "q", "float64": "d"}
-_FACTORIES: dict[str, Callable[[], object]] = {kind.__name__: kind for kind in (int, float, str, list, set, dict)}
+_FACTORIES: dict[str, Callable[[], object]] = {
+    kind.__name__: kind for kind in (bool, int, float, str, tuple, list, set, dict)
+}
 _DICTS = ("dict", "OrderedDict", "defaultdict")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ARRAY_DTYPE = re.compile(
@@ -91,7 +93,7 @@ def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
 
     Buffers are C-contiguous and of bytes. Large arrays and tensors that are contiguous and on the CPU are not copied:
     send the buffers before the value changes or is freed. Tensors arrive detached, on the CPU, sharing no memory; a
-    Parameter arrives as a tensor, a torch.Size as a tuple.
+    Parameter arrives as a tensor, a torch.Size as a tuple, a defaultdict of a factory of the user's own with none.
     Raises: ValueNotSupported with the place inside the value, the type found there and what to do.
     """
     packer = _Packer(name)
@@ -268,9 +270,7 @@ class _Packer:
         factory: list[Json] = []
         if isinstance(value, defaultdict):
             names = [name for name, known in _FACTORIES.items() if known is value.default_factory]
-            if value.default_factory is not None and not names:
-                raise self._refuse(value, what="defaultdict with a factory of its own", advice="use dict({}) instead")
-            factory = [*names] or [None]
+            factory = [*names] or [None]  # one of the user's own does not travel
         pairs = list(value.items())
         keys, items = [key for key, _ in pairs], [item for _, item in pairs]
         return [*factory, self._pack_items(value, keys, template=_KEY), self._pack_items(value, items, labels=keys)]

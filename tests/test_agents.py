@@ -356,6 +356,7 @@ def test_next_folder_is_taken_where_one_is_not_fit(tmp_path: Path, monkeypatch: 
     (tmp_path / "shared").chmod(0o777)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "shared"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "shared"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "shared"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     assert runtime_folder().parent == tmp_path / "caches"
     assert stat.S_IMODE(runtime_folder().stat().st_mode) == 0o700
@@ -368,8 +369,11 @@ def test_session_is_found_while_the_folder_for_temporary_files_is_full(
     monkeypatch.delenv("DETRAIN_NB_RUNTIME_DIR", raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    there = runtime_folder()
+    assert there.parent == tmp_path
     monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
-    assert runtime_folder().parent == tmp_path
+    assert runtime_folder() == there
 
 
 def test_agent_of_another_user_is_not_talked_to(start: Start, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

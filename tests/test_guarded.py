@@ -88,7 +88,7 @@ def test_folder_of_whoever_has_no_number_in_a_user_namespace_is_not_the_users(ev
     (everybodys / "work").mkdir(mode=0o777)
     _theirs(everybodys / "work").chmod(0o777)
     (everybodys / "own").mkdir()
-    code = "import pathlib, sys; from detrain_nb import guarded; guarded.refuse_squatted(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, sys; from detrain_nb import guarded; guarded.enter_users_folder(pathlib.Path(sys.argv[1]))"
     taken = {}
     for name in ("own", "work"):
         asked = [*as_nobody, sys.executable, "-c", code, str(everybodys / name)]

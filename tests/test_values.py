@@ -41,7 +41,7 @@ def receive(value: object) -> Any:
     return unpack(description, [bytearray(buffer) for buffer in buffers])
 
 
-FACTORIES = [int, float, str, list, set, dict]
+FACTORIES = [bool, int, float, str, tuple, list, set, dict]
 
 
 def fingerprint(value: Any) -> Any:
@@ -181,6 +181,8 @@ def test_dict_of_a_known_kind_stays_one() -> None:
     assert [type(receive(defaultdict(factory))["missing"]) for factory in FACTORIES] == FACTORIES
     with pytest.raises(KeyError):
         receive(defaultdict(None))["missing"]
+    own = receive(defaultdict(lambda: 0, k=1))
+    assert type(own) is defaultdict and own == {"k": 1} and own.default_factory is None
 
 
 def test_same_list_twice_is_not_taken_for_a_circle() -> None:
@@ -469,11 +471,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "dataclass": (lambda: {"c": Config(1e-3)}, "Config and cannot travel: use dataclasses.asdict(x['c']) instead"),
     "enum": (lambda: Color.RED, "Color and cannot travel: use x.value instead"),
     "str subclass": (lambda: Named("a"), "Named and cannot travel: use str(x) instead"),
-    "defaultdict of a function": (
-        lambda: [defaultdict(lambda: 0)],
-        "x[0] is a defaultdict with a factory of its own and cannot travel: use dict(x[0]) instead",
-    ),
-    "defaultdict of a class": (lambda: defaultdict(Config), "with a factory of its own and cannot travel: use dict(x)"),
     "ordered circle": (
         make_ordered_circle,
         "x['back'] is a collections.OrderedDict and cannot travel: it contains itself",
@@ -653,7 +650,20 @@ HOSTILE: dict[str, object] = {
     "deep lists by one": nested(64),
     "inside": [1, {"tuple": [{"dict": [["a"], [{"bytes": -1}]]}]}],
 }
-for _factory in ["", "object", "print", "exit", "os.system", "builtins.int", "Int", "lambda: 0", "tuple", 0, True, {}]:
+for _factory in [
+    "",
+    "object",
+    "print",
+    "exit",
+    "os.system",
+    "builtins.int",
+    "Int",
+    "lambda: 0",
+    "frozenset",
+    0,
+    True,
+    {},
+]:
     HOSTILE[f"defaultdict of {_factory!r}"] = {"defaultdict": [_factory, [], []]}
 for _dtype in ["object", "O", "|O", "|O8", "V8", "|V8", "f4", "=f4", "float32", "<f16", "<c32", "<i3", "|S", "<U", ""]:
     HOSTILE[f"array of {_dtype!r}"] = {"array": [_dtype, [1]]}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..agents import runtime_folder
 from ..errors import LaunchError, SpecError
-from ..guarded import RUN_MODULE, find_guest_parent
+from ..guarded import find_guest_parent
 from .notebook_file import code_cells
 from .terminal import Terminal
 
@@ -28,7 +28,11 @@ __all__ = ["FAILED", "NotebookRun"]
 
 FAILED = 1  # exit status
 _SIGPIPE = 13  # also where the system has no such signal
-_KERNEL = ["-Xfrozen_modules=off", "-c", RUN_MODULE, "detrain_nb.cli.kernel"]
+_RUN = (  # nothing is imported from the current folder meanwhile, unless it is named somewhere
+    "import sys; sys.path[:1] = filter(None, sys.path[:1]); import runpy; "
+    "runpy.run_module('detrain_nb.cli.kernel', run_name='__main__', alter_sys=True)"
+)
+_KERNEL = ["-Xfrozen_modules=off", "-c", _RUN]
 _KERNEL_ARGUMENTS = [*_KERNEL, "-f", "{connection_file}", "--log-level=ERROR"]
 _MOST_SOCKET_CHARS = 60  # of the folder for sockets, whose paths the system bounds at some 100
 _STOP_LIMIT_S = 10.0  # how long an interrupted cell may take to end; a session gives its ranks less

@@ -68,7 +68,7 @@ def list_folder(
 
     ``top`` is where ``root`` led at first: others may put a link to another folder in the place of one above it.
     A symbolic link counts as what it points to, if that is below ``root``; other links do not travel. ``kept`` gets
-    the files and folders that stay here for their names alone (deploy/private.py), and links that another user made.
+    the files and folders that stay here for their names alone (deploy/private.py).
     Raises: SpecError when it is too much, or a file cannot be read.
     """
     if not os.path.isdir(root):
@@ -192,13 +192,14 @@ class _Folder(NamedTuple):
     rules: Rules
     real: str  # its path without links
     within: frozenset[str]  # the real paths of the folders that it is in, and its own: a link to one would be a loop
+    is_theirs: bool = False  # it is reached through a link that another user made
 
 
 def _walk(top: str, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]]:
     """Yield name, path and status of the files that travel."""
-    above, rules = read_rules_above(Path(top))
+    above, outer = read_rules_above(Path(top))
     trusted = {0, os.stat(top).st_uid, *([os.geteuid()] if hasattr(os, "geteuid") else [])}
-    folders = [_Folder(top, "", rules, top, frozenset({top}))]
+    folders = [_Folder(top, "", outer, top, frozenset({top}))]
     entries_seen = 0
     while folders:
         folder = folders.pop()
@@ -218,10 +219,13 @@ def _walk(top: str, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]
             if is_left_out(rules, above + name, is_folder=is_folder) or is_folder and _is_environment(real):
                 continue
             real_name = os.path.relpath(real, top) if real != entry.path else name
-            if _is_private(rules, above, name, real_name) or _is_link_of_others(entry, trusted):
+            is_theirs = folder.is_theirs or _is_link_of_others(entry, trusted)
+            if is_theirs and _is_left_out_there(outer, above, top, real_name, is_folder=is_folder):
+                continue
+            if _is_private(rules, above, name, real_name):
                 kept.append(f"{name}/" if is_folder else name)
             elif is_folder:
-                folders.append(_Folder(entry.path, f"{name}/", rules, real, folder.within | {real}))
+                folders.append(_Folder(entry.path, f"{name}/", rules, real, folder.within | {real}, is_theirs))
             else:
                 yield _check_name(name), real, status
 
@@ -253,6 +257,19 @@ def _look_at(entry: os.DirEntry[str], name: str, parent: str, top: str) -> tuple
         return "", None
     except OSError as exc:
         raise cannot_read(name, exc) from exc
+
+
+def _is_left_out_there(rules: Rules, above: str, top: str, name: str, *, is_folder: bool) -> bool:
+    """By its own name below ``top``, with the lines that stand on the way to it."""
+    prefix, parts = "", name.split(os.sep)
+    for number, part in enumerate(parts, 1):
+        folder = os.path.join(top, prefix)
+        there = {file for file in (GIT_FILE, OWN_FILE) if os.path.lexists(os.path.join(folder, file))}
+        rules = extend(rules, folder, above + prefix, there)
+        if is_left_out(rules, f"{above}{prefix}{part}", is_folder=is_folder or number < len(parts)):
+            return True
+        prefix += f"{part}/"
+    return False
 
 
 def _is_link_of_others(entry: os.DirEntry[str], trusted: Collection[int]) -> bool:

@@ -58,11 +58,10 @@ def read_rules_above(top: Path) -> tuple[str, Rules]:
     nothing = "", _compile(of_user, ())
     repository = next((folder for folder in (top, *top.parents) if os.path.exists(folder / ".git")), top)
     parts = top.relative_to(repository).parts
-    may_send = not of_user  # else others' lines could lift the user's own
-    prefix, rules = "", _compile(of_user + _read_exclude(repository, may_send=may_send), ())
+    prefix, rules = "", _compile(of_user + _read_exclude(repository), ())
     for part in parts:
         folder = str(repository / prefix)
-        git = _read_above(os.path.join(folder, GIT_FILE), prefix, may_send=may_send)
+        git = _read_above(os.path.join(folder, GIT_FILE), prefix)
         own = _read_above(os.path.join(folder, OWN_FILE), prefix, may_send=False)
         rules = _compile(rules.git + git, rules.own + own) if git or own else rules
         if is_left_out(rules, prefix + part, is_folder=True):
@@ -71,18 +70,16 @@ def read_rules_above(top: Path) -> tuple[str, Rules]:
     return prefix, rules
 
 
-def _read_exclude(repository: Path, *, may_send: bool) -> tuple[str, ...]:
-    git = str(repository / ".git")
-    return _read_of(
-        git, lambda: _read_lines(os.path.join(_git_folder(repository), "info/exclude"), ""), may_send=may_send
-    )
+def _read_exclude(repository: Path) -> tuple[str, ...]:
+    folder = repository / ".git"
+    return _read_of(str(folder), lambda: _read_lines(os.path.join(_git_folder(repository), "info/exclude"), ""))
 
 
-def _read_above(path: str, prefix: str, *, may_send: bool) -> tuple[str, ...]:
+def _read_above(path: str, prefix: str, *, may_send: bool = True) -> tuple[str, ...]:
     return _read_of(path, lambda: _read_lines(path, prefix), may_send=may_send)
 
 
-def _read_of(path: str, read: Callable[[], tuple[str, ...]], *, may_send: bool) -> tuple[str, ...]:
+def _read_of(path: str, read: Callable[[], tuple[str, ...]], *, may_send: bool = True) -> tuple[str, ...]:
     """Lines that belong to ``path``, in a folder above the notebook's, which may be everybody's, like /tmp.
 
     What others write there is no error, and, where it must not be ``may_send``, sends nothing. Raises: SpecError for

@@ -333,7 +333,8 @@ def sendable_bundle(data: Bundle, metadata: Bundle | None = None) -> Bundle:
         more = 0 if isinstance(value, str) else count_values(json_body(value))
         if num_values + more > MAX_BUNDLE_VALUES:
             del bundle[mime]
-            bundle.setdefault("text/plain", f"<{mime} of {more:,} values is not shown>")
+            words = f"<{mime} of {more:,} values is not shown>"
+            bundle["text/plain"] = "\n".join(filter(None, [bundle.get("text/plain", ""), words]))
         else:
             num_values += more
     return bundle

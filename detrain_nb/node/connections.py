@@ -12,13 +12,10 @@ Before a group is used, the other ends of its connections are looked up: they ha
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import socket
 import struct
-import sys
-import termios
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -39,7 +36,6 @@ class Flow(NamedTuple):
 
     moved_bytes: int
     round_trip_s: float
-    waiting_bytes: int  # in the kernel: not acknowledged by the other end, or not read here
 
 
 class Connections:
@@ -88,11 +84,10 @@ class Connections:
     def flow(self) -> Flow:
         """What has gone over them so far, and how long an answer takes at most."""
         known = {**self._known, **self._new()}
-        infos = {fd: info for fd, identity in known.items() if (info := _tcp_info(fd, identity))}
+        infos = [info for fd, identity in known.items() if (info := _tcp_info(fd, identity))]
         return Flow(
-            sum(sum(_BYTES_MOVED.unpack_from(info, _BYTES_MOVED_AT)) for info in infos.values()),
-            max((_ROUND_TRIP_US.unpack_from(info, _ROUND_TRIP_AT)[0] * 1e-6 for info in infos.values()), default=0.0),
-            sum(map(_waiting_bytes, infos)),
+            sum(sum(_BYTES_MOVED.unpack_from(info, _BYTES_MOVED_AT)) for info in infos),
+            max((_ROUND_TRIP_US.unpack_from(info, _ROUND_TRIP_AT)[0] * 1e-6 for info in infos), default=0.0),
         )
 
     def shut(self, most_peers: int) -> int:
@@ -116,14 +111,6 @@ class Connections:
         if before is None:
             return {}
         return {fd: identity for fd, identity in _open_sockets().items() if before.get(fd) != identity}
-
-
-def _waiting_bytes(fd: int) -> int:
-    found = 0
-    for question in (termios.TIOCOUTQ, termios.FIONREAD):
-        with contextlib.suppress(OSError):  # it was closed
-            found += int.from_bytes(fcntl.ioctl(fd, question, bytes(4)), sys.byteorder)
-    return found
 
 
 def _tcp_info(fd: int, identity: str) -> bytes:

@@ -34,9 +34,9 @@ GROUP_NAMES = 1000  # names of groups, which are numbers, between one default gr
 _MOST_GROUPS = 1000  # default groups in one generation
 _MESSAGE_LIMIT_S = 60.0
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0  # whether something moves
-# So long nothing does before it is given up: a process may have no processor for a while. What waits in the kernel may
-# be the middle of a message, or one that nobody takes.
-_STILL_S, _STILL_AND_EMPTY_S = 0.4, 0.06
+# So long nothing does before it is given up: a process may have no processor for a while, and a network that has lost
+# something may be still for a second in the middle of a message.
+_STILL_S, _STILL_IN_BETWEEN_S = 0.06, 2.0
 _LIVES_ON_S = 0.2  # a group that a cell has destroyed: far longer than gloo's threads wait for the GIL
 _STORE_TIMEOUT = datetime.timedelta(minutes=5)
 
@@ -58,6 +58,7 @@ class Generation:
         folder: Path | None = None,
     ) -> None:
         self.number = 0
+        self.is_in_use = False  # the main thread may be in one of its operations
         self.ended = 0  # the last generation that was ended from outside the main thread
         self.started_ns = 0  # when the default group that there is now was made, and before all others (Unix time)
         self._rank = rank
@@ -153,18 +154,19 @@ class Generation:
     def _let_message_arrive(self) -> None:
         """Wait for a message that is on its way, as long as it is: gloo never frees who waits for the rest of one.
 
-        An operation that was begun since is not waited for: a cell goes on after the stop.
+        An operation that was begun since is not waited for: a cell goes on after the stop. Nor is anything when the
+        main thread is back from it.
         """
         operations, before = self.operations, self._connections.flow()
         moved_at = time.monotonic()
-        deadline = moved_at + _MESSAGE_LIMIT_S
-        while before.moved_bytes and self.operations == operations and time.monotonic() < deadline:
+        deadline, still_s = moved_at + _MESSAGE_LIMIT_S, _STILL_S
+        while before.moved_bytes and self.is_in_use and self.operations == operations and time.monotonic() < deadline:
             look_s = min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, 2 * before.round_trip_s))
             time.sleep(look_s)
             now, looked_at = self._connections.flow(), time.monotonic()
             if now.moved_bytes > before.moved_bytes:
-                moved_at = looked_at
-            elif looked_at - moved_at >= max(look_s, _STILL_S if now.waiting_bytes else _STILL_AND_EMPTY_S):
+                moved_at, still_s = looked_at, _STILL_IN_BETWEEN_S
+            elif looked_at - moved_at >= max(look_s, still_s):
                 return
             before = now
 

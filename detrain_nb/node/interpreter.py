@@ -175,7 +175,9 @@ class _Interpreter:
             if not data:
                 raise EOFError
             for frame in reader.feed(data):
+                self._generation.is_in_use = True
                 self._handle(frame.message())
+                self._generation.is_in_use = False
 
     def _send_up(self) -> None:
         self._send(

@@ -23,12 +23,15 @@ class Sent:
     size: int
     mtime_ns: int
     is_ours: bool
-    is_private: bool = False
+    is_private: bool | None = None  # not known: it came from an earlier version
 
-    @property
-    def kind(self) -> tuple[str, bool, bool]:
-        """As the notebook says what a file is to be."""
-        return self.sha256, self.is_executable, self.is_private
+    def is_as(self, kind: tuple[str, bool, bool]) -> bool:
+        """The notebook says that a file is to be so, and it came so."""
+        return self.sha256 == kind[0] and self.has_mode_of(kind)
+
+    def has_mode_of(self, kind: tuple[str, bool, bool]) -> bool:
+        """``kind``: digest, executable, private. Whether a file of this host's is private is its owner's to say."""
+        return self.is_executable == kind[1] and (not self.is_ours or self.is_private in (None, kind[2]))
 
     def is_untouched(self, status: os.stat_result | None) -> bool:
         """``status``: of what stands there, or of the link, now."""

@@ -70,14 +70,14 @@ def _compare(folder: str, wanted: _Wanted, sent: dict[str, Sent]) -> tuple[set[s
     for name, kind in wanted.items():
         path = os.path.join(folder, name)
         before = sent.get(name)
-        if before and before.kind == kind and before.stands(path):
+        if before and before.is_as(kind) and before.stands(path):
             continue  # what a rank made of it is the rank's
         if before and before.is_untouched(lstat(path)):
             want.add(name)
         elif (status := lstat(path)) is None or stat.S_ISDIR(status.st_mode):
             want.add(name)  # a folder may have gone when it is time
         elif stat.S_ISREG(status.st_mode) and _digest_file(path) == kind[0]:
-            if before is None or before.kind[1:] == kind[1:]:
+            if before is None or before.has_mode_of(kind):
                 sent[name] = Sent(*kind[:2], status.st_size, status.st_mtime_ns, is_ours=False, is_private=kind[2])
             else:
                 want.add(name)

@@ -48,7 +48,10 @@ def _read_jpeg(data: bytes) -> Size | None:
     if data[:3] != b"\xff\xd8\xff":
         return None
     place = 2
-    while data[place] == 0xFF:
+    while True:
+        place = data.find(0xFF, place)  # as readers do, whatever stands between two segments
+        if place < 0:
+            return None
         while data[place] == 0xFF:
             place += 1
         marker = data[place]
@@ -59,7 +62,6 @@ def _read_jpeg(data: bytes) -> Size | None:
             height, width = struct.unpack_from("!HH", data, place + 4)
             return width, height
         place += 1 + max(2, length)
-    return None
 
 
 _READERS: dict[str, Callable[[bytes], Size | None]] = {

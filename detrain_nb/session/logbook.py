@@ -32,6 +32,7 @@ class Logbook:
         self.log = OutputLog()
         self.cells: dict[int, LoggedCell] = {}
         self._gap_chars = 0  # of those that stand with a cell
+        self._with_gaps: dict[int, LoggedCell] = {}  # by cell, the first to be placed first
         self._gaps: list[str] = []  # what is to be said where the next message of a cell is shown
         self._unfinished: dict[tuple[int, int, str], bytes] = {}  # lines by cell, rank and stream, the latest last
         self._unfinished_bytes = 0
@@ -79,7 +80,7 @@ class Logbook:
             return ""
         had_error = self.log.error
         if self._gaps:
-            self._place_gaps(logged, part)
+            self._place_gaps(message.cell, logged, part)
         if not isinstance(message, CellDone) or message.body or message.overwritten:
             self.log.append(message, part=part)
             logged.counts[part] += 1
@@ -87,17 +88,17 @@ class Logbook:
             self._note_unfinished(message)
         return self.log.error if self.log.error != had_error else ""
 
-    def _place_gaps(self, logged: LoggedCell, part: int) -> None:
+    def _place_gaps(self, cell: int, logged: LoggedCell, part: int) -> None:
         """They stand before the next message of that cell; of very many those of the first cells are forgotten."""
         all_here = [*logged.gaps, *((part, logged.counts[part], text) for text in self._gaps)]
         self._gap_chars += _chars_of(all_here[-_MOST_GAPS:]) - _chars_of(logged.gaps)
         logged.gaps = all_here[-_MOST_GAPS:]
         self._gaps.clear()
-        for cell in self.cells.values():
-            if self._gap_chars <= _MOST_GAP_CHARS:
-                break
-            self._gap_chars -= _chars_of(cell.gaps)
-            cell.gaps = []
+        self._with_gaps[cell] = logged
+        while self._gap_chars > _MOST_GAP_CHARS:
+            first = self._with_gaps.pop(next(iter(self._with_gaps)))
+            self._gap_chars -= _chars_of(first.gaps)
+            first.gaps = []
 
     def add_gap(self, text: str) -> None:
         """Output was lost here."""

@@ -38,6 +38,7 @@ VALUE_LIMIT_S = 600.0
 ROOM_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 5.0
 LOCATE_LIMIT_S = 1.0
+_MOST_TURNS = 10  # of cells of other threads that a cell waits for
 LAST_WORDS_LIMIT_S = 5.0  # how long a node that hung up may have something to say that was not read yet
 _REFUSED_AGAIN_S = 5.0  # from one cell that was refused to the next of "run all"
 IDLE_LIMIT_S = 30.0  # how long a cell waits for a rank that was stopped, or is starting
@@ -210,7 +211,8 @@ class RankLink:
         """
         wanted = set(chosen)
         waited_for: set[int] = set()
-        deadline, told_at = time.monotonic() + limit_s, time.monotonic() - _TELL_GAP_S + _TELL_AFTER_S
+        began = time.monotonic()
+        deadline, told_at = began + limit_s, began - _TELL_GAP_S + _TELL_AFTER_S
         while True:
             if self.inbox.failure:
                 raise self.inbox.failure
@@ -223,7 +225,7 @@ class RankLink:
             if not busy and not starting and not left:
                 return
             if (cells := {run.cell for run in busy.values()}) - waited_for:  # another thread's was first
-                deadline = time.monotonic() + limit_s
+                deadline = min(time.monotonic() + limit_s, began + _MOST_TURNS * limit_s)
             waited_for |= cells
             in_the_way = {(rank, run.cell, run.presses) for rank, run in busy.items()}
             is_known = limit_s and in_the_way <= self._refused and time.monotonic() < self._refused_until

@@ -170,7 +170,8 @@ def read_header(place: Location) -> dict[str, Piece]:
 
 def read_header_of(file: Any) -> dict[str, Piece]:
     """The same of a file that is open. Raises: ValueError."""
-    size_bytes = file.seek(0, os.SEEK_END)
+    file.seek(0, os.SEEK_END)  # which tells nothing over SFTP
+    size_bytes = file.tell()
     file.seek(0)
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if not 0 < length <= min(size_bytes - _LENGTH_BYTES, _MOST_HEADER_BYTES):

@@ -389,6 +389,25 @@ def test_file_that_is_made_private_is_private_there(root: Path, node: FolderNode
     assert packed == [["a", "c", "sub/b"], ["a", "sub/b"], ["a"]]
 
 
+def test_file_of_the_host_and_one_of_an_earlier_version_keep_their_modes(
+    root: Path, node: FolderNode, packed: list[list[str]]
+) -> None:
+    write(root, theirs="a", ours="b")
+    node.work.mkdir(parents=True)
+    (node.work / "theirs").write_text("a")
+    FolderSync(root).bring([node])
+    (note,) = Path(node.cache, "sync").glob("*.json")
+    noted = json.loads(note.read_text())
+    noted["files"] = {name: fields[:5] for name, fields in noted["files"].items()}
+    note.write_text(json.dumps(noted))
+    for name in ("theirs", "ours"):
+        (root / name).chmod(0o600)
+    (node.work / "ours").write_text("what a rank made of it")
+    FolderSync(root).bring([node])
+    assert packed == [["ours"]]
+    assert node.files() == {"theirs": "a", "ours": "what a rank made of it"}
+
+
 def test_node_waits_for_another_that_writes_to_the_same_folder(
     root: Path, tmp_path: Path, packed: list[list[str]]
 ) -> None:

@@ -672,13 +672,22 @@ def test_save_after_one_that_says_it_is_the_last_removes_nothing(tmp_path: Path)
     assert training.load(str(tmp_path), filled(0), step=1).step == 1
 
 
-def test_note_of_more_values_than_any_has_is_neither_written_nor_parsed(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="have more than 524,288 values: keep tensors"):
-        training.save(str(tmp_path / "new"), filled(0), step=1, extra=[[]] * 600_000)
+def test_note_of_more_values_than_any_has_is_neither_written_nor_parsed(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "MOST_NOTE_VALUES", 1000)
+    with pytest.raises(SpecError, match="have more than 1,000 values: keep tensors"):
+        training.save(str(tmp_path / "new"), filled(0), step=1, extra=[0] * 1000)
     note = saved / "step-00000003" / "checkpoint.json"
-    note.write_text(note.read_text().replace('"format"', f'"more": [{"[]," * 600_000}[]], "format"'))
+    note.write_text(note.read_text().replace('"format"', f'"more": [{"[]," * 1000}[]], "format"'))
     listed = catalog.list_checkpoints(locate(saved))
     assert next(each for each in listed if each.step == 3).wrong.endswith("it has more values than any has")
+
+
+def test_indices_of_a_data_set_can_be_kept(tmp_path: Path) -> None:
+    model, order = nn.Linear(2, 2), list(range(1_000_000))
+    training.save(str(tmp_path), model, step=1, data_position=order)
+    assert training.load(str(tmp_path), model).data_position == order
 
 
 def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
