@@ -45,6 +45,12 @@ class CellObserver(Protocol):
         return lambda: True
 
 
+def tell_begin(observer: CellObserver | None, cell: int) -> None:
+    """To one that wants to know: an observer need have no more methods than it uses."""
+    if begin := getattr(observer, "begin", None):
+        begin(cell)
+
+
 class CellRun:
     """Gathers what the ranks say of one cell. Fed by the background thread, waited for by the caller's.
 
@@ -286,7 +292,7 @@ class _Both:
 
     def begin(self, cell: int) -> None:
         for observer in self._observers:
-            observer.begin(cell)
+            tell_begin(observer, cell)
 
     def output(self, rank: int, stream: str, text: str) -> None:
         for observer in self._observers:

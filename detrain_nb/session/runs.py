@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError, RemoteError, SessionError, format_ranks
 from ..plan import Plan
 from ..wire import CellDone, RanCell, RunCell
-from .cells import CellObserver, CellRun
+from .cells import CellObserver, CellRun, tell_begin
 from .conduct import Conductor
 from .core import Core, Ranks
 from .diagnosis import describe_mismatch
@@ -130,8 +130,7 @@ class Runs:
         self._inbox.history.begin(message)
         self._inbox.is_showing_missed = False  # whoever runs a cell has seen what was missed
         self._core.tell(self.pop_news(), run.observer)  # of ranks whose loss was no cell's error
-        if run.observer:
-            run.observer.begin(run.cell)
+        tell_begin(run.observer, run.cell)
         return message
 
     def _new(self, cell: int, ranks: Iterable[int], observer: CellObserver | None) -> CellRun:

@@ -475,7 +475,7 @@ def test_end_after_the_attach_is_told_to_who_follows(other: OtherProcess, name: 
             ended.set()
 
         run = session.follow(1, Observer(), on_end=on_end)
-        assert run.running == (0,)
+        _eventually(lambda: run.running == (0,))
         assert {rank: error.name for rank, error in run.errors().items()} == {1: "ZeroDivisionError"}
         assert not told
         (tmp_path / "go").touch()
