@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -25,7 +26,9 @@ from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.storage import Location, locate
 from detrain_nb.training import catalog
 from detrain_nb.training.plain import from_json, to_json
+from detrain_nb.transport.ssh import SshConnection, SshTarget
 
+from ..testbed.testbed import Testbed
 from . import checkpoint_ranks as on_ranks
 
 HERE = Path(__file__).parent
@@ -626,6 +629,21 @@ def test_step_that_is_a_link_is_not_written_through(saved: Path, tmp_path: Path)
     with pytest.raises(DetrainError, match="step-00000003 is a link, and nothing is written through it"):
         training.save(str(shared), filled(9), step=3)
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
+
+
+def test_checkpoint_and_safetensors_go_to_a_host_and_come_back(testbed: Testbed, tmp_path: Path) -> None:
+    """By SFTP, whose files do not tell where a seek has led."""
+    config, home = Path(testbed.inventory.ssh_config), f"{testbed.inventory.user_home}/{tmp_path.name}"
+    with (
+        SshConnection.open(SshTarget("h0"), config_path=config) as connection,
+        contextlib.closing(connection.open_sftp_filesystem()) as files,
+    ):
+        saved, first, second = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+        training.save(f"{home}/run", saved, step=1, files=files)
+        training.load(f"{home}/run", first, files=files)
+        training.export_safetensors(f"{home}/model.safetensors", saved, files=files)
+        training.import_safetensors(f"{home}/model.safetensors", second, files=files)
+    assert is_equal(saved.state_dict(), first.state_dict()) and is_equal(saved.state_dict(), second.state_dict())
 
 
 def test_file_that_became_a_link_since_it_was_listed_is_not_read(
