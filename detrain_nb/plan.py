@@ -78,10 +78,6 @@ class Plan:
         """The name of every rank's node, of those that have one."""
         return {rank: name for name, ranks in self.hosts.items() for rank in ranks}
 
-    def choose(self, ranks: int | str | Iterable[int] | None) -> tuple[int, ...]:
-        """See `parse_ranks`."""
-        return parse_ranks(ranks, world_size=self.world_size, hosts=self.hosts)
-
     def without(self, gone: Collection[int]) -> tuple[Plan, dict[int, int]]:
         """The plan of those that are left when ranks are ``gone``, numbered from 0 again; and the new number of each.
 

@@ -128,7 +128,7 @@ class SessionCommands:
         is_there = cell in session.log.cells() or cell in session.running_cells
         screen.show(Text("stdout", f"cell {cell}:\n" if is_there else f"cell {cell} has ended\n"))
         plan = session.plan_of(cell)
-        live = LiveCell(screen, plan.choose(None), cell, _AS_IT_CAME, nodes=plan.node_names)
+        live = LiveCell(screen, session.choose(None, plan=plan), cell, _AS_IT_CAME, nodes=plan.node_names)
         shown: set[int] = set()  # the ranks whose errors stand there
 
         def show_end(run: CellRun) -> None:
@@ -242,7 +242,7 @@ class SessionCommands:
             known = ", ".join(map(str, cells)) or "none so far"
             raise UsageError(f"%distributed log: {which} printed nothing; cells that did: {known} (--list shows all)")
         plan = session.plan_of(wanted)
-        everyone, chosen = plan.choose(None), plan.choose(args.ranks)
+        everyone, chosen = range(plan.world_size), session.choose(args.ranks, plan=plan)
         screen = screen_for(self._ipython)
         drawn = replace(_EVERYTHING, merge=self._holder.settings.merge, is_live=args.follow)
         live = LiveCell(screen, chosen, wanted, drawn, nodes=plan.node_names)

@@ -98,9 +98,9 @@ def _is_own(holder: _Holder) -> bool:
 def _is_in_own_process(inode: int) -> bool:
     for folder in glob.iglob("/proc/[0-9]*/fd"):
         with contextlib.suppress(OSError):  # another user's, or it has ended
-            for entry in os.scandir(folder):
+            for name in os.listdir(folder):
                 with contextlib.suppress(OSError):
-                    if os.readlink(entry.path) == f"socket:[{inode}]":
+                    if os.readlink(os.path.join(folder, name)) == f"socket:[{inode}]":
                         return True
     return False
 

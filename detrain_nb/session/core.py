@@ -106,13 +106,18 @@ class Core:
         """A later notebook finds its nodes again, and how it was started: what was noted of that before, if None."""
         remember(self.name, self.nodes or (), holder=self.holder, started=started)
 
-    def choose(self, ranks: Ranks) -> tuple[int, ...]:
+    def plan_of(self, cell: int) -> Plan:
+        """The ranks as they were numbered when ``cell`` ran."""
+        return self.inbox.logbook.plan_of(cell) or self.plan
+
+    def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
         """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError.
 
-        Where nodes have no name, that is what errors call this machine.
+        Where nodes have no name, that is what errors call this machine. ``plan``: of earlier ranks.
         """
-        here = dict.fromkeys(self.hosts.values(), tuple(range(self.world_size)))
-        return parse_ranks(ranks, world_size=self.world_size, hosts=self.plan.hosts or here)
+        plan = plan or self.plan
+        here = dict.fromkeys(self.hosts.values(), tuple(range(plan.world_size)))
+        return parse_ranks(ranks, world_size=plan.world_size, hosts=plan.hosts or here)
 
     def choose_idle(
         self, ranks: Ranks, *, limit_s: float = 0.0, tell: Callable[[Mapping[int, CellRun]], None] | None = None

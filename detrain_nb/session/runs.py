@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError, RemoteError, SessionError, format_ranks
-from ..plan import Plan
 from ..wire import CellDone, RanCell, RunCell
 from .cells import CellObserver, CellRun, tell_begin
 from .conduct import Conductor
@@ -136,16 +135,12 @@ class Runs:
     def _new(self, cell: int, ranks: Iterable[int], observer: CellObserver | None) -> CellRun:
         return CellRun(cell, tuple(ranks), observer, self._core.hosts, is_at_home=self._inbox.is_at_home)
 
-    def plan_of(self, cell: int) -> Plan:
-        """See Session.plan_of."""
-        return self._inbox.logbook.plan_of(cell) or self._core.plan
-
     def _once_more(self, cell: int, ranks: Ranks, observer: CellObserver) -> ShownAgain:
         """For the ranks as they were numbered when the cell ran."""
-        plan = self.plan_of(cell)
+        plan = self._core.plan_of(cell)
         hosts = self._core.hosts if plan is self._core.plan else plan.node_names
         at_home = partial(self._inbox.is_at_home, node_of=None if plan is self._core.plan else plan.node_of)
-        run = CellRun(cell, plan.choose(ranks), observer, hosts, is_at_home=at_home)
+        run = CellRun(cell, self._core.choose(ranks, plan=plan), observer, hosts, is_at_home=at_home)
         return ShownAgain(run, self._inbox.logbook.cell(cell))
 
     def pop_news(self) -> str:

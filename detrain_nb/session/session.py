@@ -380,9 +380,12 @@ class Session:
         """How long a collective waits for another rank; 0 where that is torch's own choice."""
         return self._core.group_timeout_s
 
-    def choose(self, ranks: Ranks) -> tuple[int, ...]:
-        """The ranks that are meant, in ascending order; a host that errors name is a choice too. Raises: SpecError."""
-        return self._core.choose(ranks)
+    def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
+        """The ranks that are meant, in ascending order; a host that errors name is a choice too. Raises: SpecError.
+
+        ``plan``: of the ranks that ran an earlier cell, see ``plan_of``.
+        """
+        return self._core.choose(ranks, plan=plan)
 
     @property
     def nodes(self) -> tuple[Node, ...] | None:
@@ -396,7 +399,7 @@ class Session:
 
     def plan_of(self, cell: int) -> Plan:
         """The ranks as they were numbered when a cell ran: a session that has shrunk has given them other numbers."""
-        return self._runs.plan_of(cell)
+        return self._core.plan_of(cell)
 
     def next_cell(self, *, at_least: int = 1) -> int:
         """The number that the cell gets which begins next; no two cells of a session have the same."""
