@@ -867,6 +867,28 @@ def test_numbers_of_cells_that_another_node_makes_up_order_no_cells() -> None:
         assert [session.run_cell("1", ranks=0).cell for _ in range(2)] == [41, 42]
 
 
+def test_lines_that_do_not_end_do_not_fill_the_line_to_the_node() -> None:
+    """They are sent anew with each acknowledgement, and a node can have one whenever it says a word."""
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    told: list[Message] = []
+    for cell in range(1, 21):
+        told += [RanCell([1], cell, "x", 1, False, [1], False), Unfinished(1, cell, "stdout", b"y" * 65_000)]
+    bad.answers[Attach] = lambda _: [*told, RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2"), bad.attached]
+    received: list[int] = []
+    bad.answers[Unfinished] = lambda line: received.append(len(line.body)) or []  # type: ignore[attr-defined]
+    with _attached(good, bad) as session:
+        for cell in list(session.running_cells):
+            session.follow(cell, Eyes())
+        session.confirm_missed()
+        began = time.monotonic()
+        for number in range(1, 150):
+            bad.say_bytes(to_frame(RequestDone(1, 12345)).to_bytes(number=number))
+            time.sleep(0.02)
+        seconds = time.monotonic() - began
+    assert len(received) >= 20, "the test shows nothing"
+    assert sum(received) < (1 << 20) * seconds + 3 * 20 * 65_000
+
+
 def test_notices_of_a_node_leave_room_for_those_of_others(pair: Pair) -> None:
     cell = threading.Event()
 
