@@ -6,7 +6,7 @@ What is done to a block, in this order: its activations are kept or computed aga
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import SpecError
+from .blocks import blocks_of
 from .mesh import replica_number
 from .stages.schedules import Schedule
-from .stages.stubs import Stub
 
-__all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "blocks_of", "resolve_sharding"]
+__all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "resolve_sharding"]
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
@@ -176,30 +176,6 @@ def _why_not_ddp(sizes: Mapping[str, int], schedule: Schedule | None) -> str:
     return ""
 
 
-def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The repeated parts of a model, such as its layers: what stands in the outermost lists of modules.
-
-    Of a stage those that belong to it as a whole. They are the units of sharding, of computing again, of compiling.
-    """
-    met: set[int] = set()
-    for block in _find_blocks(module):
-        if id(block) not in met:  # one layer may be run many times
-            met.add(id(block))
-            yield block
-
-
-def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
-            for block in child:
-                if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
-                    yield from _find_blocks(nn.ModuleList([block]) if len(block) == 1 else nn.Sequential(block))
-                elif _is_unit(block):
-                    yield block
-        else:
-            yield from _find_blocks(child)
-
-
 def _shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
     """Of those that are in several blocks, or in a block and outside of all."""
     owners: dict[int, set[int]] = {}
@@ -208,10 +184,6 @@ def _shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
         for parameter in part.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(inside.get(id(part), 0))
     return {parameter for parameter, users in owners.items() if len(users) > 1}
-
-
-def _is_unit(block: nn.Module) -> bool:
-    return not any(isinstance(part, Stub) for part in block.modules()) and next(block.parameters(), None) is not None
 
 
 # ---- activations

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import SpecError
+from .blocks import blocks_of
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, profile
-from .data_parallel import blocks_of, resolve_sharding
+from .data_parallel import resolve_sharding
 from .mesh import make_mesh, resolve_axes
 from .parallelize import dtype_of, lay_out_part, plan_for, require_axes_for, split_for
 from .stages.schedules import Schedule, find_schedule

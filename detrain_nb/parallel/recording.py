@@ -314,7 +314,7 @@ class Entries:
     """When each module is entered and left, counted in operators."""
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        self._model = model
+        self.model = model
         self._recorder = recorder
         self.entered: list[tuple[int, str, int | None]] = []  # the operator that comes next, the module, its argument
         self.checkpointed_with: set[str] = set()  # with what they are given: no place to go on from
@@ -327,7 +327,7 @@ class Entries:
     def watched(self) -> Iterator[None]:
         handles = []
         try:
-            for name, module in self._model.named_modules():
+            for name, module in self.model.named_modules():
                 handles.append(module.register_forward_pre_hook(self._on_entry(name), with_kwargs=True))
                 handles.append(module.register_forward_hook(self._on_exit(name), with_kwargs=True))
             yield

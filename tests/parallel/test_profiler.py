@@ -19,7 +19,7 @@ from detrain_nb.errors import SpecError
 from detrain_nb.parallel import ModelProfile, partition, profile
 from detrain_nb.parallel.costs.profiler import profile_call
 
-from .models import GPT, Checkpointed, LooksAtValues, Masked, Noisy, TwoNames, UNet, WritesPart
+from .models import GPT, Checkpointed, LooksAtValues, Masked, Noisy, Skips, TwoNames, UNet, WritesPart
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 
@@ -73,7 +73,15 @@ def test_no_cut_in_the_middle_of_a_checkpoint() -> None:
 
 
 def test_no_cut_where_two_tensors_are_alive() -> None:
-    assert profile(UNet(), torch.zeros(3, 8)).cuts == ("up", "out")
+    assert profile(UNet(), torch.zeros(3, 8)).cuts == ("mid1", "up", "out")  # what comes into mid1 is the skip itself
+
+
+def test_skip_around_a_block_does_not_hinder_a_cut() -> None:
+    assert profile(Skips(), torch.zeros(3, 8)).cuts == ("blocks.0", "blocks.1", "blocks.2", "out")
+
+
+def test_block_is_not_cut_in_its_middle() -> None:
+    assert profile(GPT(layers=2), TOKENS).cuts == ("h.0", "h.1", "ln_f", "head")
 
 
 def test_mask_does_not_hinder_a_cut() -> None:

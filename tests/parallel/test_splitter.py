@@ -21,6 +21,7 @@ from .models import (
     Experts,
     LooksAtValues,
     Masked,
+    Skips,
     TwoNames,
     UNet,
     WithToken,
@@ -78,6 +79,7 @@ FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
     "writes": (Writes, (batch(3, 8),), (batch(2, 8),), 3),
     "two names": (TwoNames, (batch(4, 8),), (batch(3, 8),), 3),
     "checkpointed": (Checkpointed, (batch(2, 8),), (batch(3, 8),), 3),
+    "skips": (Skips, (batch(3, 8),), (batch(2, 8),), 5),
     "experts": (Experts, (batch(2, 6, 8),), (batch(1, 4, 8),), 3),
 }
 

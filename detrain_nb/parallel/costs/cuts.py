@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..blocks import parts_of_blocks
 from ..recording import Entries, Recorder, Recording, modules_around
 
 __all__ = ["Cut", "find_cuts", "find_replaceable"]
@@ -26,10 +27,10 @@ class Cut:
 def find_cuts(recording: Recording) -> list[Cut]:
     """Where one tensor is all that is left of what was computed so far, in the order of the pass.
 
-    Of modules that are entered at the same place the outermost counts. One that runs twice is no cut, nor one whose
-    argument is used again after it was left: whoever called it still holds it; nor one in the middle of a checkpoint,
-    that begins again with what it was given. Nor may a module around it have looked at a value before: its code runs
-    again where the model goes on, and there is nothing to look at.
+    Of modules that are entered at the same place the outermost counts. One that runs twice is no cut, nor one in the
+    middle of a checkpoint, that begins again with what it was given. Nor may a module around it have looked at a value
+    before: its code runs again where the model goes on, and there is nothing to look at. One whose argument is used
+    again after it was left (``x + block(x)``) is a cut only where it is no part of a block: a block stays whole.
     """
     recorder, entries = recording.recorder, recording.entries
     last = _last_reads(recorder, recording.outputs)
@@ -37,14 +38,17 @@ def find_cuts(recording: Recording) -> list[Cut]:
     for index, name, number in entries.entered:
         if number is not None:
             entered.setdefault(index, []).append((name, number))
+    in_blocks = parts_of_blocks(entries.model)
     looked: set[str] = set()
     cuts: list[Cut] = []
     for index, live in enumerate(_live_before_each(recorder, last)):
         if index and (before := recorder.ops[index - 1]).is_look:
             looked.add(before.inside[-1])
         for name, number in entered.get(index, ()):
-            is_all = live == {number} and last[number] < entries.left[name] and name not in entries.checkpointed_with
-            if is_all and entries.calls[name] == 1 and looked.isdisjoint(modules_around(name)):
+            is_held = last[number] >= entries.left[name]  # by whoever called it
+            is_all = live == {number} and not (is_held and name in in_blocks)
+            can_begin = entries.calls[name] == 1 and name not in entries.checkpointed_with
+            if is_all and can_begin and looked.isdisjoint(modules_around(name)):
                 cuts.append(Cut(index, name, number))
                 break
     return cuts

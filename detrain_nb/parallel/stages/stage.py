@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from ...errors import SpecError
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
@@ -117,25 +118,37 @@ def build_stage(
 
 
 class _Inject:
-    """Gives a stage's first module what was received, in the place of what was computed on zeros."""
+    """Makes what comes to a stage's first module, zeros, what was received: for it, and for all who hold it."""
 
     def __init__(self, state: StageState) -> None:
         self._state = state
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        replaced = first_float_tensor(args, kwargs)
-        assert replaced is not None
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         received = self._state.received
         if received is None:  # a checkpoint runs it again, in the backward pass, with the same argument
-            received = replaced._detrain_nb_received  # type: ignore[attr-defined]
-        replaced._detrain_nb_received = received  # type: ignore[attr-defined]
+            return
+        argument = first_float_tensor(args, kwargs)
+        assert argument is not None
+        try:
+            swap_tensors(argument, received.view_as(received))
+        except RuntimeError:  # a checkpoint has saved it
+            with torch.autograd._unsafe_preserve_version_counter(argument):
+                _Become.apply(argument, received)
         self._state.is_taken = True
-        return (
-            tuple(received if value is replaced else value for value in args),
-            {name: received if value is replaced else value for name, value in kwargs.items()},
-        )
+
+
+class _Become(torch.autograd.Function):
+    """Gives a tensor, in place, the values of another one, on its memory, and its place in the graph."""
+
+    @staticmethod
+    def forward(context: Any, zeros: Tensor, received: Tensor) -> Tensor:
+        zeros.set_(received.detach())
+        context.mark_dirty(zeros)
+        return zeros
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, gradient
 
 
 _STAGE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

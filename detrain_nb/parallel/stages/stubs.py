@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...errors import SpecError
+from ..blocks import StandIn
 from ..recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
 
 __all__ = ["End", "Reached", "StageState", "Stub", "ghost_of", "shallow_copy", "zeros_without_memory"]
@@ -72,7 +73,7 @@ class StageState:
             )
 
 
-class Stub(nn.Module):
+class Stub(StandIn):
     """Stands for the module ``name`` of another stage.
 
     ``ghost`` is that module with its tensors on the meta device: it knows the shapes, and answers for attributes.
