@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["StandIn", "blocks_of", "parts_of_blocks"]
+__all__ = ["StandIn", "blocks_of", "names_of_blocks", "parts_of_blocks"]
 
 
 class StandIn(nn.Module):
@@ -34,14 +34,17 @@ def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _find_blocks(child)
 
 
+def names_of_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The first name of each."""
+    blocks = {id(block) for block in blocks_of(model)}
+    return tuple(name for name, module in model.named_modules() if id(module) in blocks)
+
+
 def parts_of_blocks(model: nn.Module) -> set[str]:
     """The names of all modules inside of blocks; a block itself is none."""
-    blocks = {id(block) for block in blocks_of(model)}
-    found = [(name, module) for name, module in model.named_modules() if id(module) in blocks]
-    return {f"{name}.{part}" for name, block in found for part, _ in block.named_modules() if part}
+    names = {name: [part for part, _ in model.get_submodule(name).named_modules()] for name in names_of_blocks(model)}
+    return {f"{name}.{part}" for name, parts in names.items() for part in parts if part}
 
 
 def _is_unit(block: nn.Module) -> bool:
     return not any(isinstance(part, StandIn) for part in block.modules()) and next(block.parameters(), None) is not None
-
-

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import SpecError
-from .blocks import blocks_of
+from .blocks import names_of_blocks
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, profile
 from .data_parallel import resolve_sharding
@@ -135,7 +135,7 @@ def dry_run(
     if found is not None:
         count = num_microbatches or order.num_microbatches(found.num_stages)
         order.require_microbatches(count, num_stages=found.num_stages)
-    again = _names_of_blocks(model) if activations == "full" else ()
+    again = names_of_blocks(model) if activations == "full" else ()
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     rows = []
     for place in range(num_ranks):
@@ -204,11 +204,6 @@ def _memory(
 def _here(tensor: Any) -> Tensor:
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
-
-
-def _names_of_blocks(model: nn.Module) -> tuple[str, ...]:
-    ids = set(map(id, blocks_of(model)))
-    return tuple(name for name, module in model.named_modules() if id(module) in ids)
 
 
 def _activation_bytes(costs: ModelProfile, found: Split | None, stage: int, *, computed_again: Sequence[str]) -> int:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import DetrainError, SpecError
+from .compiled import as_written
 
 __all__ = [
     "Entries",
@@ -76,6 +77,7 @@ def record(
         attributes_kept(model),
         entries.watched(),
         without_fused_layers(),
+        as_written(),
         torch.enable_grad(),
         saved_tensors_hooks(recorder.save, _unpack),
         recorder,
@@ -231,6 +233,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._kept: list[Tensor] = []  # so that no other tensor gets the id of one that has gone
         self._on_storage: dict[int, list[int]] = {}  # the tensors, by number, that are on one storage
+        self.rewrites_parameters = False
         self._saved: set[int] = set()  # storages
         for name, tensor in parameters.items():
             number = self.number(tensor)
@@ -238,6 +241,7 @@ class Recorder(TorchDispatchMode):
                 self.names[number] = name
                 self.is_computed[number] = True
                 self._saved.add(_storage_of(tensor))
+        self._of_parameters = frozenset(self._saved)
         self.parameter_bytes = {name: self.size_bytes[number] for number, name in self.names.items()}
 
     def number(self, tensor: Tensor) -> int:
@@ -271,8 +275,13 @@ class Recorder(TorchDispatchMode):
         makes = [self.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         moves = makes and not func.is_view  # else it asks for a device, or gives another view
         moved_bytes = sum(self.size_bytes[number] for number in {*reads, *makes}) if moves else 0
-        makes += self._written(func, args, kwargs)
         is_from_computed = any(self.is_computed[number] for number in reads)
+        written = self._written(func, args, kwargs)
+        if written and self._is_of_parameters(written, reads):
+            self.rewrites_parameters = True
+            reads, makes = [], [number for number in makes if number not in written]
+        else:
+            makes += written
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags  # another stage would draw something else
         for number in makes:
             self.made_in.setdefault(number, self.checkpoint())
@@ -282,14 +291,23 @@ class Recorder(TorchDispatchMode):
         self.ops.append(Op(reads, makes, flops, moved_bytes, self.inside, is_look))
         return result
 
+    def _is_of_parameters(self, written: Sequence[int], reads: Sequence[int]) -> bool:
+        """Parameters are written, from nothing that was computed but themselves: every stage can do that to its own."""
+        storages = {_storage_of(self._kept[number]) for number in written}
+        computed = {_storage_of(self._kept[number]) for number in reads if self.is_computed[number]}
+        return storages <= self._of_parameters and computed <= storages
+
     def _written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
         """What an operator in place writes into: its tensor, and all others that are on its memory."""
         if not func._schema.is_mutable:
             return []
         given = [*zip(func._schema.arguments, args)]
         given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-        written = tree_leaves([value for argument, value in given if argument.is_write])
-        storages = dict.fromkeys(_storage_of(leaf) for leaf in written if isinstance(leaf, Tensor))
+        leaves = tree_leaves([value for argument, value in given if argument.is_write])
+        written = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for leaf in written:  # transpose_() gives it another shape
+            self.looks[self.number(leaf)] = _look_at(leaf)
+        storages = dict.fromkeys(map(_storage_of, written))
         return [number for storage in storages for number in self._on_storage[storage]]
 
 

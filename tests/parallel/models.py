@@ -324,3 +324,36 @@ class LooksInLeaf(nn.Module):
             x = x.view(len(x), -1, 10 + 2 * index)
         result: Tensor = self.last(x)
         return result
+
+
+class Rescales(nn.Module):
+    """Divides the weights of its blocks when it begins to evaluate, and multiplies them when it trains again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.are_rescaled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.are_rescaled == self.training:
+            with torch.no_grad():
+                for index, block in enumerate(self.blocks, 1):
+                    block.weight.mul_(2.0**index if self.training else 0.5**index)
+            self.are_rescaled = not self.training
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Recurrent(nn.Module):
+    """Layers that give their output turned in place, where the batch comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body = nn.Embedding(11, 8), nn.GRU(8, 8, 2, batch_first=True)
+        self.up, self.head = nn.Linear(8, 16), nn.Linear(16, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, _ = self.body(self.table(tokens))
+        result: Tensor = self.head(F.relu(self.up(x)))
+        return result

@@ -89,7 +89,18 @@ MODULES: dict[str, Any] = {
     "skip in place": lambda: nn.Sequential(nn.Tanh(), nn.Linear(SIZE, SIZE)),
     "skip, computed again": lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh()),
 }
-CODE = ["first half", "same again", "add scale", "in place", "turn", "remember", "add remembered", "write a part", "read it", "look"]
+CODE = [
+    "first half",
+    "same again",
+    "add scale",
+    "in place",
+    "turn",
+    "remember",
+    "add remembered",
+    "write a part",
+    "read it",
+    "look",
+]
 PLAIN = ["skip", "skip, computed again", "linear", "convolution", "layer norm", "residual", "masked", "constant"]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel import Split, StageNode, split
+from detrain_nb.parallel.stages.boundaries import Boundaries
 
 from .models import (
     GPT,
@@ -21,6 +22,8 @@ from .models import (
     Experts,
     LooksAtValues,
     Masked,
+    Recurrent,
+    Rescales,
     Skips,
     TwoNames,
     UNet,
@@ -80,6 +83,7 @@ FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
     "two names": (TwoNames, (batch(4, 8),), (batch(3, 8),), 3),
     "checkpointed": (Checkpointed, (batch(2, 8),), (batch(3, 8),), 3),
     "skips": (Skips, (batch(3, 8),), (batch(2, 8),), 5),
+    "recurrent": (Recurrent, (TOKENS[:, :6] % 11,), (TOKENS[:1, :5] % 11,), 4),
     "experts": (Experts, (batch(2, 6, 8),), (batch(1, 4, 8),), 3),
 }
 
@@ -142,6 +146,81 @@ def test_model_that_looks_at_values_is_cut_before_it_does() -> None:
     assert found.cuts == ("norm",)
     for sign in (1, -1):
         torch.testing.assert_close(chain(found, sign * args), model(sign * args), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_model_that_rescales_its_weights_does_it_once(is_training: bool) -> None:
+    model, x = made(Rescales()).train(is_training), batch(3, 8)
+    whole, found = copy.deepcopy(model), split(model, x, at=["blocks.2"])
+    assert not found.shared
+    stages, boundaries = [found.stage(index) for index in range(2)], Boundaries(found)
+    for mode in (True, False, True, False):
+        boundaries.find((x,), {}, is_training=mode)
+        assert boundaries.rewrites_parameters or is_training and mode
+        for stage in stages:
+            stage.train(mode)
+            if boundaries.rewrites_parameters:
+                stage.be_careful()
+        torch.testing.assert_close(stages[1](stages[0](x), x), whole.train(mode)(x), rtol=0, atol=0)
+
+
+def test_refusal_says_what_hinders_a_block() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = x = self.first(x)
+            for block in self.blocks:
+                x = block(x) + kept
+            return x
+
+    why = r"beside what comes into it float32 \(2, 4\) of first is still needed behind it"
+    with pytest.raises(SpecError, match=rf"cut into 2 at most \(cuts: blocks.0; not at blocks.1: {why}\): use fewer"):
+        split(Remembers(), batch(2, 4), 3)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks for that of what it compiles
+@pytest.mark.parametrize("way", ["in place", "around"])
+def test_compiled_parts_are_compiled_in_their_stages(way: str) -> None:
+    import torch._dynamo
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.relu(self.up(x)))
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    parts = [Part() for _ in range(3)]
+    for part in parts:
+        if way == "in place":
+            part.compile(backend=backend)
+    around = (torch.compile(part, backend=backend) for part in parts)
+    model = made(nn.Sequential(*(parts if way == "in place" else around)))
+    torch._dynamo.reset()
+    whole, found = copy.deepcopy(model), split(model, batch(3, 8), 3)
+    assert found.cuts == ("1", "2")
+    Boundaries(found).find((batch(2, 8),), {}, is_training=True)
+    assert not graphs, "only looked at"
+    result = chain(found, batch(3, 8))
+    assert graphs
+    expected = whole(batch(3, 8))
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    result.sum().backward()
+    expected.sum().backward()
+    for (name, parameter), (_, reference) in zip(model.named_parameters(), whole.named_parameters()):
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=0, atol=0, msg=name)
+    with pytest.raises(SpecError, match="it is a part of a compiled module"):
+        split(model, batch(3, 8), at=["1.down" if way == "in place" else "1._orig_mod.down"])
 
 
 def test_stage_holds_nothing_of_the_others() -> None:
@@ -216,8 +295,15 @@ def test_cuts_are_chosen_by_name_by_number_or_by_nodes() -> None:
         ({"at": ["h.9"]}, r"'h.9' is no module of the model: did you mean 'h\.\d'\?"),
         (
             {"at": ["h.1.ln2"]},
-            r"the model cannot be cut at 'h.1.ln2': .* It can be cut at: h.0, h.1, h.2, h.3, ln_f, head",
+            r"cannot be cut at 'h.1.ln2': it is a part of a block that goes around it, and blocks stay whole. "
+            "It can be cut at: h.0, h.1, h.2, h.3, ln_f, head",
         ),
+        ({"at": ["h.1.ln1"]}, r"at 'h.1.ln1': h.1 begins at the same place. It can be cut at: "),
+        (
+            {"at": ["h.1.fc2"]},
+            r"at 'h.1.fc2': beside what comes into it float32 \(2, 16, 32\) of h.1 is still needed behind it. It can",
+        ),
+        ({"at": ["wte"]}, r"at 'wte': no float tensor comes into it. It can be cut at: "),
         ({"at": ["h.2", "h.1"]}, r"not in the order in which they run, each once: h.1, h.2"),
         ({"at": ["h.1", "h.1"]}, r"not in the order in which they run, each once: h.1"),
         ({"at": ["h.1"], "stages": 3}, "3 stages and 1 cuts: 1 cuts make 2 stages"),

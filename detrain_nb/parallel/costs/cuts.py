@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..blocks import parts_of_blocks
-from ..recording import Entries, Recorder, Recording, modules_around
+from ..blocks import names_of_blocks, parts_of_blocks
+from ..compiled import parts_of_compiled
+from ..recording import Entries, Recorder, Recording, TensorLook, modules_around
 
-__all__ = ["Cut", "find_cuts", "find_replaceable"]
+__all__ = ["Cut", "Cuts", "find_cuts", "find_replaceable"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,16 @@ class Cut:
     number: int
 
 
-def find_cuts(recording: Recording) -> list[Cut]:
+@dataclass(frozen=True)
+class Cuts:
+    """``hindrances``: why other modules that run are no cuts, by name; ``why_no_more``: of a block, if there is one."""
+
+    cuts: list[Cut]
+    hindrances: dict[str, str]
+    why_no_more: str
+
+
+def find_cuts(recording: Recording) -> Cuts:
     """Where one tensor is all that is left of what was computed so far, in the order of the pass.
 
     Of modules that are entered at the same place the outermost counts. One that runs twice is no cut, nor one in the
@@ -34,24 +44,67 @@ def find_cuts(recording: Recording) -> list[Cut]:
     """
     recorder, entries = recording.recorder, recording.entries
     last = _last_reads(recorder, recording.outputs)
-    entered: dict[int, list[tuple[str, int]]] = {}
+    entered: dict[int, list[tuple[str, int | None]]] = {}
     for index, name, number in entries.entered:
-        if number is not None:
-            entered.setdefault(index, []).append((name, number))
+        entered.setdefault(index, []).append((name, number))
     in_blocks = parts_of_blocks(entries.model)
+    in_compiled = parts_of_compiled(entries.model)
+    makers = {number: op.inside[-1] for op in reversed(recorder.ops) for number in op.makes if op.inside}
     looked: set[str] = set()
     cuts: list[Cut] = []
+    hindrances: dict[str, str] = {}
+
+    def why_not(name: str, number: int | None, live: set[int]) -> str:
+        if name in in_compiled:
+            return "it is a part of a compiled module"
+        if number is None:
+            return "no float tensor comes into it"
+        if entries.calls[name] > 1:
+            return f"it runs {entries.calls[name]} times"
+        if others := live - {number}:
+            return f"beside what comes into it {_name(others, makers, recorder.looks)} still needed behind it"
+        if number not in live:
+            return "what comes into it was not computed by the model"
+        if name in entries.checkpointed_with:
+            return "it is in the middle of a checkpoint"
+        if not looked.isdisjoint(modules_around(name)):
+            return "the code around it has looked at a value before"
+        if last[number] >= entries.left[name] and name in in_blocks:
+            return "it is a part of a block that goes around it, and blocks stay whole"
+        return ""
+
     for index, live in enumerate(_live_before_each(recorder, last)):
         if index and (before := recorder.ops[index - 1]).is_look:
             looked.add(before.inside[-1])
+        found = ""
         for name, number in entered.get(index, ()):
-            is_held = last[number] >= entries.left[name]  # by whoever called it
-            is_all = live == {number} and not (is_held and name in in_blocks)
-            can_begin = entries.calls[name] == 1 and name not in entries.checkpointed_with
-            if is_all and can_begin and looked.isdisjoint(modules_around(name)):
-                cuts.append(Cut(index, name, number))
-                break
-    return cuts
+            reason = f"{found} {_AT_THE_SAME_PLACE}" if found else why_not(name, number, live)
+            if reason:
+                hindrances.setdefault(name, reason)
+                continue
+            assert number is not None
+            cuts.append(Cut(index, name, number))
+            found = name
+    return Cuts(cuts, hindrances, _why_no_more(hindrances, names_of_blocks(entries.model)))
+
+
+_AT_THE_SAME_PLACE = "begins at the same place"
+
+
+def _why_no_more(hindrances: Mapping[str, str], blocks: Collection[str]) -> str:
+    told = ((name, hindrances.get(name, "")) for name in blocks)
+    return next((f"{name}: {why}" for name, why in told if why and not why.endswith(_AT_THE_SAME_PLACE)), "")
+
+
+def _name(numbers: set[int], makers: Mapping[int, str], looks: Sequence[TensorLook]) -> str:
+    """What tensors are, by the modules whose code made them; with the verb."""
+    named = [f"{_look_of(looks[number])} of {makers.get(number) or 'its own code'}" for number in sorted(numbers)[:2]]
+    more = [f"{len(numbers) - 2} more"] if len(numbers) > 2 else []
+    return f"{' and '.join([', '.join(named), *more])} {'is' if len(numbers) == 1 else 'are'}"
+
+
+def _look_of(look: TensorLook) -> str:
+    return f"{str(look.dtype).removeprefix('torch.')} {look.shape}"
 
 
 def find_replaceable(recording: Recording) -> frozenset[str]:

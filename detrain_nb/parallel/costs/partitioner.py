@@ -133,8 +133,9 @@ def partition(
     if len(given) > len(profile.units):
         count = len(profile.units)
         cuts = ", ".join(profile.cuts) or "none"
+        why = f"; not at {profile.why_no_more}" if profile.why_no_more else ""
         raise SpecError(
-            f"{len(given)} stages, and the model can be cut into {count} at most (cuts: {cuts}): use fewer stages"
+            f"{len(given)} stages, and the model can be cut into {count} at most (cuts: {cuts}{why}): use fewer stages"
         )
     times = profile.times(is_training=is_training) if times_s is None else list(times_s)
     if len(times) != len(profile.units):

@@ -84,7 +84,9 @@ class ModelProfile:
 
     ``num_rows`` is the first dimension of the first example input that has one, ``shared_inputs`` are those that have
     another. ``computing`` are the modules all of whose outputs depend on parameters, or on random numbers; ``outputs``
-    what modules gave, where they need values.
+    what modules gave, where they need values. ``hindrances``: why other modules that run are no cuts;
+    ``why_no_more``: of a block, if there is such a one. ``rewrites_parameters``: its forward does, as RWKV's when it
+    begins to evaluate.
     """
 
     units: tuple[Unit, ...]
@@ -93,6 +95,9 @@ class ModelProfile:
     shared_inputs: frozenset[str] = frozenset()
     computing: frozenset[str] = field(default=frozenset(), repr=False)
     outputs: Mapping[str, ModuleOutput] = field(default_factory=dict, repr=False)
+    hindrances: Mapping[str, str] = field(default_factory=dict, repr=False)
+    why_no_more: str = field(default="", repr=False)
+    rewrites_parameters: bool = field(default=False, repr=False)
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -252,9 +257,16 @@ def _make_profile(recording: Recording, num_rows: int) -> ModelProfile:
                 f"the model returns a {type(leaf).__name__}, and what is in it is not known: return a tuple or a dict, "
                 "or make it known with torch.utils._pytree.register_dataclass"
             )
-    units = tuple(_make_units(recording, find_cuts(recording)))
-    computing = find_replaceable(recording)
-    return ModelProfile(units, recording.recorder.parameter_bytes, num_rows, computing=computing)
+    found = find_cuts(recording)
+    return ModelProfile(
+        tuple(_make_units(recording, found.cuts)),
+        recording.recorder.parameter_bytes,
+        num_rows,
+        computing=find_replaceable(recording),
+        hindrances=found.hindrances,
+        why_no_more=found.why_no_more,
+        rewrites_parameters=recording.recorder.rewrites_parameters,
+    )
 
 
 def _make_units(recording: Recording, cuts: Sequence[Cut]) -> Iterator[Unit]:

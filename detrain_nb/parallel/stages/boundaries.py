@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import SpecError
+from ..compiled import as_written
 from ..costs.profiler import profile_call
 from ..recording import attributes_kept, device_of, first_float_tensor, modules_around, random_state_kept
 from .splitter import Split
@@ -27,6 +28,7 @@ class Boundaries:
         self._cuts = found.cuts
         self._ghost = ghost_of(found.model)
         self._on_zeros = _build_on_zeros(found) if found.cuts else None
+        self.rewrites_parameters = found.profile.rewrites_parameters  # in some mode that was met
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:
         """The tensors, on the meta device, that come into the second and each further stage.
@@ -35,14 +37,16 @@ class Boundaries:
         """
         self._ghost.train(is_training)
         try:
-            units = profile_call(self._ghost, args, kwargs, device=device_of((args, kwargs))).units
+            found = profile_call(self._ghost, args, kwargs, device=device_of((args, kwargs)))
         except (SpecError, RuntimeError):  # it looks at values, and a ghost has none
             return self._walk(args, kwargs, is_training=is_training)
-        by_cut = {unit.cut: unit for unit in units}
+        self.rewrites_parameters |= found.rewrites_parameters
+        by_cut = {unit.cut: unit for unit in found.units}
         if gone := [cut for cut in self._cuts if cut not in by_cut]:
+            why = found.hindrances.get(gone[0], "it does not run")
             raise SpecError(
-                f"with this batch the model cannot be cut at {gone[0]!r}: more than its argument is alive there; split "
-                "it with example inputs of that kind"
+                f"with this batch the model cannot be cut at {gone[0]!r}: {why}; split it with example inputs of that "
+                "kind"
             )
         return [self._on_meta(by_cut[cut].input_shape, by_cut[cut].input_dtype) for cut in self._cuts]
 
@@ -60,7 +64,7 @@ class Boundaries:
         ]
         stage.train(is_training)
         try:
-            with random_state_kept(device), attributes_kept(stage), torch.no_grad():
+            with random_state_kept(device), attributes_kept(stage), as_written(), torch.no_grad():
                 torch.func.functional_call(stage, buffers, args, kwargs)
         finally:
             for handle in cuts:

@@ -177,6 +177,9 @@ class PipelineStages(ParallelModel):
             self._plans.move_to_end(key)
         else:
             boundaries = self._boundaries.find(*part, is_training=is_training)
+            if self._boundaries.rewrites_parameters:  # what fails for that, and runs again, would write twice
+                for module in self.modules:
+                    module.be_careful()  # type: ignore[operator]
             stages = [
                 _Stage(module, index, self.num_stages, self.device, self.link_device, self._group, boundaries)
                 for index, module in zip(self.indices, self._called)

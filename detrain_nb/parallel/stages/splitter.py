@@ -154,10 +154,8 @@ def _bounds_at(model: nn.Module, found: ModelProfile, at: Sequence[str]) -> tupl
             raise SpecError(f"{name!r} is no module of the model{hint}")
         if name not in index_of:
             cuts = ", ".join(found.cuts) or "nowhere"
-            raise SpecError(
-                f"the model cannot be cut at {name!r}: more than its argument is alive there, it runs more than once, "
-                f"or a module around it is entered at the same place. It can be cut at: {cuts}"
-            )
+            why = found.hindrances.get(name, "it does not run with the example inputs")
+            raise SpecError(f"the model cannot be cut at {name!r}: {why}. It can be cut at: {cuts}")
     bounds = [index_of[name] for name in at]
     if bounds != sorted(set(bounds)):
         ordered = sorted(set(at), key=lambda name: index_of[name])

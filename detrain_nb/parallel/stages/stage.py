@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from ...errors import SpecError
+from ..compiled import compile_again, run_before
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
 from .stubs import End, Reached, StageState, Stub, ghost_of, shallow_copy
 
@@ -27,6 +28,10 @@ class _StageForward(nn.Module):
 
     _state: StageState
 
+    def be_careful(self) -> None:
+        """Expect that the forward writes into what stands for other stages."""
+        self._state.be_careful()
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state, received = self._state, None
         if state.cut_in is not None:
@@ -37,7 +42,7 @@ class _StageForward(nn.Module):
         except RuntimeError as exc:
             if state.is_careful or not any(words in str(exc) for words in _OF_WRITING):
                 raise
-            state.is_careful = True
+            state.be_careful()
             result = self._run(received, args, kwargs)
         return _own(result) if isinstance(result, Tensor) else result
 
@@ -106,6 +111,7 @@ def build_stage(
             for key, parameter in module._parameters.items():
                 if parameter is not None and (f"{name}.{key}" if name else key) not in holds:
                     state.leave_out(made, "_parameters", key)
+            compile_again(made)
         copies[id(module)] = made
         return made
 
@@ -113,7 +119,7 @@ def build_stage(
     stage.__class__ = _stage_class(type(model))
     stage.__dict__["_state"] = state
     if cut_in is not None:
-        stage.get_submodule(cut_in).register_forward_pre_hook(_Inject(state), with_kwargs=True, prepend=True)
+        run_before(stage.get_submodule(cut_in), _Inject(state))
     return stage
 
 
@@ -133,7 +139,7 @@ class _Inject:
             swap_tensors(argument, received.view_as(received))
         except RuntimeError:  # a checkpoint has saved it
             with torch.autograd._unsafe_preserve_version_counter(argument):
-                _Become.apply(argument, received)
+                _Become.apply(argument, received)  # type: ignore[no-untyped-call]
         self._state.is_taken = True
 
 
@@ -142,12 +148,12 @@ class _Become(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, zeros: Tensor, received: Tensor) -> Tensor:
-        zeros.set_(received.detach())
+        zeros.set_(received.detach())  # type: ignore[call-overload]
         context.mark_dirty(zeros)
         return zeros
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, gradient
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...errors import SpecError
 from ..blocks import StandIn
+from ..compiled import leave_as_written
 from ..recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
 
 __all__ = ["End", "Reached", "StageState", "Stub", "ghost_of", "shallow_copy", "zeros_without_memory"]
@@ -52,17 +53,30 @@ class StageState:
         self._left_out: list[tuple[nn.Module, str]] = []  # tensors of other stages, as zeros
 
     def leave_out(self, module: nn.Module, kind: str, key: str) -> None:
-        """Put zeros without memory in the place of a tensor: code that runs before the cut may read it."""
+        """Put zeros in the place of a tensor: code that runs before the cut may read it."""
         tensor = getattr(module, kind).pop(key)
-        module.__dict__[key] = zeros_without_memory(tensor, self.device)
+        module.__dict__[key] = self.zeros(tensor, self.device)
         self._left_out.append((module, key))
 
     def move(self, device: torch.device) -> None:
         """Have what stands for others where the inputs are."""
         if device != self.device:
             self.device = device
-            for module, key in self._left_out:
-                module.__dict__[key] = zeros_without_memory(module.__dict__[key], device)
+            self._make_zeros()
+
+    def be_careful(self) -> None:
+        self.is_careful = True
+        self._make_zeros()
+
+    def zeros(self, like: Tensor, device: torch.device) -> Tensor:
+        """Zeros that code may read, and where it is known to write, may write into."""
+        if self.is_careful:
+            return torch.zeros(like.shape, dtype=like.dtype, device=device)
+        return zeros_without_memory(like, device)
+
+    def _make_zeros(self) -> None:
+        for module, key in self._left_out:
+            module.__dict__[key] = self.zeros(module.__dict__[key], self.device)
 
     def require_taken(self) -> None:
         """Raises: SpecError."""
@@ -137,7 +151,7 @@ class Stub(StandIn):
         except AttributeError:
             found = getattr(self.__dict__["_ghost"], name)
         if isinstance(found, Tensor):
-            return zeros_without_memory(found, self._state.device)
+            return self._state.zeros(found, self._state.device)
         if isinstance(found, nn.Module):
             return Stub(f"{self.__dict__['_name']}.{name}", found, self._state)
         return found
@@ -164,6 +178,7 @@ def unfold(name: str, ghost: nn.Module, state: StageState) -> nn.Module:
         if child is not None:
             inner = Stub(path, child, state) if path in state.replaceable else unfold(path, child, state)
             made._modules[key] = inner
+    leave_as_written(made)
     return made
 
 
@@ -215,9 +230,10 @@ def ghost_of(module: nn.Module) -> nn.Module:
         if id(inner) not in copies:
             ghost = copies[id(inner)] = shallow_copy(inner)
             ghost.__dict__.update({key: value.copy() for key, value in ghost.__dict__.items() if type(value) in _OPEN})
-            ghost._modules.update({key: child and copy(child) for key, child in inner._modules.items()})
+            ghost._modules.update({key: copy(child) for key, child in inner._modules.items() if child is not None})
             for tensors in (ghost._parameters, ghost._buffers):
                 tensors.update({key: to_meta(tensor) for key, tensor in tensors.items()})
+            leave_as_written(ghost)
         return copies[id(inner)]
 
     return copy(module)
