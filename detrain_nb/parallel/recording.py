@@ -6,6 +6,8 @@ As a rule it runs on tensors without memory, and computes nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +81,7 @@ def record(
         without_fused_layers(),
         as_written(),
         torch.enable_grad(),
-        saved_tensors_hooks(recorder.save, _unpack),
+        saved_tensors_hooks(recorder.pack, _unpack),
         recorder,
     ):
         outputs = torch.func.functional_call(model, {**parameters, **buffers}, args, kwargs, tie_weights=False)
@@ -235,6 +237,8 @@ class Recorder(TorchDispatchMode):
         self._on_storage: dict[int, list[int]] = {}  # the tensors, by number, that are on one storage
         self.rewrites_parameters = False
         self._saved: set[int] = set()  # storages
+        # The graph has it as long as a tensor here has the graph: held by both, neither would ever go.
+        self.pack = functools.partial(Recorder.save, weakref.proxy(self))
         for name, tensor in parameters.items():
             number = self.number(tensor)
             if number not in self.names:
@@ -264,7 +268,7 @@ class Recorder(TorchDispatchMode):
     def checkpoint(self) -> int:
         """Which torch.utils.checkpoint the code is in, that will run again in the backward pass; 0 for none."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return id(hooks[0]) if hooks is not None and hooks[0] != self.save else 0
+        return id(hooks[0]) if hooks is not None and hooks[0] is not self.pack else 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -173,6 +174,18 @@ def test_model_that_looks_at_values_runs_once_and_stays_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(SpecError, match=r"looks at values of tensors .* none have on the meta device: profile it with"):
         profile(model.to("meta"), inputs)
+
+
+@pytest.mark.parametrize(
+    "model, inputs", [(GPT(), TOKENS), (LooksAtValues(), torch.ones(2, 4))], ids=["without memory", "run for real"]
+)
+def test_tensors_of_the_pass_are_gone_afterwards(model: nn.Module, inputs: Tensor) -> None:
+    counts = []
+    for _ in range(2):
+        profile(model, inputs)
+        gc.collect()
+        counts.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
+    assert counts[0] == counts[1]
 
 
 def test_times_are_of_computing_or_of_moving() -> None:
