@@ -1,0 +1,67 @@
+"""What stands in the zoo: a model, always with the same values, and inputs for it by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Inputs = Callable[[int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """``make`` builds the model, ``inputs`` what it is called with, for a batch of so many rows.
+
+    ``optimizer``: of torch.optim; AdamW takes no sparse gradients. ``keeps_statistics``: BatchNorm counts in training.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Inputs
+    optimizer: str = "AdamW"
+    keeps_statistics: bool = False
+
+    def model(self) -> nn.Module:
+        """Return a new one, with the values of every other one; it draws no random numbers, and none of its parameters
+        is zero all over, which would hide what is done to it."""
+        torch.manual_seed(0)
+        model = self.make().train()
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point() or parameter.is_complex():
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                    parameter.add_(0.05 * noise)
+        for module in model.modules():
+            _without_chance(module)
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not self.keeps_statistics:
+                module.eval()
+        return model
+
+
+def _without_chance(module: nn.Module) -> None:
+    """Every dropout that a module has, or is, takes nothing away."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        module.p = 0.0
+    for holder in (module, getattr(module, "config", None)):
+        for name, value in list(vars(holder).items()) if hasattr(holder, "__dict__") else []:
+            if "drop" in name and isinstance(value, float) and not name.startswith("_"):
+                setattr(holder, name, 0.0)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def tokens(rows: int, length: int = 8, below: int = 96) -> Tensor:
+    return torch.randint(3, below, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+def padding(rows: int, length: int = 8) -> Tensor:
+    """The first row ends early."""
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, length // 2 :] = 0
+    return mask

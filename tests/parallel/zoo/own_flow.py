@@ -1,0 +1,339 @@
+"""Models written by hand whose code goes its own ways: by values, by shapes, by what it was called with before."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .entry import Entry, draw, padding, tokens
+
+
+def mlp(width: int = 16, wider: int = 32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, wider), nn.GELU(), nn.Linear(wider, width))
+
+
+class Stack(nn.Module):
+    """Blocks, one after the other, between two layers; what is special is made by its kinds."""
+
+    def __init__(self, count: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, width), nn.ModuleList(mlp(width) for _ in range(count))
+        self.last = nn.Linear(width, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+class OuterResidual(Stack):
+    """The skip is in the outer forward, where every model of a course has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+class PreNorm(Stack):
+    """The skip goes around a norm and a block, both called by the outer forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for norm, block in zip(self.norms, self.blocks):
+            x = x + block(norm(x))
+        result: Tensor = self.last(x)
+        return result
+
+
+class ByValue(Stack):
+    """Which block comes next depends on what was computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if float(x.detach().sum()) > -1e9 else -block(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+class ByShape(Stack):
+    """Long inputs are made shorter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        while x.shape[1] > 4:
+            x = x[:, ::2] + 1
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(x.flatten(1, -2) if x.dim() > 3 else x)
+        return result
+
+
+class Halts(Stack):
+    """Goes through one block until all rows are large enough, three times at most."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks[:2]:
+            x = block(x)
+        for _ in range(3):
+            if bool((x.detach().norm(dim=-1) > 3).all()):
+                break
+            x = x + self.blocks[2](x)
+        result: Tensor = self.last(self.blocks[3](x))
+        return result
+
+
+class Twice(Stack):
+    """Every block is called twice, one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+class SharedBlock(Stack):
+    """One block under four names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0]] * 4)
+
+
+class SharedWeights(Stack):
+    """Layers of their own that have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[0].weight = self.blocks[0][0].weight
+
+
+class InPlace(Stack):
+    """Adds, multiplies and activates in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            x += 0.5
+            x.mul_(1.1)
+            F.relu_(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+class WritesInput(Stack):
+    """Writes into what it was given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0] = 0
+        return super().forward(x)
+
+
+class Checkpointed(Stack):
+    """Blocks run again in the backward pass, as torch.utils.checkpoint has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        result: Tensor = self.last(x)
+        return result
+
+
+class Reentrant(Stack):
+    """The same, the older way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        result: Tensor = self.last(x)
+        return result
+
+
+class PartCheckpointed(Stack):
+    """Two of its blocks are one function, that is run again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = checkpoint(lambda y: self.blocks[1](self.blocks[0](y)), x, use_reentrant=False)
+        result: Tensor = self.last(self.blocks[3](self.blocks[2](x)))
+        return result
+
+
+class Caches(Stack):
+    """Keeps tables that a function made, by size, for good; and one that it made itself, for the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 -- models do that
+    def positions(self, length: int) -> Tensor:
+        return torch.arange(length)[:, None] / length
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or self.table.shape[0] != x.shape[1]:
+            self.table = torch.linspace(0, 1, x.shape[1])[:, None]
+        x = self.first(x) + _waves(x.shape[1]) + self.positions(x.shape[1]) + self.table
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+@functools.lru_cache
+def _waves(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.float32).sin()[:, None]
+
+
+class KeepsLoss(Stack):
+    """A block leaves a loss beside the output, as an attribute, which the model's own adds up and gives."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.extra = mlp(), torch.zeros(())
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.body(x)
+            self.extra = result.square().mean()
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(KeepsLoss.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        result = super().forward(x)
+        return {"output": result, "extra": sum(block.extra for block in self.blocks)}
+
+
+class GivesLoss(Stack):
+    """Blocks give a loss beside what they compute, and the model their sum."""
+
+    def forward(self, x: Tensor) -> Any:
+        x, extra = self.first(x), torch.zeros(())
+        for block in self.blocks:
+            x = block(x)
+            extra = extra + x.square().mean()
+        return self.last(x), extra
+
+
+class Remembers(Stack):
+    """Appends what it sees to a list, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.calls = {"count": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls["count"] += 1
+        self.seen.append(x.detach().mean())
+        return super().forward(x)
+
+
+class ManyInputs(Stack):
+    """Tokens, a mask and flags, where every block gets the mask; a dictionary comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(96, 8, padding_idx=0)
+
+    def forward(self, ids: Tensor, *, mask: Tensor, scale: float = 1.0, is_long: bool = False) -> dict[str, Any]:
+        x = self.first(self.table(ids) * scale)
+        for block in self.blocks:
+            x = block(x) * mask[..., None]
+        return {"logits": self.last(x), "mask": mask, "is_long": is_long}
+
+
+class GivesHidden(Stack):
+    """All hidden states come out too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x, hidden = self.first(x), []
+        for block in self.blocks:
+            x = block(x)
+            hidden.append(x)
+        return self.last(x), tuple(hidden)
+
+
+class Mixture(nn.Module):
+    """Rows go to the expert that their values choose; some get none."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(16, 4), nn.ModuleList(mlp() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, chosen = self.gate(x).softmax(-1).max(-1)
+            result = torch.zeros_like(x)
+            for index, expert in enumerate(self.experts):
+                where = chosen == index
+                if where.any():
+                    result[where] = expert(x[where]) * weights[where][:, None]
+            return x + result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 16), nn.ModuleList(Mixture.Block() for _ in range(2))
+        self.last = nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+def numbers(rows: int) -> dict[str, Any]:
+    return {"x": draw(rows, 8, 8)}
+
+
+OWN_FLOW = {
+    "skip outside": Entry(OuterResidual, numbers),
+    "norm and skip outside": Entry(PreNorm, numbers),
+    "by value": Entry(ByValue, numbers),
+    "by shape": Entry(ByShape, numbers),
+    "halts": Entry(Halts, numbers),
+    "called twice": Entry(Twice, numbers),
+    "shared block": Entry(SharedBlock, numbers),
+    "shared weights": Entry(SharedWeights, numbers),
+    "in place": Entry(InPlace, numbers),
+    "writes its input": Entry(WritesInput, numbers),
+    "checkpointed": Entry(Checkpointed, numbers),
+    "checkpointed, reentrant": Entry(Reentrant, numbers),
+    "checkpointed part": Entry(PartCheckpointed, numbers),
+    "caches": Entry(Caches, numbers),
+    "keeps a loss": Entry(KeepsLoss, numbers),
+    "gives a loss": Entry(GivesLoss, numbers),
+    "remembers": Entry(Remembers, numbers),
+    "many inputs": Entry(
+        ManyInputs, lambda rows: {"ids": tokens(rows), "mask": padding(rows), "scale": 0.5, "is_long": True}
+    ),
+    "gives hidden states": Entry(GivesHidden, numbers),
+    "mixture": Entry(Mixture, numbers),
+}

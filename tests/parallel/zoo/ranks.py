@@ -1,0 +1,308 @@
+"""What a rank does with a model of the zoo: it is looked at, or laid out and trained, beside another that is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from meshes import mesh_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from detrain_nb import parallel as par
+from detrain_nb.errors import SpecError
+from detrain_nb.parallel.tensor.apply import plan_of
+
+from .entry import Entry
+from .everything import ENTRIES
+from .looks import first_difference, look_at
+
+ROWS = 4  # of a replica
+Part = tuple[dict[str, Any], Tensor]
+
+
+# ---- a model that is looked at
+
+
+def look(name: str) -> dict[str, str]:
+    """Profile, split, plan and try layouts of a new model, then of one that has run: what each left changed.
+
+    Its attributes, tensors, and the generators; what it computes afterwards, bit for bit, and tensors without memory
+    that are left anywhere. What is refused leaves nothing behind either.
+    """
+    entry, left = ENTRIES[name], dict[str, str]()
+    model, other, inputs = entry.model(), entry.model(), entry.inputs(2)
+    for when in ("new", "used"):
+        for what, call in _LOOKS.items():
+            before, fakes = look_at(model, *_generators()), _fakes()
+            try:
+                call(model, inputs)
+            except SpecError:
+                pass
+            except Exception as exc:  # noqa: BLE001  what a model raises is what is asked for
+                left[f"{what}, {when}"] = f"raises {type(exc).__name__}: {exc}"
+                continue
+            if difference := first_difference(before, look_at(model, *_generators())):
+                left[f"{what}, {when}"] = difference
+            if more := _fakes() - fakes:
+                left[f"{what}, {when}, fakes"] = f"{more} tensors without memory are left"
+        if difference := _compute_alike(model, other, entry):
+            left[f"outputs, {when}"] = difference
+    return left
+
+
+_LOOKS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "profile": par.profile,
+    "split": lambda model, inputs: par.split(model, inputs, 2),
+    "tp_plan": lambda model, inputs: par.tp_plan(model, inputs, tp=2),
+    "dry_run": lambda model, inputs: par.dry_run(model, {"pp": 2}, example_inputs=inputs),
+}
+
+
+def _generators() -> tuple[Any, ...]:
+    import numpy as np
+
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _fakes() -> int:
+    import gc
+
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    gc.collect()
+    return sum(type(each) is FakeTensor for each in gc.get_objects())
+
+
+def _compute_alike(model: nn.Module, other: nn.Module, entry: Entry) -> str:
+    """In training and not, for the same seed."""
+    for is_training in (True, False):
+        results = []
+        modes = [module.training for module in model.modules()]
+        for each in (model, other):
+            torch.manual_seed(7)
+            if not is_training:
+                each.eval()
+            results.append(float_leaves(each(**entry.inputs(3))))
+            for module, mode in zip(each.modules(), modes):
+                module.training = mode
+        found, expected = results
+        if len(found) != len(expected):
+            return f"{len(found)} tensors instead of {len(expected)}"
+        if not all(torch.equal(*pair) for pair in zip(found, expected)):
+            apart = max(float((a - b).abs().max()) for a, b in zip(found, expected))
+            return f"outputs are {apart:.2g} apart in {'training' if is_training else 'evaluation'}"
+    return ""
+
+
+# ---- a model that is laid out
+
+
+def train(name: str, axes: dict[str, int]) -> dict[str, Any]:
+    """Predict, train two steps and predict again: how far everything is apart from the whole model, relative.
+
+    The whole model is given the same parts of the batch, one after the other; statistics of the first replica count.
+    ``cut``: how many of its tensors tensor parallel ranks have parts of, and of how many.
+    """
+    entry, mesh = ENTRIES[name], mesh_of(**axes)
+    model, whole = entry.model(), entry.model()
+    is_pipeline = axes.get("pp", 1) > 1
+    before = look_at(model) if is_pipeline else {}
+    laid_out = par.parallelize(
+        model,
+        mesh,
+        example_inputs=entry.inputs(2),
+        loss=weighted,
+        num_microbatches=2 if is_pipeline else 1,
+        device="cpu",
+    )
+    found: dict[str, Any] = {"output": 0.0, "loss": 0.0, "gradient": 0.0}
+    if difference := first_difference(before, look_at(model) if is_pipeline else {}):
+        found["the model given"] = difference
+    me = laid_out.replica
+    replicas = _Replicas(whole, laid_out.num_replicas, me)
+    optimizers = [_optimizer(entry, each) for each in (laid_out, whole)]
+    for step in range(2):
+        rows = ROWS * laid_out.num_replicas
+        batch, weights = entry.inputs(rows), torch.linspace(0.5, 1.5, rows) + step
+        mine = _cut(batch, weights, laid_out.num_replicas)[me]
+        output = laid_out.predict(mine[0])
+        right = replicas.predict(_cut(*mine, laid_out.num_microbatches))
+        if laid_out.is_last:
+            found["output"] = max(found["output"], _outputs_apart(output, right))
+        laid_out.back_to_training()
+        loss = laid_out.train_step(*mine)
+        expected = replicas.train_step(_cut(batch, weights, laid_out.num_replicas), laid_out.num_microbatches)
+        if loss is not None:
+            found["loss"] = max(found["loss"], abs(float(full(loss) / expected) - 1))
+        found["gradient"] = max(found["gradient"], _apart(laid_out, whole, lambda parameter: parameter.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found["parameter"] = _apart(laid_out, whole, lambda parameter: parameter.detach())
+    output = laid_out.predict(mine[0])  # statistics too are those of the first replica from here on
+    right = replicas.predict(_cut(*mine, laid_out.num_microbatches))
+    if laid_out.is_last:
+        found["output"] = max(found["output"], _outputs_apart(output, right))
+    found["buffer"] = _buffers_apart(laid_out, replicas)
+    _require_all_somewhere(laid_out, whole)
+    plan = plan_of(laid_out.modules[0])
+    if plan is not None:
+        found["cut"] = f"{len(plan.layouts)}/{len(dict(whole.named_parameters()))}"
+    return found
+
+
+class _Replicas:
+    """The whole model in the place of all replicas: one set of parameters, and buffers for each."""
+
+    def __init__(self, whole: nn.Module, count: int, me: int) -> None:
+        self.whole = whole
+        self._buffers = [self._state() for _ in range(count)]
+        self._me = me
+
+    def mine(self) -> nn.Module:
+        """The model with the buffers of this replica."""
+        self._take(self._me)
+        return self.whole
+
+    def train_step(self, batches: Sequence[Part], num_microbatches: int) -> float:
+        total = 0.0
+        for replica, batch in enumerate(batches):
+            self._take(replica)
+            for inputs, weights in _cut(*batch, num_microbatches):
+                loss = weighted(self.whole(**inputs), weights) / (num_microbatches * len(batches))
+                loss.backward()
+                total += float(loss.detach())
+            self._buffers[replica] = self._state()
+        return total
+
+    @torch.no_grad()
+    def predict(self, parts: Sequence[Part]) -> list[Tensor]:
+        """By microbatch, joined as a user is given them. From here on all replicas have the buffers of the first."""
+        self._take(0)
+        self._buffers = [self._state() for _ in self._buffers]
+        modes = [module.training for module in self.whole.modules()]
+        self.whole.eval()
+        every = [float_leaves(self.whole(**inputs)) for inputs, _ in parts]
+        for module, mode in zip(self.whole.modules(), modes):
+            module.training = mode
+        self._buffers[self._me] = self._state()
+        return [torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves).mean() for leaves in zip(*every)]
+
+    def _state(self) -> list[Tensor]:
+        return [buffer.clone() for buffer in self.whole.buffers()]
+
+    def _take(self, replica: int) -> None:
+        for buffer, value in zip(self.whole.buffers(), self._buffers[replica]):
+            buffer.copy_(value)
+
+
+def weighted(output: Any, weights: Tensor) -> Tensor:
+    """Of every number in its own way: a mean would leave many gradients next to nothing."""
+    total = torch.zeros(())
+    for leaf in float_leaves(output, with_gradient=True):
+        if leaf.is_complex():
+            leaf = torch.view_as_real(leaf)
+        leaf = leaf.float()
+        if leaf.dim() and len(leaf) == len(weights):
+            scale = torch.linspace(-1, 1, leaf[0].numel()).view(leaf.shape[1:]).sin()
+            each = (leaf * scale).flatten(1).sum(1) if leaf.dim() > 1 else leaf
+            total = (
+                total
+                + ((each + leaf.square().flatten(min(1, leaf.dim() - 1)).view(len(leaf), -1).mean(1)) * weights).mean()
+            )
+        else:
+            total = total + leaf.square().mean() * weights.mean()
+    return total
+
+
+def float_leaves(output: Any, *, with_gradient: bool = False) -> list[Tensor]:
+    """The tensors that a model gives, or those that depend on its parameters."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
+    return [leaf for leaf in leaves if leaf.requires_grad] if with_gradient and torch.is_grad_enabled() else leaves
+
+
+def full(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.to_dense() if whole.is_sparse else whole
+
+
+def _optimizer(entry: Entry, model: Any) -> torch.optim.Optimizer:
+    more = {"eps": 1e-3} if entry.optimizer == "AdamW" else {}
+    made: torch.optim.Optimizer = getattr(torch.optim, entry.optimizer)(list(model.parameters()), lr=1e-2, **more)
+    return made
+
+
+def _cut(batch: dict[str, Any], weights: Tensor, count: int) -> list[Part]:
+    """What has the batch's rows is cut, everything else is in each part."""
+    rows, parts = len(weights), list[Part]()
+    for index, part in enumerate(weights.chunk(count)):
+        is_of_rows = {
+            key: isinstance(each, Tensor) and each.dim() > 0 and len(each) == rows for key, each in batch.items()
+        }
+        parts.append(
+            ({key: each.chunk(count)[index] if is_of_rows[key] else each for key, each in batch.items()}, part)
+        )
+    return parts
+
+
+def _outputs_apart(output: Any, expected: Sequence[Tensor]) -> float:
+    leaves = float_leaves(output)
+    assert len(leaves) == len(expected), f"{len(leaves)} tensors are given instead of {len(expected)}"
+    pairs = [(full(leaf), right) for leaf, right in zip(leaves, expected)]
+    for leaf, right in pairs:
+        assert (leaf.shape, leaf.dtype) == (right.shape, right.dtype), (
+            f"{leaf.shape} {leaf.dtype}, not {right.shape} {right.dtype}"
+        )
+    return max((_relative(leaf, right) for leaf, right in pairs if leaf.numel()), default=0.0)
+
+
+def _relative(found: Tensor, expected: Tensor, *, least: float = 1e-12) -> float:
+    apart = float((found - expected).nan_to_num().abs().max())
+    if not torch.equal(found.isnan(), expected.isnan()):
+        return float("inf")
+    return apart / max(float(expected.nan_to_num().abs().max()), least)
+
+
+def _apart(laid_out: par.ParallelModel, whole: nn.Module, of: Callable[[Tensor], Tensor | None]) -> float:
+    """Relative to the largest of its tensor, or a hundredth of the largest of all."""
+    references = {name: of(each) for name, each in whole.named_parameters(remove_duplicate=False)}
+    references = {name: None if each is None else full(each) for name, each in references.items()}
+    largest = max(float(each.abs().max()) for each in references.values() if each is not None and each.numel())
+    plan, most = plan_of(laid_out.modules[0]), 0.0
+    for name, parameter in laid_out.named_parameters():
+        found, expected = of(parameter), references[name]
+        if found is not None and plan is not None:
+            found = par.to_saved_order(name, found, plan)
+        if expected is None:
+            assert found is None or not full(found).any(), f"{name} has a gradient, and none in the whole model"
+            continue
+        assert found is not None or not expected.any(), f"{name} has no gradient, and one in the whole model"
+        if found is not None:
+            most = max(most, _relative(full(found), expected, least=1e-2 * largest))
+    return most
+
+
+def _buffers_apart(laid_out: par.ParallelModel, replicas: _Replicas) -> float:
+    references, most = dict(replicas.mine().named_buffers(remove_duplicate=False)), 0.0
+    for module in laid_out.modules:
+        for name, buffer in module.named_buffers():
+            expected = references[name]
+            if not (buffer.is_floating_point() or buffer.is_complex()):
+                buffer, expected = buffer.double(), expected.double()
+            if buffer.numel() and not buffer.is_meta:
+                assert buffer.shape == expected.shape, f"buffer {name}: {buffer.shape}, not {expected.shape}"
+                most = max(most, _relative(full(buffer), expected))
+    return most
+
+
+def _require_all_somewhere(laid_out: par.ParallelModel, whole: nn.Module) -> None:
+    """Collective: all ranks."""
+    here = [name for name, _ in laid_out.named_parameters()]
+    there = {name for names in laid_out.gather(here, of_one_copy=True) for name in names}
+    missing = [name for name in dict(whole.named_parameters()) if name not in there]
+    assert not missing, f"on no rank: {', '.join(missing)}"

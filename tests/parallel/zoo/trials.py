@@ -1,0 +1,119 @@
+"""Models of the zoo tried in every layout, on real ranks that are kept from one to the next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from detrain_nb import Session
+from detrain_nb.errors import CellTimeout, RankError, RankLost
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "looks": {},  # not laid out: profiled, split, planned, and compared with what it was
+    "pp": {"pp": 2},
+    "tp": {"tp": 2},
+    "dp_shard": {"dp_shard": 2},
+    "pp x tp": {"pp": 2, "tp": 2},
+}
+CLOSE = 5e-5  # relative, in float32
+_LIMIT_S = 30.0
+_IMPORT = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); from zoo import ranks"
+_QUIET = "import logging, warnings; warnings.simplefilter('ignore'); logging.disable(logging.WARNING)"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``kind``: "right", "refused" (a SpecError, whose words are ``told``), "wrong", "error" or "hang"."""
+
+    kind: str
+    told: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.told}" if self.told else self.kind
+
+
+class Trials:
+    """Sessions of 1, 2 and 4 ranks, each started when it is wanted first, and anew after a hang."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, Session] = {}
+
+    def __enter__(self) -> Trials:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, at: TracebackType | None) -> None:
+        while self._sessions:
+            self._sessions.popitem()[1].stop()
+
+    def run(self, name: str, layout: str, *, timeout_s: float = _LIMIT_S) -> Outcome:
+        axes = LAYOUTS[layout]
+        session = self._session(axes)
+        code = f"ranks.train({name!r}, {axes})" if axes else f"ranks.look({name!r})"
+        try:
+            values = session.run_cell(code, timeout_s=timeout_s).values
+        except CellTimeout as exc:
+            self._drop(session)
+            told = " ".join(str(exc).split())
+            return Outcome("error" if " failed with " in told else "hang", told)
+        except RankLost as exc:
+            self._drop(session)
+            return Outcome("error", f"RankLost: {_first_line(exc)}")
+        except RankError as exc:
+            return _of_errors(exc)
+        return _of_differences(values[0]) if not axes else _of_figures(values)
+
+    def _session(self, axes: dict[str, int]) -> Session:
+        count = 1
+        for size in axes.values():
+            count *= size
+        if count not in self._sessions:
+            # A dry run wants no process group.
+            self._sessions[count] = Session.start(count, device="cpu", init=count > 1)
+            self._sessions[count].run_cell(f"{_QUIET}\n{_IMPORT}", timeout_s=60)
+        return self._sessions[count]
+
+    def _drop(self, session: Session) -> None:
+        self._sessions = {count: each for count, each in self._sessions.items() if each is not session}
+        session.stop()
+
+
+def _of_errors(exc: RankError) -> Outcome:
+    """By the first that does not follow from another rank's."""
+    errors = sorted(exc.errors.values(), key=lambda error: (error.follows_another, error.rank))
+    first = errors[0]
+    kinds = {error.name for error in errors if not error.follows_another}
+    alone = "" if len(kinds) < 2 else f" ({', '.join(f'rank {error.rank}: {error.name}' for error in errors)})"
+    if first.name == "SpecError" and len(errors) == exc.world_size:
+        return Outcome("refused", first.message + alone)
+    if first.name == "AssertionError" and any("zoo/ranks.py" in line for line in first.traceback):
+        return Outcome("wrong", first.message + alone)
+    partly = "" if len(errors) == exc.world_size else f" on {len(errors)} of {exc.world_size} ranks"
+    return Outcome("error", f"{first.name}{partly}: {first.message}{alone}")
+
+
+def _of_differences(left: dict[str, str]) -> Outcome:
+    if not left:
+        return Outcome("right")
+    is_raw = all(how.startswith("raises ") for how in left.values())
+    return Outcome("error" if is_raw else "wrong", "; ".join(f"{what}: {how}" for what, how in left.items()))
+
+
+def _of_figures(values: dict[int, dict[str, Any]]) -> Outcome:
+    faults, cut = Counter[str](), ""
+    for rank, found in values.items():
+        cut = found.pop("cut", cut)
+        for what, value in found.items():
+            if isinstance(value, str):
+                return Outcome("wrong", f"{what}: {value}")
+            if not value < CLOSE:
+                faults[f"{what} on rank {rank}"] = value
+    if faults:
+        return Outcome("wrong", ", ".join(f"{what} {value:.2g}" for what, value in faults.items()))
+    return Outcome("right", f"{cut} tensors cut" if cut else "")
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).split("\n")[0]
