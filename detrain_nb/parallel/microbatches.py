@@ -232,11 +232,14 @@ def cut_batch(tree: Any, *, rows: int, count: int, shared: Collection[str] = ())
 
 
 def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    """Equal parts, into which a model may write: into views that are made together autograd lets nobody."""
+    """Equal parts, into which a model may write: into views that are made together autograd lets nobody.
+
+    What is written into one of them is no change of the others, as it would be for what ``detach`` gives.
+    """
     if count == 1:
         return [tensor]
     pieces = tensor.chunk(count)
-    return pieces if tensor.requires_grad else [piece.detach() for piece in pieces]
+    return pieces if tensor.requires_grad else [piece.data for piece in pieces]
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -232,6 +233,8 @@ class Recorder(TorchDispatchMode):
         self.names: dict[int, str] = {}  # of parameters, by number
         self.inside: tuple[str, ...] = ()  # the modules whose code runs, from the outermost
         self.made_in: dict[int, int] = {}  # in which checkpoint a tensor was made, by number
+        self._checkpoints: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._count = itertools.count(1)
         self._numbers: dict[int, int] = {}
         self._kept: list[Tensor] = []  # so that no other tensor gets the id of one that has gone
         self._on_storage: dict[int, list[int]] = {}  # the tensors, by number, that are on one storage
@@ -268,7 +271,9 @@ class Recorder(TorchDispatchMode):
     def checkpoint(self) -> int:
         """Which torch.utils.checkpoint the code is in, that will run again in the backward pass; 0 for none."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return id(hooks[0]) if hooks is not None and hooks[0] is not self.pack else 0
+        if hooks is None or hooks[0] is self.pack:
+            return 0
+        return self._checkpoints.setdefault(hooks[0], next(self._count))  # not by its id, which the next may have
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

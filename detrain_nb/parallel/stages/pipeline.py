@@ -290,7 +290,7 @@ class _Plan:
         try:
             self._schedule.step(microbatch=self._numbers, target=self._numbers, return_outputs=False)
         except RuntimeError as exc:
-            if exc.__cause__ is not None and "failed to run forward" in str(exc):  # the user's own, without our parts
+            if exc.__cause__ is not None and "ailed to run" in str(exc):  # the user's own, without what torch adds
                 raise exc.__cause__ from None
             raise
         finally:
