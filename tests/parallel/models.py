@@ -357,3 +357,21 @@ class Recurrent(nn.Module):
         x, _ = self.body(self.table(tokens))
         result: Tensor = self.head(F.relu(self.up(x)))
         return result
+
+
+class ReadsInside(nn.Module):
+    """Its own code reads the weights of layers in lists and dicts, before and behind each cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.ends = nn.ModuleDict({"first": nn.Linear(8, 8), "last": nn.Linear(8, 4)})
+        self.gates = nn.ParameterList(torch.ones(8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.ends["first"](x)
+        for gate, block in zip(self.gates, self.blocks, strict=True):
+            x = block(x) * gate + F.linear(x, block[0].weight)
+        assert len(self.blocks) == 3 and "last" in self.ends and [name for name, _ in self.ends.items()] == [*self.ends]
+        result: Tensor = self.ends["last"](x) * self.blocks[0][0].bias.numel()
+        return result

@@ -22,6 +22,7 @@ from .models import (
     Experts,
     LooksAtValues,
     Masked,
+    ReadsInside,
     Recurrent,
     Rescales,
     Skips,
@@ -84,6 +85,7 @@ FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
     "checkpointed": (Checkpointed, (batch(2, 8),), (batch(3, 8),), 3),
     "skips": (Skips, (batch(3, 8),), (batch(2, 8),), 5),
     "recurrent": (Recurrent, (TOKENS[:, :6] % 11,), (TOKENS[:1, :5] % 11,), 4),
+    "reads inside": (ReadsInside, (batch(3, 8),), (batch(2, 8),), 4),
     "experts": (Experts, (batch(2, 6, 8),), (batch(1, 4, 8),), 3),
 }
 

@@ -18,7 +18,7 @@ from torch.utils import swap_tensors
 from ...errors import SpecError
 from ..compiled import compile_again, run_before
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
-from .stubs import End, Reached, StageState, Stub, ghost_of, shallow_copy
+from .stubs import End, Reached, StageState, ghost_of, shallow_copy, stub_of
 
 __all__ = ["build_stage"]
 
@@ -102,7 +102,7 @@ def build_stage(
         if name and name == cut_out:
             made: nn.Module = End(name, ghost_of(module), state)
         elif name in replaceable and name not in needed:
-            made = Stub(name, ghost_of(module), state)
+            made = stub_of(name, ghost_of(module), state)
         else:
             made = shallow_copy(module)
             for key, child in module._modules.items():

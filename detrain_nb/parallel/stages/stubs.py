@@ -5,7 +5,7 @@ What a stub gives is never looked at by what counts; it has to have the right sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..blocks import StandIn
 from ..compiled import leave_as_written
 from ..recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
 
-__all__ = ["End", "Reached", "StageState", "Stub", "ghost_of", "shallow_copy", "zeros_without_memory"]
+__all__ = ["End", "Reached", "StageState", "Stub", "ghost_of", "shallow_copy", "stub_of", "zeros_without_memory"]
 
 
 class Reached(BaseException):
@@ -149,12 +149,54 @@ class Stub(StandIn):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            found = getattr(self.__dict__["_ghost"], name)
+            return self._stand_for(name, getattr(self.__dict__["_ghost"], name))
+
+    def _stand_for(self, name: Any, found: Any) -> Any:
+        """What code that asks for a part of the module gets: it may compute with its tensors."""
         if isinstance(found, Tensor):
             return self._state.zeros(found, self._state.device)
         if isinstance(found, nn.Module):
-            return Stub(f"{self.__dict__['_name']}.{name}", found, self._state)
+            return stub_of(f"{self._name}.{name}", found, self._state)
         return found
+
+
+class _ListStub(Stub):
+    """Stands for a module that others are taken out of by their places, as of ``nn.Sequential``."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._stand_for(key, self._ghost[key])
+
+    def __len__(self) -> int:
+        return len(self._ghost)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self._stand_for(index, found) for index, found in enumerate(self._ghost))
+
+
+class _DictStub(_ListStub):
+    """The same by names."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._ghost)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._ghost
+
+    def values(self) -> list[Any]:
+        return [self[key] for key in self._ghost]
+
+    def items(self) -> list[tuple[Any, Any]]:
+        return [(key, self[key]) for key in self._ghost]
+
+
+def stub_of(name: str, ghost: nn.Module, state: StageState) -> Stub:
+    """What stands for a module ``name`` of another stage."""
+    kinds = (
+        (_DictStub, (nn.ModuleDict, nn.ParameterDict)),
+        (_ListStub, (nn.Sequential, nn.ModuleList, nn.ParameterList)),
+    )
+    kind = next((kind for kind, of in kinds if isinstance(ghost, of)), Stub)
+    return kind(name, ghost, state)
 
 
 class End(Stub):
@@ -176,7 +218,7 @@ def unfold(name: str, ghost: nn.Module, state: StageState) -> nn.Module:
     for key, child in ghost._modules.items():
         path = f"{name}.{key}" if name else key
         if child is not None:
-            inner = Stub(path, child, state) if path in state.replaceable else unfold(path, child, state)
+            inner = stub_of(path, child, state) if path in state.replaceable else unfold(path, child, state)
             made._modules[key] = inner
     leave_as_written(made)
     return made
