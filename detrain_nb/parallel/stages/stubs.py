@@ -191,12 +191,11 @@ class _DictStub(_ListStub):
 
 def stub_of(name: str, ghost: nn.Module, state: StageState) -> Stub:
     """What stands for a module ``name`` of another stage."""
-    kinds = (
-        (_DictStub, (nn.ModuleDict, nn.ParameterDict)),
-        (_ListStub, (nn.Sequential, nn.ModuleList, nn.ParameterList)),
-    )
-    kind = next((kind for kind, of in kinds if isinstance(ghost, of)), Stub)
-    return kind(name, ghost, state)
+    if isinstance(ghost, (nn.ModuleDict, nn.ParameterDict)):
+        return _DictStub(name, ghost, state)
+    if isinstance(ghost, (nn.Sequential, nn.ModuleList, nn.ParameterList)):
+        return _ListStub(name, ghost, state)
+    return Stub(name, ghost, state)
 
 
 class End(Stub):
