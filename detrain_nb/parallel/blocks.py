@@ -15,11 +15,9 @@ class StandIn(nn.Module):
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
     """What stands in the outermost lists of modules; of a stage what belongs to it as a whole."""
-    met: set[int] = set()
-    for block in _find_blocks(module):
-        if id(block) not in met:  # one layer may be run many times
-            met.add(id(block))
-            yield block
+    found = {id(block): block for block in _find_blocks(module)}  # one layer may be run many times
+    inside = {id(part) for block in found.values() for part in block.modules() if part is not block}
+    yield from (block for block in found.values() if id(block) not in inside)
 
 
 def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -6,8 +6,9 @@ What is done to a block, in this order: its activations are kept or computed aga
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import SpecError
 from .blocks import blocks_of
+from .costs.block_use import BlockUse
 from .mesh import replica_number
+from .replicated import replicate_scalars
 from .stages.schedules import Schedule
 
 __all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "resolve_sharding"]
@@ -37,7 +42,8 @@ class Sharding:
 
     ``kind``: "none", "ddp" or "fsdp" (over both axes of the mesh: HSDP). ``dtype``: what it computes in, where that is
     not the parameters' own. ``comm_hook``: what DDP sends. ``activations``: "none" is computed again in the backward
-    pass, "selective" all but what products of matrices give, or "full".
+    pass, "selective" all but what products of matrices give, or "full". ``block_use``: what the code around the blocks
+    of the model does with them.
     """
 
     kind: str
@@ -47,6 +53,7 @@ class Sharding:
     comm_hook: str = "none"
     activations: str = "none"
     is_compiled: bool = False
+    block_use: BlockUse = field(default_factory=BlockUse)
 
     @property
     def replicas(self) -> tuple[dist.ProcessGroup, ...]:
@@ -88,19 +95,58 @@ class Sharding:
                 reduce_dtype=torch.float32,
                 output_dtype=torch.float32 if is_last else self.dtype,
             )
-        common: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": self.reshard_after_forward}
+        assert self.mesh is not None
+        names = {id(block): name for name, block in module.named_modules()}
+        for block in blocks:
+            if names[id(block)] in self.block_use.written_outside:
+                block.register_forward_hook(_give_no_view)
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # which FSDP2 refuses
+                parameter.data = parameter.data.contiguous()
+        common: dict[str, Any] = {
+            "mesh": self.mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            "ignored_params": replicate_scalars(module, self.mesh),
+        }
         if self.dtype is not None:
             for part in module.modules():  # its running statistics are float32
                 if isinstance(part, nn.modules.batchnorm._BatchNorm):
                     fully_shard(part, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
+        named = dict(module.named_parameters(remove_duplicate=False))
         shared = _shared_parameters(module, blocks)
-        for block in blocks:
-            if not shared.intersection(map(id, block.parameters())):  # else the root has it
-                fully_shard(block, mp_policy=inside, **common)
+        shared |= {id(named[name]) for name in self.block_use.read_outside if name in named}
+        units = [block for block in blocks if not shared.intersection(map(id, block.parameters()))]  # else the root's
+        for unit in (*units, module):
+            for part in _parts_of_other_dtypes(unit, units):
+                fully_shard(part, mp_policy=inside, **common)
+        for unit in units:
+            fully_shard(unit, mp_policy=inside, **common)
         root = fully_shard(module, mp_policy=outside, **common)
         root.set_reduce_scatter_unused_params(
             True
         )  # what a branch has not used on one replica is 0 there, not left out
+
+    def require_fit(self, model: nn.Module) -> None:
+        """Raises: SpecError for what a shard of a model cannot do, with the name of what does it."""
+        if self.kind != "fsdp":
+            return
+        for name, module in model.named_modules():
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                continue
+            where = name or "the model"
+            if module.max_norm is not None:
+                raise SpecError(
+                    f"{where} writes into its weight (max_norm={module.max_norm}), of which each rank has a shard that "
+                    f"would not see it: {_OTHERWISE}"
+                )
+            if module.sparse and module.weight.requires_grad:
+                raise SpecError(f"{where} has sparse gradients, which FSDP2 cannot send: sparse=False, or {_OTHERWISE}")
+        for name, parameter in model.named_parameters():
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise SpecError(
+                    f"{name} has a hook on its gradient, of which each rank would see a part alone: change gradients "
+                    f"behind train_step, or {_OTHERWISE}"
+                )
 
     def _replicate(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -184,6 +230,41 @@ def _shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
         for parameter in part.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(inside.get(id(part), 0))
     return {parameter for parameter, users in owners.items() if len(users) > 1}
+
+
+_OTHERWISE = "keep the model whole (dp_replicate in the place of dp_shard)"
+
+
+def _give_no_view(module: nn.Module, args: Any, output: Any) -> Any:
+    """What comes behind writes into it: of a view autograd would lose what FSDP2 has noted on it."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf._is_view() else leaf, output)
+
+
+def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The modules in a unit whose parameters are not of the dtype that most of it is: FSDP2 sends each by itself.
+
+    Raises: SpecError for a module with parameters of its own of several.
+    """
+    others = {id(part) for other in units if other is not unit for part in other.modules()}
+    sizes: Counter[torch.dtype] = Counter()
+    for part in unit.modules():
+        if id(part) not in others:
+            for parameter in part.parameters(recurse=False):
+                sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad and parameter.dim() else 0
+    if sum(size > 0 for size in sizes.values()) <= 1:
+        return
+    usual = sizes.most_common(1)[0][0]
+    for name, part in unit.named_modules():
+        own = {p.dtype for p in part.parameters(recurse=False) if p.requires_grad and p.dim()}
+        if id(part) in others or own <= {usual}:
+            continue
+        if len(own) > 1 or part is unit:
+            found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in own | {usual}))
+            raise SpecError(
+                f"{name or type(part).__name__} has parameters of several dtypes ({found}), which FSDP2 cannot send "
+                f"together: give them one dtype, or {_OTHERWISE}"
+            )
+        yield part
 
 
 # ---- activations

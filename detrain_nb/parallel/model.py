@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 from ..errors import SpecError
 from .costs.profiler import ExampleInputs, as_call
 from .microbatches import Loss, Objective, Passage, cut_batch, rows_of
+from .replicated import averaged, replicated_in
 
 __all__ = ["Arrangement", "ParallelModel", "Prepare", "autocast_left", "usual_device"]
 
@@ -173,7 +175,7 @@ class ParallelModel(abc.ABC):
         self.objective.require_target(target)
         if not torch.is_grad_enabled():
             raise SpecError("train_step was called under torch.no_grad(): evaluate is the one without gradients")
-        with self._gradients_added_up():
+        with averaged(self._replicated, self.arrangement.replicas), self._gradients_added_up():
             return self.objective.over_replicas(self._run(batch, target, is_training=True).loss)
 
     def evaluate(self, batch: ExampleInputs, target: Any = None) -> Tensor | None:
@@ -198,6 +200,11 @@ class ParallelModel(abc.ABC):
     @abc.abstractmethod
     def _count_microbatches(self, rows: int) -> int:
         """In how many equal parts ``rows`` go."""
+
+    @functools.cached_property
+    def _replicated(self) -> list[nn.Parameter]:
+        """Of its modules, once they are laid out."""
+        return replicated_in(self.modules)
 
     def _gradients_added_up(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
+from .costs.block_use import BlockUse
 from .costs.partitioner import StageNode
-from .costs.profiler import ExampleInputs, ModelProfile, shared_inputs
+from .costs.profiler import ExampleInputs, ModelProfile, profile, shared_inputs
 from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
 from .mesh import AXES
@@ -90,9 +92,15 @@ def parallelize(
     )
     if is_deferred(model):
         require_values(model)
+    sharding.require_fit(model)
     require_same_model(model, mesh, device=place if place.type == mesh.device_type else torch.device(mesh.device_type))
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     is_fsdp = sharding.kind == "fsdp"
+    found = None
+    if is_pipeline:
+        found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(sizes["pp"]))
+    if is_fsdp:
+        sharding = dataclasses.replace(sharding, block_use=_block_use(model, example_inputs, found))
     common: dict[str, Any] = {
         "loss": loss,
         "loss_weight": loss_weight,
@@ -106,11 +114,17 @@ def parallelize(
             is_loss_parallel=loss_parallel and plan is not None,
         ),
     }
-    if not is_pipeline:
+    if found is None:
         inputs = shared_inputs(example_inputs)
         return WholeModel(model, num_microbatches=num_microbatches or 1, shared_inputs=inputs, **common)
-    found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(sizes["pp"]))
     return PipelineStages(found, mesh["pp"], schedule=order, num_microbatches=num_microbatches, **common)
+
+
+def _block_use(model: nn.Module, example_inputs: ExampleInputs, found: Split | None) -> BlockUse:
+    try:
+        return (found.profile if found is not None else profile(model, example_inputs)).block_use
+    except SpecError:  # nobody can look into it
+        return BlockUse()
 
 
 def require_axes_for(

@@ -219,6 +219,7 @@ class Op:
     inside: tuple[str, ...]  # the modules whose code runs, from the outermost
     is_look: bool  # the code asks for a value that was computed
     saved_bytes: int = 0
+    writes: Sequence[int] = ()  # of those that it made, what was there before
 
 
 class Recorder(TorchDispatchMode):
@@ -297,7 +298,7 @@ class Recorder(TorchDispatchMode):
             self.is_computed[number] |= is_drawn or is_from_computed
         is_look = torch.Tag.data_dependent_output in func.tags and is_from_computed
         flops = _count_flops(func, args, kwargs, result)
-        self.ops.append(Op(reads, makes, flops, moved_bytes, self.inside, is_look))
+        self.ops.append(Op(reads, makes, flops, moved_bytes, self.inside, is_look, writes=written))
         return result
 
     def _is_of_parameters(self, written: Sequence[int], reads: Sequence[int]) -> bool:

@@ -32,6 +32,7 @@ from ..recording import (
     random_state_kept,
     record,
 )
+from .block_use import BlockUse, find_block_use
 from .cuts import Cut, find_cuts, find_replaceable
 from .measuring import measure_units
 
@@ -98,6 +99,7 @@ class ModelProfile:
     hindrances: Mapping[str, str] = field(default_factory=dict, repr=False)
     why_no_more: str = field(default="", repr=False)
     rewrites_parameters: bool = field(default=False, repr=False)
+    block_use: BlockUse = field(default=BlockUse(), repr=False)
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -266,6 +268,7 @@ def _make_profile(recording: Recording, num_rows: int) -> ModelProfile:
         hindrances=found.hindrances,
         why_no_more=found.why_no_more,
         rewrites_parameters=recording.recorder.rewrites_parameters,
+        block_use=find_block_use(recording),
     )
 
 

@@ -57,7 +57,9 @@ class MeshRanks:
         return list(gathered.chunk(self.size))
 
     def local(self, parameter: nn.Parameter) -> Tensor | None:
-        if not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+        if not isinstance(parameter, DTensor):
+            return None
+        if parameter.device_mesh != self.mesh and not all(each.is_replicate() for each in parameter.placements):
             return None  # as it lies in the shards of FSDP2, say
         return parameter.to_local(grad_placements=parameter.placements)
 

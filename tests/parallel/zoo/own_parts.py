@@ -144,6 +144,30 @@ class MixedDtypes(Stack):
         return result
 
 
+class MixedInside(Stack):
+    """Blocks of bfloat16 that have norms of float32, and a norm of float64 behind them."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layers = nn.LayerNorm(16), mlp().bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = x + self.layers(self.norm(x).bfloat16()).float()
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.end = nn.ModuleList(MixedInside.Block() for _ in range(4)), nn.LayerNorm(16).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(self.end(x.double()).float())
+        return result
+
+
 class WeightOutside(Stack):
     """Weights of layers are used by the model itself, around them."""
 
@@ -450,6 +474,7 @@ OWN_PARTS = {
     "scalar parameters": Entry(Scalars, numbers),
     "complex parameters": Entry(Complex, numbers),
     "mixed dtypes": Entry(MixedDtypes, numbers),
+    "mixed dtypes inside": Entry(MixedInside, numbers),
     "weight outside": Entry(WeightOutside, numbers),
     "running buffers": Entry(RunningBuffers, numbers),
     "replaced buffer": Entry(ReplacesBuffer, numbers),

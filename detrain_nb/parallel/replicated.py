@@ -1,0 +1,97 @@
+"""Parameters without a dimension beside shards: whole on every rank, with the mean of the gradients of all replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from .recording import modules_around
+from .tensor.layers import Region, Share, change_class
+from .tensor.ranks import MeshRanks
+
+__all__ = ["averaged", "replicate_scalars", "replicated_in"]
+
+
+def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Lay out the parameters of ``module`` that FSDP2 has no dimension to cut; return those that it is to leave alone.
+
+    They become DTensors too, over ``mesh`` and the mesh that they are on already: optimizers do not mix these with
+    tensors. The code of the model gets plain tensors for them.
+    """
+    modules = dict(module.named_modules())
+    found = [
+        (name, key, parameter)
+        for name, part in modules.items()
+        for key, parameter in part._parameters.items()
+        if parameter is not None and not parameter.dim()
+    ]
+    made: dict[int, nn.Parameter] = {}
+    region = Region(None)
+    for name, key, parameter in found:
+        if id(parameter) not in made:
+            made[id(parameter)] = _replicated(parameter, mesh)
+        modules[name]._parameters[key] = made[id(parameter)]
+        for outer in (*modules_around(name), name):  # a checkpoint may run each of them again
+            if "_share" not in modules[outer].__dict__:
+                modules[outer].__dict__["_share"] = Share(MeshRanks(mesh["dp_shard"]), region)
+                change_class(modules[outer], modules[outer].__dict__["_share"])
+    return set(made.values())
+
+
+def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    local, whole = parameter.detach(), mesh
+    if isinstance(local, DTensor):
+        whole = DeviceMesh._concatenate([mesh, local.device_mesh])
+        local = local.to_local()
+    made: Any = DTensor.from_local(local, whole, [Replicate()] * whole.ndim, run_check=False)
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def replicated_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Those of `replicate_scalars`."""
+    parameters = {id(p): p for module in modules for p in module.parameters()}.values()
+    return [p for p in parameters if isinstance(p, DTensor) and not p.dim() and "dp_shard" in _axes(p)]
+
+
+def _axes(parameter: DTensor) -> Sequence[str]:
+    return parameter.device_mesh.mesh_dim_names or ()
+
+
+@contextlib.contextmanager
+def averaged(parameters: Sequence[nn.Parameter], replicas: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """Make gradients that come in the block the mean over all replicas, and add them to those that were there.
+
+    Collective: all replicas.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    before = [parameter.grad for parameter in trained]
+    for parameter in trained:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:  # what there was before is not lost with what failed
+        for parameter, earlier in zip(trained, before):
+            parameter.grad = earlier
+        raise
+    for parameter, earlier in zip(trained, before):
+        if parameter.grad is None:
+            parameter.grad = parameter.detach().new_zeros(())
+        _average(_local(parameter.grad), replicas)
+        if earlier is not None:
+            parameter.grad = earlier.add_(parameter.grad)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _average(tensor: Tensor, replicas: Sequence[dist.ProcessGroup]) -> None:
+    for group in replicas:
+        dist.all_reduce(tensor, group=group)
+        tensor.div_(dist.get_world_size(group))
