@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -168,11 +169,13 @@ def dry_run(
 def _standing_for(rank: int, world_size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    excepthook = sys.excepthook  # torch puts a rank before every line of a traceback, and leaves it so
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 def _memory(

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..errors import DetrainError, SpecError
 from .compiled import as_written
+from .writes import written_by
 
 __all__ = [
     "Entries",
@@ -31,12 +32,10 @@ __all__ = [
     "Recording",
     "TensorLook",
     "TensorMemo",
-    "attributes_kept",
     "device_of",
     "fails_with_inputs",
     "first_float_tensor",
     "modules_around",
-    "random_state_kept",
     "record",
     "tensors_in",
     "without_fused_layers",
@@ -70,14 +69,13 @@ class Recording:
 def record(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], copy: Callable[[Tensor], Tensor]
 ) -> Recording:
-    """Run ``model`` on what ``copy`` makes of its tensors, and of its inputs'; the model stays as it is."""
+    """Run ``model`` on what ``copy`` makes of its tensors, and of its inputs', under `state_kept`."""
     made = TensorMemo(copy)
     parameters, buffers = tensors_in(model, "_parameters", made), tensors_in(model, "_buffers", made)
     args, kwargs = tree_map(made, args), tree_map(made, kwargs)
     recorder = Recorder(parameters)
     entries = Entries(model, recorder)
     with (
-        attributes_kept(model),
         entries.watched(),
         without_fused_layers(),
         as_written(),
@@ -112,13 +110,6 @@ def _look_of(value: Any) -> str:
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
-def random_state_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Draw what is drawn inside again afterwards, on the CPU and on ``device``."""
-    if device.type in ("cpu", "meta"):
-        return torch.random.fork_rng([])
-    return torch.random.fork_rng([device], device_type=device.type)
-
-
 def device_of(tree: Any, otherwise: torch.device = _CPU) -> torch.device:
     """Of the first tensor, or ``otherwise`` where there is none."""
     return next((leaf.device for leaf in tree_iter(tree) if isinstance(leaf, Tensor)), otherwise)
@@ -137,24 +128,6 @@ def without_fused_layers() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
-
-
-@contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Give every module its own attributes back, that a forward writes: a cache would keep tensors without memory."""
-    modules = list(model.modules())
-    before = [dict(module.__dict__) for module in modules]
-    containers = {id(value): value for each in before for value in each.values() if type(value) in (list, dict, set)}
-    contents = [(value, value.copy()) for value in containers.values()]
-    try:
-        yield
-    finally:
-        for module, attributes in zip(modules, before):
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for value, was in contents:
-            value.clear()
-            value.extend(was) if isinstance(value, list) else value.update(was)
 
 
 def tensors_in(model: nn.Module, kind: str, made: Callable[[Any], Any]) -> dict[str, Tensor]:
@@ -309,12 +282,7 @@ class Recorder(TorchDispatchMode):
 
     def _written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
         """What an operator in place writes into: its tensor, and all others that are on its memory."""
-        if not func._schema.is_mutable:
-            return []
-        given = [*zip(func._schema.arguments, args)]
-        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-        leaves = tree_leaves([value for argument, value in given if argument.is_write])
-        written = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        written = written_by(func, args, kwargs)
         for leaf in written:  # transpose_() gives it another shape
             self.looks[self.number(leaf)] = _look_at(leaf)
         storages = dict.fromkeys(map(_storage_of, written))

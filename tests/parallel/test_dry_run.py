@@ -46,6 +46,13 @@ def test_it_says_what_real_ranks_hold(session: Session, axes: dict[str, int]) ->
             assert 0.99 * row.parameter_bytes < held[rank][0] <= row.parameter_bytes
 
 
+def test_it_leaves_tracebacks_as_they_were() -> None:
+    """torch puts a rank before every line of them when a process group is made."""
+    before = sys.excepthook
+    dry_run(GPT(), {"pp": 2}, example_inputs=TOKENS)
+    assert sys.excepthook is before
+
+
 def require_largest(session: Session, axes: dict[str, int]) -> None:
     """Names and shapes of the largest parameters are those on the rank that the row is of, and no other is larger."""
     held = session.run_cell(f"mixed_ranks.shapes_here({axes})", timeout_s=60).values

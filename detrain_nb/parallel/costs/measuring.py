@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import SpecError
-from ..recording import TensorMemo, attributes_kept, device_of, first_float_tensor, random_state_kept, tensors_in
+from ..kept import State
+from ..recording import TensorMemo, device_of, first_float_tensor, tensors_in
+from ..writes import values_kept, writes_undone
 
 __all__ = ["measure_units"]
 
@@ -35,11 +37,13 @@ def measure_units(
     device = device_of([*model.parameters(), *model.buffers()])
     if device.type == "meta":
         raise SpecError("nothing can be measured on the meta device: give a model with real parameters")
-    with random_state_kept(device):
+    state = State(model, args, kwargs)
+    with state.kept(device), writes_undone(state.tensors) as written:
         _Pass(device, cuts).run(model, args, kwargs)
-        passes: list[list[tuple[float, float]]] = []
-        began = time.perf_counter()
-        while len(passes) < _FEWEST_PASSES or len(passes) < _MOST_PASSES and time.perf_counter() - began < _ENOUGH_S:
+    passes: list[list[tuple[float, float]]] = []
+    began = time.perf_counter()
+    while len(passes) < _FEWEST_PASSES or len(passes) < _MOST_PASSES and time.perf_counter() - began < _ENOUGH_S:
+        with state.kept(device), values_kept(written):
             passes.append(_Pass(device, cuts).run(model, args, kwargs))
     return [
         (statistics.median(forward_s for forward_s, _ in of_unit), statistics.median(back_s for _, back_s in of_unit))
@@ -62,7 +66,7 @@ class _Pass:
         to_device = TensorMemo(lambda tensor: tensor.detach().clone().to(self._device))
         args, kwargs = tree_map(to_device, (args, kwargs))
         buffers = tensors_in(model, "_buffers", TensorMemo(lambda tensor: tensor.detach().clone()))
-        with attributes_kept(model), self._watched(model), torch.enable_grad():
+        with self._watched(model), torch.enable_grad():
             begin_s = self._now_s()
             outputs = torch.func.functional_call(model, buffers, args, kwargs, tie_weights=False)
             turned_s = self._now_s()

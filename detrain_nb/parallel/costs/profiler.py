@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from ...errors import SpecError
+from ..kept import state_kept
 from ..recording import (
     Entries,
     ModuleOutput,
@@ -29,9 +30,9 @@ from ..recording import (
     device_of,
     fails_with_inputs,
     modules_around,
-    random_state_kept,
     record,
 )
+from ..writes import writes_undone
 from .block_use import BlockUse, find_block_use
 from .cuts import Cut, find_cuts, find_replaceable
 from .measuring import measure_units
@@ -171,7 +172,7 @@ def profile_call(
     _require_hooks(model)
     num_rows = count_rows((args, kwargs))
     try:
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+        with state_kept(model, args, kwargs), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
             return _make_profile(record(model, args, kwargs, functools.partial(_fake, device=device)), num_rows)
     except RuntimeError as exc:  # it looks at values, or what it calls wants them
         tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
@@ -184,7 +185,7 @@ def profile_call(
             ) from exc
     place = device_of([*model.parameters(), *model.buffers()])
     args, kwargs = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-    with random_state_kept(place):
+    with state_kept(model, args, kwargs, device=place) as tensors, writes_undone(tensors):
         recording = record(model, args, kwargs, _copy)
     return dataclasses.replace(_make_profile(recording, num_rows), outputs=recording.entries.outputs)
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from ...errors import SpecError
 from ..compiled import as_written
 from ..costs.profiler import profile_call
-from ..recording import attributes_kept, device_of, first_float_tensor, modules_around, random_state_kept
+from ..kept import state_kept
+from ..recording import device_of, first_float_tensor, modules_around
+from ..writes import writes_undone
 from .splitter import Split
 from .stage import build_stage
 from .stubs import ghost_of
@@ -64,7 +66,12 @@ class Boundaries:
         ]
         stage.train(is_training)
         try:
-            with random_state_kept(device), attributes_kept(stage), as_written(), torch.no_grad():
+            with (
+                state_kept(stage, args, kwargs, device=device) as tensors,
+                writes_undone(tensors),
+                as_written(),
+                torch.no_grad(),
+            ):
                 torch.func.functional_call(stage, buffers, args, kwargs)
         finally:
             for handle in cuts:

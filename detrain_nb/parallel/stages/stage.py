@@ -99,10 +99,11 @@ def build_stage(
     def build(name: str, module: nn.Module) -> nn.Module:
         if id(module) in copies:
             return copies[id(module)]
-        if name and name == cut_out:
-            made: nn.Module = End(name, ghost_of(module), state)
-        elif name in replaceable and name not in needed:
-            made = stub_of(name, ghost_of(module), state)
+        is_end = bool(name) and name == cut_out
+        if is_end or name in replaceable and name not in needed:
+            ghost = ghost_of(module)
+            state.ghosts.append(ghost)
+            made: nn.Module = End(name, ghost, state) if is_end else stub_of(name, ghost, state)
         else:
             made = shallow_copy(module)
             for key, child in module._modules.items():

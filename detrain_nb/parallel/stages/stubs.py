@@ -5,6 +5,7 @@ What a stub gives is never looked at by what counts; it has to have the right sh
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from ...errors import SpecError
 from ..blocks import StandIn
 from ..compiled import leave_as_written
+from ..kept import State, state_kept
 from ..recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
 
 __all__ = ["End", "Reached", "StageState", "Stub", "ghost_of", "shallow_copy", "stub_of", "zeros_without_memory"]
@@ -50,7 +52,17 @@ class StageState:
         self.device = torch.device("cpu")
         self.received: Tensor | None = None
         self.is_taken = False
+        self.ghosts: list[nn.Module] = []  # of the modules that zeros stand for
+        self._kept: State | None = None
         self._left_out: list[tuple[nn.Module, str]] = []  # tensors of other stages, as zeros
+
+    @contextlib.contextmanager
+    def ghosts_kept(self, *given: Any) -> Iterator[None]:
+        """In here code of ghosts runs, on what is ``given``: it writes into nothing that is the user's."""
+        if self._kept is None:
+            self._kept = State(*self.ghosts)
+        with self._kept.kept(self.device), state_kept(*given):
+            yield
 
     def leave_out(self, module: nn.Module, kind: str, key: str) -> None:
         """Put zeros in the place of a tensor: code that runs before the cut may read it."""
@@ -120,7 +132,7 @@ class Stub(StandIn):
         on_meta, kwargs_on_meta = tree_map(TensorMemo(_on_meta), (args, kwargs))
         self._ghost.train(self.training)
         try:
-            with torch.no_grad():
+            with self._state.ghosts_kept(args, kwargs), torch.no_grad():
                 known = self._ghost(*on_meta, **kwargs_on_meta)
         except RuntimeError as exc:  # it looks at values, as a mixture of experts does, or wants them
             known = self._answer_without_meta(args, kwargs, exc)
@@ -135,7 +147,7 @@ class Stub(StandIn):
         try:
             if self._unfolded is None:
                 self.__dict__["_unfolded"] = unfold(self._name, self._ghost, self._state)
-            with torch.no_grad():
+            with self._state.ghosts_kept(args, kwargs), torch.no_grad():
                 return tree_map(TensorMemo(_on_meta), self._unfolded.train(self.training)(*args, **kwargs))
         except (RuntimeError, ValueError, LookupError, ArithmeticError) as exc:
             if argument is None:

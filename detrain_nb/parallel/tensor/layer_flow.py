@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..recording import first_float_tensor, without_fused_layers
+from ..kept import state_kept
+from ..recording import device_of, first_float_tensor, without_fused_layers
+from ..writes import writes_undone
 
 __all__ = ["LayerFlow", "Watch", "float_outputs", "run_quietly", "watch_flow"]
 
@@ -143,15 +145,12 @@ def _hooked(
 
 
 def run_quietly(model: nn.Module, args: Any, kwargs: Any, mode: contextlib.AbstractContextManager[Any]) -> Any:
-    """Run ``model`` evaluating and without gradients; modes of its modules, and random numbers, stay as they are."""
-    modes = {module: module.training for module in model.modules()}
-    try:
+    """Run ``model`` evaluating and without gradients; it stays as it is."""
+    device = device_of((*model.parameters(), *model.buffers()))
+    with state_kept(model, args, kwargs, device=device) as tensors, writes_undone(tensors):
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), without_fused_layers(), mode:
+        with torch.no_grad(), without_fused_layers(), mode:
             return model(*args, **kwargs)
-    finally:
-        for module, is_training in modes.items():
-            module.training = is_training
 
 
 def float_outputs(result: Any) -> list[Tensor]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ..kept import state_kept
 from .layer_flow import float_outputs
 from .layout import lay_out
 from .plan import Layout, TensorPlan
@@ -57,11 +58,17 @@ def find_fault(module: nn.Module, plan: TensorPlan, call: Call, *, unread: Colle
     Names in ``plan`` are those in ``module``, which is left as it is. ``unread``: outputs that nobody reads, by number.
     What cannot run in float64 is run in float32.
     """
+    with state_kept(module, call):
+        return _find_fault(module, plan, call, unread)
+
+
+def _find_fault(module: nn.Module, plan: TensorPlan, call: Call, unread: Collection[int]) -> str | None:
     try:
         whole = _copy_with_random_weights(module)
     except (RuntimeError, TypeError, NotImplementedError) as exc:
         return f"it cannot be copied: {_short(exc)}"
-    reference, fault = _reference(whole, call, unread)
+    with state_kept(whole):
+        reference, fault = _reference(whole, call, unread)
     if reference is None:
         return fault
     meeting = _Meeting(plan.tp)

@@ -1,0 +1,95 @@
+"""Tensors left as they were: what a model writes into them while we run it is put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["values_kept", "writes_undone", "written_by"]
+
+
+@contextlib.contextmanager
+def writes_undone(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Give those of ``tensors`` that are written into in here the values that they had.
+
+    Yields a list, which has these in the end. A copy is made of no other.
+    """
+    written: list[Tensor] = []
+    mode = _Writes(tensors)
+    try:
+        with mode:
+            yield written
+    finally:
+        mode.put_back()
+        written.extend(mode.written)
+
+
+@contextlib.contextmanager
+def values_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Give all ``tensors`` their values back, whatever happens to them in here."""
+    kept = [_Values(tensor) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for each in kept:
+            each.put_back()
+
+
+class _Values:
+    """What is in a tensor's memory; that it was written into is not told by it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = tensor.untyped_storage()
+        self._was = self._storage.clone()
+
+    def put_back(self) -> None:
+        self._storage.copy_(self._was)
+
+
+class _Writes(TorchDispatchMode):
+    """Keeps what is in a tensor before somebody writes into it for the first time."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_storage: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor):
+                self._on_storage.setdefault(_storage_of(tensor), []).append(tensor)
+        self._kept: dict[int, _Values] = {}
+
+    @property
+    def written(self) -> list[Tensor]:
+        return [tensor for storage in self._kept for tensor in self._on_storage[storage]]
+
+    def put_back(self) -> None:
+        for each in self._kept.values():
+            each.put_back()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            storage = _storage_of(tensor)
+            if storage in self._on_storage and storage not in self._kept:
+                self._kept[storage] = _Values(tensor)
+        return func(*args, **(kwargs or {}))
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operator in place is given to write into."""
+    if not func._schema.is_mutable:
+        return []
+    given = [*zip(func._schema.arguments, args)]
+    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    written = tree_leaves([value for argument, value in given if argument.is_write])
+    return [leaf for leaf in written if isinstance(leaf, Tensor)]
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,190 @@
+"""Models that write while they run: into every kind of place that there is; ranks import it too."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+TABLES: dict[int, Tensor] = {}
+LAST: Tensor | None = None
+
+
+class Body(nn.Sequential):
+    """Layers one after the other, with another tensor added before."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def go(self, x: Tensor, more: Any = 0.0) -> Tensor:
+        result: Tensor = super().forward(x + more)
+        return result
+
+
+class Slots:
+    __slots__ = ("seen", "tensor")
+
+    def __init__(self) -> None:
+        self.seen = list[int]()
+
+
+class Containers(Body):
+    """Of all sorts, in each other, and in objects that are no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ordered: OrderedDict[str, Any] = OrderedDict(a=1, b=2)
+        self.by_size: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.last = deque([torch.zeros(1)], maxlen=2)
+        self.of_the_user: Any = UserDict()
+        self.nested: dict[str, Any] = {"deep": [{"deeper": (set[int](), [bytearray(b"a")])}]}
+        self.config: Any = SimpleNamespace(problem=None, cache=Slots())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ordered.move_to_end("a")
+        self.by_size[len(x)].append(x)
+        self.last.append(x)
+        self.of_the_user["x"] = x
+        self.nested["deep"][0]["deeper"][0].add(len(x))
+        self.nested["deep"][0]["deeper"][1].append(x)
+        self.config.problem = "found"
+        self.config.cache.seen.append(1)
+        self.config.cache.tensor = x
+        return self.go(x)
+
+
+class Hooks(Body):
+    """Installed with the first call, with a mark that they are; what they see is kept outside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_hooked = False
+        self.seen = seen = list[Any]()
+
+        def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+            seen.append(output)
+
+        self.keep = keep
+        self[1].register_forward_hook(keep)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            for layer in self:
+                layer.register_forward_hook(self.keep)
+                layer.register_forward_pre_hook(lambda module, args: None)
+                layer.register_state_dict_pre_hook(lambda module, prefix, keep: None)
+            self[2].register_full_backward_hook(lambda module, given, taken: None)
+            self.is_hooked = True
+        return self.go(x)
+
+
+@functools.lru_cache(maxsize=1)
+def table_of(size: int) -> Tensor:
+    return torch.arange(float(size))
+
+
+def remembered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As libraries wrap a cache."""
+    cached = functools.lru_cache(maxsize=10)(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Tensor:
+        return cached(*args)
+
+    return call
+
+
+class Caches(Body):
+    """Of functools, on methods, beside them, and in other functions; and of the code itself, in its file and class."""
+
+    by_class: ClassVar[dict[int, Tensor]] = {}
+    latest: Tensor | None = None
+
+    @functools.cache  # noqa: B019 - so it is written
+    def own_table(self, size: int) -> Tensor:
+        return torch.ones(size)
+
+    @staticmethod
+    @functools.cache
+    def static_table(size: int) -> Tensor:
+        return torch.ones(size)
+
+    @remembered
+    def wrapped_table(self, size: int) -> Tensor:
+        return torch.ones(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global LAST
+        size = x.shape[-1]
+        more = table_of(size) + self.own_table(size) + self.static_table(size) + self.wrapped_table(size)
+        if size not in TABLES:
+            TABLES[size] = self.by_class[size] = LAST = type(self).latest = torch.ones(size, device=x.device)
+        return self.go(x, more + TABLES[size])
+
+
+class Draws(Body):
+    """From every generator that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.of_python, self.of_numpy = random.Random(2), np.random.default_rng(3)
+        self.counter, self.drawn = itertools.count(5), np.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = random.random() + np.random.rand() + self.of_python.random() + self.of_numpy.random()
+        drawn += next(self.counter) + float(torch.randint(9, (), generator=self.of_torch))
+        self.drawn += drawn
+        return self.go(x, drawn + torch.rand(8))
+
+
+class Writes(Body):
+    """Into its own tensors, whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.plain, self.in_a_list = torch.zeros(8), [torch.zeros(8)]
+        self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for each in (self.mean, self.plain, *self.in_a_list, self.frozen):
+                each.add_(x.mean())
+            self.frozen.data.mul_(2)
+            self[2].weight.clamp_(-0.1, 0.1)
+        self[0].weight.noted = x
+        self[1].weight.register_hook(lambda gradient: gradient)
+        self[1].bias.requires_grad_(False)
+        self[2].train(False)
+        if not bool(x.isfinite().all()):
+            raise ValueError("not finite")
+        return self.go(x, self.mean + self.plain)
+
+
+class Notes(Body):
+    """Where values decide."""
+
+    def __init__(self, inner: Body) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x > 1e6).any()):
+            raise ValueError("too large")
+        result: Tensor = self.inner(self.go(x))
+        return result
+
+
+FORGETFUL: dict[str, Callable[[], nn.Module]] = {
+    **{kind.__name__.lower(): kind for kind in (Containers, Hooks, Caches, Draws, Writes)},
+    **{f"{kind.__name__.lower()} by values": lambda kind=kind: Notes(kind()) for kind in (Containers, Hooks, Caches)},
+}

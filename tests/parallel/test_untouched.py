@@ -1,0 +1,142 @@
+"""A model is bit for bit what it was after whatever looks at it: attributes, hooks, caches, random numbers, outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from detrain_nb import parallel as par
+from detrain_nb.errors import SpecError
+
+from . import forgetful
+from .families import OF_TRANSFORMERS, draw, tokens
+from .forgetful import FORGETFUL
+from .untouched import assert_untouched, look_of
+
+CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "profile": par.profile,
+    "measure": lambda model, inputs: par.profile(model, inputs, measure=True),
+    "stages": lambda model, inputs: [par.split(model, inputs, 2).stage(index) for index in (0, 1)],
+    "tp_plan": par.tp_plan,
+    "dry_run of pp": lambda model, inputs: par.dry_run(model, {"pp": 2}, example_inputs=inputs),
+    "dry_run of tp": lambda model, inputs: par.dry_run(model, {"tp": 2, "dp_shard": 2}, example_inputs=inputs),
+}
+
+
+@pytest.fixture(autouse=True)
+def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("detrain_nb.parallel.costs.measuring._ENOUGH_S", 0.0)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("kind", FORGETFUL)
+def test_model_that_writes_is_left_as_it_was(kind: str, is_used: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs = FORGETFUL[kind](), draw(2, 8)
+    if is_used:
+        model(inputs.clone())
+    for name in CALLS:
+        assert_left_alone(name, model, inputs)
+
+
+def assert_left_alone(name: str, model: nn.Module, inputs: Any) -> None:
+    before = look_of(model)
+    with contextlib.suppress(SpecError):  # where it cannot be cut it is left alone all the same
+        CALLS[name](model, inputs)
+    try:
+        assert_untouched(model, before)
+    except AssertionError as exc:
+        raise AssertionError(f"{name}: {exc}") from None
+
+
+def test_what_stands_for_another_stage_leaves_nothing_in_caches() -> None:
+    """It runs on tensors without values, to tell shapes."""
+    forgetful.TABLES.clear()
+    model, inputs = nn.Sequential(forgetful.Caches(), nn.Linear(8, 8)), draw(2, 8)
+    stage = par.split(model, inputs, at=["1"]).stage(1)
+    before = look_of(model)
+    stage(draw(2, 8), inputs)
+    assert_untouched(model, before)
+
+
+# ---- transformers
+
+TEXT = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+PICTURE = {k: TEXT[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")}
+PICTURE |= {"image_size": 16, "patch_size": 4}
+
+
+def _read() -> dict[str, Any]:
+    return {"input_ids": tokens(2, 8), "output_hidden_states": True}
+
+
+def _see(size: int = 16) -> dict[str, Any]:
+    return {"pixel_values": draw(2, 3, size, size), "output_hidden_states": True}
+
+
+QUICKER = ("BertForMaskedLM", "BeitForImageClassification", "SegformerForSemanticSegmentation", "ViT")
+# The name of the class, its sizes, what it is called with.
+MORE: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "BertForMaskedLM": (TEXT, _read),
+    "RobertaForMaskedLM": (TEXT, _read),
+    "ElectraForPreTraining": ({**TEXT, "embedding_size": 32}, _read),
+    "DebertaV2ForMaskedLM": ({**TEXT, "relative_attention": True, "pos_att_type": ["c2p"]}, _read),
+    "DistilBertForMaskedLM": ({"vocab_size": 97, "dim": 32, "hidden_dim": 64, "n_heads": 4, "n_layers": 2}, _read),
+    "OPTForCausalLM": ({**TEXT, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 32}, _read),
+    "BloomForCausalLM": ({"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}, _read),
+    "MambaForCausalLM": ({**TEXT, "state_size": 4}, _read),
+    "BeitForImageClassification": ({**PICTURE, "use_relative_position_bias": True}, _see),
+    "Dinov2ForImageClassification": (PICTURE, _see),
+    "SegformerForSemanticSegmentation": (
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_attention_heads": [1, 2], "sr_ratios": [2, 1]}
+        | {"num_encoder_blocks": 2, "patch_sizes": [3, 3], "strides": [2, 2], "mlp_ratios": [2, 2]}
+        | {"decoder_hidden_size": 16},
+        lambda: {"pixel_values": draw(2, 3, 32, 32)},
+    ),
+    "SwinForImageClassification": (
+        {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4},
+        lambda: _see(32),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    found = pytest.importorskip("transformers")
+    found.logging.set_verbosity_error()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in QUICKER else pytest.mark.thorough)
+        for name in (*MORE, *OF_TRANSFORMERS)
+    ],
+)
+def test_models_of_transformers_are_left_as_they_were(name: str, transformers: Any) -> None:
+    """So one that was looked at gives what another does that was not, hidden states and all."""
+    model, other = (_of_transformers(name, transformers) for _ in range(2))
+    inputs = MORE[name][1]() if name in MORE else {**OF_TRANSFORMERS[name][1](2, 8), "output_hidden_states": True}
+    for call in ("profile", "stages") if name in QUICKER else CALLS:
+        assert_left_alone(call, model, inputs)
+    with torch.no_grad():
+        found, expected = model(**inputs), other(**inputs)
+    assert list(found) == list(expected) and "hidden_states" in found or "Segformer" in name
+    torch.testing.assert_close(tree_leaves(dict(found)), tree_leaves(dict(expected)), rtol=0, atol=0)
+    assert_left_alone("profile", model, inputs)
+
+
+def _of_transformers(name: str, transformers: Any) -> nn.Module:
+    torch.manual_seed(0)
+    if name in OF_TRANSFORMERS:
+        return OF_TRANSFORMERS[name][0](transformers, "sdpa", layers=2).eval()
+    kind = getattr(transformers, name)
+    made: nn.Module = kind(kind.config_class(**MORE[name][0])).eval()
+    return made
