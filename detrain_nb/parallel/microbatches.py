@@ -234,7 +234,7 @@ def cut_batch(tree: Any, *, rows: int, count: int, shared: Collection[str] = ())
 def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:
     """Equal parts, into which a model may write: into views that are made together autograd lets nobody.
 
-    What is written into one of them is no change of the others, as it would be for what ``detach`` gives.
+    Each counts by itself how often it was written into: with one count for all a graph of another part would be void.
     """
     if count == 1:
         return [tensor]
