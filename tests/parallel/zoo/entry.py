@@ -17,12 +17,14 @@ class Entry:
     """``make`` builds the model, ``inputs`` what it is called with, for a batch of so many rows.
 
     ``optimizer``: of torch.optim; AdamW takes no sparse gradients. ``keeps_statistics``: BatchNorm counts in training.
+    ``close``: how far figures may be apart, relative.
     """
 
     make: Callable[[], nn.Module]
     inputs: Inputs
     optimizer: str = "AdamW"
     keeps_statistics: bool = False
+    close: float = 5e-5
 
     def model(self) -> nn.Module:
         """Return a new one, with the values of every other one; it draws no random numbers, and none of its parameters

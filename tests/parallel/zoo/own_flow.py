@@ -98,6 +98,34 @@ class Halts(Stack):
         return result
 
 
+class LooksBetween(nn.Module):
+    """Looks at how large the numbers are between two layers: half of them are not as large."""
+
+    class Block(nn.Module):
+        def __init__(self, limit: float) -> None:
+            super().__init__()
+            self.up, self.down, self.limit = nn.Linear(16, 32), nn.Linear(32, 16), limit
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.up(x)
+            if float(x.detach().square().sum()) / len(x) > self.limit:
+                x = 0.5 * x
+            result: Tensor = self.down(x)
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 16), nn.ModuleList(LooksBetween.Block(limit) for limit in (400.0, 25.0))
+        self.last = nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 4 * self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.last(x)
+        return result
+
+
 class Twice(Stack):
     """Every block is called twice, one after the other."""
 
@@ -319,6 +347,7 @@ OWN_FLOW = {
     "by value": Entry(ByValue, numbers),
     "by shape": Entry(ByShape, numbers),
     "halts": Entry(Halts, numbers),
+    "looks between": Entry(LooksBetween, numbers),
     "called twice": Entry(Twice, numbers),
     "shared block": Entry(SharedBlock, numbers),
     "shared weights": Entry(SharedWeights, numbers),

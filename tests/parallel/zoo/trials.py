@@ -11,6 +11,8 @@ from typing import Any
 from detrain_nb import Session
 from detrain_nb.errors import CellTimeout, RankError, RankLost
 
+from .everything import ENTRIES
+
 LAYOUTS: dict[str, dict[str, int]] = {
     "looks": {},  # not laid out: profiled, split, planned, and compared with what it was
     "pp": {"pp": 2},
@@ -18,7 +20,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp_shard": {"dp_shard": 2},
     "pp x tp": {"pp": 2, "tp": 2},
 }
-CLOSE = 5e-5  # relative, in float32
 _LIMIT_S = 30.0
 _IMPORT = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); from zoo import ranks"
 _QUIET = "import logging, warnings; warnings.simplefilter('ignore'); logging.disable(logging.WARNING)"
@@ -63,7 +64,7 @@ class Trials:
             return Outcome("error", f"RankLost: {_first_line(exc)}")
         except RankError as exc:
             return _of_errors(exc)
-        return _of_differences(values[0]) if not axes else _of_figures(values)
+        return _of_differences(values[0]) if not axes else _of_figures(values, close=ENTRIES[name].close)
 
     def _session(self, axes: dict[str, int]) -> Session:
         count = 1
@@ -101,14 +102,14 @@ def _of_differences(left: dict[str, str]) -> Outcome:
     return Outcome("error" if is_raw else "wrong", "; ".join(f"{what}: {how}" for what, how in left.items()))
 
 
-def _of_figures(values: dict[int, dict[str, Any]]) -> Outcome:
+def _of_figures(values: dict[int, dict[str, Any]], *, close: float) -> Outcome:
     faults, cut = Counter[str](), ""
     for rank, found in values.items():
         cut = found.pop("cut", cut)
         for what, value in found.items():
             if isinstance(value, str):
                 return Outcome("wrong", f"{what}: {value}")
-            if not value < CLOSE:
+            if not value < close:
                 faults[f"{what} on rank {rank}"] = value
     if faults:
         return Outcome("wrong", ", ".join(f"{what} {value:.2g}" for what, value in faults.items()))
