@@ -135,6 +135,23 @@ def test_tied_parameters_are_named() -> None:
     assert not {"wte.weight", "head.weight"} & set(found.stage(1).state_dict())
 
 
+def test_tied_parameter_that_is_read_from_outside_has_each_of_its_names() -> None:
+    """A head that never calls its layer, whose bias is its own: as zeros under one of its names it would count."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.Linear(8, 4)
+            self.bias = self.decoder.bias
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.decoder.weight.T + self.decoder.bias
+
+    model = made(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Head()))
+    found = split(model, batch(3, 8), 2)
+    torch.testing.assert_close(chain(found, batch(3, 8)), model(batch(3, 8)), rtol=0, atol=0)
+
+
 def test_masks_reach_every_stage() -> None:
     model, inputs = made(Masked()), {"x": batch(2, 8), "mask": torch.tensor([1.0, 0, 2, 3, 1, 1, 0, 1])}
     found = split(model, inputs, 3)

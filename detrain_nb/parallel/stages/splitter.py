@@ -82,8 +82,10 @@ class Split:
     def _names_in(self, stage: int, runs: set[str]) -> set[str]:
         """The names of a stage's parameters.
 
-        Of a tied one those count that a module which runs has; else somebody reads it from outside, by any of them.
+        Of a tied one those count that a module which runs has, or one that never does: who reads it from outside may
+        do so by any of them.
         """
+        entered = {name for unit in self.profile.units for name in unit.modules}
         used = set(self._used(stage)) | self._unused_of(stage)
         names_of: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -91,7 +93,9 @@ class Split:
         held: set[str] = set()
         for names in names_of.values():
             if names[0] in used:
-                held.update([name for name in names if name.rpartition(".")[0] in runs] or names)
+                module_of = {name: name.rpartition(".")[0] for name in names}
+                here = [name for name in names if module_of[name] in runs or module_of[name] not in entered]
+                held.update(here or names)
         return held
 
     def _unused_of(self, stage: int) -> set[str]:
