@@ -87,7 +87,6 @@ _MADE: dict[str, Callable[[], nn.Module]] = {
     "MPT": of("MptForCausalLM", {"vocab_size": 96, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}),
     "Phi": of("PhiForCausalLM", SIZES, partial_rotary_factor=0.5),
     "Phi-3": of("Phi3ForCausalLM", GROUPED),
-    "PhiMoE": of("PhimoeForCausalLM", GROUPED, num_local_experts=4, num_experts_per_tok=2),
     "Gemma": of("GemmaForCausalLM", GROUPED, head_dim=8),
     "Gemma 2": of("Gemma2ForCausalLM", GROUPED, head_dim=8, sliding_window=4),
     "Gemma 3": of(
