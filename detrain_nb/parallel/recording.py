@@ -61,9 +61,12 @@ class TensorMemo:
 
 @dataclass(frozen=True)
 class Recording:
+    """``buffers``: by name, the tensors, by number, that each was when the pass began and when it ended."""
+
     recorder: Recorder
     entries: Entries
     outputs: Any
+    buffers: Mapping[str, tuple[int, int]]
 
 
 def record(
@@ -84,7 +87,9 @@ def record(
         recorder,
     ):
         outputs = torch.func.functional_call(model, {**parameters, **buffers}, args, kwargs, tie_weights=False)
-    return Recording(recorder, entries, outputs)
+    after = {**buffers, **entries.buffers_left}
+    numbers = {name: (recorder.number(buffers[name]), recorder.number(after[name])) for name in buffers}
+    return Recording(recorder, entries, outputs, numbers)
 
 
 @contextlib.contextmanager
@@ -318,6 +323,7 @@ class Entries:
         self.given: dict[str, list[int]] = {}  # tensors that it returned, by number
         self.outputs: dict[str, ModuleOutput] = {}  # of modules that give tensors alone
         self.calls: dict[str, int] = {}
+        self.buffers_left: dict[str, Tensor] = {}  # as they are when the model returns
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -352,6 +358,8 @@ class Entries:
                     output = argument.view_as(argument)
             self._recorder.inside = self._recorder.inside[:-1]
             self.left[name] = len(self._recorder.ops)
+            if not name:
+                self.buffers_left = tensors_in(module, "_buffers", lambda buffer: buffer)
             leaves = tree_leaves(output)
             given = (self._recorder.number(leaf) for leaf in leaves if isinstance(leaf, Tensor))
             self.given.setdefault(name, []).extend(given)

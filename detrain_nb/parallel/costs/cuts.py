@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ..blocks import names_of_blocks, parts_of_blocks
 from ..compiled import parts_of_compiled
 from ..recording import Entries, Recorder, Recording, TensorLook, modules_around
+from .written_buffers import WrittenBuffer
 
 __all__ = ["Cut", "Cuts", "find_cuts", "find_replaceable"]
 
@@ -34,13 +35,15 @@ class Cuts:
     why_no_more: str
 
 
-def find_cuts(recording: Recording) -> Cuts:
+def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
     """Where one tensor is all that is left of what was computed so far, in the order of the pass.
 
     Of modules that are entered at the same place the outermost counts. One that runs twice is no cut, nor one in the
     middle of a checkpoint, that begins again with what it was given. Nor may a module around it have looked at a value
-    before: its code runs again where the model goes on, and there is nothing to look at. One whose argument is used
-    again after it was left (``x + block(x)``) is a cut only where it is no part of a block: a block stays whole.
+    before: its code runs again where the model goes on, and there is nothing to look at. Nor may a buffer be read
+    before it and, as ``written`` says, written behind it: the next pass would read what another stage has. One whose
+    argument is used again after it was left (``x + block(x)``) is a cut only where it is no part of a block: a block
+    stays whole.
     """
     recorder, entries = recording.recorder, recording.entries
     last = _last_reads(recorder, recording.outputs)
@@ -54,7 +57,7 @@ def find_cuts(recording: Recording) -> Cuts:
     cuts: list[Cut] = []
     hindrances: dict[str, str] = {}
 
-    def why_not(name: str, number: int | None, live: set[int]) -> str:
+    def why_not(index: int, name: str, number: int | None, live: set[int]) -> str:
         if name in in_compiled:
             return "it is a part of a compiled module"
         if number is None:
@@ -67,6 +70,8 @@ def find_cuts(recording: Recording) -> Cuts:
             return "what comes into it was not computed by the model"
         if name in entries.checkpointed_with:
             return "it is in the middle of a checkpoint"
+        if buffer := next((each.name for each in written if each.hinders(index)), None):
+            return f"the buffer {buffer} is read before it and written behind it"
         if not looked.isdisjoint(modules_around(name)):
             return "the code around it has looked at a value before"
         if last[number] >= entries.left[name] and name in in_blocks:
@@ -78,7 +83,7 @@ def find_cuts(recording: Recording) -> Cuts:
             looked.add(before.inside[-1])
         found = ""
         for name, number in entered.get(index, ()):
-            reason = f"{found} {_AT_THE_SAME_PLACE}" if found else why_not(name, number, live)
+            reason = f"{found} {_AT_THE_SAME_PLACE}" if found else why_not(index, name, number, live)
             if reason:
                 hindrances.setdefault(name, reason)
                 continue

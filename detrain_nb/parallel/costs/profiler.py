@@ -6,6 +6,7 @@ far: whoever has it, and the model's inputs, can go on from there. Between two c
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import logging
@@ -36,6 +37,7 @@ from ..writes import writes_undone
 from .block_use import BlockUse, find_block_use
 from .cuts import Cut, find_cuts, find_replaceable
 from .measuring import measure_units
+from .written_buffers import WrittenBuffer, find_written_buffers
 
 __all__ = [
     "ExampleInputs",
@@ -100,6 +102,7 @@ class ModelProfile:
     hindrances: Mapping[str, str] = field(default_factory=dict, repr=False)
     why_no_more: str = field(default="", repr=False)
     rewrites_parameters: bool = field(default=False, repr=False)
+    written_buffers: tuple[WrittenBuffer, ...] = field(default=(), repr=False)
     block_use: BlockUse = field(default=BlockUse(), repr=False)
 
     @property
@@ -260,7 +263,10 @@ def _make_profile(recording: Recording, num_rows: int) -> ModelProfile:
                 f"the model returns a {type(leaf).__name__}, and what is in it is not known: return a tuple or a dict, "
                 "or make it known with torch.utils._pytree.register_dataclass"
             )
-    found = find_cuts(recording)
+    written = find_written_buffers(recording)
+    found = find_cuts(recording, written)
+    begins = [cut.index for cut in found.cuts]
+    written = [dataclasses.replace(each, unit=bisect.bisect_right(begins, each.last_write)) for each in written]
     return ModelProfile(
         tuple(_make_units(recording, found.cuts)),
         recording.recorder.parameter_bytes,
@@ -269,6 +275,7 @@ def _make_profile(recording: Recording, num_rows: int) -> ModelProfile:
         hindrances=found.hindrances,
         why_no_more=found.why_no_more,
         rewrites_parameters=recording.recorder.rewrites_parameters,
+        written_buffers=tuple(written),
         block_use=find_block_use(recording),
     )
 

@@ -29,6 +29,7 @@ from .boundaries import Boundaries
 from .schedules import Schedule, find_schedule
 from .splitter import Split
 from .tied import TiedParameters
+from .written import WrittenBuffers
 
 __all__ = ["PipelineStages"]
 
@@ -91,6 +92,9 @@ class PipelineStages(ParallelModel):
             lasts = (index == self.num_stages - 1 for index in self.indices)
             self._called = tuple(prepare(module, is_last) for module, is_last in zip(self.modules, lasts))
             self._tied.find_again(self.modules)
+        self._written = WrittenBuffers(
+            found, self.modules, self.indices, self._group, self.schedule, link=self._link_device
+        )
         self._plans: OrderedDict[Any, _Plan] = OrderedDict()
 
     def _require_same_cuts(self, found: Split) -> None:
@@ -144,6 +148,10 @@ class PipelineStages(ParallelModel):
 
     def own_parameters(self) -> Iterator[nn.Parameter]:
         yield from (parameter for parameter in self.parameters() if not self._tied.is_of_earlier(parameter))
+
+    def share_statistics(self) -> None:
+        super().share_statistics()
+        self._written.share()
 
     # ---- a batch
 

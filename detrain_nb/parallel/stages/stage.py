@@ -8,7 +8,7 @@ those of the whole model. The user's model is left as it is; a stage shares its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -87,10 +87,12 @@ def build_stage(
     runs: set[str],
     holds: set[str],
     outputs: Mapping[str, ModuleOutput],
+    written_elsewhere: Collection[str] = (),
 ) -> nn.Module:
     """``replaceable``: modules that zeros can stand for; ``runs``: those that are in this stage, and what is around.
 
     ``holds`` are the parameters that it has, ``outputs`` what modules gave in the example, where that is needed.
+    ``written_elsewhere``: buffers that are another stage's to write; this one gets tensors of its own in their place.
     """
     needed = runs | {outer for name in holds for outer in modules_around(name)}
     copies: dict[int, nn.Module] = {}
@@ -112,6 +114,9 @@ def build_stage(
             for key, parameter in module._parameters.items():
                 if parameter is not None and (f"{name}.{key}" if name else key) not in holds:
                     state.leave_out(made, "_parameters", key)
+            for key, buffer in module._buffers.items():
+                if (f"{name}.{key}" if name else key) in written_elsewhere and buffer is not None:
+                    made._buffers[key] = buffer.clone()
             compile_again(made)
         copies[id(module)] = made
         return made

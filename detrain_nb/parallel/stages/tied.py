@@ -19,7 +19,7 @@ from ...errors import SpecError
 from .schedules import Schedule
 from .splitter import Split
 
-__all__ = ["TiedParameters"]
+__all__ = ["TiedParameters", "send_first"]
 
 
 @dataclass
@@ -70,7 +70,7 @@ class TiedParameters:
         }
         self._find(modules)
         for tied in self._tied:
-            _send_first(tied.copies[0].detach(), tied.ranks, group, link)
+            send_first(tied.copies[0].detach(), tied.ranks, group, link)
 
     def find_again(self, modules: Sequence[nn.Module]) -> None:
         """Take the parameters that ``modules`` have now: sharding has made others. Collective: all ranks of ``group``.
@@ -132,8 +132,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
-def _send_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, link: torch.device) -> None:
-    """Give ``tensor`` on all ``ranks`` the value of the first of them."""
+def send_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, link: torch.device) -> None:
+    """Give ``tensor`` on all ``ranks`` the value of the first of them. Collective: ``ranks``."""
     first, *others = ranks
     sent = tensor.to(link)
     if dist.get_rank(group) == first:
@@ -154,4 +154,4 @@ def _sum_over(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, li
             tensor.add_(received.to(tensor.device))
     else:
         dist.send(tensor.to(link), group=group, group_dst=first)
-    _send_first(tensor, ranks, group, link)
+    send_first(tensor, ranks, group, link)
