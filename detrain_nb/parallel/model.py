@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from ..errors import SpecError
 from .costs.profiler import ExampleInputs, as_call
 from .microbatches import Loss, Objective, Passage, cut_batch, rows_of
 from .replicated import averaged, replicated_in
+from .running import RunningBuffers
 
 __all__ = ["Arrangement", "ParallelModel", "Prepare", "autocast_left", "usual_device"]
 
@@ -201,10 +201,10 @@ class ParallelModel(abc.ABC):
     def _count_microbatches(self, rows: int) -> int:
         """In how many equal parts ``rows`` go."""
 
-    @functools.cached_property
-    def _replicated(self) -> list[nn.Parameter]:
-        """Of its modules, once they are laid out."""
-        return replicated_in(self.modules)
+    def _note_layout(self) -> None:
+        """Once ``modules`` are laid out, before anything is computed with them."""
+        self._replicated = replicated_in(self.modules)
+        self._running = RunningBuffers(self.modules, device=self._device)
 
     def _gradients_added_up(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -235,16 +235,11 @@ class ParallelModel(abc.ABC):
                     part.reshard()
 
     def share_statistics(self) -> None:
-        """Have the running statistics of the first replica on all: they evaluate, and are saved, with these.
+        """Have the buffers that the first replica has come to on all: they evaluate, and are saved, with these.
 
         Collective: the replicas.
         """
-        for module in self.modules:
-            for part in module.modules():
-                if isinstance(part, nn.modules.batchnorm._NormBase):
-                    for buffer in part.buffers(recurse=False):
-                        for group in self.arrangement.replicas:
-                            dist.broadcast(buffer, group_src=0, group=group)
+        self._running.share(self.arrangement.replicas)
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:

@@ -52,6 +52,7 @@ class WholeModel(ParallelModel):
             model = model.to(self.device)
         self.modules = (model,)
         self._called = prepare(self.modules[0], True) if prepare is not None else self.modules[0]
+        self._note_layout()
 
     @property
     def is_first(self) -> bool:

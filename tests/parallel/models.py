@@ -375,3 +375,21 @@ class ReadsInside(nn.Module):
         assert len(self.blocks) == 3 and "last" in self.ends and [name for name, _ in self.ends.items()] == [*self.ends]
         result: Tensor = self.ends["last"](x) * self.blocks[0][0].bias.numel()
         return result
+
+
+class Counts(nn.Module):
+    """It counts its calls in a buffer, and writes then into what a layer gave, as nobody may into what a stage gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.second(x)
+        self.calls += 1
+        x += 1
+        result: Tensor = self.last(x * y)
+        return result

@@ -19,6 +19,7 @@ from .models import (
     GPT,
     AroundNames,
     Checkpointed,
+    Counts,
     Experts,
     LooksAtValues,
     Masked,
@@ -86,6 +87,7 @@ FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
     "skips": (Skips, (batch(3, 8),), (batch(2, 8),), 5),
     "recurrent": (Recurrent, (TOKENS[:, :6] % 11,), (TOKENS[:1, :5] % 11,), 4),
     "reads inside": (ReadsInside, (batch(3, 8),), (batch(2, 8),), 4),
+    "counts": (Counts, (batch(3, 8),), (batch(2, 8),), 2),
     "experts": (Experts, (batch(2, 6, 8),), (batch(1, 4, 8),), 3),
 }
 
@@ -181,6 +183,14 @@ def test_model_that_rescales_its_weights_does_it_once(is_training: bool) -> None
             if boundaries.rewrites_parameters:
                 stage.be_careful()
         torch.testing.assert_close(stages[1](stages[0](x), x), whole.train(mode)(x), rtol=0, atol=0)
+
+
+def test_stage_that_has_to_run_again_counts_once() -> None:
+    model, x = made(Counts()), batch(3, 8)
+    stage = split(model, x, at=["second"]).stage(1)
+    received = model.first(x).detach().requires_grad_()  # as a rank gets it: nobody may write into it
+    torch.testing.assert_close(stage(received, x), model(x), rtol=0, atol=0)
+    assert model.calls == 2, "once by the stage, once by the model"
 
 
 def test_refusal_says_what_hinders_a_block() -> None:

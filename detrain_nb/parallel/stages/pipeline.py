@@ -95,6 +95,7 @@ class PipelineStages(ParallelModel):
         self._written = WrittenBuffers(
             found, self.modules, self.indices, self._group, self.schedule, link=self._link_device
         )
+        self._note_layout()
         self._plans: OrderedDict[Any, _Plan] = OrderedDict()
 
     def _require_same_cuts(self, found: Split) -> None:

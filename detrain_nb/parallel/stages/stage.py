@@ -8,7 +8,7 @@ those of the whole model. The user's model is left as it is; a stage shares its 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,14 @@ class _StageForward(nn.Module):
         if state.cut_in is not None:
             received, *rest = args
             args = tuple(rest)
+        kept = state.keep_buffers(self)
         try:
             result = self._run(received, args, kwargs)
         except RuntimeError as exc:
             if state.is_careful or not any(words in str(exc) for words in _OF_WRITING):
                 raise
             state.be_careful()
+            _put_back(kept)
             result = self._run(received, args, kwargs)
         return _own(result) if isinstance(result, Tensor) else result
 
@@ -66,6 +68,13 @@ class _StageForward(nn.Module):
             return reached.tensor
         finally:
             state.received = None
+
+
+def _put_back(buffers: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    for part, key, buffer, values in buffers:
+        with torch.no_grad():
+            buffer.copy_(values)
+        part._buffers[key] = buffer
 
 
 # What torch says of zeros without memory, and of an input, that are written into.

@@ -54,6 +54,7 @@ class StageState:
         self.is_taken = False
         self.ghosts: list[nn.Module] = []  # of the modules that zeros stand for
         self._kept: State | None = None
+        self._modes_met: set[bool] = set()
         self._left_out: list[tuple[nn.Module, str]] = []  # tensors of other stages, as zeros
 
     @contextlib.contextmanager
@@ -75,6 +76,18 @@ class StageState:
         if device != self.device:
             self.device = device
             self._make_zeros()
+
+    def keep_buffers(self, stage: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+        """Those of a stage that has not run so far in its mode, and may fail half-way and run again: as they were."""
+        if self.is_careful or stage.training in self._modes_met:
+            return []
+        self._modes_met.add(stage.training)
+        return [
+            (part, key, buffer, buffer.clone())
+            for part in stage.modules()
+            for key, buffer in part._buffers.items()
+            if buffer is not None
+        ]
 
     def be_careful(self) -> None:
         self.is_careful = True

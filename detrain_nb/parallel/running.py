@@ -1,0 +1,68 @@
+"""Buffers that the forward passes of replicas have changed, each its own: statistics, counts, averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["RunningBuffers"]
+
+Place = tuple[nn.Module, str, Tensor]
+
+
+class RunningBuffers:
+    """Knows which buffers of some modules are no longer what they were."""
+
+    def __init__(self, modules: Sequence[nn.Module], *, device: torch.device) -> None:
+        """``device``: from which is sent."""
+        self._modules, self._device = modules, device
+        self._note(self._places())
+
+    def share(self, replicas: Sequence[dist.ProcessGroup]) -> None:
+        """Give all replicas what the first one has of those that have changed on any. Collective: the replicas.
+
+        One that has not the same size on all, such as a table that grows with what comes, stays as it is.
+        """
+        places = self._places()
+        if not places or not replicas:
+            return
+        sizes = [(self._is_changed(*place), place[2].numel()) for place in places]
+        told = torch.tensor([[is_changed, size, -size] for is_changed, size in sizes], device=self._device)
+        for group in replicas:
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        for (part, key, buffer), (is_changed, most, least) in zip(places, told.tolist()):
+            if is_changed and most == -least:
+                part._buffers[key] = _of_first(buffer, replicas)
+        self._note(self._places())
+
+    def _places(self) -> list[Place]:
+        """Where the buffers are; one that has several names counts once."""
+        found: dict[int, Place] = {}
+        for module in self._modules:
+            for part in module.modules():
+                for key, buffer in part._buffers.items():
+                    if buffer is not None and not isinstance(buffer, DTensor):
+                        found.setdefault(id(buffer), (part, key, buffer))
+        return list(found.values())
+
+    def _note(self, places: Sequence[Place]) -> None:
+        self._known = {(id(part), key): (buffer, buffer._version) for part, key, buffer in places}
+
+    def _is_changed(self, part: nn.Module, key: str, buffer: Tensor) -> bool:
+        known, version = self._known.get((id(part), key), (None, 0))
+        of_norm = isinstance(part, nn.modules.batchnorm._NormBase)  # whose kernels do not count what they write
+        return of_norm or buffer is not known or buffer._version != version
+
+
+def _of_first(buffer: Tensor, replicas: Sequence[dist.ProcessGroup]) -> Tensor:
+    """The same tensor, with the values of the first replica; another one where nobody can write into it."""
+    with torch.no_grad():
+        own = buffer if buffer.is_contiguous() else buffer.contiguous()
+        sent = torch.view_as_real(own) if own.is_complex() else own
+        for group in replicas:
+            dist.broadcast(sent, group_src=0, group=group)
+    return own
