@@ -298,6 +298,15 @@ def test_chains_of_layers_are_cut_two_by_two(widths: list[int], tp: int) -> None
 # ---- reading and editing
 
 
+def test_block_whose_own_train_gives_nothing_back_is_cut() -> None:
+    class Block(nn.Sequential):
+        def train(self, mode: bool = True) -> None:  # type: ignore[override]  # of transformers' LeViT
+            super().train(mode)
+
+    model = made(nn.Sequential(Block(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), nn.LayerNorm(8)))
+    assert tp_plan(model, draw(4, 8)).roles == {"0.0": "colwise", "0.2": "rowwise"}
+
+
 def test_plan_is_a_table() -> None:
     plan = planned(is_fused=True)
     text = str(plan)

@@ -160,8 +160,9 @@ class Stub(StandIn):
         try:
             if self._unfolded is None:
                 self.__dict__["_unfolded"] = unfold(self._name, self._ghost, self._state)
+            self._unfolded.train(self.training)
             with self._state.ghosts_kept(args, kwargs), torch.no_grad():
-                return tree_map(TensorMemo(_on_meta), self._unfolded.train(self.training)(*args, **kwargs))
+                return tree_map(TensorMemo(_on_meta), self._unfolded(*args, **kwargs))
         except (RuntimeError, ValueError, LookupError, ArithmeticError) as exc:
             if argument is None:
                 raise SpecError(

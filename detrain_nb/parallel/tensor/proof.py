@@ -212,7 +212,8 @@ def _copy_with_random_weights(module: nn.Module) -> nn.Module:
     """On the CPU, in float64, evaluating; zeros, where training may begin, would prove nothing."""
     copied = copy.deepcopy(module)
     copied = copied.to_empty(device="cpu") if _is_on_meta(module) else copied.to("cpu")
-    copied = copied.double().eval()
+    copied = copied.double()
+    copied.eval()  # a model's own need not give itself back
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in copied.parameters():
