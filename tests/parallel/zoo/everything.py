@@ -9,5 +9,6 @@ from .own_flow import OWN_FLOW
 from .own_parts import OWN_PARTS
 from .pictures import PICTURES
 from .senses import SENSES
+from .ways import WAYS
 
-ENTRIES: dict[str, Entry] = {**OWN_FLOW, **OWN_PARTS, **DECODERS, **ENCODERS, **PICTURES, **SENSES}
+ENTRIES: dict[str, Entry] = {**OWN_FLOW, **OWN_PARTS, **DECODERS, **ENCODERS, **PICTURES, **SENSES, **WAYS}

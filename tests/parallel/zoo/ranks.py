@@ -38,7 +38,8 @@ def look(name: str) -> dict[str, str]:
     entry, left = ENTRIES[name], dict[str, str]()
     model, other, inputs = entry.model(), entry.model(), entry.inputs(2)
     for when in ("new", "used"):
-        fakes = _fakes()
+        gc.collect()
+        gc.freeze()  # what was there before is not looked through
         for what, call in _LOOKS.items():
             before = look_at(model, *_generators())
             try:
@@ -50,7 +51,8 @@ def look(name: str) -> dict[str, str]:
                 continue
             if difference := first_difference(before, look_at(model, *_generators())):
                 left[f"{what}, {when}"] = difference
-        if more := _fakes() - fakes:
+        gc.collect()
+        if more := sum(type(each) is FakeTensor for each in gc.get_objects()):
             left[f"all, {when}"] = f"{more} tensors without memory are left"
         if difference := _compute_alike(model, other, entry):
             left[f"outputs, {when}"] = difference
@@ -69,11 +71,6 @@ def _generators() -> tuple[Any, ...]:
     import numpy as np
 
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _fakes() -> int:
-    gc.collect()
-    return sum(type(each) is FakeTensor for each in gc.get_objects())
 
 
 def _compute_alike(model: nn.Module, other: nn.Module, entry: Entry) -> str:

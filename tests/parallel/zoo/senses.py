@@ -114,6 +114,7 @@ SENSES = {
             "attention_mask": padding(rows),
             "pixel_values": draw(rows, 2, 3, 16, 16),
         },
+        close=2e-4,
     ),
     "Llava": Entry(
         _seeing("LlavaForConditionalGeneration", "LlavaConfig", "CLIPVisionConfig", "LlamaConfig", **_LLAVA), describe
@@ -158,6 +159,7 @@ SENSES = {
             decoder_intermediate_size=32,
         ),
         compare,
+        close=1e-3,
     ),
     "SAM": Entry(
         of(
