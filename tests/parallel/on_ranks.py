@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from forgetful import Caches
 from models import GPT, Experts, Masked
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from untouched import assert_untouched, look_of
 
 from detrain_nb import parallel as par
 
@@ -294,6 +298,53 @@ def fail_on_the_last() -> par.PipelineStages:
     """Two stages by 1F1B, whose loss fails on its second microbatch, while the first stage waits for its gradient."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     return par.PipelineStages(par.split(model, draw(2, 8), 2), schedule="1F1B", loss=failing_loss(2), device="cpu")
+
+
+def wait_in_vain(schedule: str, num_stages: int, microbatch: int) -> str:
+    """What this rank is told where the loss fails for a microbatch, of a group whose messages may take a second."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_stages)))
+    group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=1))
+    loss = failing_loss(microbatch + 1)
+    found = par.split(model, draw(2, 8), num_stages)
+    stages = par.PipelineStages(found, group, schedule=schedule, num_microbatches=4, loss=loss, device="cpu")
+    try:
+        stages.train_step(draw(8, 8), draw(8, 8))
+    except (ValueError, RuntimeError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return "nothing"
+
+
+class Keeps(nn.Module):
+    """A tensor, which is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.kept = nn.Linear(8, 8), nn.Linear(8, 8), torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(self.a(x) + self.kept)
+        return result
+
+
+def send_fake() -> None:
+    model = Keeps()
+    stages = par.PipelineStages(par.split(model, draw(2, 8), at=["b"]), alone(), schedule="LoopedBFS", device="cpu")
+    kept = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.zeros(8))
+    for stage in stages.modules:
+        stage.kept = kept
+    stages.predict(draw(4, 8))
+
+
+def use_caches() -> float:
+    """Of functions, over two stages: how far gradients are from the whole model's, which is as it was."""
+    model = made(nn.Sequential(Caches(), nn.Linear(8, 8)))
+    whole = copy.deepcopy(model)
+    before = look_of(model)
+    stages = par.PipelineStages(par.split(model, draw(2, 8), at=["1"]), loss=F.mse_loss, device="cpu")
+    assert_untouched(model, before)
+    stages.train_step(draw(8, 8), draw(8, 8, seed=2))
+    F.mse_loss(whole(draw(8, 8)), draw(8, 8, seed=2)).backward()
+    return apart(stages, whole)
 
 
 class Turn(nn.Module):

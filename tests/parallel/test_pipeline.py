@@ -119,6 +119,18 @@ def test_shape_that_cannot_be_foreseen_is_told_before_it_is_sent(session: Sessio
         session.run_cell("on_ranks.look_at_large_values()")
 
 
+def test_tensor_without_values_is_told_before_it_is_sent(session: Session) -> None:
+    """torch takes it to be sent, and the next stage waits."""
+    with pytest.raises(
+        RankError, match=r"stage 0 gives a fake tensor, without values, which cannot be sent: something"
+    ):
+        session.run_cell("on_ranks.send_fake()")
+
+
+def test_caches_of_a_models_code_hold_what_its_batches_computed(session: Session) -> None:
+    assert max(session.run_cell("on_ranks.use_caches()", timeout_s=20).values.values()) < CLOSE
+
+
 def test_autocast_may_change_from_batch_to_batch(session: Session) -> None:
     assert all(max(found) < 1e-6 for found in session.run_cell("on_ranks.change_autocast()").values.values())
 
@@ -261,6 +273,20 @@ def test_error_of_a_rank_ends_the_cell_when_the_other_can_only_wait_for_it(
         failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", timeout_s=30)
     assert not isinstance(caught.value, CellInterrupted)
     assert caught.value.note.startswith("rank 0 waited in step (line 1): freed\n")
+
+
+@pytest.mark.parametrize(
+    "schedule, num_stages, awaited",
+    [
+        ("1F1B", 2, "stage 0 waited for the gradient of microbatch 1 from stage 1"),
+        ("Interleaved1F1B", 4, "stage 2 waited for the gradient of microbatch 1 from stage 3"),
+    ],
+)
+def test_what_is_waited_for_in_vain_has_a_name(session: Session, schedule: str, num_stages: int, awaited: str) -> None:
+    """Where nobody frees the rank its wait ends with the time that messages of the group may take."""
+    told = session.run_cell(f"on_ranks.wait_in_vain({schedule!r}, {num_stages}, 1)", timeout_s=30).values
+    assert told[1] == "ValueError: no loss today"
+    assert re.match(rf"RuntimeError: {awaited} on rank 1 for [123]\.\d s, in vain: that rank failed", told[0])
 
 
 SCRIPT = """

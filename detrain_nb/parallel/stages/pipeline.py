@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ...errors import SessionError, SpecError
 from ..deferred import fill, is_deferred, require_values
 from ..mesh import can_send_from
 from ..microbatches import Loss, Passage
-from ..model import Arrangement, ParallelModel, autocast_left
+from ..model import Arrangement, ParallelModel
 from .boundaries import Boundaries
+from .running import Plan, TorchStage, Waits, look_of
 from .schedules import Schedule, find_schedule
 from .splitter import Split
 from .tied import TiedParameters
@@ -96,7 +96,7 @@ class PipelineStages(ParallelModel):
             found, self.modules, self.indices, self._group, self.schedule, link=self._link_device
         )
         self._note_layout()
-        self._plans: OrderedDict[Any, _Plan] = OrderedDict()
+        self._plans: OrderedDict[Any, Plan] = OrderedDict()
 
     def _require_same_cuts(self, found: Split) -> None:
         """Raises: SpecError, on every rank, where one would run other stages, or run them otherwise. Collective."""
@@ -179,21 +179,23 @@ class PipelineStages(ParallelModel):
         """Of batches that take the same way: shapes and dtypes on it are equal."""
         kind = self._device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return repr(tree_map(_look_of, part)), count, is_training, autocast
+        return repr(tree_map(look_of, part)), count, is_training, autocast
 
-    def _plan_for(self, key: tuple[Any, ...], part: tuple[Any, Any], count: int, *, is_training: bool) -> _Plan:
+    def _plan_for(self, key: tuple[Any, ...], part: tuple[Any, Any], count: int, *, is_training: bool) -> Plan:
         if key in self._plans:
             self._plans.move_to_end(key)
         else:
-            boundaries = self._boundaries.find(*part, is_training=is_training)
+            boundaries, waits = self._boundaries.find(*part, is_training=is_training), Waits()
             if self._boundaries.rewrites_parameters:  # what fails for that, and runs again, would write twice
                 for module in self.modules:
                     module.be_careful()  # type: ignore[operator]
             stages = [
-                _Stage(module, index, self.num_stages, self.device, self.link_device, self._group, boundaries)
+                TorchStage(
+                    module, index, self.num_stages, self.device, self.link_device, self._group, boundaries, waits
+                )
                 for index, module in zip(self.indices, self._called)
             ]
-            self._plans[key] = _Plan(stages, self.schedule, count, is_training=is_training)
+            self._plans[key] = Plan(stages, self.schedule, count, waits, is_training=is_training)
             while len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
         return self._plans[key]
@@ -203,109 +205,3 @@ def _all_ranks() -> dist.ProcessGroup:
     if not dist.is_initialized() or dist.group.WORLD is None:
         raise SessionError("a pipeline needs a process group: start the session with one, or call init_process_group()")
     return dist.group.WORLD
-
-
-def _look_of(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), str(leaf.dtype)
-    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__name__
-
-
-# ---- torch's side
-
-
-class _Stage(PipelineStage):
-    """A stage that gets the number of a microbatch, and looks up the rest.
-
-    A pass without a backward one leaves gradients alone, and asks for none. For torch the stage is where its tensors
-    are on their way; the module itself may be on another device.
-    """
-
-    passage: Passage
-
-    def __init__(
-        self,
-        module: nn.Module,
-        index: int,
-        num_stages: int,
-        device: torch.device,
-        link: torch.device,
-        group: dist.ProcessGroup,
-        boundaries: Sequence[Tensor],
-    ) -> None:
-        """``boundaries``: what comes into the second and each further stage, on the meta device."""
-        inputs = (boundaries[index - 1],) if index else ()
-        outputs = boundaries[index] if index + 1 < num_stages else torch.empty(1, device="meta", requires_grad=True)
-        super().__init__(module, index, num_stages, link, input_args=inputs, output_args=(outputs,), group=group)
-        self._promised = outputs
-        self._device = device
-
-    def forward_maybe_with_nosync(self, *received: Tensor, microbatch: Tensor) -> Any:
-        index = int(microbatch)
-        args, kwargs = self.passage.parts[index]
-        here = (tensor.to(self._device) for tensor in received)
-        output = super().forward_maybe_with_nosync(*here, *args, **kwargs)  # type: ignore[no-untyped-call]
-        if not self.is_last:
-            if (output.shape, output.dtype) != (self._promised.shape, self._promised.dtype):
-                given, promised = _look_of(output), _look_of(self._promised)
-                raise SpecError(
-                    f"stage {self.stage_index} gives {given}, and {promised} was expected: the model gives for this "
-                    "batch what cannot be told from its shapes; use batches like the example"
-                )
-            return output.to(self.device)
-        self.passage.take(index, output)
-        if isinstance(output, Tensor):
-            return output
-        leaves = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        return leaves if len(leaves) > 1 else leaves[0]
-
-    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        with autocast_left(self._device):
-            gradients, groups = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
-        if backward_type == "input":  # they are sent as they lie in memory; a whole backward pass lays them out itself
-            gradients = tuple(None if each is None else each.contiguous() for each in gradients)
-        return gradients, groups
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
-    def scale_grads(self, grad_scale_factor: int) -> None:
-        if self.has_backward:
-            super().scale_grads(grad_scale_factor)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if self.has_backward:
-            super().perform_reduce_grad(grad_scale_factor)
-
-
-class _Plan:
-    """A schedule over stages of its own, for batches of one kind."""
-
-    def __init__(self, stages: Sequence[_Stage], schedule: Schedule, count: int, *, is_training: bool) -> None:
-        self._stages = stages
-        self._numbers = torch.arange(count)
-        self._schedule = schedule.make(stages, count, self._loss if is_training else None)
-
-    def step(self, passage: Passage) -> None:
-        for stage in self._stages:
-            stage.passage = passage
-        try:
-            self._schedule.step(microbatch=self._numbers, target=self._numbers, return_outputs=False)
-        except RuntimeError as exc:
-            if exc.__cause__ is not None and "ailed to run" in str(exc):  # the user's own, without what torch adds
-                raise exc.__cause__ from None
-            raise
-        finally:
-            for stage in self._stages:
-                stage.clear_runtime_states()
-                del stage.passage
-
-    def _loss(self, output: Any, number: Tensor) -> Tensor:
-        return self._stages[-1].passage.weighted_loss(int(number))
