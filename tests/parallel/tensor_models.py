@@ -167,13 +167,133 @@ class Mixture(nn.Module):
 
 
 class Routed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: nn.Module) -> None:
         super().__init__()
-        self.router, self.experts, self.head = nn.Linear(8, 4), Mixture(), nn.Linear(8, 6)
+        self.router, self.experts, self.head = nn.Linear(8, 4), experts, nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
         result: Tensor = self.head(x + self.experts(x, chosen, weights))
+        return result
+
+
+def _heads(x: Tensor, width: int = 4) -> Tensor:
+    return x.unflatten(-1, (-1, width)).transpose(1, 2)
+
+
+class Biased(nn.Module):
+    """Attention, also to something else, with a bias for each head: its own table's, or that it is given, as in T5."""
+
+    def __init__(self, *, has_table: bool, is_wide: bool = False) -> None:
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(24, 24) for _ in range(4))
+        self.norm = nn.LayerNorm(24 if is_wide else 6)
+        self.is_wide = is_wide
+        self.table = nn.Embedding(8, 4) if has_table else None
+        self.sink = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor, other: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        q = _heads(self.norm(self.q(x)), 6) if self.is_wide else self.norm(_heads(self.q(x), 6))
+        k, v = (_heads(layer(other), 6) for layer in (self.k, self.v))
+        if bias is None:
+            far = (torch.arange(x.shape[1])[:, None] - torch.arange(other.shape[1])).clamp(-4, 3) + 4
+            bias = x.new_zeros(1, self.heads, 1, 1) if self.table is None else self.table(far).movedim(-1, 0)[None]
+        sink = self.sink.view(1, -1, 1, 1).expand(len(x), -1, x.shape[1], 1)
+        scores = torch.cat([q @ k.mT + bias, sink], -1).softmax(-1)[..., :-1]
+        return self.o((scores @ v).transpose(1, 2).flatten(2)), bias
+
+
+class BiasedModel(nn.Module):
+    """Three blocks: the first has the table that the others get their bias from; the last looks at the first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Biased(has_table=index == 0) for index in range(2))
+        self.last, self.head, self.scale = Biased(has_table=False, is_wide=True), nn.Linear(24, 40), 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, bias = x, None
+        for block in self.blocks:
+            given, bias = block(x, x, bias)
+            x = x + given
+        x = x + self.last(x, first)[0]
+        result: Tensor = self.head(x) * self.scale
+        return result
+
+
+class Numbers:
+    """The configuration that modules share."""
+
+    def __init__(self) -> None:
+        self.num_heads = 4
+
+
+class Latent(nn.Module):
+    """Keys come from a small layer, and in part from one that all heads share, as DeepSeek's; queries stand alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.down, self.up, self.o = nn.Linear(16, 16), nn.Linear(16, 10), nn.Linear(8, 24), nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        small, shared = self.down(x).split([8, 2], dim=-1)
+        k, v = _heads(self.up(self.norm(small)), 6).split([2, 4], dim=-1)
+        k = torch.cat([k, shared[:, None].expand(-1, k.shape[1], -1, -1)], -1)
+        result: Tensor = self.o(((_heads(self.q(x)) @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return result
+
+
+class GroupedByNumbers(nn.Module):
+    """One layer for queries, and for keys and values, of which there are fewer; how many the configuration says."""
+
+    def __init__(self, config: Numbers) -> None:
+        super().__init__()
+        self.config, self.num_kv_heads = config, 2
+        self.qkv, self.o = nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        begin, end = 4 * self.config.num_heads, 4 * (self.config.num_heads + self.num_kv_heads)
+        q, k, v = self.qkv(x).tensor_split([begin, end], dim=-1)
+        attended = F.scaled_dot_product_attention(_heads(q), _heads(k), _heads(v), enable_gqa=True)
+        result: Tensor = self.o(attended.transpose(1, 2).flatten(2))
+        return result
+
+
+class Beside(nn.Module):
+    """Attention and a gated layer get the same input, and their outputs are added up, as Falcon's; all of it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Numbers()
+        self.latent, self.attention = Latent(), GroupedByNumbers(self.config)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            given = self.norm(x)
+            x = x + self.attention(given) + self.latent(given) + self.down(F.gelu(self.up(given)))
+        return x / self.config.num_heads
+
+
+class ByTurns(nn.Module):
+    """Gated experts with biases, whose gate and up lie by turns, as GPT-OSS's."""
+
+    def __init__(self, experts: int = 4, width: int = 8, hidden: int = 6) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, width, 2 * hidden))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * hidden))
+        self.down_proj = nn.Parameter(torch.empty(experts, hidden, width))
+        self.down_proj_bias = nn.Parameter(torch.empty(experts, width))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for expert in range(len(self.down_proj)):
+            rows, place = torch.where(chosen == expert)
+            both = x[rows] @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]
+            mine = (F.silu(both[..., ::2]) * both[..., 1::2]) @ self.down_proj[expert] + self.down_proj_bias[expert]
+            result = result.index_add(0, rows, mine * weights[rows, place, None])
         return result
 
 
@@ -223,6 +343,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "llama tied": lambda: (made(Llama(is_tied=True)), tokens()),
     "fused": lambda: (made(Llama(is_fused=True)), tokens()),
     "recurrent": lambda: (made(Recurrent()), draw(4, 5, 8)),
-    "mixture": lambda: (made(Routed(), std=0.5), draw(16, 8)),
+    "mixture": lambda: (made(Routed(Mixture()), std=0.5), draw(16, 8)),
+    "mixture by turns": lambda: (made(Routed(ByTurns()), std=0.5), draw(16, 8)),
+    "biased": lambda: (made(BiasedModel()), draw(3, 5, 24)),
+    "beside": lambda: (made(Beside()), draw(3, 6, 16)),
     **{name: (lambda name=name: _family(name)) for name in FAMILIES},
 }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel.tensor.plan import Pair, TensorPlan
+from detrain_nb.parallel.tensor.plan import ByHead, Layout, Pair, TensorPlan
 from detrain_nb.parallel.tensor.planner import tp_plan
 from detrain_nb.parallel.tensor.proof import find_fault, keep_call
 from detrain_nb.parallel.tensor.proposals import known_modules
@@ -121,7 +121,7 @@ def test_weights_of_attention_matter_where_somebody_reads_them(is_read: bool) ->
     plan = tp_plan(GivesWeights(is_read=is_read), draw(2, 3, 8))
     assert bool(plan.pairs) != is_read
     if is_read:
-        assert "it gives [(2, 3, 8), (2, 2, 3, 3)] in the place of" in plan.reasons["attention.out"]
+        assert plan.reasons["attention.out"].startswith("not proved: RuntimeError: The size of tensor a (4) must match")
 
 
 class Grouped(nn.Module):
@@ -152,14 +152,21 @@ class GroupedBlock(nn.Module):
         return result
 
 
-def test_fused_layer_of_unequal_parts_stays_whole() -> None:
-    """And the layers beside it are cut."""
+def test_fused_layer_of_unequal_parts_is_cut_in_each_of_them() -> None:
     model = made(GroupedBlock(4, 2))
     plan = tp_plan(model, draw(2, 6, 16))
+    assert plan.pairs[0].names == ("attention.qkv_proj", "attention.o_proj") and plan.pairs[0].packed == (4, 2, 2)
+    assert "colwise, 4:2:2 in one" in str(plan) and plan.checked == "proved"
+    assert plan.packed["attention.qkv_proj.weight"] == Layout(0, (4, 2, 2))
+
+
+def test_fused_layer_with_one_head_of_keys_stays_whole() -> None:
+    """And the layers beside it are cut."""
+    model = made(GroupedBlock(4, 1))
+    plan = tp_plan(model, draw(2, 6, 16))
     assert plan.roles == {"up": "colwise", "down": "rowwise"} and plan.checked == "proved"
-    assert plan.reasons["attention.qkv_proj"].startswith("not proved: RuntimeError: split_with_sizes expects")
-    assert plan.reasons["attention.o_proj"].startswith("not proved: ")
-    with pytest.raises(SpecError, match=r"'attention' cannot be cut over tp=2 ranks: not proved: RuntimeError: split_"):
+    assert plan.reasons["attention.qkv_proj"] == "1 heads (num_kv_heads) do not divide by 2"
+    with pytest.raises(SpecError, match=r"'attention' cannot be cut over tp=2 ranks: 1 heads \(num_kv_heads\) do not"):
         tp_plan(model, draw(2, 6, 16), require=["attention"])
 
 
@@ -183,6 +190,60 @@ def test_experts_are_cut_each() -> None:
     assert (
         uneven.reasons["experts"] == "'experts' cannot be 'experts': 2 of 12 rows, packed into one, do not divide by 5"
     )
+
+
+def test_experts_whose_gates_lie_by_turns_are_cut_so() -> None:
+    model, call = MODELS["mixture by turns"]()
+    plan = tp_plan(model, call)
+    assert plan.alone == {"experts": "interleaved experts", "head": "colwise"}
+    assert {name: layout for name, layout in plan.layouts.items() if "experts" in name} == {
+        "experts.gate_up_proj": Layout(2),
+        "experts.gate_up_proj_bias": Layout(1),
+        "experts.down_proj": Layout(1),
+    }
+
+
+def test_what_attention_has_for_each_head_is_cut_with_it() -> None:
+    """A table of biases, which the next block gets; sinks; a norm over all heads; keys of something else."""
+    model, call = MODELS["biased"]()
+    plan = tp_plan(model, call)
+    first, second, last = plan.pairs
+    assert first.parts == (("blocks.0", "sink", 0), ("blocks.0.table", "weight", 1))
+    assert first.by_head == (ByHead("blocks.0", 1, 4, is_output=True),)
+    assert second.by_head == (ByHead("blocks.1", 2, 4),)
+    assert last.gathered == ("last.norm",) and last.parts == (("last", "sink", 0),)
+    assert plan.layouts["blocks.0.table.weight"] == Layout(1)
+    assert plan.alone == {"head": "colwise"}  # whose output is scaled
+    plan.replicate("blocks.0.table")
+    assert plan.pairs == [second, last] and not any("blocks.0" in name for name in plan.layouts)
+
+
+def test_layers_beside_each_other_are_cut_each() -> None:
+    """With one input, in blocks that run twice; one whose heads are counted by what it shares, one with latent keys."""
+    model, call = MODELS["beside"]()
+    grouped, latent, gated = tp_plan(model, call).pairs
+    assert grouped.packed == (4, 2, 2) and ("attention", "config.num_heads", 2) in grouped.attributes
+    assert latent.columns == ("latent.up", "latent.q") and latent.entry == "latent"
+    assert gated == Pair(("up",), "down")
+
+
+class Wider(nn.Module):
+    """Two blocks of one kind, whose sizes are not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, 2 * width)) for width in (4, 8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x).tanh()
+        return x
+
+
+def test_blocks_of_one_name_and_other_sizes_are_proved_each() -> None:
+    assert [pair.row for pair in tp_plan(Wider(), draw(2, 4)).pairs] == ["stages.0.2", "stages.1.2"]
 
 
 def test_layers_that_are_not_called_stay_whole() -> None:

@@ -25,14 +25,19 @@ _SAME_VALUES = ("aten::view", "aten::_unsafe_view", "aten::reshape", "aten::clon
 class LayerFlow:
     """``sources``: the layers whose outputs come to a layer, with no other layer on the way, in the order of calls.
 
-    ``siblings``: those that get the same input as a layer does. ``outputs``: layers whose output is one of the
-    model's. ``entered``: all modules, as they were called.
+    ``parameters``: the other parameters that come to it so. ``readers``: the layers that a layer's output comes to so,
+    "" for the output of the model. ``outputs``: layers whose output is one of the model's; ``heads``: those that one
+    of these is made of alone. ``entered``: all modules, as they were called; ``around``: those that were always running
+    when a layer was called.
     """
 
-    sources: dict[str, frozenset[str]] = field(default_factory=dict)
-    siblings: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parameters: dict[str, frozenset[str]] = field(default_factory=dict)
+    readers: dict[str, set[str]] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
     entered: list[str] = field(default_factory=list)
+    around: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def between(self, begin: Iterable[str], end: str) -> list[str]:
         """The modules that were entered behind the first of ``begin``, up to ``end``."""
@@ -42,9 +47,9 @@ class LayerFlow:
 
 
 class Watch(TorchDispatchMode):
-    """For each tensor the layers that it comes from, and the tensor whose values it has.
+    """For each tensor the layers and the parameters that it comes from, and the tensor whose values it has.
 
-    The layer "" stands for all other parameters, and for the model's first float input.
+    "" stands for the model's first float input.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -52,10 +57,11 @@ class Watch(TorchDispatchMode):
         self._sources: dict[int, frozenset[str]] = {}
         self._roots: dict[int, int] = {}
         self._kept: list[Tensor] = []  # an id belongs to one tensor as long as it lives
-        self.unread: dict[int, tuple[Any, int]] = {}  # who gave it, and which of its outputs it is
-        first = first_float_tensor(args, kwargs)
-        for tensor in (*model.parameters(), *([] if first is None else [first])):
-            self.tell(tensor, frozenset([""]))
+        self.unread: dict[int, set[tuple[Any, int]]] = {}  # who gave it, and which of its outputs it is
+        for name, parameter in model.named_parameters():
+            self.tell(parameter, frozenset([name]))
+        if (first := first_float_tensor(args, kwargs)) is not None:
+            self.tell(first, frozenset([""]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -88,55 +94,58 @@ class Watch(TorchDispatchMode):
 
 
 def watch_flow(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layers: Iterable[str]) -> LayerFlow:
-    """Run ``model`` once, evaluating; ``layers`` are the linear ones. Layers that are called twice are left out."""
+    """Run ``model`` once, evaluating; ``layers`` are the linear ones."""
     watch, flow = Watch(model, args, kwargs), LayerFlow()
-    inputs: dict[str, int] = {}
+    order = {name: index for index, name in enumerate(layers)}
     outputs: dict[int, str] = {}
-    repeated: set[str] = set()
+    sources: dict[str, frozenset[str]] = {}
+    stack: list[str] = []
 
     def enter(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        tensor = next((leaf for leaf in (*given, *named.values()) if isinstance(leaf, Tensor)), None)
-        if tensor is None or name in inputs:
-            repeated.add(name)
+        flow.entered.append(name)
+        stack.append(name)
+        if name not in order:
             return
-        inputs[name] = watch.root_of(tensor)
-        flow.sources[name] = watch.sources_of(tensor) - {""}
+        flow.around[name] = flow.around.get(name, frozenset(stack)).intersection(stack)
+        tensor = next((leaf for leaf in (*given, *named.values()) if isinstance(leaf, Tensor)), None)
+        if tensor is not None:
+            sources[name] = sources.get(name, frozenset()) | watch.sources_of(tensor)
 
     def leave(name: str, output: Any) -> None:
-        if isinstance(output, Tensor):
+        stack.remove(name)
+        if name in order and isinstance(output, Tensor):
             watch.tell(output, frozenset([name]))
             outputs[watch.root_of(output)] = name
 
-    with _hooked(model, set(layers), enter, leave, flow.entered):
+    with _hooked(model, enter, leave):
         result = run_quietly(model, args, kwargs, watch)
     given = float_outputs(result)
     flow.outputs = tuple(dict.fromkeys(outputs[root] for t in given if (root := watch.root_of(t)) in outputs))
-    for name in repeated:
-        flow.sources.pop(name, None)
-        inputs.pop(name, None)
-    for name, tensor_id in inputs.items():
-        flow.siblings[name] = tuple(each for each, other in inputs.items() if other == tensor_id)
+    behind = [watch.sources_of(tensor) & order.keys() for tensor in given]
+    flow.heads = tuple(dict.fromkeys(name for each in behind if len(each) == 1 for name in each))
+    called = {name: index for index, name in reversed([*enumerate(flow.entered)])}
+    for name, found in sources.items():
+        flow.sources[name] = tuple(sorted(found & order.keys(), key=called.__getitem__))
+        flow.parameters[name] = found - order.keys() - {""}
+    for name, found in [*sources.items(), *(("", each) for each in behind)]:
+        for source in found & order.keys():
+            flow.readers.setdefault(source, set()).add(name)
     return flow
 
 
 @contextlib.contextmanager
-def _hooked(
-    model: nn.Module, layers: set[str], enter: Callable[..., None], leave: Callable[..., None], entered: list[str]
-) -> Iterator[None]:
+def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
     handles = []
     for name, module in model.named_modules():
 
         def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            entered.append(name)
-            if name in layers:
-                enter(name, args, kwargs)
+            enter(name, args, kwargs)
 
         def after(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
             leave(name, output)
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        if name in layers:
-            handles.append(module.register_forward_hook(after))
+        handles.append(module.register_forward_hook(after))
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..recording import without_fused_layers
 from .plan import Layout
-from .ranks import TensorRanks, add_up, add_up_gradients, bounds, put_together
+from .ranks import TensorRanks, add_up, add_up_gradients, bounds, once, put_together
 
 __all__ = ["Region", "Share", "change_class"]
 
@@ -73,6 +73,8 @@ class Share:
     """What a module knows of its part. ``before`` and ``after``: what is done to its input and to its output.
 
     ``layouts`` are of the parameters that it uses in part, ``cuts`` of all that are cut, with their whole size.
+    ``arguments`` and ``outputs``: what is done to these instead, by their places. ``summed``: the parameters whose
+    gradients are added up, where that is not all (``is_summed``). ``once``: those that are added before a sum.
     """
 
     ranks: TensorRanks
@@ -81,6 +83,10 @@ class Share:
     cuts: dict[str, tuple[Layout, int]] = field(default_factory=dict)
     before: list[Change] = field(default_factory=list)
     after: list[Change] = field(default_factory=list)
+    arguments: dict[int | str, Change] = field(default_factory=dict)
+    outputs: dict[int, Change] = field(default_factory=dict)
+    summed: set[str] = field(default_factory=set)
+    once: set[str] = field(default_factory=set)
     is_every_input: bool = False  # whether ``before`` is of all float inputs, not of the first alone
     is_summed: bool = False
     is_row: bool = False
@@ -99,7 +105,19 @@ class Share:
             return local
         if self.is_row and self.running and name == "bias":
             return torch.zeros_like(local)  # it is added once, behind the sum
-        return add_up_gradients(local, self.ranks) if self.is_summed else local
+        if self.running and name in self.once:
+            return once(local, self.ranks)
+        return add_up_gradients(local, self.ranks) if self.is_summed or name in self.summed else local
+
+    def change_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        changed = {place: change(given[place]) for place, change in self.arguments.items() if place in given}
+        if self.before:
+            left = {place: value for place, value in given.items() if place not in changed}
+            changed |= _change_floats(left, self.before, is_first_only=not self.is_every_input)
+        given |= changed
+        return tuple(given[place] for place in range(len(args))), {key: given[key] for key in kwargs}
 
 
 class _Part(nn.Module):
@@ -125,14 +143,16 @@ class _ChangedPart(_Part):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         share = self._share
-        if share.before:
-            args, kwargs = _change_floats((args, kwargs), share.before, is_first_only=not share.is_every_input)
+        if share.before or share.arguments:
+            args, kwargs = share.change_inputs(args, kwargs)
         share.running += 1
         try:
             result = super().forward(*args, **kwargs)
         finally:
             share.running -= 1
-        return _change_floats(result, share.after, is_first_only=True) if share.after else result
+        if share.after:
+            result = _change_floats(result, share.after, is_first_only=True)
+        return _change_outputs(result, share.outputs) if share.outputs else result
 
 
 class _RowPart(_ChangedPart):
@@ -187,6 +207,14 @@ def _change_floats(tree: Any, changes: list[Change], *, is_first_only: bool) -> 
     return tree_unflatten(leaves, spec)
 
 
+def _change_outputs(tree: Any, changes: dict[int, Change]) -> Any:
+    leaves, spec = tree_flatten(tree)
+    floats = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    for place, change in changes.items():
+        leaves[floats[place]] = change(leaves[floats[place]])
+    return tree_unflatten(leaves, spec)
+
+
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
@@ -200,7 +228,7 @@ def change_class(module: nn.Module, share: Share) -> None:
         kind = _VocabularyPart
     elif share.is_row:
         kind = _RowPart
-    elif share.layouts or share.before or share.after:
+    elif any((share.layouts, share.before, share.after, share.arguments, share.outputs, share.once)):
         kind = _ChangedPart
     if (kind, base) not in _CLASSES:
         _CLASSES[kind, base] = type(base.__name__, (kind, base), {"__module__": base.__module__})

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
 from ...errors import SpecError
 from ..stages.stubs import Stub
 from .layers import Region, Share, change_class
-from .plan import OUTPUT_DIM, Layout, Pair, SequenceParts, TensorPlan, is_inside
+from .plan import EXPERTS, OUTPUT_DIM, Layout, Pair, SequenceParts, TensorPlan, is_inside
 from .ranks import TensorRanks, add_up, add_up_gradients, bounds, cut_own, put_together
 
 __all__ = ["Distribute", "lay_out"]
@@ -37,8 +40,12 @@ def lay_out(
     for name in _summed(plan, present):
         if name in shares:
             shares[name].is_summed = True
-    for module, key, value in (each for pair in _pairs_here(plan, present) for each in pair.attributes):
-        setattr(present[module], key, value)
+        elif name.rpartition(".")[0] in shares:
+            shares[name.rpartition(".")[0]].summed.add(name.rpartition(".")[2])
+    for pair in _pairs_here(plan, present):
+        _prepare_between(pair, shares)
+        for module, key, value in pair.attributes:
+            _make_smaller(present[module], key, value)
     if plan.sequence is not None:
         _prepare_sequence(plan, shares)
     _distribute(present, shares, plan, distribute)
@@ -52,7 +59,7 @@ def _has_parameters(module: nn.Module, plan: TensorPlan, name: str) -> bool:
 
 
 def _pairs_here(plan: TensorPlan, present: dict[str, nn.Module]) -> list[Pair]:
-    return [pair for pair in plan.pairs if all(name in present for name in pair.names)]
+    return [pair for pair in plan.pairs if pair.members <= present.keys()]
 
 
 def _roles_here(plan: TensorPlan, present: dict[str, nn.Module]) -> dict[str, str]:
@@ -73,8 +80,9 @@ def _prepare(
     owner = next((pair for pair in plan.pairs if name in pair.columns), None)
     packed = owner.packed if owner is not None else 1
     share.layouts = planned.layouts(role, packed=packed)
-    if role == "experts":
+    if role in EXPERTS:
         share.is_every_input = True
+        share.once = {own for own, *_ in planned.parameters if own not in share.layouts}
         share.before.append(lambda tensor: add_up_gradients(tensor, ranks))
         share.after.append(lambda tensor: add_up(tensor, ranks))
         return
@@ -92,12 +100,58 @@ def _prepare(
         own_inputs = _own_size(inputs, ranks)
         _resize(module, ("in_features", "nx"), own_inputs)
         return
-    share.before.append(lambda tensor: add_up_gradients(tensor, ranks))
+    if pair is None or pair.entry is None:
+        share.before.append(lambda tensor: add_up_gradients(tensor, ranks))
     _resize(module, ("out_features", "nf"), _own_size(outputs, ranks))
     if name == plan.shard_head:
         share.after.append(lambda tensor: ranks.as_shard(tensor, total=outputs))
     elif pair is None:
         share.after.append(lambda tensor: put_together(tensor, ranks, dim=-1, total=outputs, packed=packed))
+
+
+def _prepare_between(pair: Pair, shares: dict[str, Share]) -> None:
+    ranks = shares[pair.row].ranks
+    for name, own, dim in pair.parts:
+        shares[name].layouts[own] = Layout(dim)
+    for name in pair.gathered:
+        shares[name].before.append(
+            lambda tensor: put_together(tensor, ranks, dim=-1, total=tensor.shape[-1] * ranks.size)
+        )
+        shares[name].after.append(lambda tensor: cut_own(tensor, ranks, dim=-1))
+    for each in pair.by_head:
+        share = shares[each.module]
+        if isinstance(each.place, int) and each.is_output:
+            share.outputs[each.place] = functools.partial(_with_all_heads, heads=each.heads, ranks=ranks)
+        else:
+            share.arguments[each.place] = functools.partial(_with_own_heads, heads=each.heads, ranks=ranks)
+    if pair.entry is not None:
+        shares[pair.entry].before.append(lambda tensor: add_up_gradients(tensor, ranks))
+        shares[pair.entry].is_every_input = True
+
+
+def _with_own_heads(value: Any, *, heads: int, ranks: TensorRanks) -> Any:
+    """Some calls give none, or one for all heads."""
+    if not isinstance(value, Tensor) or value.shape[-3] % heads:
+        return value
+    return cut_own(value, ranks, dim=-3, packed=value.shape[-3] // heads)
+
+
+def _with_all_heads(tensor: Tensor, *, heads: int, ranks: TensorRanks) -> Tensor:
+    total = tensor.shape[-3] * ranks.size
+    if total % heads:
+        return tensor
+    return put_together(tensor, ranks, dim=-3, total=total, packed=total // heads)
+
+
+def _make_smaller(module: nn.Module, key: str, value: int) -> None:
+    """A number of its own; or of an object that it shares with others, of which it gets a copy."""
+    owner, _, key = key.rpartition(".")
+    if not owner:
+        setattr(module, key, value)
+        return
+    copied = copy.copy(getattr(module, owner))
+    setattr(copied, key, value)
+    setattr(module, owner, copied)
 
 
 def _own_size(total: int, ranks: TensorRanks) -> int:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import difflib
 import html
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ...errors import SpecError
 
-__all__ = ["Layout", "Pair", "PlannedModule", "SequenceParts", "TensorPlan"]
+__all__ = ["ByHead", "Layout", "Packed", "Pair", "PlannedModule", "SequenceParts", "TensorPlan"]
+
+Packed = int | tuple[int, ...]  # so many tensors of one length, or tensors whose lengths are in these proportions
 
 LINEAR = ("linear", "conv1d")
-KINDS = {"colwise": LINEAR, "rowwise": LINEAR, "embedding": ("embedding",), "experts": ("experts",)}  # by role
+EXPERTS = ("experts", "interleaved experts")  # gate and up lie one behind the other, or by turns
+KINDS = {  # by role
+    "colwise": LINEAR,
+    "rowwise": LINEAR,
+    "embedding": ("embedding",),
+    **dict.fromkeys(EXPERTS, ("experts",)),
+}
 ROLES = (*KINDS, "replicate")
 OUTPUT_DIM = {"linear": 0, "conv1d": 1}  # of a weight, by the kind of its module
 
@@ -25,7 +33,20 @@ class Layout:
     """A parameter is cut in ``dim``; ``packed`` tensors lie in it one behind the other, each of which is cut."""
 
     dim: int
-    packed: int = 1
+    packed: Packed = 1
+
+
+@dataclass(frozen=True)
+class ByHead:
+    """A tensor that ``module`` gets or gives, with ``heads``, or these for each row, third from last.
+
+    ``place``: of an argument, its number or its name; of an output, its number among the float ones.
+    """
+
+    module: str
+    place: int | str
+    heads: int
+    is_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,19 +54,48 @@ class Pair:
     """Layers of which each rank computes a part from end to end: ``columns`` give it, ``row`` takes it.
 
     ``packed`` tensors are in the output of a column. ``attributes``: what is smaller on a rank, as (module, name,
-    value). ``summed``: modules between them, used on parts, whose gradients are added up. ``origin``: who proposed it.
+    value); a name with a dot is of an object that a module has. ``origin``: who proposed it.
+
+    Between them: ``summed`` modules, or parameters, are used on parts, and their gradients are added up; ``parts`` are
+    parameters that are cut too, as (module, name, dimension); ``gathered`` modules run on the whole; ``by_head`` are
+    cut where they come in, and put together where they go out. ``entry``: the module at whose entry the work of the
+    ranks begins to differ, where that is not that of the columns.
     """
 
     columns: tuple[str, ...]
     row: str
-    packed: int = 1
+    packed: Packed = 1
     attributes: tuple[tuple[str, str, int], ...] = ()
     summed: tuple[str, ...] = ()
+    parts: tuple[tuple[str, str, int], ...] = ()
+    gathered: tuple[str, ...] = ()
+    by_head: tuple[ByHead, ...] = ()
+    entry: str | None = None
     origin: str = "data flow"
 
     @property
     def names(self) -> tuple[str, ...]:
         return (*self.columns, self.row)
+
+    @property
+    def members(self) -> frozenset[str]:
+        """All modules that do not do what they did."""
+        others = {*self.gathered, *(name for name, *_ in self.parts), *(each.module for each in self.by_head)}
+        return frozenset({*self.names, *others} | ({self.entry} if self.entry is not None else set()))
+
+    def renamed(self, rename: Callable[[str], str]) -> Pair:
+        """The same of modules with other names."""
+        return replace(
+            self,
+            columns=tuple(map(rename, self.columns)),
+            row=rename(self.row),
+            attributes=tuple((rename(module), key, value) for module, key, value in self.attributes),
+            summed=tuple(map(rename, self.summed)),
+            parts=tuple((rename(module), own, dim) for module, own, dim in self.parts),
+            gathered=tuple(map(rename, self.gathered)),
+            by_head=tuple(replace(each, module=rename(each.module)) for each in self.by_head),
+            entry=None if self.entry is None else rename(self.entry),
+        )
 
 
 @dataclass(frozen=True)
@@ -66,19 +116,19 @@ class PlannedModule:
     """A module with parameters of its own, each as (name, first name in the model, shape).
 
     ``kind``: "linear", "conv1d" (a linear layer whose weight is transposed), "embedding", "experts" (gated layers,
-    stacked in two parameters) or "other".
+    stacked in two parameters, and their biases in two) or "other".
     """
 
     name: str
     kind: str
     parameters: tuple[tuple[str, str, torch.Size], ...]
 
-    def layouts(self, role: str, *, packed: int = 1) -> dict[str, Layout]:
+    def layouts(self, role: str, *, packed: Packed = 1) -> dict[str, Layout]:
         """How its parameters are cut in a role, by name."""
         if role == "embedding":
             return {"weight": Layout(0)}
-        if role == "experts":
-            return {"gate_up_proj": Layout(1, 2), "down_proj": Layout(2)}
+        if role in EXPERTS:
+            return self._layouts_of_experts(packed=2 if role == "experts" else 1)
         if role not in ("colwise", "rowwise"):
             return {}
         output_dim = OUTPUT_DIM[self.kind]
@@ -86,13 +136,21 @@ class PlannedModule:
             return {"weight": Layout(1 - output_dim)}
         return {"weight": Layout(output_dim, packed), "bias": Layout(0, packed)}
 
+    def _layouts_of_experts(self, *, packed: int) -> dict[str, Layout]:
+        """By expert, weights are (outputs, inputs), as those of linear layers are, or (inputs, outputs)."""
+        shapes = {own: shape for own, _, shape in self.parameters}
+        _, outputs, inputs = shapes["gate_up_proj"]
+        is_linear = shapes["down_proj"][1:] == (inputs, outputs // 2)
+        found = {"gate_up_proj": Layout(1 if is_linear else 2, packed), "down_proj": Layout(2 if is_linear else 1)}
+        return found | ({"gate_up_proj_bias": Layout(1, packed)} if "gate_up_proj_bias" in shapes else {})
+
 
 @dataclass
 class TensorPlan:
     """What each of ``tp`` ranks holds of a model; all else is on every rank.
 
-    ``alone``: "colwise", "rowwise", "embedding" or "experts", by name, of modules that begin and end with whole
-    tensors.
+    ``alone``: "colwise", "rowwise", "embedding", "experts" or "interleaved experts", by name, of modules that begin and
+    end with whole tensors.
     ``shard_head``: the module whose output stays in parts, for vocabulary-parallel cross entropy. ``reasons``: why
     modules are replicated that might not be. ``checked``: how far the plan was proved as a whole.
     """
@@ -110,7 +168,7 @@ class TensorPlan:
 
     @property
     def roles(self) -> dict[str, str]:
-        """What modules are, by name, that are cut: "colwise", "rowwise", "embedding" or "experts"."""
+        """What modules are, by name, that are cut by themselves or in pairs: a role that `set` takes."""
         found = dict(self.alone)
         for pair in self.pairs:
             found |= dict.fromkeys(pair.columns, "colwise") | {pair.row: "rowwise"}
@@ -129,7 +187,7 @@ class TensorPlan:
             f"{name}.{own}" if name else own: layouts[first]
             for name, module in self.modules.items()
             for own, first, _ in module.parameters
-            if first in layouts and layouts[first].packed > 1
+            if first in layouts and layouts[first].packed != 1
         }
 
     def _cuts(self) -> Iterator[tuple[str, Layout, str]]:
@@ -139,15 +197,17 @@ class TensorPlan:
             for own, first, _ in self.modules[name].parameters:
                 if own in layouts:
                     yield first, layouts[own], name
+        for name, own, dim in (part for pair in self.pairs for part in pair.parts):
+            yield next(first for each, first, _ in self.modules[name].parameters if each == own), Layout(dim), name
 
     # ---- edits
 
     def replicate(self, name: str) -> TensorPlan:
         """Keep a module, and all in it, on every rank; the layers that it was cut with too. Raises: SpecError."""
         inside = self.inside(name)
-        if self.sequence is not None and any(inside & {*pair.names} for pair in self.pairs):
+        if self.sequence is not None and any(inside & pair.members for pair in self.pairs):
             self.sequence = None
-        for pair in [pair for pair in self.pairs if inside & {*pair.names}]:
+        for pair in [pair for pair in self.pairs if inside & pair.members]:
             self.pairs.remove(pair)
             self.reasons.update(dict.fromkeys(pair.names, f"{name!r} was asked to be on every rank"))
         for each in inside & {*self.alone}:
@@ -160,7 +220,8 @@ class TensorPlan:
     def set(self, name: str, role: str) -> TensorPlan:
         """Cut one module by itself, which is right wherever it stands: "colwise", "rowwise", "embedding", or not.
 
-        Its input and its output are whole on every rank; what was cut with it is replicated. Raises: SpecError.
+        Its input and its output are whole on every rank; what was cut with it is replicated. Which of the two roles of
+        experts is right only their own code says, and the proof of `tp_plan`. Raises: SpecError.
         """
         if role not in ROLES:
             raise SpecError(f"{name!r} cannot be {role!r}: {_nearest(role, ROLES)}choose one of {', '.join(ROLES)}")
@@ -213,10 +274,10 @@ class TensorPlan:
         for own, _, shape in module.parameters:
             layout = layouts.get(own, Layout(0))
             size = shape[layout.dim]
-            if layout.packed > 1 and size % (layout.packed * self.tp):
+            if role in EXPERTS and own == "gate_up_proj" and size % (2 * self.tp):
                 raise SpecError(
-                    f"{module.name!r} cannot be {role!r}: {layout.packed} of {size // layout.packed} rows, "
-                    f"packed into one, do not divide by {self.tp}"
+                    f"{module.name!r} cannot be {role!r}: 2 of {size // 2} rows, packed into one, do not divide by "
+                    f"{self.tp}"
                 )
             if own in layouts and size - (self.tp - 1) * -(-size // self.tp) <= 0:
                 raise SpecError(
@@ -266,15 +327,20 @@ class TensorPlan:
     def _describe(self, name: str) -> tuple[str, str]:
         for pair in self.pairs:
             if name in pair.columns:
-                packed = f", {pair.packed} in one" if pair.packed > 1 else ""
+                packed = "" if pair.packed == 1 else f", {_words_for(pair.packed)} in one"
                 smaller = "".join(f", {key}={value}" for _, key, value in pair.attributes)
                 return f"colwise{packed}", f"proved with {pair.row}{smaller} ({pair.origin})"
             if name == pair.row:
                 return "rowwise", f"proved with {', '.join(pair.columns)} ({pair.origin})"
         if name in self.alone:
             kept = "its part of the output" if name == self.shard_head else "output put together"
-            why = {"colwise": kept, "rowwise": "input cut", "embedding": "rows by token", "experts": "a part of each"}
-            return self.alone[name], why[self.alone[name]]
+            why = {"colwise": kept, "rowwise": "input cut", "embedding": "rows by token"}
+            return self.alone[name], why.get(self.alone[name], "a part of each")
+        for pair in self.pairs:
+            if any(name == module for module, *_ in pair.parts):
+                return "cut", f"proved with {pair.row} ({pair.origin})"
+            if name in pair.gathered:
+                return "whole", "its input is put together, its output cut"
         if any(name in pair.summed for pair in self.pairs):
             return "whole", "used on parts: gradients are added up"
         if self.sequence is not None and name in self.sequence.summed:
@@ -285,6 +351,10 @@ class TensorPlan:
 def is_inside(name: str, modules: Iterable[str]) -> bool:
     """Whether a module is one of ``modules``, or in one of them."""
     return any(name == each or name.startswith(f"{each}.") for each in modules)
+
+
+def _words_for(packed: Packed) -> str:
+    return str(packed) if isinstance(packed, int) else ":".join(map(str, packed))
 
 
 def _pattern(text: str) -> str:

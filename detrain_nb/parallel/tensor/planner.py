@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +17,10 @@ from ...errors import SpecError
 from ..costs.profiler import ExampleInputs, as_call
 from ..recording import fails_with_inputs, first_float_tensor, modules_around
 from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
-from .plan import LINEAR, Pair, PlannedModule, TensorPlan
-from .proof import Call, find_fault, keep_call
+from .plan import EXPERTS, LINEAR, Pair, PlannedModule, TensorPlan
+from .proof import Call, Proof, find_fault, keep_call
 from .proposals import (
+    Between,
     candidates_of,
     flow_pairs,
     heads_that_do_not_divide,
@@ -28,6 +29,7 @@ from .proposals import (
     size_to_cut,
     trials_of,
     why_not_embedding,
+    with_sums,
 )
 from .sequence_plan import with_sequence_parts
 
@@ -97,6 +99,9 @@ class _Planner:
         self._verdicts: dict[Any, Pair | str] = {}
         self._calls: dict[Any, Call] = {}
         self._unread: dict[Any, set[int]] = {}
+        self._outputs: dict[Any, list[torch.Size]] = {}
+        self._shapes: dict[str, Any] = {}
+        self._looks: dict[str, Any] = {}  # where a module gets tensors
 
     @property
     def kept_call(self) -> Call:
@@ -106,7 +111,7 @@ class _Planner:
     # ---- pairs
 
     def add_pairs(self) -> None:
-        proposals = [*own_pairs(self._model, self.plan.modules), *flow_pairs(self._flow)]
+        proposals = [*own_pairs(self._model, self.plan.modules), *flow_pairs(self._flow, self.plan.modules)]
         self._keep_calls({self._parent_of(pair) for pair in proposals})
         used: set[str] = set()
         for pair in proposals:
@@ -133,52 +138,77 @@ class _Planner:
             return _NOT_CALLED
         parent_name = self._parent_of(pair)
         parent = self._names[parent_name]
-        relative = _renamed(pair, lambda name: _without(parent_name, name))
-        summed = tuple(
-            _without(parent_name, name)
-            for name in self._flow.between(pair.columns, pair.row)
-            if name in self.plan.modules and _is_in(parent_name, name)
-        )
+        relative = pair.renamed(lambda name: _without(parent_name, name))
+        between = self._between(parent_name, pair)
         modules = known_modules(parent)
-        shapes = tuple(module.parameters for module in modules.values())
         counts = tuple(candidates_of(parent, relative, modules))
-        key = (self._kind_of_block(parent_name), relative, summed, counts, shapes)
+        key = (self._kind_of_block(parent_name), relative, between, counts)
         if key not in self._verdicts:
-            self._verdicts[key] = self._prove(parent_name, relative, modules, summed)
+            self._verdicts[key] = self._prove(parent_name, relative, modules, between)
         verdict = self._verdicts[key]
         if isinstance(verdict, str):
             return verdict
         verdict = replace(verdict, origin=pair.origin)
-        return _renamed(verdict, lambda name: ".".join(part for part in (parent_name, name) if part))
+        return verdict.renamed(lambda name: ".".join(part for part in (parent_name, name) if part))
 
-    def _prove(
-        self, parent_name: str, pair: Pair, modules: dict[str, PlannedModule], summed: tuple[str, ...]
-    ) -> Pair | str:
-        parent, call = self._names[parent_name], self._calls.get(self._kind_of_block(parent_name))
+    def _between(self, parent_name: str, pair: Pair) -> Between:
+        kind = self._kind_of_block(parent_name)
+        call, unread = self._calls.get(kind, ((), {})), self._unread.get(kind, ())
+        first = first_float_tensor(*call)
+        arguments: list[tuple[int | str, Any]] = [*enumerate(call[0]), *call[1].items()]
+        modules = self._flow.between(pair.columns, pair.row)
+        return Between(
+            modules=tuple(
+                _without(parent_name, name)
+                for name in modules
+                if name in self.plan.modules and _is_in(parent_name, name)
+            ),
+            parameters=tuple(
+                _without(parent_name, name)
+                for name in sorted(self._flow.parameters.get(pair.row, ()))
+                if _is_in(parent_name, name)
+            ),
+            arguments=tuple(
+                (place, each.shape) for place, each in arguments if isinstance(each, Tensor) and each is not first
+            ),
+            outputs=tuple(
+                (place, shape) for place, shape in enumerate(self._outputs.get(kind, ())) if place not in {0, *unread}
+            ),
+        )
+
+    def _prove(self, parent_name: str, pair: Pair, modules: dict[str, PlannedModule], between: Between) -> Pair | str:
+        kind = self._kind_of_block(parent_name)
+        parent, call = self._names[parent_name], self._calls.get(kind)
         if call is None:
             return _NOT_CALLED
-        faults = []
         for name in pair.names:
             size = size_to_cut(modules[name], is_column=name in pair.columns)
             if size % self._tp:
                 return f"{size} {'outputs' if name in pair.columns else 'inputs'} do not divide by {self._tp}"
-        for trial in trials_of(parent, pair, modules, self._tp):
-            for added_up in dict.fromkeys((summed, ())):
-                complete = replace(trial, summed=added_up)
-                unread = self._unread.get(self._kind_of_block(parent_name), ())
-                fault = find_fault(parent, TensorPlan(self._tp, modules, [complete]), call, unread=unread)
+        proof, faults = Proof(parent, call, unread=self._unread.get(kind, ())), []
+        for trial in trials_of(parent, pair, modules, self._tp, between):
+            misfit = proof.shapes.find_fault(TensorPlan(self._tp, modules, [trial]))
+            if misfit is not None:
+                faults.append(misfit)
+                continue
+            for complete in with_sums(trial, modules, between):
+                fault = proof.find_fault(TensorPlan(self._tp, modules, [complete]))
                 if fault is None:
                     return complete
                 faults.append(fault)
         return heads_that_do_not_divide(parent, pair, modules, self._tp) or f"not proved: {faults[0]}"
 
     def _parent_of(self, pair: Pair) -> str:
-        """The innermost module that has all of them in it and that was called."""
+        """The innermost module that has all of them in it and that runs whenever one of them does."""
         common = [name for name in modules_around(pair.row) if all(_is_in(name, each) for each in pair.names)]
-        return next(name for name in reversed(common) if name in self._entered or not name)
+        around = frozenset.intersection(*(self._flow.around.get(name, frozenset([""])) for name in pair.names))
+        return next(name for name in reversed(common) if name in around or not name)
 
-    def _kind_of_block(self, name: str) -> tuple[str, type[nn.Module]]:
-        return re.sub(r"\d+", "*", name), type(self._names[name])
+    def _kind_of_block(self, name: str) -> Any:
+        """Blocks of one kind have one class, one name but for numbers, parameters of one shape, and get the same."""
+        if name not in self._shapes:
+            self._shapes[name] = tuple((each, p.shape) for each, p in self._names[name].named_parameters())
+        return re.sub(r"\d+", "*", name), type(self._names[name]), self._shapes[name], self._looks.get(name)
 
     def _keep_calls(self, names: Iterable[str]) -> None:
         """What modules are called with, of each kind the first; and which of the outputs of these nobody reads."""
@@ -187,12 +217,15 @@ class _Planner:
         for name in names:
 
             def keep(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                given = {**dict(enumerate(args)), **kwargs}
+                self._looks.setdefault(name, tuple(key for key, each in given.items() if isinstance(each, Tensor)))
                 kind = self._kind_of_block(name)
                 if kind not in self._calls:
                     self._calls[kind] = keep_call(args, kwargs, lambda tensor: bool(watch.sources_of(tensor)))
 
             def give(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
                 calls[self._kind_of_block(name)] += 1
+                self._outputs.setdefault(self._kind_of_block(name), [each.shape for each in float_outputs(output)])
                 watch.wait_for_readers(self._kind_of_block(name), output)
 
             handles.append(self._names[name].register_forward_pre_hook(keep, with_kwargs=True))
@@ -212,7 +245,10 @@ class _Planner:
 
     def add_embeddings(self) -> None:
         """Tables of the size of the vocabulary; to put small ones together costs more than they weigh."""
-        tables = [name for name, module in self.plan.modules.items() if module.kind == "embedding"]
+        in_pairs = frozenset().union(*(pair.members for pair in self.plan.pairs))
+        tables = [
+            name for name, module in self.plan.modules.items() if module.kind == "embedding" and name not in in_pairs
+        ]
         largest = max((self._rows(name) for name in tables), default=0)
         self._keep_calls(tables)
         for name in tables:
@@ -226,7 +262,12 @@ class _Planner:
         mixtures = [name for name, module in self.plan.modules.items() if module.kind == "experts"]
         self._keep_calls(mixtures)
         for name in mixtures:
-            self._add_alone(name, "experts", "")
+            self._add_alone(name, EXPERTS[0], "")
+            if name not in self.plan.alone:
+                reason = self.plan.reasons[name]
+                self._add_alone(name, EXPERTS[1], "")
+                if name not in self.plan.alone:
+                    self.plan.reasons[name] = reason
 
     def add_head(self, *, is_loss_parallel: bool) -> None:
         if is_loss_parallel:
@@ -234,8 +275,9 @@ class _Planner:
                 self.plan.replicate(name)  # it is to be a head, and no row
         roles = self.plan.roles
         heads = [name for name in self._flow.outputs if name not in roles]
-        self._keep_calls(heads)
-        for name in heads:
+        others = [name for name in self._flow.heads if name not in (*roles, *heads)]
+        self._keep_calls([*heads, *others])
+        for name in (*heads, *others):
             self._add_alone(name, "colwise", "")
         if is_loss_parallel and len(heads) == 1 and heads[0] in self.plan.alone:
             self.plan.shard_head = heads[0]
@@ -259,7 +301,9 @@ class _Planner:
         if not reason:
             relative = TensorPlan(self._tp, known_modules(self._names[name]), alone={"": role})
             call = self._calls.get(self._kind_of_block(name))
-            fault = find_fault(self._names[name], relative, call) if call is not None else _NOT_CALLED
+            fault: str | None = _NOT_CALLED
+            if call is not None:  # what torch's own layers do is known, and some are as large as a vocabulary
+                fault = None if _is_plain(self._names[name]) else find_fault(self._names[name], relative, call)
             if fault:
                 self.plan.replicate(name)
                 reason = f"not proved: {fault}"
@@ -269,9 +313,9 @@ class _Planner:
     # ---- the end
 
     def explain_the_rest(self) -> None:
-        roles = self.plan.roles
+        members = {*self.plan.roles}.union(*(pair.members for pair in self.plan.pairs))
         for name, module in self.plan.modules.items():
-            if name in roles or name in self.plan.reasons:
+            if name in members or name in self.plan.reasons:
                 continue
             if module.kind == "other":
                 if all(len(shape) < 2 for *_, shape in module.parameters):
@@ -306,14 +350,9 @@ class _Planner:
         return self.plan.modules[name].parameters[0][2][0]
 
 
-def _renamed(pair: Pair, rename: Callable[[str], str]) -> Pair:
-    return replace(
-        pair,
-        columns=tuple(map(rename, pair.columns)),
-        row=rename(pair.row),
-        attributes=tuple((rename(module), key, value) for module, key, value in pair.attributes),
-        summed=tuple(map(rename, pair.summed)),
-    )
+def _is_plain(module: nn.Module) -> bool:
+    """Whether it is one of torch's own layers, which nobody has changed."""
+    return type(module) in (nn.Linear, nn.Embedding) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_in(outer: str, name: str) -> bool:

@@ -7,6 +7,7 @@ What is compared is every output, and the gradient of every input and of every p
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,9 @@ from .layer_flow import float_outputs
 from .layout import lay_out
 from .plan import Layout, TensorPlan
 from .ranks import cut
+from .shapes import Shapes, in_short
 
-__all__ = ["Call", "find_fault", "keep_call"]
+__all__ = ["Call", "Proof", "find_fault", "keep_call"]
 
 # Relative to the largest; models compute in float32 in places, whatever they are in, and are off by 1e-7 then.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -53,30 +55,56 @@ def keep_call(args: tuple[Any, ...], kwargs: dict[str, Any], has_gradient: Calla
 
 
 def find_fault(module: nn.Module, plan: TensorPlan, call: Call, *, unread: Collection[int] = ()) -> str | None:
-    """Why ``module`` is not the same over ``plan.tp`` ranks, or None: it is, for this call, with random weights.
+    """Why ``module`` is not the same over ``plan.tp`` ranks, or None: it is, for this call, with random weights."""
+    return Proof(module, call, unread=unread).find_fault(plan)
 
-    Names in ``plan`` are those in ``module``, which is left as it is. ``unread``: outputs that nobody reads, by number.
-    What cannot run in float64 is run in float32.
+
+class Proof:
+    """Of plans for a module, which is left as it is; names in a plan are those in the module.
+
+    ``unread``: outputs that nobody reads, by number. What cannot run in float64 is run in float32.
     """
-    with state_kept(module, call):
-        return _find_fault(module, plan, call, unread)
 
+    def __init__(self, module: nn.Module, call: Call, *, unread: Collection[int] = ()) -> None:
+        self._module, self._call, self._unread = module, call, unread
+        self._whole: nn.Module | None = None
+        self._reference: _Run | None = None
+        self._fault = ""
 
-def _find_fault(module: nn.Module, plan: TensorPlan, call: Call, unread: Collection[int]) -> str | None:
-    try:
-        whole = _copy_with_random_weights(module)
-    except (RuntimeError, TypeError, NotImplementedError) as exc:
-        return f"it cannot be copied: {_short(exc)}"
-    with state_kept(whole):
-        reference, fault = _reference(whole, call, unread)
-    if reference is None:
-        return fault
-    meeting = _Meeting(plan.tp)
-    runs = [_Run(_laid_out(whole, plan, meeting, r), call, reference.dtype, unread, reference) for r in range(plan.tp)]
-    with ThreadPoolExecutor(plan.tp) as pool:
-        faults = list(pool.map(lambda rank: _fault_of_rank(runs[rank], meeting, plan, rank), range(plan.tp)))
-    found = [fault for fault in faults if fault is not None]
-    return next((fault for fault in found if fault != _LEFT_ALONE), found[0]) if found else None
+    @functools.cached_property
+    def shapes(self) -> Shapes:
+        return Shapes(self._module, self._call, self._unread)
+
+    def find_fault(self, plan: TensorPlan) -> str | None:
+        """Why the module is not the same over ``plan.tp`` ranks, or None: it is, for this call, with random weights."""
+        with state_kept(self._module, self._call):
+            return self._find_fault(plan)
+
+    def _find_fault(self, plan: TensorPlan) -> str | None:
+        self._run_whole()
+        whole, reference = self._whole, self._reference
+        if whole is None or reference is None:
+            return self._fault
+        meeting = _Meeting(plan.tp)
+        runs = [
+            _Run(_laid_out(whole, plan, meeting, rank), self._call, reference.dtype, self._unread, reference)
+            for rank in range(plan.tp)
+        ]
+        with ThreadPoolExecutor(plan.tp) as pool:
+            faults = list(pool.map(lambda rank: _fault_of_rank(runs[rank], meeting, plan, rank), range(plan.tp)))
+        found = [fault for fault in faults if fault is not None]
+        return next((fault for fault in found if fault != _LEFT_ALONE), found[0]) if found else None
+
+    def _run_whole(self) -> None:
+        if self._whole is not None or self._fault:
+            return
+        try:
+            self._whole = _copy_with_random_weights(self._module)
+        except (RuntimeError, TypeError, NotImplementedError) as exc:
+            self._fault = f"it cannot be copied: {in_short(exc)}"
+            return
+        with state_kept(self._whole):
+            self._reference, self._fault = _reference(self._whole, self._call, self._unread)
 
 
 def _reference(whole: nn.Module, call: Call, unread: Collection[int]) -> tuple[_Run | None, str]:
@@ -89,7 +117,7 @@ def _reference(whole: nn.Module, call: Call, unread: Collection[int]) -> tuple[_
         try:
             found = _Run(whole.to(dtype), call, dtype, unread).go()
         except Exception as exc:  # noqa: BLE001 - the user's code, in another precision than it was written for
-            fault = f"it does not run on the CPU in {str(dtype).removeprefix('torch.')}: {_short(exc)}"
+            fault = f"it does not run on the CPU in {str(dtype).removeprefix('torch.')}: {in_short(exc)}"
             continue
         if not found.gradients:
             return None, "its outputs have no gradients"
@@ -113,12 +141,7 @@ def _fault_of_rank(run: _Run, meeting: _Meeting, plan: TensorPlan, rank: int) ->
         return _LEFT_ALONE
     except Exception as exc:  # noqa: BLE001 - whatever the user's code raises on parts is why they cannot be
         meeting.barrier.abort()
-        return _short(exc)
-
-
-def _short(error: Exception) -> str:
-    first_line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line[:120]}"
+        return in_short(exc)
 
 
 class _Run:
@@ -242,7 +265,7 @@ def _laid_out(whole: nn.Module, plan: TensorPlan, meeting: _Meeting, rank: int) 
         mine = cut(parameter.detach(), layout.dim, rank=rank, size=plan.tp, packed=layout.packed)
         return nn.Parameter(mine.clone())
 
-    module = copy.deepcopy(whole)
+    module = copy.deepcopy(whole, {id(parameter): parameter for parameter in whole.parameters()})  # nobody writes there
     lay_out(module, plan, _ThreadRanks(meeting, rank, plan.tp), distribute)
     return module
 

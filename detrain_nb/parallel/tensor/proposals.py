@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from ..recording import modules_around
 from .layer_flow import LayerFlow
-from .plan import LINEAR, OUTPUT_DIM, Pair, PlannedModule
+from .plan import LINEAR, OUTPUT_DIM, ByHead, Packed, Pair, PlannedModule
 
 __all__ = [
+    "Between",
     "candidates_of",
     "flow_pairs",
     "heads_that_do_not_divide",
@@ -21,6 +24,7 @@ __all__ = [
     "size_to_cut",
     "trials_of",
     "why_not_embedding",
+    "with_sums",
 ]
 
 
@@ -41,26 +45,27 @@ def _kind_of(module: nn.Module) -> str:
         return "embedding"
     if isinstance(module, nn.Linear) and {"weight"} <= keys <= {"weight", "bias"}:
         return "linear"
-    if keys == {"gate_up_proj", "down_proj"}:
+    if {"gate_up_proj", "down_proj"} <= keys <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}:
         gate_up, down = module._parameters["gate_up_proj"], module._parameters["down_proj"]
         assert gate_up is not None and down is not None
-        experts, width, hidden = down.shape if down.dim() == 3 else (0, 0, 0)
-        return "experts" if gate_up.shape == (experts, 2 * hidden, width) else "other"
+        experts, first, last = down.shape if down.dim() == 3 else (0, 0, 0)
+        return "experts" if gate_up.shape in ((experts, 2 * last, first), (experts, last, 2 * first)) else "other"
     is_conv1d = type(module).__name__ == "Conv1D" and keys == {"weight", "bias"} and hasattr(module, "nf")
     return "conv1d" if is_conv1d else "other"
 
 
-def flow_pairs(flow: LayerFlow) -> Iterator[Pair]:
-    """A layer, and those that alone feed it, and that get one input: as q, k, v and the output of attention.
+def flow_pairs(flow: LayerFlow, modules: Mapping[str, PlannedModule]) -> Iterator[Pair]:
+    """A layer, and those that feed it and nobody else: as q, k, v and the output of attention.
 
-    A layer may stand in several: which pair is right only the proof knows.
+    A layer may stand in several: which pair is right only the proof knows. What makes a small input into one of the
+    outputs, as of a vocabulary, is a head: a sum of it over the ranks would be long on its way.
     """
     for name, sources in flow.sources.items():
-        groups = {flow.siblings[source] for source in sources if source in flow.siblings}
-        if len(groups) != 1:
+        is_wider = size_to_cut(modules[name], is_column=True) > size_to_cut(modules[name], is_column=False)
+        if name in flow.heads and is_wider:
             continue
-        columns = next(iter(groups))
-        if {*columns} <= sources and name not in columns:
+        columns = tuple(each for each in sources if flow.readers[each] == {name} and each != name)
+        if columns:
             yield Pair(columns, name)
 
 
@@ -106,8 +111,23 @@ def size_to_cut(module: PlannedModule, *, is_column: bool) -> int:
     return shape[output_dim if is_column else 1 - output_dim]
 
 
+@dataclass(frozen=True)
+class Between:
+    """What there is between the columns and the row of a pair, in the module around it.
+
+    ``modules`` with parameters of their own that run there; ``parameters``, others too, that are used there;
+    ``arguments`` that the module gets beside the first, by place, and ``outputs`` that it gives beside the first, by
+    number among the float ones: their shapes.
+    """
+
+    modules: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    arguments: tuple[tuple[int | str, torch.Size], ...] = ()
+    outputs: tuple[tuple[int, torch.Size], ...] = ()
+
+
 def candidates_of(parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule]) -> list[tuple[str, str, int]]:
-    """Whole numbers of modules that may count heads, or be widths of what is cut."""
+    """Whole numbers of modules that may count heads, or be widths of what is cut; of their configurations, heads."""
     widths = {size_to_cut(modules[pair.row], is_column=False)}
     for name in pair.columns:
         packings = (1, 2, 3) if len(pair.columns) == 1 else (1,)
@@ -116,30 +136,149 @@ def candidates_of(parent: nn.Module, pair: Pair, modules: dict[str, PlannedModul
         (name, key, value)
         for name, module in parent.named_modules()
         if name not in pair.names
-        for key, value in sorted(vars(module).items())
-        if type(value) is int and not key.startswith("_") and (_counts_heads(key) or value in widths)
+        for key, value in _numbers_of(module)
+        if _counts_heads(key) or (value in widths and "." not in key)
     ]
 
 
+def _numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
+    config = vars(module).get("config")
+    for prefix, owner in (("", module), ("config.", config)):
+        for key, value in sorted(getattr(owner, "__dict__", {}).items()):
+            if type(value) is int and value > 0 and not key.startswith("_"):
+                yield f"{prefix}{key}", value
+
+
 def _counts_heads(key: str) -> bool:
+    key = key.rpartition(".")[2]
     return ("head" in key and "dim" not in key and "size" not in key) or key in ("h", "nh")
 
 
-def trials_of(parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule], tp: int) -> Iterator[Pair]:
-    """Ways to cut a pair: with nothing else changed, with fewer heads, with smaller widths; packed or not."""
+def trials_of(
+    parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule], tp: int, between: Between
+) -> Iterator[Pair]:
+    """Ways to cut a pair: with fewer heads, smaller widths, what is between them cut too or not; packed or not."""
     candidates = candidates_of(parent, pair, modules)
-    smaller = [(name, key, value // tp) for name, key, value in candidates if value % tp == 0 and value >= tp]
-    heads = [each for each in smaller if _counts_heads(each[1])]
-    widths = [each for each in smaller if not _counts_heads(each[1])]
     outputs = size_to_cut(modules[pair.columns[0]], is_column=True)
-    for attributes in dict.fromkeys(tuple(each) for each in ([], heads, [*heads, *widths], widths)):
-        for packed in (1, 3, 2) if len(pair.columns) == 1 else (1,):
-            if outputs % (packed * tp) == 0:
-                yield replace(pair, packed=packed, attributes=attributes)
+    counts = {value for _, key, value in candidates if _counts_heads(key)}
+    packings: list[Packed] = [1, 3, 2] if len(pair.columns) == 1 else [1]
+    packings = [each for each in packings if outputs % (_sum_of(each) * tp) == 0]
+    if len(pair.columns) == 1:
+        packings += _unequal_packings(outputs, counts, tp)
+    ways = itertools.product(
+        _ways_with_heads(between, counts, tp),
+        _ways_between(pair, modules, between, candidates, tp),
+        _smaller_numbers(candidates, tp),
+        packings,
+    )
+    for by_head, (parts, gathered), attributes, packed in ways:
+        yield replace(pair, packed=packed, attributes=attributes, parts=parts, gathered=gathered, by_head=by_head)
+
+
+def _sum_of(packed: Packed) -> int:
+    return packed if isinstance(packed, int) else sum(packed)
+
+
+def _unequal_packings(outputs: int, counts: Collection[int], tp: int) -> list[Packed]:
+    """Queries, and fewer keys and values: as many of each as there are heads."""
+    return [
+        (heads, fewer, fewer)
+        for heads, fewer in itertools.permutations(sorted(counts), 2)
+        if fewer < heads and heads % tp == 0 == fewer % tp and outputs % (heads + 2 * fewer) == 0
+    ]
+
+
+def _smaller_numbers(candidates: list[tuple[str, str, int]], tp: int) -> list[tuple[tuple[str, str, int], ...]]:
+    """Nothing; fewer heads; and smaller widths; these alone; and heads in configurations too."""
+    smaller = [(name, key, value // tp) for name, key, value in candidates if value % tp == 0 and value >= tp]
+    heads = [each for each in smaller if _counts_heads(each[1]) and "." not in each[1]]
+    widths = [each for each in smaller if not _counts_heads(each[1])]
+    configured = [each for each in smaller if "." in each[1]]
+    ways = [[], heads, [*heads, *widths], widths, [*heads, *configured], [*heads, *widths, *configured]]
+    return list(dict.fromkeys(map(tuple, ways)))
+
+
+def with_sums(trial: Pair, modules: dict[str, PlannedModule], between: Between) -> list[Pair]:
+    """Where gradients are parts, to be added up: in all that is between; nowhere; or from the module's entry on."""
+    cut = {*trial.names, *trial.gathered}
+    parts = {(name, own) for name, own, _ in trial.parts}
+    names = {
+        (name, own): f"{name}.{own}" if name else own
+        for name, module in modules.items()
+        for own, *_ in module.parameters
+    }
+    inside = tuple(name for name in between.modules if name not in cut)
+    beside = tuple(
+        named
+        for (name, own), named in names.items()
+        if named in between.parameters and name not in {*between.modules, *cut} and (name, own) not in parts
+    )
+    everywhere = tuple(name for name in modules if name not in cut)
+    ways = [
+        replace(trial, summed=(*inside, *beside)),
+        replace(trial, summed=()),
+        replace(trial, summed=everywhere, entry=""),
+    ]
+    return list(dict.fromkeys(ways))
+
+
+Cut = tuple[tuple[tuple[str, str, int], ...], tuple[str, ...]]
+
+
+def _ways_between(
+    pair: Pair,
+    modules: dict[str, PlannedModule],
+    between: Between,
+    candidates: list[tuple[str, str, int]],
+    tp: int,
+) -> list[Cut]:
+    """What is between is used whole; or has something for each head, or channel, to be cut; or wants the whole."""
+    counts = {value for _, key, value in candidates if _counts_heads(key)}
+    widths = {size_to_cut(modules[name], is_column=name != pair.row) for name in pair.names}
+    shapes = {
+        (name, own): shape
+        for name, module in modules.items()
+        if name not in pair.names
+        for own, _, shape in module.parameters
+        if (f"{name}.{own}" if name else own) in between.parameters
+    }
+
+    def parts(sizes: Collection[int], *, without: Collection[str] = ()) -> tuple[tuple[str, str, int], ...]:
+        return tuple(
+            (name, own, dim)
+            for (name, own), shape in shapes.items()
+            for dim in [dim for dim, size in enumerate(shape) if size in sizes and size % tp == 0][:1]
+            if name not in without
+        )
+
+    wide = tuple(dict.fromkeys(name for (name, _), shape in shapes.items() if shape[-1:] and shape[-1] in widths))
+    gathered = tuple(name for name in wide if name in between.modules)
+    ways = [
+        ((), ()),
+        (parts(counts), ()),
+        (parts(widths), ()),
+        (parts({*counts, *widths}), ()),
+        (parts(counts, without=gathered), gathered),
+    ]
+    return list(dict.fromkeys(ways))
+
+
+def _ways_with_heads(between: Between, counts: Collection[int], tp: int) -> list[tuple[ByHead, ...]]:
+    """Nothing comes in, or goes out, for each head; or all that may, as scores of attention, and biases of these."""
+
+    def heads_of(shape: torch.Size) -> int | None:
+        heads = sorted((each for each in counts if each % tp == 0), reverse=True)
+        return next((each for each in heads if len(shape) > 2 and shape[-3] % each == 0), None)
+
+    found = [
+        *(ByHead("", place, heads) for place, shape in between.arguments if (heads := heads_of(shape))),
+        *(ByHead("", place, heads, True) for place, shape in between.outputs if (heads := heads_of(shape))),
+    ]
+    return list(dict.fromkeys(((), tuple(found))))
 
 
 def heads_that_do_not_divide(parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule], tp: int) -> str:
-    for _, key, value in candidates_of(parent, pair, modules):
+    for _, key, value in sorted(candidates_of(parent, pair, modules), key=lambda each: "." in each[1]):
         if _counts_heads(key) and value % tp:
             return f"{value} heads ({key}) do not divide by {tp}"
     head_dims = {getattr(module, "head_dim", None) for module in parent.modules()}

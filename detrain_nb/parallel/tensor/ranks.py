@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["MeshRanks", "TensorRanks", "add_up", "add_up_gradients", "cut", "cut_own", "join", "put_together"]
+from .plan import Packed
+
+__all__ = ["MeshRanks", "TensorRanks", "add_up", "add_up_gradients", "cut", "cut_own", "join", "once", "put_together"]
 
 
 class TensorRanks(Protocol):
@@ -83,21 +85,27 @@ def bounds(total: int, *, rank: int, size: int) -> tuple[int, int]:
     return min(total, each * rank), min(total, each * (rank + 1))
 
 
-def cut(tensor: Tensor, dim: int, *, rank: int, size: int, packed: int = 1) -> Tensor:
+def cut(tensor: Tensor, dim: int, *, rank: int, size: int, packed: Packed = 1) -> Tensor:
     """One rank's part of a tensor that has ``packed`` tensors one behind the other in ``dim``: a part of each."""
     parts = []
-    for whole in tensor.chunk(packed, dim):
+    for whole in _unpacked(tensor, dim, packed):
         begin, end = bounds(whole.shape[dim], rank=rank, size=size)
         parts.append(whole.narrow(dim, begin, end - begin))
     return parts[0] if packed == 1 else torch.cat(parts, dim)
 
 
-def join(parts: list[Tensor], dim: int, *, packed: int = 1) -> Tensor:
+def join(parts: list[Tensor], dim: int, *, packed: Packed = 1) -> Tensor:
     """Put together again what `cut` gave to each rank."""
     if packed == 1:
         return torch.cat(parts, dim)
-    pieces = [part.chunk(packed, dim) for part in parts]
-    return torch.cat([piece[index] for index in range(packed) for piece in pieces], dim)
+    pieces = zip(*(_unpacked(part, dim, packed) for part in parts))
+    return torch.cat([piece for pieces_of_one in pieces for piece in pieces_of_one], dim)
+
+
+def _unpacked(tensor: Tensor, dim: int, packed: Packed) -> tuple[Tensor, ...]:
+    shares = (1,) * packed if isinstance(packed, int) else packed
+    parts: tuple[Tensor, ...] = tensor.split([tensor.shape[dim] // sum(shares) * share for share in shares], dim)
+    return parts
 
 
 def add_up(tensor: Tensor, ranks: TensorRanks) -> Tensor:
@@ -112,15 +120,21 @@ def add_up_gradients(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     return result
 
 
-def put_together(part: Tensor, ranks: TensorRanks, *, dim: int, total: int, packed: int = 1) -> Tensor:
+def put_together(part: Tensor, ranks: TensorRanks, *, dim: int, total: int, packed: Packed = 1) -> Tensor:
     """The whole, used by all ranks in the same way, of ``total`` in ``dim``. Collective."""
     result: Tensor = _PutTogether.apply(part, ranks, dim, total, packed)  # type: ignore[no-untyped-call]
     return result
 
 
-def cut_own(tensor: Tensor, ranks: TensorRanks, *, dim: int) -> Tensor:
+def cut_own(tensor: Tensor, ranks: TensorRanks, *, dim: int, packed: Packed = 1) -> Tensor:
     """This rank's part of what all have. Collective in the backward."""
-    result: Tensor = _CutOwn.apply(tensor, ranks, dim)  # type: ignore[no-untyped-call]
+    result: Tensor = _CutOwn.apply(tensor, ranks, dim, packed)  # type: ignore[no-untyped-call]
+    return result
+
+
+def once(tensor: Tensor, ranks: TensorRanks) -> Tensor:
+    """The tensor on the first rank, zeros on the others: for what is added before a sum over the ranks."""
+    result: Tensor = _Once.apply(tensor, ranks)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -147,7 +161,7 @@ class _AddUpGradients(torch.autograd.Function):
 
 class _PutTogether(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, dim: int, total: int, packed: int) -> Tensor:
+    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, dim: int, total: int, packed: Packed) -> Tensor:
         ctx.ranks, ctx.dim, ctx.packed = ranks, dim, packed
         return _gather(part, ranks, dim, total, packed)
 
@@ -159,16 +173,26 @@ class _PutTogether(torch.autograd.Function):
 
 class _CutOwn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks, dim: int) -> Tensor:
-        ctx.ranks, ctx.dim, ctx.total = ranks, dim, tensor.shape[dim]
-        return cut(tensor, dim, rank=ranks.rank, size=ranks.size).contiguous()
+    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks, dim: int, packed: Packed) -> Tensor:
+        ctx.ranks, ctx.dim, ctx.total, ctx.packed = ranks, dim, tensor.shape[dim], packed
+        return cut(tensor, dim, rank=ranks.rank, size=ranks.size, packed=packed).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(gradient, ctx.ranks, ctx.dim, ctx.total, 1), None, None
+        return _gather(gradient, ctx.ranks, ctx.dim, ctx.total, ctx.packed), None, None, None
 
 
-def _gather(part: Tensor, ranks: TensorRanks, dim: int, total: int, packed: int) -> Tensor:
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
+        return tensor.view_as(tensor) if ranks.rank == 0 else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _gather(part: Tensor, ranks: TensorRanks, dim: int, total: int, packed: Packed) -> Tensor:
     """Parts may differ in size, what is sent may not: the last ranks' are filled up, and cut again."""
     dim %= part.dim()
     sizes = [end - begin for begin, end in (bounds(total, rank=rank, size=ranks.size) for rank in range(ranks.size))]

@@ -1,0 +1,88 @@
+"""What a module gives over ranks, in shapes alone: most wrong plans do not even run, which costs little to see."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ..recording import without_fused_layers
+from ..stages.stubs import ghost_of
+from .layer_flow import float_outputs
+from .layout import lay_out
+from .plan import Layout, TensorPlan
+from .ranks import cut
+
+__all__ = ["Shapes", "in_short"]
+
+
+class Shapes:
+    """Of a module that is called so; it is left as it is. ``unread``: outputs that nobody reads, by number."""
+
+    def __init__(
+        self, module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], unread: Collection[int]
+    ) -> None:
+        self._unread = unread
+        self._call = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, call)
+        self._expected: list[tuple[int, ...]] | None
+        try:
+            self._ghost = ghost_of(module).eval()
+            self._expected = self._given_by(self._ghost)
+        except Exception:  # noqa: BLE001 - the user's code, that looks at values, say: only the proof can tell
+            self._expected = None
+
+    def find_fault(self, plan: TensorPlan) -> str | None:
+        """Why the module does not run in parts, or gives something else; None also where nobody knows."""
+        if self._expected is None:
+            return None
+        ranks = _NoRanks(plan.tp)
+
+        def distribute(parameter: nn.Parameter, layout: Layout | None) -> nn.Parameter:
+            if layout is None:
+                return parameter
+            mine = cut(parameter.detach(), layout.dim, rank=0, size=plan.tp, packed=layout.packed)
+            return nn.Parameter(mine, requires_grad=False)
+
+        try:
+            module = ghost_of(self._ghost)
+            lay_out(module, plan, ranks, distribute)
+            found = self._given_by(module)
+        except Exception as exc:  # noqa: BLE001 - whatever the user's code raises on parts is why they cannot be
+            return in_short(exc)
+        return None if found == self._expected else f"it gives {found} in the place of {self._expected}"
+
+    def _given_by(self, module: nn.Module) -> list[tuple[int, ...]]:
+        args, kwargs = copy.deepcopy(self._call)
+        with torch.no_grad(), without_fused_layers():
+            outputs = float_outputs(module(*args, **kwargs))
+        return [tuple(each.shape) for index, each in enumerate(outputs) if index not in self._unread]
+
+
+class _NoRanks:
+    """The first of ranks of which the others say what it says."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor] * self.size
+
+    def local(self, parameter: nn.Parameter) -> Tensor | None:
+        return parameter
+
+    def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:
+        raise AssertionError("proofs are of whole outputs")
+
+
+def in_short(error: Exception) -> str:
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line[:120]}"
