@@ -320,20 +320,48 @@ def _family(name: str, **more: Any) -> tuple[nn.Module, Any]:
     for key in ("intermediate_size", "num_key_value_heads"):
         opt.pop(key)
     bert = {key: value for key, value in sizes.items() if key != "num_key_value_heads"}
+    t5 = {"vocab_size": 96, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 3, "num_heads": 4}
+    bart = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in _OF_A_SIDE.items()}
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    routed = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
     given = {
         "Qwen3": {**sizes, "head_dim": 8},
         "Mixtral": {**sizes, "num_local_experts": 4},
         "GPT2": gpt2 | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         "OPT": opt | {"dropout": 0.0},
         "Bert": bert | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+        "Albert": bert | {"embedding_size": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "Bart": bart | {"vocab_size": 96, "d_model": 32, "max_position_embeddings": 32, "dropout": 0.0},
+        "Bloom": {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        "DeepseekV2": sizes | latent | routed | {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+        "Falcon": bert | {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        "GptOss": {**sizes, "head_dim": 8, "num_local_experts": 4, "intermediate_size": 32, "num_experts_per_tok": 2},
+        "Phi3": sizes | {"pad_token_id": 0},
+        "T5": t5 | {"dropout_rate": 0.0, "decoder_start_token_id": 0},
     }.get(name, sizes)
-    kind = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}.get(name, f"{name}ForCausalLM")
+    ends = {"GPT2": "LMHeadModel", "Bert": "ForMaskedLM", "Albert": "ForMaskedLM"}
+    ends |= dict.fromkeys(("Bart", "T5"), "ForConditionalGeneration")
     torch.manual_seed(0)
-    model: nn.Module = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**given, **more))
-    return model, {"input_ids": tokens()}
+    kind = getattr(transformers, f"{name}{ends.get(name, 'ForCausalLM')}")
+    model: nn.Module = kind(getattr(transformers, f"{name}Config")(**given, **more))
+    call = {"input_ids": tokens()}
+    return model, {**call, "decoder_input_ids": tokens().flip(0)} if name in ("Bart", "T5") else call
 
 
+_OF_A_SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
 FAMILIES = ("Llama", "Qwen3", "Mixtral", "GPT2", "Bert", "OPT")
+# And of how many parameters, in hundredths, at least a part is on each rank.
+OTHER_FAMILIES = {
+    "Falcon": 79,  # its one head of keys stays with its queries
+    "GptOss": 97,
+    "T5": 99,
+    "DeepseekV2": 85,
+    "Albert": 80,
+    "Bart": 90,
+    "Bloom": 95,
+    "Olmo2": 98,
+    "Phi3": 98,
+}
 
 # By name: makes the model, and what it is called with.
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
@@ -345,7 +373,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "recurrent": lambda: (made(Recurrent()), draw(4, 5, 8)),
     "mixture": lambda: (made(Routed(Mixture()), std=0.5), draw(16, 8)),
     "mixture by turns": lambda: (made(Routed(ByTurns()), std=0.5), draw(16, 8)),
-    "biased": lambda: (made(BiasedModel()), draw(3, 5, 24)),
+    "biased": lambda: (made(BiasedModel()), draw(4, 5, 24)),
     "beside": lambda: (made(Beside()), draw(3, 6, 16)),
-    **{name: (lambda name=name: _family(name)) for name in FAMILIES},
+    **{name: (lambda name=name: _family(name)) for name in (*FAMILIES, *OTHER_FAMILIES)},
 }

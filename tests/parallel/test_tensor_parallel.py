@@ -11,7 +11,7 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.errors import RankError
 
-from .tensor_models import FAMILIES
+from .tensor_models import FAMILIES, OTHER_FAMILIES
 
 CLOSE = 1e-11  # relative, in float64; 1e-14 was measured
 CLOSE_IN_FLOAT32 = 1e-5  # 1e-6 was measured
@@ -79,6 +79,16 @@ def test_families_of_transformers_train_like_the_whole(session: Session, family:
     if family == "Mixtral":
         assert ("model.layers.0.mlp.experts" in found["roles"]) != sequence_parallel
     assert ("the model's own plan" in found["plan"]) == (family in ("Llama", "Qwen3", "Mixtral"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", [*OTHER_FAMILIES][:4] + [pytest.param(name, marks=pytest.mark.thorough) for name in [*OTHER_FAMILIES][4:]]
+)
+def test_families_without_a_plan_of_their_own_are_cut(session: Session, family: str) -> None:
+    pytest.importorskip("transformers")
+    found = assert_trained(session, f"{family!r}, dtype=torch.float32", close=5 * CLOSE_IN_FLOAT32)
+    assert int(found["plan"].split("ranks: ")[1].split("%")[0]) >= OTHER_FAMILIES[family], found["plan"]
 
 
 @pytest.mark.slow

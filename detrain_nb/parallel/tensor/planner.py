@@ -169,7 +169,9 @@ class _Planner:
                 if _is_in(parent_name, name)
             ),
             arguments=tuple(
-                (place, each.shape) for place, each in arguments if isinstance(each, Tensor) and each is not first
+                (place, each.shape)
+                for place, each in arguments
+                if isinstance(each, Tensor) and first is not None and not _is_like(each, first)
             ),
             outputs=tuple(
                 (place, shape) for place, shape in enumerate(self._outputs.get(kind, ())) if place not in {0, *unread}
@@ -348,6 +350,11 @@ class _Planner:
 
     def _rows(self, name: str) -> int:
         return self.plan.modules[name].parameters[0][2][0]
+
+
+def _is_like(tensor: Tensor, first: Tensor) -> bool:
+    """Whether it has as many rows, and is as wide, as what was computed so far; as many as rows may heads be."""
+    return tensor.dim() == first.dim() and (tensor.shape[0], tensor.shape[-1]) == (first.shape[0], first.shape[-1])
 
 
 def _is_plain(module: nn.Module) -> bool:

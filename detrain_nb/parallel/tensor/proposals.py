@@ -264,7 +264,7 @@ def _ways_between(
 
 
 def _ways_with_heads(between: Between, counts: Collection[int], tp: int) -> list[tuple[ByHead, ...]]:
-    """Nothing comes in, or goes out, for each head; or all that may, as scores of attention, and biases of these."""
+    """What comes in, or goes out, for each head: nothing; all that may, as biases of scores; or one of these."""
 
     def heads_of(shape: torch.Size) -> int | None:
         heads = sorted((each for each in counts if each % tp == 0), reverse=True)
@@ -274,7 +274,7 @@ def _ways_with_heads(between: Between, counts: Collection[int], tp: int) -> list
         *(ByHead("", place, heads) for place, shape in between.arguments if (heads := heads_of(shape))),
         *(ByHead("", place, heads, True) for place, shape in between.outputs if (heads := heads_of(shape))),
     ]
-    return list(dict.fromkeys(((), tuple(found))))
+    return list(dict.fromkeys(((), tuple(found), *((each,) for each in found))))
 
 
 def heads_that_do_not_divide(parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule], tp: int) -> str:
