@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -58,9 +59,10 @@ def parallelize(
     ``example_inputs``: of one microbatch, as the model is called. ``loss(output, target)``, ``loss_weight``,
     ``schedule``, ``num_microbatches``: as ``PipelineStages`` has them; without a pipeline one microbatch is usual.
     ``pp``: where to cut: "auto", names of modules, or a split. ``nodes``: what runs each stage, as ``partition`` has
-    them. ``tp``: "auto", or a plan of ``tp_plan``. ``loss_parallel``: each rank has its part of the classes, which only
-    cross entropy can take. ``fsdp``: True for FSDP2, False for DDP, None for DDP where the mesh has ``dp_replicate``
-    alone and DDP is right there, else FSDP2. ``comm_hook``: what DDP sends ("fp16", "bf16", "powersgd").
+    them. ``tp``: "auto", which warns where it leaves most of the model whole, or a plan of ``tp_plan``.
+    ``loss_parallel``: each rank has its part of the classes, which only cross entropy can take. ``fsdp``: True for
+    FSDP2, False for DDP, None for DDP where the mesh has ``dp_replicate`` alone and DDP is right there, else FSDP2.
+    ``comm_hook``: what DDP sends ("fp16", "bf16", "powersgd").
     ``precision``: "bf16" computes in it and keeps parameters, gradients and the optimizer in float32; FSDP2 rounds
     float inputs too. ``activations``: "full" or "selective" are computed again in the backward pass. ``compile``: each
     block by torch.compile.
@@ -95,6 +97,8 @@ def parallelize(
     sharding.require_fit(model)
     require_same_model(model, mesh, device=place if place.type == mesh.device_type else torch.device(mesh.device_type))
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    if tp == "auto" and plan is not None and plan.what_is_whole and mesh.get_rank() == int(mesh.mesh.min()):
+        warnings.warn(f"{str(plan).splitlines()[0]}; print par.tp_plan(...) to see all", stacklevel=2)
     is_fsdp = sharding.kind == "fsdp"
     found = None
     if is_pipeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -258,6 +259,15 @@ def in_bfloat16() -> list[float]:
     assert all(parameter.grad is not None and parameter.dtype is torch.bfloat16 for parameter in model.parameters())
     apart_from_full = [(each.float() - in_full).abs().max() for each in (output, reference.bfloat16()(call))]
     return [float(each / in_full.abs().max()) for each in apart_from_full]
+
+
+def warnings_of(kind: str) -> list[str]:
+    """What `parallelize` warns of."""
+    model, call = MODELS[kind]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        par.parallelize(model, mesh_of(tp=2), example_inputs=call, device="cpu")
+    return [str(each.message) for each in caught]
 
 
 def look_from_outside() -> dict[str, bool]:

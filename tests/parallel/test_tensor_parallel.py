@@ -175,6 +175,16 @@ def test_bfloat16_is_as_near_as_the_whole_model_in_it(session: Session) -> None:
         assert 0 < cut < 2 * whole
 
 
+def test_plan_that_leaves_most_of_a_model_whole_is_told_once(session: Session) -> None:
+    (warned,), silent = session.run_cell("warnings_of('recurrent')").values.values()
+    assert warned == (
+        "tensor parallel over 2 ranks: 31% of the parameters in parts; proved. Most of it is whole on every rank: lstm "
+        "(67%, its parameters are of no kind that can be cut); print "
+        "par.tp_plan(...) to see all"
+    )
+    assert not silent and not any(session.run_cell("warnings_of('fused')").values.values())
+
+
 def test_parameters_are_themselves_while_nothing_runs(session: Session) -> None:
     for found in session.run_cell("look_from_outside()").values.values():
         assert set(found.values()) == {True}, found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import html
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -374,6 +375,17 @@ def test_plan_is_a_table() -> None:
     assert text.splitlines()[0] == "tensor parallel over 2 ranks: 99% of the parameters in parts; proved"
     assert "layers.*.attention.c_attn (2x)  colwise, 3 in one  proved with layers.*.attention.c_proj" in text
     assert "<td style='text-align:left'>layers.*.mlp.down (2x)</td>" in plan._repr_html_()
+
+
+def test_plan_that_leaves_most_whole_says_what_and_why() -> None:
+    plan = planned().replicate("layers").replicate("head")
+    assert plan.what_is_whole == (
+        "Most of it is whole on every rank: layers.*.mlp.gate (17%, 'layers' was asked to be on every rank); "
+        "layers.*.mlp.up (17%, 'layers' was asked to be on every rank); "
+        "layers.*.mlp.down (16%, 'layers' was asked to be on every rank)"
+    )
+    assert plan.what_is_whole in str(plan).splitlines()[0] and html.escape(plan.what_is_whole) in plan._repr_html_()
+    assert planned().what_is_whole == ""
 
 
 def test_replicated_block_takes_its_whole_pair_with_it() -> None:

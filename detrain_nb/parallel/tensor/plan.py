@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import html
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,7 @@ KINDS = {  # by role
     **dict.fromkeys(EXPERTS, ("experts",)),
 }
 ROLES = (*KINDS, "replicate")
+_NAMED_WHOLE = 3  # modules that have most of what is whole
 OUTPUT_DIM = {"linear": 0, "conv1d": 1}  # of a weight, by the kind of its module
 
 
@@ -303,13 +305,41 @@ class TensorPlan:
         return f"<p>{html.escape(self._headline())}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
     def _headline(self) -> str:
-        sizes = {first: shape.numel() for module in self.modules.values() for _, first, shape in module.parameters}
-        in_parts = sum(sizes[first] for first in self.layouts)
-        share = in_parts / max(1, sum(sizes.values()))
         sequence = (
             f", sequence parallel from {self.sequence.blocks[0]} to {self.sequence.blocks[-1]}" if self.sequence else ""
         )
-        return f"tensor parallel over {self.tp} ranks: {share:.0%} of the parameters in parts{sequence}; {self.checked}"
+        how = f"tensor parallel over {self.tp} ranks: {self._share():.0%} of the parameters in parts{sequence}"
+        return ". ".join(filter(None, [f"{how}; {self.checked}", self.what_is_whole]))
+
+    @property
+    def what_is_whole(self) -> str:
+        """Which modules have most of the parameters that are whole, and why, where these are more than half of all."""
+        if self._share() >= 0.5 or not self.modules:
+            return ""
+        numels, roles, in_parts = self._numels(), self.roles, self.layouts
+        found: Counter[str] = Counter()
+        why: dict[str, str] = {}
+        for name, module in self.modules.items():
+            if name in roles:
+                continue
+            pattern = _pattern(name)
+            found[pattern] += sum(numels.pop(first, 0) for _, first, _ in module.parameters if first not in in_parts)
+            why.setdefault(pattern, self._describe(name)[1])
+        shares = {pattern: numel / sum(self._numels().values()) for pattern, numel in found.most_common(_NAMED_WHOLE)}
+        named = [
+            f"{pattern or 'the model'} ({', '.join(filter(None, [f'{share:.0%}', why[pattern]]))})"
+            for pattern, share in shares.items()
+            if share >= 0.01
+        ]
+        return f"Most of it is whole on every rank: {'; '.join(named)}"
+
+    def _share(self) -> float:
+        """How many of the parameters are cut, of 1."""
+        numels = self._numels()
+        return sum(numels[first] for first in self.layouts) / max(1, sum(numels.values()))
+
+    def _numels(self) -> dict[str, int]:
+        return {first: shape.numel() for module in self.modules.values() for _, first, shape in module.parameters}
 
     def _rows(self) -> list[tuple[str, str, str]]:
         """One for the modules whose names differ in numbers alone, and that are cut in the same way."""
