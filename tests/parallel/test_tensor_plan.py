@@ -125,6 +125,55 @@ def test_weights_of_attention_matter_where_somebody_reads_them(is_read: bool) ->
         assert plan.reasons["attention.out"].startswith("not proved: RuntimeError: The size of tensor a (4) must match")
 
 
+class GivesWeightsOn(nn.Module):
+    """A block that hands on what its attention gives, as do those of GPT-Neo; two of them, of which nobody reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.up, self.down = WithWeights(), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, weights = self.attention(x)
+        return x + self.down(self.up(x).relu()), weights
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GivesWeightsOn() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+def test_weights_of_attention_that_a_block_hands_on_to_nobody_do_not_matter() -> None:
+    plan = tp_plan(Blocks(), draw(2, 3, 8))
+    assert {pair.row for pair in plan.pairs} >= {f"blocks.{index}.attention.out" for index in range(2)}, plan
+
+
+class InFloat32(nn.Module):
+    """Attention that wants float32, as kernels do; its keys have a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            raise TypeError("float32 is wanted")
+        q, k, v = (layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        attended = (q @ k.mT).softmax(-1) @ v
+        result: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return x + result
+
+
+def test_gradient_that_is_zero_but_for_rounding_is_no_other() -> None:
+    """Softmax takes away again what the bias of keys adds."""
+    assert [pair.row for pair in tp_plan(InFloat32(), draw(2, 6, 8)).pairs] == ["out"]
+
+
 class Grouped(nn.Module):
     """Queries, and fewer keys and values, come from one layer, as in Phi-3: its parts are not equally long."""
 

@@ -77,10 +77,13 @@ class Watch(TorchDispatchMode):
         return result
 
     def wait_for_readers(self, giver: Any, output: Any) -> None:
-        """Remember what was given, until somebody reads it; the first output is taken to be read."""
+        """Remember what was given, until somebody reads it; the first output is taken to be read.
+
+        What one module gives, the module around it may give on.
+        """
         for index, tensor in enumerate(float_outputs(output)):
             if index:
-                self.unread[id(tensor)] = giver, index
+                self.unread.setdefault(id(tensor), set()).add((giver, index))
 
     def tell(self, tensor: Tensor, sources: frozenset[str]) -> None:
         self._sources[id(tensor)] = sources

@@ -239,7 +239,7 @@ class _Planner:
                 handle.remove()
         for tensor in float_outputs(result):
             watch.unread.pop(id(tensor), None)
-        for (kind, index), count in Counter(watch.unread.values()).items():
+        for (kind, index), count in Counter(each for givers in watch.unread.values() for each in givers).items():
             if count == calls[kind]:
                 self._unread.setdefault(kind, set()).add(index)
 

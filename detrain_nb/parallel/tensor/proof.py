@@ -28,6 +28,8 @@ __all__ = ["Call", "Proof", "find_fault", "keep_call"]
 
 # Relative to the largest; models compute in float32 in places, whatever they are in, and are off by 1e-7 then.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+# Of the largest gradient: as that of the bias of keys is, which softmax takes away again.
+_ZERO_BUT_FOR_ROUNDING = 1e-2
 _MEETING_S = 60.0
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -200,11 +202,13 @@ class _Run:
             if not _is_close(output, expected, self.dtype):
                 return "its output is another"
         layouts = _layouts_by_name(plan)
+        gradients = [each for each in self.reference.gradients.values() if each is not None and each.numel()]
+        least = _ZERO_BUT_FOR_ROUNDING * max((float(each.abs().max()) for each in gradients), default=0.0)
         for name, gradient in self.reference.gradients.items():
             layout, mine = layouts.get(name), gradient
             if gradient is not None and layout is not None:
                 mine = cut(gradient, layout.dim, rank=rank, size=plan.tp, packed=layout.packed)
-            if not _is_close(self.gradients.get(name), mine, self.dtype):
+            if not _is_close(self.gradients.get(name), mine, self.dtype, least=least):
                 return f"the gradient of {name} is another"
         return None
 
@@ -219,7 +223,8 @@ def _layouts_by_name(plan: TensorPlan) -> dict[str, Layout]:
     }
 
 
-def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype) -> bool:
+def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype, *, least: float = 0.0) -> bool:
+    """Relative to the largest of ``expected``, which counts as ``least`` where it is less."""
     if found is None or expected is None:
         some = found if found is not None else expected
         return some is None or not bool(some.any())
@@ -228,7 +233,8 @@ def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype)
     if not expected.numel():
         return True
     found, expected = found.detach().double(), expected.detach().double()
-    return bool((found - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max() + 1e-12)
+    scale = max(float(expected.abs().max()), least)
+    return bool((found - expected).abs().max() <= TOLERANCES[dtype] * scale + 1e-12)
 
 
 def _copy_with_random_weights(module: nn.Module) -> nn.Module:
