@@ -10,7 +10,7 @@ from report import Goal, Measure, median, worst
 # What we are held against.
 TORCH, DETRAIN = "torch by hand", "DeTrain 0.2.6"
 LEGAL_CUTS, BEST_CUT, LOOP, WAITING = "legal cuts", "the best cut", "the loop by hand", "a save that waits"
-IDEAL = "1F1B's bound"
+IDEAL, UNCHECKED = "1F1B's bound", "without digests"
 # What is measured by ranks of its own, and how many.
 PARTS = {
     "pipeline": 2,
@@ -23,6 +23,7 @@ PARTS = {
     "plan": 1,
     "trainer": 2,
     "save": 1,
+    "digests": 1,
 }
 
 
@@ -142,5 +143,7 @@ def list_measures(sizes: Sizes) -> list[Measure]:
         ),
         Measure("save", "asynchronous save blocks, s", "save_s", median, (WAITING, "save_s"), "ratio", brief),
         Measure("save_done", "  until all is there, s", "save_done_s", median, (WAITING, "save_s"), "ratio"),
+        Measure("digests_save", "save with digests, s", "saved_s", median, (UNCHECKED, "saved_s"), "ratio"),
+        Measure("digests_load", "load with digests, s", "loaded_s", median, (UNCHECKED, "loaded_s"), "ratio"),
     ]
     return measures if sizes == Sizes() else [replace(measure, goal=None) for measure in measures]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from parallel_cuts import measure_gpt, measure_plan, measure_resnet
 from parallel_layouts import measure_efficiency, measure_mlp, measure_pipeline, measure_shards, measure_tensor
 from parallel_measures import read_sizes
-from parallel_training import measure_save, measure_trainer
+from parallel_training import measure_digests, measure_save, measure_trainer
 from report import Samples
 
 _GROUP_LIMIT = timedelta(seconds=120)
@@ -36,6 +36,7 @@ PARTS = {
     "plan": measure_plan,
     "trainer": measure_trainer,
     "save": measure_save,
+    "digests": measure_digests,
 }
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parallel_measures import LOOP, WAITING, Sizes
+from parallel_measures import LOOP, UNCHECKED, WAITING, Sizes
 from parallel_turns import draw, make_mlp, our_pipeline, timed
 from report import US, Samples
 from torch import Tensor
 
 from detrain_nb import parallel as par
 from detrain_nb import training
+from detrain_nb.training import tensor_files
 
 
 class _InTurns:
@@ -83,12 +86,7 @@ def measure_trainer(sizes: Sizes, turn: int, samples: Samples) -> None:
 
 def measure_save(sizes: Sizes, turn: int, samples: Samples) -> None:
     """A model with its AdamW, to a folder: until the call returns. They take turns, one at a time."""
-    model = make_mlp(sizes.saved_width, sizes.saved_layers)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = _after_a_step(sizes)
     kinds = [True, False] if turn % 2 else [False, True]
     for number in range(-1, 2 * sizes.saves):
         for is_async in kinds if number % 2 else kinds[::-1]:
@@ -100,3 +98,50 @@ def measure_save(sizes: Sizes, turn: int, samples: Samples) -> None:
                 samples.add(US if is_async else WAITING, "save_s", blocked_s)
                 if is_async:
                     samples.add(US, "save_done_s", time.perf_counter() - began)
+
+
+def measure_digests(sizes: Sizes, turn: int, samples: Samples) -> None:
+    """The same, to a folder and back, which the system has in memory; and with no digest made, kept or compared."""
+    model, optimizer = _after_a_step(sizes)
+    with_and_without = [(US, "with"), (UNCHECKED, "without")]
+    digests = tensor_files.digests
+    for number in range(-1, 2 * sizes.saves):
+        for who, folder in with_and_without[:: 1 if (turn + number) % 2 else -1]:
+            tensor_files.digests = digests if who == US else lambda data: ""
+            began = time.perf_counter()
+            training.save(folder, model, optimizer, step=1)
+            saved_s = time.perf_counter() - began
+            tensor_files.digests = digests
+            if who != US:
+                _make_format_1(Path(folder, "step-00000001"))
+            began = time.perf_counter()
+            training.load(folder, model, optimizer)
+            loaded_s = time.perf_counter() - began
+            if number >= 0:
+                samples.add(who, "saved_s", saved_s)
+                samples.add(who, "loaded_s", loaded_s)
+
+
+def _after_a_step(sizes: Sizes) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = make_mlp(sizes.saved_width, sizes.saved_layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _make_format_1(folder: Path) -> None:
+    """What is there without its digests, as it was saved before there were any."""
+    note_file = folder / "checkpoint.json"
+    note = json.loads(note_file.read_bytes())
+    index_file = folder / note["index"]
+    index = json.loads(index_file.read_bytes())
+    for _, _, chunks in index["tensors"].values():
+        for chunk in chunks:
+            chunk.pop()
+    index_file.write_text(json.dumps(index))
+    del note["crc32"], note["index_crc32"]
+    note |= {"format": 1, "files": {**note["files"], index_file.name: index_file.stat().st_size}}
+    note_file.write_text(json.dumps(note))

@@ -1,8 +1,9 @@
 """What checkpoints are at a URL: a folder for each, which is one as soon as its last file is in it.
 
 `step-00000200/` has a file of tensors from each rank, the index of all tensors, and at last `checkpoint.json`, a small
-file that names the others with their sizes. Files are never written over: a second save of a step writes others beside
-them, then that last file anew.
+file that names the others with their sizes. It has its own digest and the index's, and that has those of all tensors;
+in format 1 nothing has any. Files are never written over: a second save of a step writes others beside them, then that
+last file anew.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from ..errors import DetrainError, SpecError
 from ..storage import Location, is_local
 from ..wire import count_values
+from .digests import is_sealed
 from .tensor_files import foreign_errors
 
 __all__ = [
@@ -44,6 +46,7 @@ _OURS = re.compile(
 MOST_NOTE_BYTES = 64 << 20
 MOST_NOTE_VALUES = 1 << 23  # it takes a second to parse as many, and no other thread runs
 MOST_SAVES = 1 << 40
+_UNFINISHED = "its save has not ended"
 _LAST_SECOND = 253402300799.0  # of the year 9999
 
 
@@ -64,7 +67,13 @@ class Checkpoint:
 
     @property
     def is_complete(self) -> bool:
+        """Its files are there, and as large as they were; only who reads them compares them with their digests."""
         return not self.wrong
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Its save has not ended: there is nothing to lose."""
+        return self.wrong == _UNFINISHED
 
 
 class Checkpoints(tuple[Checkpoint, ...]):
@@ -74,7 +83,7 @@ class Checkpoints(tuple[Checkpoint, ...]):
 
     @property
     def last(self) -> Checkpoint | None:
-        """The complete one that was saved last: what `load` takes; None where there is none."""
+        """The complete one that was saved last: what `load` takes if it is not damaged; None where there is none."""
         return next((each for each in reversed(self) if each.is_complete), None)
 
     def __repr__(self) -> str:
@@ -138,7 +147,7 @@ def _read(step: int, folder: Location) -> Checkpoint | None:
     wrong = ""
     try:
         if NOTE not in files:
-            raise ValueError("its save has not ended")
+            raise ValueError(_UNFINISHED)
         note = _read_note(folder)
         for name, size_bytes in note["files"].items():
             if files.get(name) != size_bytes:
@@ -166,12 +175,12 @@ def _parse(text: bytes) -> Any:
 def _read_note(folder: Location) -> dict[str, Any]:
     try:
         text = (folder / NOTE).read(limit_bytes=MOST_NOTE_BYTES, may_be_link=False)
+        has_digests = is_sealed(text, (folder / NOTE).name)
         if count_values(text, most=MOST_NOTE_VALUES) > MOST_NOTE_VALUES:
             raise ValueError("it has more values than any has")
         note = _parse(text)
-        is_right = note["format"] == 1 and all(
-            type(size) is int and name.isprintable() for name, size in note["files"].items()
-        )
+        is_right = note["format"] == (2 if has_digests else 1) and has_digests == ("index_crc32" in note)
+        is_right = is_right and all(type(size) is int and name.isprintable() for name, size in note["files"].items())
         is_right = is_right and all(type(note[key]) is int for key in ("step", "serial", "world_size"))
         is_right = is_right and -1 <= note["serial"] <= MOST_SAVES
         is_right = is_right and isinstance(note["saved_at"], float) and 0 <= note["saved_at"] <= _LAST_SECOND

@@ -20,22 +20,20 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..errors import DetrainError, SpecError
 from ..parallel import ParallelModel
-from ..storage import Location, locate
+from ..storage import locate
 from . import saving
 from .catalog import NOTE, Checkpoint, Checkpoints, list_checkpoints, step_folder
 from .plain import from_json, to_json
 from .randomness import random_state, seed_all, set_random_state
 from .ranks import Ranks
+from .reading import DRAWS, MODEL, OPTIMIZER, RANDOM, Reading
 from .saving import Saving
 from .state import ModelState, OptimizerState
 from .tensor_index import TensorIndex
-from .tensor_store import JsonSavePlanner, StepWriter, read_tensors
+from .tensor_store import JsonSavePlanner, StepWriter
 
 __all__ = ["Loaded", "checkpoints", "load", "save"]
 
-_MODEL, _OPTIMIZER, _RANDOM = "model/", "optimizer/", "random/"
-_DRAWS = "tensor_parallel"  # among a rank's random numbers
-_SHOWN = 4  # names in a message
 _SHOWN_CHARS = 100  # of a value in a message
 
 
@@ -43,8 +41,8 @@ _SHOWN_CHARS = 100  # of a value in a message
 class Loaded:
     """What was loaded. ``data_position`` and ``extra`` are as they were given to `save`; ``name`` is where it was.
 
-    ``notes`` says what is not as it was: newer checkpoints that are broken, random numbers that were seeded anew;
-    rank 0 warns of them too.
+    ``notes`` says what is not as it was: checkpoints that would have come first and are broken, random numbers
+    that were seeded anew; rank 0 warns of them too.
     """
 
     step: int
@@ -134,12 +132,12 @@ def _require_same(told: list[dict[str, Any]]) -> None:
 
 def _whole_state(model: Any, optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
     model_state = ModelState(model)
-    state = {_MODEL + name: value for name, value in model_state.in_saved_order().items()}
+    state = {MODEL + name: value for name, value in model_state.in_saved_order().items()}
     if optimizer is not None:
         values = OptimizerState(optimizer, model_state).values()
-        state |= {_OPTIMIZER + key: value for key, value in values.items()}
-    numbers = {**random_state(), _DRAWS: model_state.draws}
-    state |= {f"{_RANDOM}{ranks.rank}/{key}": value for key, value in numbers.items()}
+        state |= {OPTIMIZER + key: value for key, value in values.items()}
+    numbers = {**random_state(), DRAWS: model_state.draws}
+    state |= {f"{RANDOM}{ranks.rank}/{key}": value for key, value in numbers.items()}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             to_json(value, key)  # now, and not in the background
@@ -198,70 +196,89 @@ def load(
 ) -> Loaded:
     """Load the checkpoint that was saved last, or that of ``step``, into what is given, whatever its layout.
 
-    A broken one is passed over, with a warning, for the one before it; with ``step`` it is an error. What was saved and
-    is not asked for (an optimizer, say) is left alone. Where as many ranks load as have saved, each has its random
-    numbers go on; else all are seeded alike, and a note says so.
+    One that is broken or damaged, for any rank, is passed over, with a warning, for the one before it; with ``step`` it
+    is an error. What was saved and is not asked for (an optimizer, say) is left alone, and not looked at. Where as many
+    ranks load as have saved, each has its random numbers go on; else all are seeded alike, and a note says so.
 
-    Before anything is changed the names and shapes of the whole model are compared. Nothing that is read is unpickled
-    or run: who can write there decides the numbers, and nothing else. Collective: all ranks. Raises: SpecError for what
-    is not there or is another model's, DetrainError for what cannot be read.
+    Before anything is changed the names and shapes of the whole model are compared, and all that is wanted is read and
+    compared with its digests. Then the model's part is read once more, into its place: no more memory is taken.
+    Checkpoints of before there were digests are taken as they are. Nothing that is read is unpickled or run: who can
+    write there decides the numbers, and nothing else. Collective: all ranks. Raises: SpecError for what is not there or
+    is another model's, DetrainError for what cannot be read.
     """
     ranks = saving.begin()
-    chosen, notes, index = ranks.first(lambda: _choose(locate(url, files=files), step))
-    folder = step_folder(locate(url, files=files), chosen.step)
-    model_state, optimizer_state = _check_parts(ranks, chosen, index, model, optimizer, scheduler)
-
-    def read() -> dict[str, Any]:
-        random_values = _read_random(folder, index, ranks) if is_random_state_wanted else {}
-        tensors: dict[str, Any] = {_MODEL + name: tensor for name, tensor in model_state.tensors.items()}
-        if optimizer_state is not None:
-            tensors |= optimizer_state.targets(index, _OPTIMIZER)
-        with torch.no_grad():
-            read_tensors(folder, index, tensors)
-            model_state.put_in_order()
-            every = {**index.values, **tensors}
-            model_state.take({name: every[_MODEL + name] for name in model_state.values})
-            if optimizer_state is not None:
-                optimizer_state.take(index, tensors, _OPTIMIZER)
-        if scheduler is not None:
-            scheduler.load_state_dict(from_json(chosen.note["scheduler"]))
-        return random_values
-
-    random_values: dict[str, Any] = {}
-    ranks.gather(lambda: random_values.update(read()))
+    chosen, reading, passed = _find_whole(
+        ranks, url, files, step, (model, optimizer, scheduler), is_random_state_wanted
+    )
+    reading.take()
+    notes = tuple(f"{name} is passed over: {why}" for name, why in passed.items())
     if is_random_state_wanted:
-        notes = (*notes, *_go_on_randomly(random_values, chosen, ranks, model_state))
+        notes += _go_on_randomly(reading.random_values, chosen, ranks, reading.model_state)
     for note in notes if ranks.rank == 0 else ():
         warnings.warn(note, stacklevel=2)
     plain = {key: from_json(chosen.note[key]) for key in ("data_position", "extra")}
-    return Loaded(step=chosen.step, name=folder.name, saved_at=chosen.saved_at, notes=notes, **plain)
+    return Loaded(step=chosen.step, name=chosen.name, saved_at=chosen.saved_at, notes=notes, **plain)
 
 
-def _choose(place: Location, step: int | None) -> tuple[Checkpoint, tuple[str, ...], TensorIndex]:
-    """The one to load, what was passed over for it, and its index. Raises: SpecError, DetrainError."""
+def _find_whole(
+    ranks: Ranks, url: str, files: Any, step: int | None, parts: tuple[Any, Any, Any], is_random_state_wanted: bool
+) -> tuple[Checkpoint, Reading, dict[str, str]]:
+    """The first one that is whole for all ranks, read but not taken, and why others were passed over for it, by name.
+
+    Collective: all ranks. Raises: SpecError, DetrainError.
+    """
+    passed: dict[str, str] = {}
+    while True:
+        choose = functools.partial(_choose, url, files, step, passed)
+        chosen, index, passed = ranks.first(choose)
+        try:
+            reading = Reading(step_folder(locate(url, files=files), chosen.step), chosen, index, ranks, *parts)
+        except SpecError as exc:
+            raise SpecError(f"{exc}{_reasons(passed)}") from exc
+        wrong = reading.find_damage(is_random_state_wanted=is_random_state_wanted)
+        if not wrong:
+            return chosen, reading, passed
+        passed = {**passed, chosen.name: wrong}
+
+
+def _choose(
+    url: str, files: Any, step: int | None, passed: Mapping[str, str]
+) -> tuple[Checkpoint, TensorIndex, dict[str, str]]:
+    """The one to load, its index, and why others were passed over for it, by name: those in ``passed`` are.
+
+    Raises: SpecError, DetrainError.
+    """
+    place = locate(url, files=files)
     if not place.exists():
         raise SpecError(f"{place.name} is not there: give the URL that was saved to")
-    found = list_checkpoints(place)
-    complete = ", ".join(str(each.step) for each in found if each.is_complete) or "none"
-    if step is not None:
-        found = Checkpoints(each for each in found if each.step == step)
-        if not found:
-            raise SpecError(f"{place.name} has no checkpoint of step {step}: there are {complete}")
-    passed: list[tuple[int, str]] = []
+    there = list_checkpoints(place)
+    found = there if step is None else Checkpoints(each for each in there if each.step == step)
+    wrong = dict(passed)
     for each in sorted(found, key=lambda each: (each.serial < 0, each.serial, each.step), reverse=True):
         try:
+            if each.name in wrong:
+                continue
             if each.wrong:
                 raise DetrainError(each.wrong)
-            index = TensorIndex.read(step_folder(place, each.step), each.note["index"], each.note["files"])
+            digest = each.note.get("index_crc32")
+            index = TensorIndex.read(
+                step_folder(place, each.step), each.note["index"], each.note["files"], digest=digest
+            )
             _check_note(each.note)
         except DetrainError as exc:
-            if step is not None:
-                raise DetrainError(f"{each.name} is broken: {exc}; complete are {complete}") from exc
-            passed.append((each.step, f"{each.name} is passed over: {exc}"))
+            wrong[each.name] = str(exc)
         else:
-            return each, tuple(text for passed_step, text in passed if passed_step > each.step), index
-    reasons = "".join(f"; {text}" for _, text in passed)
-    raise SpecError(f"{place.name} has no checkpoint that can be loaded{reasons}")
+            return each, index, wrong
+    others = ", ".join(str(each.step) for each in there if each.is_complete and each.name not in wrong) or "none"
+    if step is None:
+        raise SpecError(f"{place.name} has no checkpoint that can be loaded{_reasons(wrong)}")
+    if not found:
+        raise SpecError(f"{place.name} has no checkpoint of step {step}: there are {others}")
+    raise DetrainError("".join(f"{name} is broken: {why}; complete are {others}" for name, why in wrong.items()))
+
+
+def _reasons(passed: Mapping[str, str]) -> str:
+    return "".join(f"; {name} is passed over: {why}" for name, why in passed.items())
 
 
 def _check_note(note: Mapping[str, Any]) -> None:
@@ -272,94 +289,24 @@ def _check_note(note: Mapping[str, Any]) -> None:
         raise DetrainError(f"{NOTE} cannot be read: {type(exc).__name__}: {str(exc)[:200]}") from exc
 
 
-def _check_parts(
-    ranks: Ranks,
-    chosen: Checkpoint,
-    index: TensorIndex,
-    model: Any,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-) -> tuple[ModelState, OptimizerState | None]:
-    """Raises: SpecError, on every rank, where what is there and what is given do not go together on any."""
-    parts: list[Any] = []
-
-    def check() -> tuple[list[str], set[str]]:
-        model_state = ModelState(model)
-        optimizer_state = None if optimizer is None else OptimizerState(optimizer, model_state)
-        parts[:] = model_state, optimizer_state
-        wrong = model_state.check(index, _MODEL)
-        if optimizer_state is not None:
-            saved = chosen.note["optimizer"]
-            if saved != optimizer_state.kind:
-                raise SpecError(
-                    f"{chosen.name} has {_shown(saved or 'no optimizer')}, and a {optimizer_state.kind} was given"
-                )
-            wrong += optimizer_state.check(index, _OPTIMIZER)
-        if scheduler is not None and chosen.note["scheduler"] is None:
-            raise SpecError(f"{chosen.name} was saved without a scheduler, and one was given")
-        if scheduler is not None and (strange := _attributes_beside(scheduler, from_json(chosen.note["scheduler"]))):
-            raise SpecError(
-                f"{chosen.name} has {strange[0]!r} of a scheduler, which the one that was given does not save"
-            )
-        return wrong, set(model_state.values)
-
-    told = ranks.gather(check)
-    wrong = list(dict.fromkeys(text for texts, _ in told for text in texts))
-    here = set().union(*(names for _, names in told))
-    saved = [fqn.removeprefix(_MODEL) for fqn in index.metadata.state_dict_metadata if fqn.startswith(_MODEL)]
-    wrong += [f"{_shown(name)} is not in the model" for name in saved if name not in here]
-    if wrong:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise SpecError(f"{chosen.name} is of another model: {'; '.join(wrong[:_SHOWN])}{more}")
-    return parts[0], parts[1]
-
-
-def _attributes_beside(scheduler: Any, saved: Any) -> list[str]:
-    """Attributes that its ``load_state_dict`` would set, and that are not of its state: torch's sets all it gets."""
-    if not isinstance(saved, dict):
-        return []
-    own = scheduler.state_dict()
-    found = [key for key in saved if key not in own and hasattr(scheduler, key)]
-    for inner, state in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())):
-        found += _attributes_beside(inner, state)
-    return found
-
-
-def _shown(said: object) -> str:
-    """What stands in a file of others, for a line of a message."""
-    text = str(said)
-    return text if text.isprintable() else ascii(text)
-
-
 # ---- random numbers
 
 
-def _read_random(folder: Location, index: TensorIndex, ranks: Ranks) -> dict[str, Any]:
-    """This rank's, where there are those of each."""
-    prefix = f"{_RANDOM}{ranks.rank}/"
-    names = [fqn for fqn in index.metadata.state_dict_metadata if fqn.startswith(prefix)]
-    tensors = {
-        fqn: torch.empty(shape, dtype=index.dtype(fqn)) for fqn in names if (shape := index.shape(fqn)) is not None
-    }
-    read_tensors(folder, index, tensors)
-    every = {**index.values, **tensors}
-    return {fqn.removeprefix(prefix): every[fqn] for fqn in names}
-
-
 def _go_on_randomly(
-    values: dict[str, Any], chosen: Checkpoint, ranks: Ranks, model_state: ModelState
+    values: Mapping[str, Any], chosen: Checkpoint, ranks: Ranks, model_state: ModelState
 ) -> tuple[str, ...]:
     saved = chosen.note["world_size"]
-    wrong = ""
+    wrong, draws = "", []
     if saved == ranks.size:
         try:
             set_random_state(values)
+            draws = [int(each) for each in values.get(DRAWS, [])]
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, OverflowError) as exc:
             wrong = f"the state of its random numbers is none ({type(exc).__name__})"
     if not all(ranks.gather(lambda: not wrong)):
         wrong = wrong or "the state of another rank's random numbers is none"
     elif saved == ranks.size:
-        model_state.draws = values.get(_DRAWS, [])
+        model_state.draws = draws
         return ()
     seed = 1_000_003 * chosen.serial + chosen.step
     seed_all(seed)

@@ -197,16 +197,14 @@ class OptimizerState:
                     found[fqn] = torch.empty(shape, dtype=index.dtype(fqn))
         return found
 
-    def take(self, index: TensorIndex, tensors: Mapping[str, Any], prefix: str) -> None:
-        """Have the state that was read. Collective: the ranks that have parts of the same layers.
+    def saved_groups(self, index: TensorIndex, tensors: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+        """The options of each group, as they were saved.
 
         Raises: SpecError where parameters of one group had other options each.
         """
-        state: dict[int, dict[str, Any]] = {}
-        groups, number = [], 0
-        states = _keys_by_name(index, f"{prefix}state.")
         options = _keys_by_name(index, f"{prefix}param_groups.")
         every = {**index.values, **tensors}
+        groups = []
         for group in self._optimizer.param_groups:
             made = {key: value for key, value in group.items() if key != "params"}
             names = [self._names[id(parameter)][0] for parameter in group["params"]]
@@ -218,11 +216,26 @@ class OptimizerState:
                         "each: make the groups as they were"
                     )
                 made.update(saved)
+            groups.append(made)
+        return groups
+
+    def take(self, index: TensorIndex, tensors: Mapping[str, Any], prefix: str) -> None:
+        """Have the state that was read. Collective: the ranks that have parts of the same layers.
+
+        Raises: as ``saved_groups``.
+        """
+        state: dict[int, dict[str, Any]] = {}
+        states = _keys_by_name(index, f"{prefix}state.")
+        every = {**index.values, **tensors}
+        groups, number = self.saved_groups(index, tensors, prefix), 0
+        for group, made in zip(self._optimizer.param_groups, groups):
+            made["params"] = list(range(number, number + len(group["params"])))
+            for place, parameter in zip(made["params"], group["params"]):
+                name = self._names[id(parameter)][0]
                 if name in states:
                     read = {key: every[f"{prefix}state.{name}.{key}"] for key in states[name]}
-                    state[number + place] = {key: self._cut(name, value) for key, value in read.items()}
-            groups.append({**made, "params": list(range(number, number + len(names)))})
-            number += len(names)
+                    state[place] = {key: self._cut(name, value) for key, value in read.items()}
+            number += len(group["params"])
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _cut(self, name: str, value: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..errors import DetrainError, SpecError
 from ..storage import Location, is_local, locate, whole_file
+from .digests import BLOCK_BYTES, digests, require_digest, require_digests
 
 __all__ = [
     "Piece",
@@ -55,16 +56,18 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
 _MOST_BYTES, _MOST_DIMENSIONS = 1 << 63, 64  # of a file, and of a tensor: torch has no more
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_READ_BYTES = 16 << 20  # at once: each read is a request where the file is far away
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Where the bytes of one tensor are in its file."""
+    """Where the bytes of one tensor are in its file; ``digests`` (digests.py) is empty where nobody knows them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
     end: int
+    digests: str = ""
 
     def __post_init__(self) -> None:
         """Raises: ValueError for numbers that do not go together."""
@@ -79,6 +82,17 @@ class Piece:
         is_shape = len(shape) <= _MOST_DIMENSIONS
         if not is_shape or any(type(size) is not int or not 0 <= size < _MOST_BYTES for size in shape):
             raise ValueError(f"{str(shape[:3])[:80]}... is the shape of no tensor")
+
+    def bytes_of_rows(self, first: int, count: int) -> tuple[int, int]:
+        """Where these rows of the first dimension begin and end among its bytes."""
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return first * row_bytes, (first + count) * row_bytes
+
+    def around(self, begin: int, end: int) -> tuple[int, int]:
+        """Which of its bytes have to be read for some of them: whole blocks, where it has digests of those."""
+        if not self.digests:
+            return begin, end
+        return begin // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, self.end - self.begin)
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
@@ -117,22 +131,23 @@ def make_header(
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, pieces
 
 
-def write_file(place: Location, header: bytes, tensors: Iterable[Tensor]) -> None:
+def write_file(place: Location, header: bytes, tensors: Iterable[Tensor]) -> list[str]:
     """Write a new file of what `make_header` gave and the tensors, in its order; a machine that goes down keeps it.
 
-    On this machine its folder has to be no link: where a group can write, others may have put it there.
+    Return the digests of each tensor, of what is written while it is. On this machine its folder has to be no link:
+    where a group can write, others may have put it there.
     """
     with foreign_errors(place.name, "written"):
         to = whole_file(place.path, may_be_link=False) if is_local(place.files) else place.files.open(place.path, "wb")
         with to as file:
             file.write(header)
-            for tensor in tensors:
-                write_tensor(file, tensor)
+            return [_write_tensor(file, tensor) for tensor in tensors]
 
 
-def write_tensor(file: Any, tensor: Tensor) -> None:
+def _write_tensor(file: Any, tensor: Tensor) -> str:
     own = tensor.detach().cpu().contiguous()
     file.write(bytes_of(own))
+    return digests(bytes_of(own))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -168,15 +183,22 @@ def read_header(place: Location) -> dict[str, Piece]:
         return read_header_of(file)
 
 
-def read_header_of(file: Any) -> dict[str, Piece]:
-    """The same of a file that is open. Raises: ValueError."""
+def read_header_of(file: Any, *, digest: str = "", what: str = "it") -> dict[str, Piece]:
+    """The same of a file that is open, called ``what``, and compared where its ``digest`` is known.
+
+    Raises: ValueError, DetrainError.
+    """
     file.seek(0, os.SEEK_END)  # which tells nothing over SFTP
     size_bytes = file.tell()
     file.seek(0)
-    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    begin = file.read(_LENGTH_BYTES)
+    length = int.from_bytes(begin, "little")
     if not 0 < length <= min(size_bytes - _LENGTH_BYTES, _MOST_HEADER_BYTES):
         raise ValueError(f"it is no safetensors file, or not a whole one ({size_bytes} bytes)")
-    entries = json.loads(file.read(length))
+    text = file.read(length)
+    if digest:
+        require_digest(begin + text, digest, f"{what}: its header")
+    entries = json.loads(text)
     start = _LENGTH_BYTES + length
     pieces = {name: _read_entry(entry, start) for name, entry in entries.items() if name != "__metadata__"}
     last = max((piece.end for piece in pieces.values()), default=start)
@@ -193,19 +215,41 @@ def _read_entry(entry: Any, start: int) -> Piece:
         raise ValueError(f"its header cannot be read: {exc}") from exc
 
 
-def read_rows(file: Any, piece: Piece, first: int, count: int) -> Tensor:
-    """Rows of the first dimension of a tensor in an open file; no more of it is read. Raises: ValueError."""
+def read_rows(file: Any, piece: Piece, first: int, count: int, *, what: str) -> Tensor:
+    """Rows of the first dimension of a tensor in an open file; little more of it is read.
+
+    What is read is compared where its digests are known. Raises: ValueError, DetrainError with ``what`` it is.
+    """
+    begin, end = piece.bytes_of_rows(first, count)
+    low, high = piece.around(begin, end)
+    made = torch.empty(high - low, dtype=torch.uint8)
+    _read_into(bytes_of(made), file, piece, low, what)
     shape = (count, *piece.shape[1:]) if piece.shape else ()
-    row_bytes = math.prod(piece.shape[1:]) * piece.dtype.itemsize
-    made = torch.empty(shape, dtype=piece.dtype)
-    file.seek(piece.begin + first * row_bytes)
-    memory, done = bytes_of(made), 0
-    while done < len(memory):
-        taken = file.readinto(memory[done:])
-        if not taken:
-            raise ValueError(f"it ends at {file.tell()} bytes, and more were to come")
-        done += taken
-    return made
+    return made[begin - low : end - low].view(piece.dtype).reshape(shape)
+
+
+def compare_rows(file: Any, piece: Piece, first: int, count: int, *, what: str) -> None:
+    """Read the same, compare it, and keep nothing; what has no digests is not read. Raises: as `read_rows`."""
+    if not piece.digests:
+        return
+    low, high = piece.around(*piece.bytes_of_rows(first, count))
+    memory = memoryview(bytearray(min(_READ_BYTES, high - low)))
+    for at in range(low, high, _READ_BYTES):
+        _read_into(memory[: high - at], file, piece, at, what)
+
+
+def _read_into(memory: memoryview, file: Any, piece: Piece, begin: int, what: str) -> None:
+    """The bytes of a tensor from ``begin`` on, where a block of it begins if it has digests."""
+    file.seek(piece.begin + begin)
+    for at in range(0, len(memory), _READ_BYTES):
+        part, done = memory[at : at + _READ_BYTES], 0
+        while done < len(part):
+            taken = file.readinto(part[done:])
+            if not taken:
+                raise ValueError(f"it ends at {file.tell()} bytes, and more were to come")
+            done += taken
+        if piece.digests:
+            require_digests(part, piece.digests, begin + at, what)
 
 
 # ---- both

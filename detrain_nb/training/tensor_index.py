@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..storage import Location
+from .digests import is_digests, require_digest
 from .plain import from_json
 from .tensor_files import Piece, dtype_of_name, foreign_errors, name_of_dtype
 
-__all__ = ["TensorIndex", "make_index"]
+__all__ = ["TensorIndex", "WrittenPiece", "make_index"]
 
 _MOST_INDEX_BYTES = 1 << 30
 _MOST_CUT_DIMENSIONS = 8  # a named mesh has no more dimensions that cut tensors
@@ -38,26 +39,37 @@ class TensorIndex:
     metadata: Metadata
     pieces: Mapping[MetadataIndex, tuple[str, Piece]]
     values: Mapping[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)  # the digest of each file's header, where it is known
 
     @classmethod
-    def read(cls, folder: Location, name: str, files: Mapping[str, int]) -> TensorIndex:
-        """``files``: those of the checkpoint, with their sizes in bytes.
+    def read(cls, folder: Location, name: str, files: Mapping[str, int], *, digest: str | None = None) -> TensorIndex:
+        """``files``: those of the checkpoint, with their sizes in bytes. ``digest``: its own; None: nothing has any.
 
         Raises: DetrainError for an index that is broken, does not cover its tensors, or names what is not in ``files``.
         """
         with foreign_errors((folder / name).name, "read"):
             try:
-                index = json.loads((folder / name).read(limit_bytes=_MOST_INDEX_BYTES, may_be_link=False))
+                text = (folder / name).read(limit_bytes=_MOST_INDEX_BYTES, may_be_link=False)
+                if digest is not None:
+                    require_digest(text, digest, (folder / name).name)
+                index = json.loads(text)
                 values = {fqn: from_json(value) for fqn, value in index["values"].items()}
                 if any(file_name not in files for file_name in index["files"]):
                     raise ValueError("it names a file that is not of the checkpoint")
-                chunks = {fqn: _read_chunks(entry, index["files"]) for fqn, entry in index["tensors"].items()}
+                has_digests = digest is not None
+                headers = {file: index["headers"][file] for file in index["files"]} if has_digests else {}
+                if any(not is_digests(header, 1) for header in headers.values()):
+                    raise ValueError("a header has not the digest of its bytes")
+                chunks = {
+                    fqn: _read_chunks(entry, index["files"], has_digests=has_digests)
+                    for fqn, entry in index["tensors"].items()
+                }
                 if any(piece.end > files[file] for parts in chunks.values() for _, file, piece in parts):
                     raise ValueError("a part is behind the end of its file")
             except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as exc:
                 raise ValueError(f"it is not of this format: {exc}") from exc
             shapes = {fqn: tuple(entry[1]) for fqn, entry in index["tensors"].items()}
-            return cls.of(shapes, chunks, values)
+            return replace(cls.of(shapes, chunks, values), headers=headers)
 
     @classmethod
     def of(
@@ -114,27 +126,41 @@ def _require_no_overlap(fqn: str, shape: Sequence[int], parts: Sequence[ChunkSto
         raise ValueError(f"parts of {fqn!r} overlap")
 
 
-def _read_chunks(entry: Any, files: Sequence[str]) -> list[tuple[tuple[int, ...], str, Piece]]:
+def _read_chunks(entry: Any, files: Sequence[str], *, has_digests: bool) -> list[tuple[tuple[int, ...], str, Piece]]:
     name, shape, chunks = entry
     dtype = dtype_of_name(name)
     Piece.require_shape(shape)
     found = []
-    for offsets, sizes, number, begin, end in chunks:
+    for offsets, sizes, number, begin, end, *more in chunks:
         if not len(offsets) == len(sizes) == len(shape) or any(type(x) is not int or x < 0 for x in (*offsets, number)):
             raise ValueError("a part has other dimensions than its tensor")
-        found.append((tuple(offsets), files[number], Piece(dtype, tuple(sizes), begin, end)))
+        piece = Piece(dtype, tuple(sizes), begin, end, *more)
+        if len(more) != has_digests or (has_digests and not is_digests(piece.digests, end - begin)):
+            raise ValueError("a part has not the digests of its bytes")
+        found.append((tuple(offsets), files[number], piece))
     return found
+
+
+@dataclass(frozen=True)
+class WrittenPiece:
+    """Where a part of a tensor was written; ``header`` is the digest of its file's."""
+
+    file_name: str
+    header: str
+    piece: Piece
 
 
 def make_index(metadata: Metadata, results: Sequence[WriteResult]) -> dict[str, Any]:
     """As JSON: what `TensorIndex.read` reads, and ``sizes``, in bytes, of all files."""
     values = {result.index.fqn: json.loads(result.storage_data) for result in results if _is_value(result)}
     sizes: dict[str, int] = {}
-    where = {}
+    headers: dict[str, str] = {}
+    where: dict[MetadataIndex, WrittenPiece] = {}
     for result in results:
         if not _is_value(result):
-            where[result.index] = file_name, _, end = result.storage_data
-            sizes[file_name] = max(end, sizes.get(file_name, 0))
+            where[result.index] = written = result.storage_data
+            sizes[written.file_name] = max(written.piece.end, sizes.get(written.file_name, 0))
+            headers[written.file_name] = written.header
     names = list(sizes)
     numbers = {name: number for number, name in enumerate(names)}
     tensors: dict[str, Any] = {}
@@ -142,10 +168,11 @@ def make_index(metadata: Metadata, results: Sequence[WriteResult]) -> dict[str, 
         if isinstance(kept, TensorStorageMetadata):
             chunks = []
             for chunk in kept.chunks:
-                file_name, begin, end = where[MetadataIndex(fqn, chunk.offsets)]
-                chunks.append([list(chunk.offsets), list(chunk.sizes), numbers[file_name], begin, end])
+                written = where[MetadataIndex(fqn, chunk.offsets)]
+                piece, number = written.piece, numbers[written.file_name]
+                chunks.append([list(chunk.offsets), list(chunk.sizes), number, piece.begin, piece.end, piece.digests])
             tensors[fqn] = [name_of_dtype(kept.properties.dtype), list(kept.size), chunks]
-    return {"files": names, "tensors": tensors, "values": values, "sizes": sizes}
+    return {"files": names, "headers": headers, "tensors": tensors, "values": values, "sizes": sizes}
 
 
 def _is_value(result: WriteResult) -> bool:

@@ -34,11 +34,12 @@ from ..errors import DetrainError, SpecError
 from ..storage import Location
 from ..wire import count_values
 from . import catalog
+from .digests import digest, seal
 from .plain import to_json
-from .tensor_files import Piece, foreign_errors, make_header, read_header_of, read_rows, write_file
-from .tensor_index import TensorIndex, make_index
+from .tensor_files import Piece, compare_rows, foreign_errors, make_header, read_header_of, read_rows, write_file
+from .tensor_index import TensorIndex, WrittenPiece, make_index
 
-__all__ = ["JsonSavePlanner", "StepWriter", "read_tensors"]
+__all__ = ["JsonSavePlanner", "StepWriter", "compare_tensors", "read_tensors"]
 
 
 class JsonSavePlanner(DefaultSavePlanner):
@@ -98,10 +99,11 @@ class StepWriter(StorageWriter):
             catalog.require_no_link(self._folder)
             with foreign_errors(self._folder.name, "made"):
                 self._folder.files.makedirs(self._folder.path, exist_ok=True)
-            write_file(self._folder / file_name, header, (tensor for _, tensor in tensors))
+            written = write_file(self._folder / file_name, header, (tensor for _, tensor in tensors))
+            of_piece = {name: digests for (name, _), digests in zip(tensors, written)}
             for name, items in items_of.values():
-                piece = pieces[name]
-                where = (file_name, piece.begin, piece.end)
+                piece = replace(pieces[name], digests=of_piece[name])
+                where = WrittenPiece(file_name, digest(header), piece)
                 results += [WriteResult(item.index, piece.end - piece.begin, where) for item in items]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -128,15 +130,16 @@ class StepWriter(StorageWriter):
                 "elsewhere"
             )
         note = {
-            "format": 1,
+            "format": 2,
             **self._note,
             "serial": serial,
             "saved_at": time.time(),
             "world_size": len(results),
             "index": index_name,
+            "index_crc32": digest(text),
             "files": {**sizes, index_name: len(text)},
         }
-        text = json.dumps(note, indent=1).encode()
+        text = seal(json.dumps(note, indent=1).encode())
         if len(text) > catalog.MOST_NOTE_BYTES:
             raise SpecError(
                 f"data_position, extra and scheduler are {len(text)} bytes, and {catalog.MOST_NOTE_BYTES} can be kept"
@@ -177,19 +180,33 @@ def read_tensors(
 
     ``may_be_links``: the files, as those of a hub's cache are. Raises: DetrainError.
     """
+    _read(_Reader(folder, index, may_be_links=may_be_links), tensors)
+
+
+def compare_tensors(folder: Location, index: TensorIndex, tensors: dict[str, Tensor]) -> None:
+    """Read all that `read_tensors` would, and compare it with its digests; ``tensors`` stay as they are.
+
+    Raises: DetrainError, which names what is damaged.
+    """
+    _read(_Reader(folder, index, is_only_compared=True), tensors)
+
+
+def _read(reader: _Reader, tensors: dict[str, Tensor]) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, index.metadata, is_coordinator=True)
-    reader = _Reader(folder, index, may_be_links=may_be_links)
+    planner.set_up_planner(tensors, reader.read_metadata(), is_coordinator=True)
     # What dcp.load does, without its messages between ranks: the plan of one does not depend on the others'.
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
     reader.read_data(plan, planner).wait()
 
 
 class _Reader(StorageReader):
-    def __init__(self, folder: Location, index: TensorIndex, *, may_be_links: bool) -> None:
+    def __init__(
+        self, folder: Location, index: TensorIndex, *, may_be_links: bool = False, is_only_compared: bool = False
+    ) -> None:
         self._folder = folder
         self._index = index
         self._may_be_links = may_be_links
+        self._is_only_compared = is_only_compared
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -215,9 +232,16 @@ class _Reader(StorageReader):
             place = self._folder / file_name
             with foreign_errors(place.name, "read"), place.open(may_be_link=self._may_be_links) as file:
                 # else an index could name the bytes of any file that others have put there since it was listed
-                _require_parts(read_header_of(file).values(), (piece for piece, _ in wanted))
+                header = read_header_of(file, digest=self._index.headers.get(file_name, ""), what=place.name)
+                _require_parts(header.values(), (piece for piece, _ in wanted))
+                compared = set()
                 for piece, item in sorted(wanted, key=lambda each: each[0].begin):
-                    _read_item(file, piece, item, planner)
+                    what, rows = f"{place.name}: {item.storage_index.fqn!r}", _rows(piece, item)
+                    if not self._is_only_compared:
+                        _read_item(file, piece, item, planner, what)
+                    elif (piece.begin, rows) not in compared:  # tied ones are there once
+                        compared.add((piece.begin, rows))
+                        compare_rows(file, piece, *rows, what=what)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -235,10 +259,14 @@ def _require_parts(there: Iterable[Piece], wanted: Iterable[Piece]) -> None:
             raise ValueError(f"no tensor of it has the bytes {piece.begin} to {piece.end}")
 
 
-def _read_item(file: Any, piece: Piece, item: ReadItem, planner: LoadPlanner) -> None:
+def _rows(piece: Piece, item: ReadItem) -> tuple[int, int]:
+    """The first row that is wanted, and how many are."""
+    return (item.storage_offsets[0], item.lengths[0]) if piece.shape else (0, 1)
+
+
+def _read_item(file: Any, piece: Piece, item: ReadItem, planner: LoadPlanner, what: str) -> None:
     """Read the rows that have what is wanted, and take that of them."""
-    first, count = (item.storage_offsets[0], item.lengths[0]) if piece.shape else (0, 1)
-    part = read_rows(file, piece, first, count)
+    part = read_rows(file, piece, *_rows(piece, item), what=what)
     for dim in range(1, part.dim()):
         part = part.narrow(dim, item.storage_offsets[dim], item.lengths[dim])
     target = planner.resolve_tensor(item).detach()

@@ -328,9 +328,17 @@ class Trainer:
     def _go_on(self) -> None:
         url = self.checkpoint
         assert url is not None
-        if not saving.begin().first(lambda: checkpoints(url).last is not None):
+        there = saving.begin().first(lambda: [(each.name, each.is_unfinished) for each in checkpoints(url)])
+        if all(is_unfinished for _, is_unfinished in there):
+            if there and self.model.is_main:
+                warnings.warn(
+                    f"{there[-1][0]}: its save has not ended, and nothing is before it: begun anew", stacklevel=3
+                )
             return
-        found = load(url, self.model, self.optimizer, self.scheduler)
+        try:
+            found = load(url, self.model, self.optimizer, self.scheduler)
+        except SpecError as exc:
+            raise SpecError(f"{exc}; to begin anew, give resume=False, or another checkpoint=") from exc
         if isinstance(self.scheduler, LambdaLR):  # with other steps than it was saved with, this one counts
             for group, rate, ratio in zip(
                 self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas

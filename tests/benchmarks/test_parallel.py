@@ -14,7 +14,7 @@ ROWS = [
     *(key for layout in LAYOUTS for key in (layout, f"{layout}_apart")),
     *("mlp_32_4", "mlp_32_4_same", "mlp_32_4_torch", "efficiency", "efficiency_bound"),
     *("gpt", "gpt_cuts", "resnet", "resnet_cuts", "profile", "profile_memory", "profile_parameters", "partition"),
-    *("trainer", "trainer_plain", "trainer_blind", "save", "save_done"),
+    *("trainer", "trainer_plain", "trainer_blind", "save", "save_done", "digests_save", "digests_load"),
 ]
 OF_A_PEER = ("mlp_32_4", "mlp_32_4_same")
 

@@ -330,6 +330,48 @@ def with_ties(stages: par.PipelineStages, found: par.Split) -> par.PipelineStage
     return stages
 
 
+# ---- damaged
+
+
+def save_twice(layout: str, url: str) -> None:
+    """Steps 1 and 2."""
+    run = Run(layout)
+    for _ in range(2):
+        run.train(1)
+        run.save(url)
+
+
+def load_damaged(layout: str, url: str, step: int) -> tuple[str, bool]:
+    """What is said of a checkpoint, by name, and whether all that was given is bit for bit as it was."""
+    run = Run(layout, seed=7)
+    run.train(1)
+    before = everything(run)
+    said = _error(lambda: run.load(url, step=step))
+    return said, everything(run) == before
+
+
+def load_whole(layout: str, url: str) -> tuple[int, tuple[str, ...], bool]:
+    """What is loaded, what is said of it, and whether it is what another run has loaded by name."""
+    run, other = Run(layout, seed=7), Run(layout, seed=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = run.load(url)
+        other.load(url, step=found.step)
+    return found.step, found.notes, everything(run) == everything(other)
+
+
+def everything(run: Run) -> list[bytes | str]:
+    """Of this rank: values, the optimizer's state, the schedule, random numbers."""
+    found: list[Any] = [torch.get_rng_state(), repr(random.getstate()), repr(run.scheduler.state_dict())]
+    found.append(repr([{**group, "params": ()} for group in run.optimizer.param_groups]))
+    for module in getattr(run.model, "modules", [run.model]) if run.layout in ("pp", "zbv") else [run.model]:
+        found += module.state_dict().values()
+    for state in run.optimizer.state.values():
+        found += state.values()
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in found]
+    return [each.detach().numpy().tobytes() if isinstance(each, Tensor) else str(each) for each in local]
+
+
 def disagree(rank: int, url: str) -> str:
     return _error(lambda: training.save(url, nn.Linear(2, 2), step=rank))
 
@@ -381,10 +423,10 @@ class _CountingFiles(LocalFileSystem):
 
 
 def count_read(url: str) -> tuple[int, int]:
-    """How many bytes of tensors a shard's rank reads, and how many it has."""
+    """How many bytes of a tensor of 8 MiB a shard's rank reads, and how many it has."""
     files = _CountingFiles()
     files.counts = []
-    model = fully_shard(nn.Linear(64, 64, bias=False), mesh=par.make_mesh(dp_shard=-1, device_type="cpu"))
+    model = fully_shard(nn.Linear(1024, 2048, bias=False), mesh=par.make_mesh(dp_shard=-1, device_type="cpu"))
     training.load(url, model, files=files, is_random_state_wanted=False)
     return sum(files.counts), sum(each.to_local().nbytes for each in model.state_dict().values())
 

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -24,7 +25,7 @@ from torch.optim import lr_scheduler as schedules
 from detrain_nb import Session, training
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.storage import Location, locate
-from detrain_nb.training import catalog
+from detrain_nb.training import catalog, digests
 from detrain_nb.training.plain import from_json, to_json
 from detrain_nb.transport.ssh import SshConnection, SshTarget
 
@@ -229,11 +230,6 @@ def require_close(found: on_ranks.FamilyRun, expected: on_ranks.FamilyRun) -> No
     for name, value in values.items():
         apart = (value - references[name]).abs().max() / references[name].abs().max().clamp_min(1e-6)
         assert float(apart) < CLOSE_STEPS, name
-
-
-def test_each_rank_reads_only_its_part(session: Session, tmp_path: Path) -> None:
-    training.save(str(tmp_path), nn.Linear(64, 64, bias=False), step=1)
-    assert set(session.run_cell(f"on_ranks.count_read({str(tmp_path)!r})").values.values()) == {(8192, 8192)}
 
 
 def test_error_of_one_rank_is_everybodys_and_they_go_on_together(session: Session, tmp_path: Path) -> None:
@@ -540,6 +536,28 @@ def the_file(saved: Path, step: int, pattern: str) -> Path:
     return next((saved / f"step-{step:08d}").glob(pattern))
 
 
+def rewrite(
+    saved: Path,
+    step: int,
+    *,
+    index: Callable[[dict[str, Any]], object] | None = None,
+    note: Callable[[dict[str, Any]], object] | None = None,
+) -> None:
+    """As one does who can write there: all digests fit."""
+    index_file, note_file = the_file(saved, step, "index-*"), the_file(saved, step, "checkpoint.json")
+    said = json.loads(note_file.read_text())
+    del said["crc32"]
+    if index is not None:
+        text = json.loads(index_file.read_text())
+        index(text)
+        index_file.write_text(json.dumps(text))
+        said["files"][index_file.name] = index_file.stat().st_size
+        said["index_crc32"] = digests.digest(index_file.read_bytes())
+    if note is not None:
+        note(said)
+    note_file.write_bytes(digests.seal(json.dumps(said, indent=1).encode()))
+
+
 @pytest.mark.parametrize(
     "pattern, harm",
     [(pattern, harm) for pattern in ("rank-*", "index-*", "checkpoint.json") for harm in ("truncated", "missing")]
@@ -561,27 +579,47 @@ def test_broken_checkpoint_is_passed_over_with_a_warning(saved: Path, pattern: s
         training.load(str(saved), model, step=3)
 
 
-@pytest.mark.parametrize("harm", ["part is missing", "part is too large", "part is outside", "file is elsewhere"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        *("part is missing", "part is too large", "part is outside", "file is elsewhere"),
+        *("digests are too few", "digests are none", "no digests", "no header's digest", "header's digest is none"),
+    ],
+)
 def test_index_that_does_not_hold_together_is_broken(saved: Path, harm: str) -> None:
-    """Of the same size as the true one, so that only what is in it can tell."""
-    file = the_file(saved, 3, "index-*")
-    size, index = file.stat().st_size, json.loads(file.read_text())
-    chunk = index["tensors"]["model/0.weight"][2][0]
-    if harm == "part is missing":
-        chunk[1], chunk[4] = [2, 4], chunk[3] + 2 * 4 * 4
-    elif harm == "part is too large":
-        chunk[4] += 4
-    elif harm == "part is outside":
-        chunk[0] = [1, 0]
-    else:
-        index["files"][0] = "../x" + index["files"][0][4:]
-    file.write_text(json.dumps(index, separators=(",", ":")).ljust(size))
-    assert file.stat().st_size == size
+    """It is whole, and has its digest, so that only what is in it can tell."""
+
+    def change(index: dict[str, Any]) -> None:
+        chunk = index["tensors"]["model/0.weight"][2][0]
+        if harm == "part is missing":
+            chunk[1], chunk[4] = [2, 4], chunk[3] + 2 * 4 * 4
+        elif harm == "part is too large":
+            chunk[4] += 4
+        elif harm == "part is outside":
+            chunk[0] = [1, 0]
+        elif harm == "digests are too few":
+            chunk[5] = ""
+        elif harm == "digests are none":
+            chunk[5] = None
+        elif harm == "no digests":
+            chunk.pop()
+        elif harm == "no header's digest":
+            index["headers"] = {}
+        elif harm == "header's digest is none":
+            index["headers"] = dict.fromkeys(index["headers"], 7)
+        else:
+            index["files"][0] = "../x" + index["files"][0][4:]
+
+    rewrite(saved, 3, index=change)
     model = filled(0)
-    why = {"part is missing": "parts are missing", "part is too large": "bytes are no", "part is outside": "is outside"}
-    with pytest.warns(
-        UserWarning, match=f"step-00000003 is passed over: .*{why.get(harm, 'is not of the checkpoint')}"
-    ):
+    why = {
+        "part is missing": "parts are missing",
+        "part is too large": "bytes are no",
+        "part is outside": "is outside",
+        "file is elsewhere": "is not of the checkpoint",
+        "no header's digest": "not of this format",
+    }
+    with pytest.warns(UserWarning, match=f"step-00000003 is passed over: .*{why.get(harm, 'has not the digests? of')}"):
         assert training.load(str(saved), model).step == 2
 
 
@@ -598,9 +636,13 @@ def test_index_that_does_not_hold_together_is_broken(saved: Path, harm: str) -> 
 def test_note_with_values_that_are_none_is_passed_over_before_anything_is_changed(
     saved: Path, said: dict[str, Any]
 ) -> None:
-    file = the_file(saved, 3, "checkpoint.json")
-    note = json.loads(file.read_text()) | said
-    file.write_text(json.dumps({key: value for key, value in note.items() if value is not ...}))
+
+    def change(note: dict[str, Any]) -> None:
+        note |= said
+        for key in [key for key, value in said.items() if value is ...]:
+            del note[key]
+
+    rewrite(saved, 3, note=change)
     model = filled(0)
     with pytest.warns(UserWarning, match=r"step-00000003 is passed over: .*checkpoint\.json cannot be read"):
         assert training.load(str(saved), model).step == 2
@@ -608,12 +650,7 @@ def test_note_with_values_that_are_none_is_passed_over_before_anything_is_change
 
 
 def test_random_state_that_is_none_is_told_and_the_rest_is_loaded(saved: Path) -> None:
-    file = the_file(saved, 3, "index-*")
-    size, index = file.stat().st_size, json.loads(file.read_text())
-    name = next(fqn for fqn in index["values"] if fqn.startswith("random/0/"))
-    index["values"][name] = 7
-    file.write_text(json.dumps(index, separators=(",", ":")).ljust(size))
-    os.truncate(file, size)
+    rewrite(saved, 3, index=lambda index: index["values"].update({"random/0/python_rest": 7}))
     model = filled(0)
     with pytest.warns(UserWarning, match=r"random numbers is none \(\w+\): random numbers were seeded anew with"):
         assert training.load(str(saved), model).step == 3
@@ -662,29 +699,29 @@ def test_file_that_became_a_link_since_it_was_listed_is_not_read(
 
     monkeypatch.setattr(catalog, "read_files", list_then_exchange)
     with pytest.raises(DetrainError, match="cannot be read: it is a link"):
-        training.load(str(saved), filled(0), is_random_state_wanted=False)
+        training.load(str(saved), filled(0), step=3)
 
 
 def test_part_of_a_tensor_is_one_of_its_file(saved: Path) -> None:
     """Else an index could name the bytes of any file, as a tensor that the next save writes out."""
-    file = the_file(saved, 3, "index-*")
-    index = json.loads(file.read_text())
-    name = next(name for name, (_, shape, _) in index["tensors"].items() if name.startswith("model/") and shape)
-    index["tensors"][name][2][0][-2:] = [at - 1 for at in index["tensors"][name][2][0][-2:]]
-    text = json.dumps(index, separators=(",", ":"))
-    file.write_text(text.ljust(file.stat().st_size))
+
+    def change(index: dict[str, Any]) -> None:
+        name = next(name for name, (_, shape, _) in index["tensors"].items() if name.startswith("model/") and shape)
+        part = index["tensors"][name][2][0]
+        part[3:5] = [at - 1 for at in part[3:5]]
+
+    rewrite(saved, 3, index=change)
     with pytest.raises(DetrainError, match="cannot be read: no tensor of it has the bytes"):
-        training.load(str(saved), filled(0), is_random_state_wanted=False)
+        training.load(str(saved), filled(0), step=3)
 
 
 def test_save_after_one_that_says_it_is_the_last_removes_nothing(tmp_path: Path) -> None:
     """Another user may have left it in a folder that all can write."""
     training.save(str(tmp_path), filled(1), step=1)
     (tmp_path / "step-00000099").mkdir()
-    note = json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())
-    note |= {"step": 99, "serial": 1 << 40, "files": {note["index"]: 0}}
-    (tmp_path / "step-00000099" / "checkpoint.json").write_text(json.dumps(note))
-    (tmp_path / "step-00000099" / note["index"]).touch()
+    for file in (tmp_path / "step-00000001").iterdir():
+        shutil.copy(file, tmp_path / "step-00000099")
+    rewrite(tmp_path, 99, note=lambda note: note.update(step=99, serial=1 << 40))
     with pytest.raises(DetrainError, match=r"says that it is save 1099511627776: remove it, or save elsewhere"):
         training.save(str(tmp_path), filled(2), step=2)
     assert training.load(str(tmp_path), filled(0), step=1).step == 1
@@ -696,8 +733,7 @@ def test_note_of_more_values_than_any_has_is_neither_written_nor_parsed(
     monkeypatch.setattr(catalog, "MOST_NOTE_VALUES", 1000)
     with pytest.raises(SpecError, match="have more than 1,000 values: keep tensors"):
         training.save(str(tmp_path / "new"), filled(0), step=1, extra=[0] * 1000)
-    note = saved / "step-00000003" / "checkpoint.json"
-    note.write_text(note.read_text().replace('"format"', f'"more": [{"[]," * 1000}[]], "format"'))
+    rewrite(saved, 3, note=lambda note: note.update(more=[[]] * 1000))
     listed = catalog.list_checkpoints(locate(saved))
     assert next(each for each in listed if each.step == 3).wrong.endswith("it has more values than any has")
 
@@ -720,7 +756,7 @@ def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
     data = the_file(saved, 3, "rank-*")
     data.write_bytes(evil.ljust(data.stat().st_size, b"\0"))
     with pytest.raises(DetrainError, match="no safetensors file"):
-        training.load(str(saved), filled(0), is_random_state_wanted=False)
+        training.load(str(saved), filled(0), step=3)
     for step, pattern in ((3, "index-*"), (2, "checkpoint.json")):
         file = the_file(saved, step, pattern)
         file.write_bytes(evil.ljust(file.stat().st_size, b"\0")[: file.stat().st_size])
@@ -761,13 +797,6 @@ def test_optimizer_or_scheduler_that_was_not_saved(saved: Path) -> None:
     assert bool((model[0].weight == 0).all())
 
 
-def _change_note(saved: Path, step: int, change: Callable[[dict[str, Any]], object]) -> None:
-    file = the_file(saved, step, "checkpoint.json")
-    note = json.loads(file.read_text())
-    change(note)
-    file.write_text(json.dumps(note))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -779,7 +808,7 @@ def _change_note(saved: Path, step: int, change: Callable[[dict[str, Any]], obje
     ids=["name", "late", "early", "no number"],
 )
 def test_note_of_others_says_nothing_that_it_cannot(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    _change_note(saved, 3, change)
+    rewrite(saved, 3, note=change)
     shown = str(training.checkpoints(str(saved)))
     assert "not of this format" in shown and shown.replace("\n", "").isprintable()
     with pytest.warns(UserWarning, match="step-00000003 is passed over"):
@@ -798,7 +827,7 @@ def test_note_of_others_sets_no_attribute_of_a_schedule_but_its_state(tmp_path: 
     def hijack(note: dict[str, Any]) -> None:
         (note["scheduler"]["_schedulers"][1] if is_nested else note["scheduler"])["optimizer"] = "hijacked"
 
-    _change_note(tmp_path, 1, hijack)
+    rewrite(tmp_path, 1, note=hijack)
     with pytest.raises(SpecError, match="step-00000001 has 'optimizer' of a scheduler, which the one that was given"):
         training.load(str(tmp_path), model, sgd, schedule)
     assert all(each.optimizer is sgd for each in inner)

@@ -1,0 +1,173 @@
+"""One checkpoint into what is given: all that is wanted of it is read and compared, on all ranks, before any changes.
+
+The optimizer's state is read into new tensors, which it takes later. The model's part is read twice: once to be
+compared, and kept nowhere, then into its place. So a load needs no more memory than what is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DetrainError, SpecError
+from ..storage import Location
+from .catalog import Checkpoint
+from .plain import from_json
+from .ranks import Ranks
+from .state import ModelState, OptimizerState
+from .tensor_index import TensorIndex
+from .tensor_store import compare_tensors, read_tensors
+
+__all__ = ["DRAWS", "MODEL", "OPTIMIZER", "RANDOM", "Reading"]
+
+MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
+DRAWS = "tensor_parallel"  # among a rank's random numbers
+_SHOWN = 4  # names in a message
+
+
+class Reading:
+    """Of the checkpoint ``chosen``, in ``folder``; ``random_values`` are this rank's, where there are those of each."""
+
+    def __init__(
+        self,
+        folder: Location,
+        chosen: Checkpoint,
+        index: TensorIndex,
+        ranks: Ranks,
+        model: Any,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: Any,
+    ) -> None:
+        """Collective: all ranks. Raises: SpecError, on every rank, where it does not go with what is given on any."""
+        self._folder, self._chosen, self._index, self._ranks = folder, chosen, index, ranks
+        self._scheduler = scheduler
+        self.random_values: Mapping[str, Any] = {}
+        self._optimizer_values: dict[str, Tensor] = {}
+        parts: list[Any] = []
+        told = ranks.gather(lambda: _compare_parts(parts, chosen, index, model, optimizer, scheduler))
+        self.model_state: ModelState = parts[0]
+        self._optimizer_state: OptimizerState | None = parts[1]
+        wrong = list(dict.fromkeys(text for texts, _ in told for text in texts))
+        here = set().union(*(names for _, names in told))
+        saved = [fqn.removeprefix(MODEL) for fqn in index.metadata.state_dict_metadata if fqn.startswith(MODEL)]
+        wrong += [f"{_shown(name)} is not in the model" for name in saved if name not in here]
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise SpecError(f"{chosen.name} is of another model: {'; '.join(wrong[:_SHOWN])}{more}")
+        self._model_tensors = {MODEL + name: tensor for name, tensor in self.model_state.tensors.items()}
+
+    def find_damage(self, *, is_random_state_wanted: bool) -> str:
+        """Read all that any rank wants, and compare it: return what is damaged first, empty where nothing is.
+
+        Collective: all ranks. Raises: SpecError where the optimizer cannot take what is there.
+        """
+
+        def read() -> str:
+            try:
+                self._read_beside_model(is_random_state_wanted=is_random_state_wanted)
+                compare_tensors(self._folder, self._index, self._model_tensors)
+            except SpecError:
+                raise
+            except DetrainError as exc:
+                return str(exc)
+            return ""
+
+        told = self._ranks.gather(read)
+        rank, wrong = next(((rank, text) for rank, text in enumerate(told) if text), (0, ""))
+        return f"rank {rank}: {wrong}" if wrong and self._ranks.size > 1 else wrong
+
+    def take(self) -> None:
+        """Have the model, the optimizer and the scheduler take what was read. Collective: all ranks.
+
+        Raises: DetrainError where it has changed since it was compared.
+        """
+
+        def read() -> None:
+            with torch.no_grad():
+                read_tensors(self._folder, self._index, self._model_tensors)
+
+        try:
+            self._ranks.gather(read)
+        except DetrainError as exc:
+            raise DetrainError(f"{exc}; it was whole a moment ago, and the model has parts of it: load again") from exc
+        self._ranks.gather(self._take_all)
+
+    def _read_beside_model(self, *, is_random_state_wanted: bool) -> None:
+        if is_random_state_wanted and self._chosen.note["world_size"] == self._ranks.size:
+            self.random_values = self._read_random()
+        if self._optimizer_state is not None:
+            self._optimizer_values = self._optimizer_state.targets(self._index, OPTIMIZER)
+            with torch.no_grad():
+                read_tensors(self._folder, self._index, self._optimizer_values)
+            self._optimizer_state.saved_groups(self._index, self._optimizer_values, OPTIMIZER)
+
+    def _read_random(self) -> dict[str, Any]:
+        prefix, index = f"{RANDOM}{self._ranks.rank}/", self._index
+        names = [fqn for fqn in index.metadata.state_dict_metadata if fqn.startswith(prefix)]
+        tensors = {
+            fqn: torch.empty(shape, dtype=index.dtype(fqn)) for fqn in names if (shape := index.shape(fqn)) is not None
+        }
+        read_tensors(self._folder, index, tensors)
+        every = {**index.values, **tensors}
+        return {fqn.removeprefix(prefix): every[fqn] for fqn in names}
+
+    def _take_all(self) -> None:
+        """Collective: the ranks that have parts of the same layers."""
+        with torch.no_grad():
+            self.model_state.put_in_order()
+            every = {**self._index.values, **self._model_tensors}
+            self.model_state.take({name: every[MODEL + name] for name in self.model_state.values})
+            if self._optimizer_state is not None:
+                self._optimizer_state.take(self._index, self._optimizer_values, OPTIMIZER)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(from_json(self._chosen.note["scheduler"]))
+
+
+def _compare_parts(
+    parts: list[Any],
+    chosen: Checkpoint,
+    index: TensorIndex,
+    model: Any,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+) -> tuple[list[str], set[str]]:
+    """Put the states of this rank into ``parts``; return what of them is not there, and the names of the model's.
+
+    Raises: SpecError.
+    """
+    model_state = ModelState(model)
+    optimizer_state = None if optimizer is None else OptimizerState(optimizer, model_state)
+    parts[:] = model_state, optimizer_state
+    wrong = model_state.check(index, MODEL)
+    if optimizer_state is not None:
+        saved = chosen.note["optimizer"]
+        if saved != optimizer_state.kind:
+            raise SpecError(
+                f"{chosen.name} has {_shown(saved or 'no optimizer')}, and a {optimizer_state.kind} was given"
+            )
+        wrong += optimizer_state.check(index, OPTIMIZER)
+    if scheduler is not None and chosen.note["scheduler"] is None:
+        raise SpecError(f"{chosen.name} was saved without a scheduler, and one was given")
+    if scheduler is not None and (strange := _attributes_beside(scheduler, from_json(chosen.note["scheduler"]))):
+        raise SpecError(f"{chosen.name} has {strange[0]!r} of a scheduler, which the one that was given does not save")
+    return wrong, set(model_state.values)
+
+
+def _attributes_beside(scheduler: Any, saved: Any) -> list[str]:
+    """Attributes that its ``load_state_dict`` would set, and that are not of its state: torch's sets all it gets."""
+    if not isinstance(saved, dict):
+        return []
+    own = scheduler.state_dict()
+    found = [key for key in saved if key not in own and hasattr(scheduler, key)]
+    for inner, state in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())):
+        found += _attributes_beside(inner, state)
+    return found
+
+
+def _shown(said: object) -> str:
+    """What stands in a file of others, for a line of a message."""
+    text = str(said)
+    return text if text.isprintable() else ascii(text)
