@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import (
     keystr,
@@ -23,6 +23,7 @@ from torch.utils._pytree import (
 
 from ..errors import SpecError
 from .costs.profiler import count_rows
+from .losses import name_of_torchs, require_loss, require_target_of, told
 from .mesh import replica_number
 from .tensor.apply import loss_on_parts
 
@@ -48,8 +49,9 @@ class Objective:
         ``replicas``: this rank's group on each axis of the mesh along which ranks have other data. ``is_in_parts``: of
         the model's output each rank has its part of the classes.
         """
+        require_loss(loss)
         self.loss = loss
-        self.compute = loss_on_parts(loss) if is_in_parts and loss is not None else loss
+        self.compute = loss_on_parts(loss) if is_in_parts and loss is not None else told(loss)
         self._weight_of = weight_of or _usual_weight(loss)
         self._has_own_weight = weight_of is not None
         reduction = _option(loss, "reduction") or "mean"
@@ -69,16 +71,11 @@ class Objective:
         return replica_number(self.replicas)
 
     def require_target(self, target: Any) -> None:
-        """Raises: SpecError where there is none, and something looks at it: the last stage alone would fail."""
+        """Raises: SpecError where it is none for this loss: the last stage alone would fail, or the backward pass."""
         if target is None and self._has_own_weight:
             raise SpecError("loss_weight looks at the target, and there is none: give it with the batch, on every rank")
-        inner = self.loss.func if isinstance(self.loss, functools.partial) else self.loss
-        is_torchs = isinstance(inner, nn.Module) and type(inner).__module__.startswith("torch.nn.")
-        if target is None and (is_torchs or getattr(inner, "__module__", "") == F.__name__):
-            name = getattr(inner, "__name__", type(inner).__name__)
-            raise SpecError(
-                f"{name} compares the output with a target, and there is none: give it with the batch, on every rank"
-            )
+        if name := name_of_torchs(self.loss):
+            require_target_of(name, target)
 
     def weigh(self, targets: Sequence[Any]) -> list[float]:
         """Return what the loss of each part counts. Gradients of replicas are averaged later: hence their number here.

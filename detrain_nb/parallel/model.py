@@ -22,6 +22,7 @@ from .running import RunningBuffers
 
 __all__ = ["Arrangement", "ParallelModel", "Prepare", "autocast_left", "usual_device"]
 
+_GIVE_LOSS = "give parallelize, or the Trainer of a plain model, loss=, a function of the output and the target"
 # Shards what a rank has, in place: the module, and whether it gives the model's output. What it returns is called in
 # the module's place: DDP is a module around another.
 Prepare = Callable[[nn.Module, bool], nn.Module]
@@ -171,7 +172,7 @@ class ParallelModel(abc.ABC):
         pipeline, of a tensor parallel group) with the same batch. Raises: SpecError.
         """
         if self.objective.loss is None:
-            raise SpecError(f"there is no loss to train with: give {type(self).__name__} one")
+            raise SpecError(f"there is no loss to train with: {_GIVE_LOSS}")
         self.objective.require_target(target)
         if not torch.is_grad_enabled():
             raise SpecError("train_step was called under torch.no_grad(): evaluate is the one without gradients")
@@ -181,7 +182,7 @@ class ParallelModel(abc.ABC):
     def evaluate(self, batch: ExampleInputs, target: Any = None) -> Tensor | None:
         """The loss of a batch on the last stage's rank, else None; gradients stay as they are. As ``train_step``."""
         if self.objective.loss is None:
-            raise SpecError(f"there is no loss to evaluate: give {type(self).__name__} one, or call predict")
+            raise SpecError(f"there is no loss to evaluate: {_GIVE_LOSS}, or call predict")
         self.objective.require_target(target)
         with torch.no_grad():
             return self.objective.over_replicas(self._run(batch, target, is_training=False).loss)

@@ -48,6 +48,99 @@ def test_weight_of_a_forgotten_target_is_told() -> None:
         model.train_step({"x": torch.randn(6, 3), "labels": torch.randn(6, 2)})
 
 
+INTS, FLOATS = torch.zeros(6, dtype=torch.long), torch.zeros(6)
+
+
+@pytest.mark.parametrize(
+    "loss, target, message",
+    [
+        (
+            F.cross_entropy,
+            FLOATS,
+            r"cross_entropy takes numbers of classes, and the targets are float32: give target.lo",
+        ),
+        (nn.NLLLoss(), FLOATS.double(), r"NLLLoss takes numbers of classes, and the targets are float64.*mse_loss"),
+        (
+            F.cross_entropy,
+            INTS.int(),
+            r"cross_entropy takes numbers of classes, and the targets are int32: .*long\(\)$",
+        ),
+        (partial(F.cross_entropy, label_smoothing=0.1), INTS.bool(), "and the targets are bool"),
+        (F.mse_loss, INTS, r"mse_loss takes floating-point numbers, and the targets are int64: give target.float\(\)"),
+        (
+            nn.BCEWithLogitsLoss(),
+            INTS.bool(),
+            "BCEWithLogitsLoss takes floating-point numbers, and the targets are bool",
+        ),
+        (
+            F.huber_loss,
+            torch.zeros(6, 2).double(),
+            r"huber_loss of float32 \[6, 2\] and a target float64 \[6, 2\]: give",
+        ),
+        (F.cross_entropy, INTS + 7, r"cross_entropy of float32 \[6, 2\] and a target int64 \[6\]: .*out of bounds"),
+        (F.cross_entropy, torch.zeros(6, 5), r"cross_entropy of float32 \[6, 2\] and a target float32 \[6, 5\]: "),
+        (F.cross_entropy, INTS[:, None], r"cross_entropy of float32 \[6, 2\] and a target int64 \[6, 1\]: "),
+    ],
+)
+@pytest.mark.parametrize("call", ["train_step", "evaluate"])
+def test_target_that_is_none_for_this_loss_is_told(loss: Any, target: Tensor, message: str, call: str) -> None:
+    model = WholeModel(nn.Linear(3, 2), loss=loss, device="cpu")
+    with pytest.raises(SpecError, match=message):
+        getattr(model, call)(torch.randn(6, 3), target)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "loss, target",
+    [
+        (F.cross_entropy, INTS),
+        (F.cross_entropy, INTS.to(torch.uint8)),
+        (F.cross_entropy, torch.full((6, 2), 0.5)),
+        (F.cross_entropy, torch.full((6, 2), 0.5).double()),
+        (F.mse_loss, torch.zeros(6, 2).double()),
+        (lambda output, target: F.mse_loss(output[:, 0], target.float()), INTS),
+    ],
+)
+def test_target_that_torch_takes_is_taken(loss: Any, target: Tensor) -> None:
+    model, x = WholeModel(nn.Linear(3, 2), loss=loss, device="cpu"), torch.randn(6, 3)
+    found = model.train_step(x, target)
+    assert found is not None and torch.equal(found, loss(model.modules[0](x), target).detach())
+
+
+def test_loss_of_a_tensor_says_where_the_models_output_has_one() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"logits": super().forward(x)}
+
+    model = WholeModel(Named(3, 2), loss=F.cross_entropy, device="cpu")
+    said = (
+        r"cross_entropy takes a tensor, and the model gives a dict of logits: give loss=lambda output, target: cross_"
+    )
+    with pytest.raises(SpecError, match=said):
+        model.train_step(torch.randn(6, 3), INTS)
+
+
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        ("cross_entropy", "loss='cross_entropy' is a str: give a function of the output and the target, such as torch"),
+        (nn.MSELoss, r"loss=MSELoss is a class: make one, MSELoss\(\)"),
+    ],
+)
+def test_loss_that_is_none_is_told(loss: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        WholeModel(nn.Linear(3, 2), loss=loss, device="cpu")
+
+
+@pytest.mark.parametrize("call", ["train_step", "evaluate"])
+def test_missing_loss_is_told_in_words_of_the_user(call: str) -> None:
+    with pytest.raises(
+        SpecError, match=r"there is no loss to .*: give parallelize, or the Trainer of a plain"
+    ) as error:
+        getattr(WholeModel(nn.Linear(3, 2), device="cpu"), call)(torch.randn(6, 3), INTS)
+    assert "WholeModel" not in str(error.value)
+
+
 class Writing(nn.Linear):
     """It writes its own parameter into what it is given, as models with mask tokens do."""
 

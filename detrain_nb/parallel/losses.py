@@ -1,0 +1,102 @@
+"""Losses that cannot be, and targets that are none for a loss of torch: told before a batch is sent."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import SpecError
+
+__all__ = ["name_of_torchs", "require_loss", "require_target_of", "told"]
+
+_OF_CLASSES = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
+_CLASS_NUMBERS = (torch.int64, torch.uint8)
+_OF_NUMBERS = {
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "KLDivLoss", "BCELoss", "BCEWithLogitsLoss"),
+}
+_BACKWARD_TAKES_ONE_DTYPE = {"huber_loss", "binary_cross_entropy", "HuberLoss", "BCELoss"}
+
+
+def require_loss(loss: Any) -> None:
+    """Raises: SpecError for what is no function of an output and a target."""
+    if inspect.isclass(loss):
+        raise SpecError(f"loss={loss.__name__} is a class: make one, {loss.__name__}()")
+    if loss is not None and not callable(loss):
+        raise SpecError(
+            f"loss={str(loss)[:40]!r} is a {type(loss).__name__}: give a function of the output and the target, such "
+            "as torch.nn.functional.cross_entropy"
+        )
+
+
+def name_of_torchs(loss: Any) -> str:
+    """Of torch's own, which look at a target; else nothing."""
+    inner = loss.func if isinstance(loss, functools.partial) else loss
+    is_torchs = isinstance(inner, nn.Module) and type(inner).__module__.startswith("torch.nn.")
+    if not is_torchs and getattr(inner, "__module__", "") != F.__name__:
+        return ""
+    name: str = getattr(inner, "__name__", type(inner).__name__)
+    return name
+
+
+def require_target_of(name: str, target: Any) -> None:
+    """Raises: SpecError where it is none, or of a dtype that this loss does not take."""
+    if target is None:
+        raise SpecError(
+            f"{name} compares the output with a target, and there is none: give it with the batch, on every rank"
+        )
+    if not isinstance(target, Tensor):
+        return
+    dtype = str(target.dtype).removeprefix("torch.")
+    is_share = target.is_floating_point() and target.dim() > 1  # of each class
+    if name in _OF_CLASSES and target.dtype not in _CLASS_NUMBERS and not is_share:
+        other = ", or take a loss of numbers, such as mse_loss" if target.is_floating_point() else ""
+        raise SpecError(f"{name} takes numbers of classes, and the targets are {dtype}: give target.long(){other}")
+    if name in _OF_NUMBERS and not (target.is_floating_point() or target.is_complex()):
+        raise SpecError(
+            f"{name} takes floating-point numbers, and the targets are {dtype}: give target.float(), or take a loss of "
+            "classes, such as cross_entropy"
+        )
+
+
+def told(loss: Any) -> Any:
+    """One of torch that says what it was given where it fails; any other as it is."""
+    name = name_of_torchs(loss)
+    if not name:
+        return loss
+
+    def compute(output: Any, target: Any) -> Any:
+        is_double = isinstance(target, Tensor) and target.dtype == torch.float64
+        if is_double and name in _BACKWARD_TAKES_ONE_DTYPE and output.dtype != target.dtype:
+            raise SpecError(f"{name} of {_described(output)} and a target {_described(target)}: give target.float()")
+        try:
+            return loss(output, target)
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, IndexError, RuntimeError) as exc:
+            if isinstance(output, DTensor):  # ranks that have gone, perhaps
+                raise
+            if isinstance(output, Mapping):
+                kind, keys = type(output).__name__, ", ".join(output)
+                raise SpecError(
+                    f"{name} takes a tensor, and the model gives a {kind} of {keys}: give loss=lambda output, target: "
+                    f"{name}(output[...], target)"
+                ) from exc
+            reason = str(exc).partition("\n")[0]
+            raise SpecError(f"{name} of {_described(output)} and a target {_described(target)}: {reason}") from exc
+
+    return compute
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
