@@ -37,9 +37,14 @@ def make_optimizer(
         if options:
             raise SpecError(f"{', '.join(options)} were given beside an optimizer that is made already: set them there")
         return optimizer
+    if not isinstance(optimizer, str) and not callable(optimizer):
+        raise SpecError(
+            f"optimizer={str(optimizer)[:60]!r} is a {type(optimizer).__name__}: give a name, such as 'adamw', or a "
+            "function of the parameters, such as torch.optim.AdamW"
+        )
     given: Any = parameters or [{"params": []}]  # a stage without parameters has an optimizer too
     if not isinstance(optimizer, str):
-        return optimizer(given, **options)
+        return _made_by_function(optimizer, given, options)
     kinds = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
@@ -51,12 +56,31 @@ def make_optimizer(
         raise SpecError(f"there is no optimizer {optimizer!r} in torch.optim{hint}")
     try:
         if optimizer.lower() == "lbfgs":
-            raise SpecError("LBFGS asks for the loss again within its step, which a Trainer does not give: use another")
+            raise SpecError(_NO_LBFGS)
         return kinds[optimizer.lower()](given, **options)
     except SpecError:
         raise
     except (TypeError, ValueError) as exc:
         raise SpecError(f"optimizer {optimizer!r} with {options}: {exc}") from exc
+
+
+def _made_by_function(make: Callable[..., Any], parameters: Any, options: dict[str, Any]) -> Optimizer:
+    is_class = inspect.isclass(make) and issubclass(make, Optimizer)
+    try:
+        made = make(parameters, **options)
+    except (TypeError, ValueError) as exc:
+        if not is_class:  # an error of the user's own
+            raise
+        raise SpecError(f"optimizer {make.__name__} with {options}: {exc}") from exc
+    if not isinstance(made, Optimizer):
+        name = getattr(make, "__name__", type(make).__name__)
+        raise SpecError(f"optimizer: {name} gave a {type(made).__name__}, and no optimizer of torch.optim's kind")
+    if isinstance(made, torch.optim.LBFGS):
+        raise SpecError(_NO_LBFGS)
+    return made
+
+
+_NO_LBFGS = "LBFGS asks for the loss again within its step, which a Trainer does not give: use another"
 
 
 def make_scheduler(
@@ -67,6 +91,7 @@ def make_scheduler(
     warmup_steps: int = 0,
     decay_steps: int | None = None,
     min_ratio: float = 0.0,
+    **others: Any,
 ) -> Any:
     """Return a scheduler of the learning rate, one step for each of the optimizer's, or None.
 
@@ -74,18 +99,24 @@ def make_scheduler(
     "constant" stays, "linear" and "cosine" fall to ``min_ratio`` of the rate at ``steps``, and "wsd" stays and falls
     linearly over the last ``decay_steps``, by default a fifth of ``steps``. Raises: SpecError.
     """
-    if scheduler is None and warmup_steps == 0:
-        return None
-    if scheduler is not None and not isinstance(scheduler, str):
-        made = scheduler(optimizer) if inspect.isclass(scheduler) or not hasattr(scheduler, "step") else scheduler
-        if isinstance(made, ReduceLROnPlateau):
-            raise SpecError("ReduceLROnPlateau goes by evaluations, and ours by steps: step it in a Callback of yours")
-        if getattr(made, "optimizer", optimizer) is not optimizer:
-            raise SpecError("the scheduler is of another optimizer: give a function of it, or the optimizer itself too")
-        return made
+    if others:
+        raise SpecError(
+            f"the scheduler's options have {', '.join(others)}: there is warmup_steps, decay_steps, min_ratio; of a "
+            "scheduler of torch give an object, or a function of the optimizer"
+        )
+    _require_options(warmup_steps, decay_steps, min_ratio)
+    is_named = scheduler is None or isinstance(scheduler, str)
+    if not is_named and (warmup_steps or decay_steps is not None or min_ratio):
+        raise SpecError("options were given beside a scheduler that is no name: set them there")
+    if not is_named:
+        return _made_scheduler(scheduler, optimizer)
     name = (scheduler or "constant").lower()
     if name not in SCHEDULES:
         raise SpecError(f"there is no scheduler {scheduler!r}: choose one of {', '.join(SCHEDULES)}, or give an object")
+    if decay_steps is not None and name != "wsd":
+        raise SpecError(f"decay_steps={decay_steps} is of 'wsd', and the scheduler is {scheduler!r}")
+    if scheduler is None and warmup_steps == 0:
+        return None
     falling = steps - warmup_steps if name in ("linear", "cosine") else 0
     if name == "wsd":
         falling = steps // 5 if decay_steps is None else decay_steps
@@ -102,3 +133,36 @@ def make_scheduler(
         return min_ratio + (1 - min_ratio) * left
 
     return LambdaLR(optimizer, ratio)
+
+
+def _require_options(warmup_steps: Any, decay_steps: Any, min_ratio: Any) -> None:
+    for name, value in (("warmup_steps", warmup_steps), ("decay_steps", decay_steps)):
+        if value is not None and (type(value) is not int or value < 0):
+            raise SpecError(f"{name}={value!r}: give a whole number, 0 or more")
+    if isinstance(min_ratio, bool) or not isinstance(min_ratio, (int, float)) or not 0 <= min_ratio <= 1:
+        raise SpecError(f"min_ratio={min_ratio!r}: give a share of the rate, from 0 to 1")
+
+
+def _made_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
+    """An object as it is, or what a class or function of the optimizer makes. Raises: SpecError."""
+    made = scheduler
+    name = getattr(scheduler, "__name__", type(scheduler).__name__)
+    if inspect.isclass(scheduler) or not hasattr(scheduler, "step"):
+        if not callable(scheduler):
+            raise SpecError(
+                f"scheduler={str(scheduler)[:60]!r} is a {name}: choose one of {', '.join(SCHEDULES)}, or give a "
+                "function of the optimizer"
+            )
+        try:
+            made = scheduler(optimizer)
+        except TypeError as exc:
+            if not inspect.isclass(scheduler):  # an error of the user's own
+                raise
+            raise SpecError(f"{exc}: give a function, scheduler=lambda optimizer: {name}(optimizer, ...)") from exc
+    if not hasattr(made, "step") or not hasattr(made, "state_dict"):
+        raise SpecError(f"scheduler: {name} gave a {type(made).__name__}, and no scheduler with step and state_dict")
+    if isinstance(made, ReduceLROnPlateau):
+        raise SpecError("ReduceLROnPlateau goes by evaluations, and ours by steps: step it in a Callback of yours")
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise SpecError("the scheduler is of another optimizer: give a function of it, or the optimizer itself too")
+    return made

@@ -28,7 +28,7 @@ class Scores:
     def add(self, output: Any, target: Any, score: Score, *, rows: int) -> None:
         """Count one batch of so many rows, without gradients."""
         with torch.no_grad(), self._model.surroundings():
-            found = score(output, target)
+            found = _pairs(score(output, target))
             if self._model.objective.loss is not None:
                 found = {"loss": self._model.objective.sums(output, target, rows=rows), **found}
             for name, (total, count) in found.items():
@@ -51,6 +51,18 @@ class Scores:
             table = table.to(self._model.link_device)
             dist.all_reduce(table, group=group)
         return {name: float(total / count) for name, (total, count) in zip(names, table)}
+
+
+def _pairs(found: Any) -> dict[str, tuple[Any, Any]]:
+    """Raises: SpecError for what ``score`` does not give."""
+    if not isinstance(found, dict):
+        raise SpecError(f"score gave a {type(found).__name__}, and not a dict of sums and counts by name")
+    for name, pair in found.items():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise SpecError(
+                f"score gave {pair!r} for {name!r}: give a sum and what it is divided by, both over the batch"
+            )
+    return found
 
 
 def count_right(output: Any, target: Any, *, ignored: int = -100) -> dict[str, tuple[Tensor, Tensor]]:

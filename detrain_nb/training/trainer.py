@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from ..errors import DetrainError, NotFinite, SpecError
 from ..parallel import ParallelModel, WholeModel, clip_grad_norm, grad_norm
 from ..parallel.microbatches import Loss, rows_of
 from . import saving
+from .arguments import require_callbacks, require_loader, require_model, require_names, require_numbers, require_options
 from .batches import for_replica, require_same_batch
 from .checkpoint import checkpoints, load, save
 from .epochs import Epochs
@@ -31,6 +32,8 @@ from .reports import Record, Reports, Result
 from .scores import Scores, count_right
 
 __all__ = ["Callback", "Result", "Trainer", "set_seed"]
+
+_T = TypeVar("_T", bound="Trainer")
 
 
 class Callback:
@@ -60,6 +63,11 @@ class Trainer:
     Each part of the loop is a method that a subclass may replace: ``unpack`` (what the loader gives), ``train_one``
     (one step), ``evaluate``, ``score`` (what is counted in an evaluation).
     """
+
+    def __new__(cls: type[_T], *args: Any, **given: Any) -> _T:
+        """Raises: SpecError for an argument that is unknown, which says where it belongs."""
+        require_names(cls.__init__, args, given)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -91,18 +99,25 @@ class Trainer:
         or as many as ``epochs`` have.
 
         A DataLoader that shuffles, or not, in torch's usual way gives each rank its own part of an epoch; one with a
-        sampler of the user's is taken as it is. ``loss``: of a plain model; one that is laid out has its own.
-        ``optimizer``, ``scheduler``: names, objects or functions (recipe.py), with their options. ``clip``: the
-        largest norm of all gradients together. ``evaluate``: a loader as ``train``, run at the end, and every
-        ``evaluate_every`` steps or after each of the ``epochs``. ``checkpoint``: a URL, saved to at the end and every
-        ``save_every`` steps, and gone on from where something is there, unless ``resume`` is False.
+        sampler of the user's is taken as it is. ``loss``: of a plain model;
+        one that is laid out has its own. ``optimizer``, ``scheduler``: names, objects or functions (recipe.py), with
+        their options. ``clip``: the largest norm of all gradients together. ``evaluate``: a loader as ``train``, run at
+        the end, and every ``evaluate_every`` steps or after each of the ``epochs``. ``checkpoint``: a URL, saved to at
+        the end and every ``save_every`` steps, and gone on from where something is there, unless ``resume`` is False.
         ``flops_per_sample`` (forward) and ``peak_flops`` (of one rank) give the MFU. Raises: SpecError.
         """
         if (steps is None) == (epochs is None):
             raise SpecError("say how long to train: steps=, or epochs=")
-        _require_counts(
-            steps=steps, epochs=epochs, evaluate_every=evaluate_every, save_every=save_every, keep=keep, clip=clip
-        )
+        require_model(model)
+        counts = {"evaluate_every": evaluate_every, "save_every": save_every, "keep": keep, "clip": clip}
+        require_numbers(steps=steps, epochs=epochs, **counts, flops_per_sample=flops_per_sample, peak_flops=peak_flops)
+        require_options(optimizer_options=optimizer_options, scheduler_options=scheduler_options, checkpoint=checkpoint)
+        require_callbacks(callbacks, Callback)
+        require_loader("train", train)
+        if evaluate is not None:
+            require_loader("evaluate", evaluate)
+        if type(seed) is not int:
+            raise SpecError(f"seed={seed!r}: give a whole number")
         if save_every is not None and checkpoint is None:
             raise SpecError(f"save_every={save_every} says when, and checkpoint= does not say where: give it a URL")
         if evaluate_every is not None and evaluate is None:
@@ -114,6 +129,8 @@ class Trainer:
         self.model = model
         self.train = Epochs(train, model, seed=seed)
         if epochs is not None:
+            if not self.train.steps_of_one():
+                raise SpecError("the training data have not one batch")
             steps = epochs * self.train.steps_of_one()
             evaluate_every = evaluate_every or self.train.steps_of_one()
         self.steps, self.step = int(steps or 0), 0
@@ -359,18 +376,6 @@ def _one_copy(model: nn.Module, loss: Loss | None) -> WholeModel:
             stacklevel=3,
         )
     return WholeModel(model, loss=loss, device=next((p.device for p in model.parameters()), None))
-
-
-def _require_counts(**given: float | None) -> None:
-    """Raises: SpecError for what has to be 1 or more, and for a norm of 0 or less."""
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name == "clip":
-            if value <= 0:
-                raise SpecError(f"clip={value}: a norm is above 0, or None for none")
-        elif value < 1 or value != int(value):
-            raise SpecError(f"{name}={value}: give a whole number, 1 or more")
 
 
 def _warn_of_restarts() -> None:

@@ -71,7 +71,7 @@ def trainer(**options: Any) -> Trainer:
         "optimizer_options": {"lr": 0.02},
         "show_progress": False,
     }
-    return Trainer(given.pop("model", None) or options.pop("model", None) or net(), **{**given, **options})
+    return Trainer(options.pop("model", None) or net(), **{**given, **options})
 
 
 def test_loop_is_that_of_a_book(metrics: Path) -> None:
@@ -284,15 +284,64 @@ class _StopAt(Callback):
             trainer.stop()
 
 
+def _step_lr(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 4)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"steps": 0}, "steps=0"),
-        ({"optimizer": "adamv"}, "did you mean 'adam"),
-        ({"scheduler": "cosinus"}, "choose one of constant, linear, cosine, wsd"),
-        ({"scheduler": "wsd", "scheduler_options": {"warmup_steps": 10, "decay_steps": 5}}, "do not fit into 12"),
-        ({"optimizer_options": {"rate": 1}}, "unexpected keyword argument 'rate'"),
+        ({"steps": 0}, "steps=0: give a whole number, 1 or more"),
+        ({"steps": "10"}, "steps='10': give a whole number, 1 or more"),
+        ({"steps": None, "epochs": -1}, "epochs=-1: give a whole number"),
+        ({"steps": True}, "steps=True: give a whole number"),
+        ({"steps": math.inf}, "steps=inf: give a whole number"),
+        ({"clip": "1"}, "clip='1': a norm is above 0"),
+        ({"clip": math.nan}, "clip=nan: a norm is above 0"),
+        ({"seed": "a"}, "seed='a': give a whole number"),
+        ({"peak_flops": "1e12"}, "peak_flops='1e12': give a number above 0"),
+        ({"checkpoint": True}, "checkpoint=True: give a folder or a URL"),
         ({"save_every": 3}, "give it a URL"),
+        # optimizers and schedulers
+        ({"optimizer": "adamv"}, "did you mean 'adam"),
+        ({"optimizer": [1]}, r"optimizer='\[1\]' is a list: give a name, such as 'adamw', or a function of the param"),
+        ({"optimizer": None}, "optimizer='None' is a NoneType: give a name"),
+        ({"optimizer": lambda parameters, lr: parameters}, "<lambda> gave a list, and no optimizer"),
+        ({"optimizer": torch.optim.SGD, "optimizer_options": {"rate": 1}}, "optimizer SGD with .*argument 'rate'"),
+        ({"optimizer_options": {"rate": 1}}, "unexpected keyword argument 'rate'"),
+        ({"optimizer_options": [0.1]}, r"optimizer_options=\[0\.1\]: give a dict by name"),
+        ({"optimizer_options": {"lr": "0.1"}}, r"optimizer 'adamw' with \{'lr': '0.1'\}: "),
+        ({"scheduler": "cosinus"}, "choose one of constant, linear, cosine, wsd"),
+        ({"scheduler": [1]}, r"scheduler='\[1\]' is a list: choose one of constant, .*, or give a function"),
+        ({"scheduler": lambda optimizer: None}, "scheduler: <lambda> gave a NoneType, and no scheduler"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR}, r"scheduler=lambda optimizer: StepLR\(optimizer, \.\.\.\)"),
+        ({"scheduler": "wsd", "scheduler_options": {"warmup_steps": 10, "decay_steps": 5}}, "do not fit into 12"),
+        (
+            {"scheduler": "linear", "scheduler_options": {"warmup": 1}},
+            "options have warmup: there is warmup_steps, dec",
+        ),
+        ({"scheduler": "linear", "scheduler_options": {"warmup_steps": "1"}}, "warmup_steps='1': give a whole number"),
+        ({"scheduler": "linear", "scheduler_options": {"decay_steps": 3}}, "decay_steps=3 is of 'wsd', and the sched"),
+        ({"scheduler": "linear", "scheduler_options": {"min_ratio": 2}}, "min_ratio=2: give a share of the rate"),
+        ({"scheduler": _step_lr, "scheduler_options": {"warmup_steps": 1}}, "options were given beside a scheduler"),
+        # callbacks, data, losses, models
+        (
+            {"callbacks": [object()]},
+            r"callbacks\[0\] is a object, and no Callback: derive its class from detrain_nb.trai",
+        ),
+        ({"callbacks": [print]}, r"callbacks\[0\] is a builtin_function_or_method, and no Callback"),
+        ({"callbacks": [Callback(), Callback]}, r"callbacks\[1\] is the class Callback: make one, Callback\(\)"),
+        ({"callbacks": Callback()}, "callbacks=a Callback: give a list of them"),
+        ({"train": classes(4)}, "train is a TensorDataset, which gives samples: give a DataLoader of it"),
+        ({"train": "data.csv"}, "train='data.csv' gives no batches: give a DataLoader"),
+        ({"train": [torch.zeros(2, 8), torch.zeros(2)]}, r"train is a list of tensors: give batches, such as \[\("),
+        ({"train": 5}, "train=5 cannot be iterated"),
+        ({"evaluate": classes(4)}, "evaluate is a TensorDataset, which gives samples"),
+        ({"train": [], "steps": None, "epochs": 2}, "the training data have not one batch"),
+        ({"loss": "mse"}, "loss='mse' is a str: give a function of the output and the target"),
+        ({"loss": nn.MSELoss}, r"loss=MSELoss is a class: make one, MSELoss\(\)"),
+        ({"model": nn.Linear}, "the model is the class Linear: make one"),
+        ({"model": "bert"}, "the model is 'bert': give an nn.Module, or what parallelize returns"),
     ],
 )
 def test_wrong_arguments_are_told(options: dict[str, Any], message: str) -> None:
@@ -300,9 +349,84 @@ def test_wrong_arguments_are_told(options: dict[str, Any], message: str) -> None
         trainer(**options)
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"precision": "bf16"},
+            "precision= belongs to how the model is laid out: give parallelize precision=, and the",
+        ),
+        ({"bf16": True}, "bf16= belongs to how the model is laid out: give parallelize precision="),
+        ({"gradient_accumulation_steps": 4}, "give parallelize num_microbatches="),
+        ({"batch_size": 4}, "batch_size= belongs to the DataLoader"),
+        ({"lr": 0.1}, r"lr= belongs to the optimizer: give optimizer_options=\{\"lr\": \.\.\.\}"),
+        ({"learning_rate": 0.1}, r"give optimizer_options=\{\"lr\": "),
+        ({"warmup_steps": 3}, r"belongs to the scheduler: give scheduler_options=\{\"warmup_steps\": "),
+        ({"compute_metrics": len}, "is no argument: override Trainer.score"),
+        ({"max_steps": 3}, r"max_steps= is unknown: did you mean steps=\?"),
+        ({"optimiser": "sgd"}, r"optimiser= is unknown: did you mean optimizer=\?"),
+        ({"qwertz": 1, "lr": 2}, "qwertz= is unknown: there is model, train, steps, .*; lr= belongs"),
+    ],
+)
+def test_argument_of_another_place_is_told_where_it_belongs(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        trainer(**options)
+
+
+def test_names_of_a_subclass_are_its_own() -> None:
+    class Ours(Trainer):
+        def __init__(self, model: Any, precision: str, **more: Any) -> None:
+            super().__init__(model, **more)
+            self.precision = precision
+
+    ours = Ours(net(), "low", train=[], steps=1, loss=F.cross_entropy)
+    assert ours.precision == "low"
+    with pytest.raises(SpecError, match="after the model all is given by name"):
+        Trainer(net(), [], 1)  # type: ignore[misc]
+
+
+def test_missing_loss_is_told_in_words_of_the_user() -> None:
+    data = DataLoader(classes(8), 4)
+    for model in (net(), par.WholeModel(net(), device="cpu")):
+        with pytest.raises(
+            SpecError, match="there is no loss to train with: give parallelize, or the Trainer"
+        ) as error:
+            trainer(model=model, train=data, loss=None).fit()
+        assert "WholeModel" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "scored, message",
+    [
+        (0.5, "score gave a float, and not a dict of sums and counts by name"),
+        ({"accuracy": 0.5}, "score gave 0.5 for 'accuracy': give a sum and what it is divided by"),
+    ],
+)
+def test_score_that_is_none_is_told(scored: Any, message: str) -> None:
+    class Ours(Trainer):
+        def score(self, output: Any, target: Any) -> Any:
+            return scored
+
+    data = DataLoader(classes(8), 4)
+    with pytest.raises(SpecError, match=message):
+        Ours(net(), train=data, steps=1, loss=F.cross_entropy).evaluate(data)
+
+
+def test_generator_is_trained_on_once_and_evaluated_on_once() -> None:
+    batches = [(torch.zeros(2, 8), torch.zeros(2, dtype=torch.long))] * 3
+    with pytest.raises(SpecError, match="the training data were at their end after epoch 1: give what can be iterated"):
+        trainer(train=(each for each in batches), steps=4).fit()
+    ours = trainer(train=batches, evaluate=(each for each in batches), steps=2, evaluate_every=1)
+    with pytest.raises(SpecError, match="the evaluation had no batch"):
+        ours.fit()
+
+
 def test_data_that_is_no_pair_or_nothing_is_told() -> None:
-    with pytest.raises(SpecError, match=r"not a pair of inputs and target: override Trainer\.unpack"):
-        trainer(train=[torch.zeros(2, 8)]).fit()
+    for given in (torch.zeros(2, 8), (torch.zeros(2, 8),) * 3):
+        with pytest.raises(
+            SpecError, match=r"the loader gave .*not a pair of inputs and target.*override Trainer\.unp"
+        ):
+            trainer(train=[given, "x"]).fit()
     with pytest.raises(SpecError, match="not one batch"):
         trainer(train=[]).fit()
 
