@@ -57,6 +57,7 @@ class ParallelModel(abc.ABC):
     modules: tuple[nn.Module, ...]
     num_microbatches: int
     tied_names: Sequence[Sequence[str]] = ()  # of one parameter, in the whole model
+    called_with: frozenset[str] | None = None  # the keywords of the example that it was laid out with, if there was one
 
     def __init__(
         self,

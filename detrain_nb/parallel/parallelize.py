@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import SpecError
 from .costs.block_use import BlockUse
 from .costs.partitioner import StageNode
-from .costs.profiler import ExampleInputs, ModelProfile, profile, shared_inputs
+from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, shared_inputs
 from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
 from .mesh import AXES
@@ -118,10 +118,14 @@ def parallelize(
             is_loss_parallel=loss_parallel and plan is not None,
         ),
     }
-    if found is None:
+    laid_out: ParallelModel
+    if found is not None:
+        laid_out = PipelineStages(found, mesh["pp"], schedule=order, num_microbatches=num_microbatches, **common)
+    else:
         inputs = shared_inputs(example_inputs)
-        return WholeModel(model, num_microbatches=num_microbatches or 1, shared_inputs=inputs, **common)
-    return PipelineStages(found, mesh["pp"], schedule=order, num_microbatches=num_microbatches, **common)
+        laid_out = WholeModel(model, num_microbatches=num_microbatches or 1, shared_inputs=inputs, **common)
+    laid_out.called_with = frozenset(as_call(example_inputs)[1])
+    return laid_out
 
 
 def _block_use(model: nn.Module, example_inputs: ExampleInputs, found: Split | None) -> BlockUse:

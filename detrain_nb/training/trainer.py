@@ -30,6 +30,7 @@ from .randomness import seed_all
 from .recipe import make_optimizer, make_scheduler
 from .reports import Record, Reports, Result
 from .scores import Scores, count_right
+from .unpacking import unpack, usual_loss
 
 __all__ = ["Callback", "Result", "Trainer", "set_seed"]
 
@@ -95,11 +96,11 @@ class Trainer:
         peak_flops: float | None = None,
         show_progress: bool = True,
     ) -> None:
-        """``train`` gives pairs of what the model is called with and of the loss's target; ``steps`` are made of them,
-        or as many as ``epochs`` have.
+        """``train`` gives pairs of what the model is called with and of the loss's target, or dicts (unpacking.py);
+        ``steps`` are made of them, or as many as ``epochs`` have.
 
         A DataLoader that shuffles, or not, in torch's usual way gives each rank its own part of an epoch; one with a
-        sampler of the user's is taken as it is. ``loss``: of a plain model;
+        sampler of the user's is taken as it is. ``loss``: of a plain model (None: the one that it makes of its labels);
         one that is laid out has its own. ``optimizer``, ``scheduler``: names, objects or functions (recipe.py), with
         their options. ``clip``: the largest norm of all gradients together. ``evaluate``: a loader as ``train``, run at
         the end, and every ``evaluate_every`` steps or after each of the ``epochs``. ``checkpoint``: a URL, saved to at
@@ -205,12 +206,8 @@ class Trainer:
                     self._save(is_last=False)
 
     def unpack(self, given: Any) -> tuple[Any, Any]:
-        """Return what the model is called with, and the loss's target, from what the loader gave."""
-        if not isinstance(given, (tuple, list)) or len(given) != 2:
-            raise SpecError(
-                f"the loader gave {type(given).__name__}, and not a pair of inputs and target: override Trainer.unpack"
-            )
-        return given[0], given[1]
+        """Return what the model is called with, and the loss's target, from what the loader gave: a pair, or a dict."""
+        return unpack(given, self.model)
 
     def train_one(self, batch: Any, target: Any) -> Record:
         """Make one step: gradients, their norm, the optimizer, the scheduler. Returns the loss over all ranks."""
@@ -375,6 +372,7 @@ def _one_copy(model: nn.Module, loss: Loss | None) -> WholeModel:
             "a plain model on several ranks: each trains a copy of its own; parallelize makes one model of them",
             stacklevel=3,
         )
+    loss = usual_loss(model) if loss is None else loss
     return WholeModel(model, loss=loss, device=next((p.device for p in model.parameters()), None))
 
 

@@ -216,3 +216,49 @@ def show_bar(axes: str, *, show_progress: bool = True) -> None:
     mesh = par.make_mesh(**{axes: 2}, device_type="cpu")
     model = par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
     training.Trainer(model, train=DataLoader(classes(40), 8), steps=3, show_progress=show_progress).fit()
+
+
+class Headed(nn.Module):
+    """As transformers' models do, it makes a loss of labels, if it is given any."""
+
+    has_had_labels = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.net(x)
+        if labels is None:
+            return {"logits": logits}
+        self.has_had_labels = True
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def _of_output(output: Any, target: Any) -> Tensor:
+    loss: Tensor = output["loss"]
+    return loss
+
+
+def _of_target(output: Any, target: Any) -> Tensor:
+    return F.cross_entropy(output["logits"], target)
+
+
+def train_on_dicts(axes: str, has_labels: bool) -> list[float]:
+    samples = [{"x": x, "labels": y} for x, y in classes(40)]
+    example = {"x": torch.zeros(4, 8), **({"labels": torch.zeros(4, dtype=torch.long)} if has_labels else {})}
+    model = par.parallelize(
+        Headed(), par.make_mesh(**{axes: 2}, device_type="cpu"), example_inputs=example,
+        loss=_of_output if has_labels else _of_target, num_microbatches=2 if axes == "pp" else 1, device="cpu",
+    )  # fmt: skip
+    loader: Any = DataLoader(samples, 8 // model.num_replicas)  # type: ignore[arg-type]
+    return training.Trainer(
+        model, train=loader, steps=5, optimizer="sgd", optimizer_options={"lr": 0.1}, show_progress=False
+    ).fit().losses  # fmt: skip
+
+
+def train_on_floats(axes: str) -> None:
+    mesh = par.make_mesh(**{axes: 2}, device_type="cpu")
+    model = par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
+    batch = torch.zeros(4, 8), torch.zeros(4)
+    training.Trainer(model, train=[batch], steps=1, show_progress=False).fit()
