@@ -29,7 +29,7 @@ from .mesh import replica_number
 from .replicated import replicate_scalars
 from .stages.schedules import Schedule
 
-__all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "resolve_sharding"]
+__all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "require_fit", "resolve_sharding"]
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
@@ -126,28 +126,6 @@ class Sharding:
             True
         )  # what a branch has not used on one replica is 0 there, not left out
 
-    def require_fit(self, model: nn.Module) -> None:
-        """Raises: SpecError for what a shard of a model cannot do, with the name of what does it."""
-        if self.kind != "fsdp":
-            return
-        for name, module in model.named_modules():
-            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                continue
-            where = name or "the model"
-            if module.max_norm is not None:
-                raise SpecError(
-                    f"{where} writes into its weight (max_norm={module.max_norm}), of which each rank has a shard that "
-                    f"would not see it: {_OTHERWISE}"
-                )
-            if module.sparse and module.weight.requires_grad:
-                raise SpecError(f"{where} has sparse gradients, which FSDP2 cannot send: sparse=False, or {_OTHERWISE}")
-        for name, parameter in model.named_parameters():
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise SpecError(
-                    f"{name} has a hook on its gradient, of which each rank would see a part alone: change gradients "
-                    f"behind train_step, or {_OTHERWISE}"
-                )
-
     def _replicate(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # nothing to exchange, which DDP refuses
@@ -230,6 +208,30 @@ def _shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
         for parameter in part.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(inside.get(id(part), 0))
     return {parameter for parameter, users in owners.items() if len(users) > 1}
+
+
+def require_fit(model: nn.Module, *, axis: str) -> None:
+    """Raises: SpecError for what no model in parts can do, with the name of what does it. ``axis``: what cuts it."""
+    otherwise = f"keep the model whole (dp_replicate in the place of {axis})"
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        where = name or "the model"
+        if module.max_norm is not None:
+            raise SpecError(
+                f"{where} writes into its weight (max_norm={module.max_norm}), of which each rank has a part that "
+                f"would not see it: {otherwise}"
+            )
+        if module.sparse and module.weight.requires_grad:
+            raise SpecError(
+                f"{where} has sparse gradients, which no part of a tensor has: sparse=False, or {otherwise}"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise SpecError(
+                f"{name} has a hook on its gradient, of which each rank would see a part alone: change gradients "
+                f"behind train_step, or {otherwise}"
+            )
 
 
 _OTHERWISE = "keep the model whole (dp_replicate in the place of dp_shard)"

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 Outcomes = dict[str, dict[str, str]]
 
+_HOOK = r"first\.weight has a hook on its gradient, of which each rank would see a part alone: change gradients behind"
+_SPARSE = r"table has sparse gradients, .*: sparse=False, or keep the model whole"
+_WRITTEN = r"table writes into its weight \(max_norm=0\.7\), .* keep the model whole"
+
 # By name and layout: a pattern of the reason.
-REFUSED: Outcomes = {}
+REFUSED: Outcomes = {
+    "by value": {"pp": r"cuts: none; not at blocks\.0: the code around it has looked at a value before"},
+    "hooks behind accumulation": {"tp": _HOOK, "dp_shard": _HOOK},
+    "max_norm": {"tp": _WRITTEN, "dp_shard": _WRITTEN},
+    "parameter hooks": {"tp": _HOOK, "dp_shard": _HOOK},
+    "sparse gradients": {"tp": _SPARSE, "dp_shard": _SPARSE},
+}
 
 # What is wrong still, by name and layout: a pattern of the outcome. Whoever mends one takes its line away.
-FAULTS: Outcomes = {}
+FAULTS: Outcomes = {
+    "statistics": {"tp": r"wrong: output"},
+}

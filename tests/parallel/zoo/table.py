@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--layouts", nargs="+", choices=LAYOUTS, default=[each for each in LAYOUTS if each != "pp x tp"]
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=ENTRIES, default=list(ENTRIES))
-    parser.add_argument("--timeout-s", type=float, default=20.0)
+    parser.add_argument("--timeout-s", type=float, default=60.0)
     given = parser.parse_args(arguments)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     print(f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {commit.stdout.strip()}", flush=True)
