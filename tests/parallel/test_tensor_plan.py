@@ -68,6 +68,31 @@ def test_planning_leaves_the_model_and_the_users_random_numbers_alone() -> None:
     assert type(model[0]) is nn.Linear and not model[0]._forward_hooks and not model[0]._forward_pre_hooks
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_layers_around_statistics_are_proved_as_the_model_trains(is_training: bool) -> None:
+    """Those of a part of the features are no part of those of all; evaluated, they are numbers like any others."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(16, 6)).train(is_training)
+    pairs = tp_plan(model, draw(4, 8, 8)).pairs
+    assert [pair.names for pair in pairs] == ([] if is_training else [("0", "3")])
+
+
+def test_layers_between_which_a_value_is_looked_at_stay_whole() -> None:
+    class Halts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            if (hidden.detach().norm() > 1e3).any():  # not for this input, on a part of it neither
+                hidden = hidden * 2
+            result: Tensor = self.down(hidden)
+            return result
+
+    plan = tp_plan(Halts(), draw(4, 8))
+    assert not plan.pairs and "looks at a value" in plan.reasons["up"]
+
+
 def test_model_without_memory_is_planned() -> None:
     with torch.device("meta"):
         model = Llama()

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import math
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..kept import state_kept
+from ..writes import values_kept
 from .layer_flow import float_outputs
 from .layout import lay_out
 from .plan import Layout, TensorPlan
@@ -70,7 +76,7 @@ class Proof:
     def __init__(self, module: nn.Module, call: Call, *, unread: Collection[int] = ()) -> None:
         self._module, self._call, self._unread = module, call, unread
         self._whole: nn.Module | None = None
-        self._reference: _Run | None = None
+        self._references: list[_Run] = []
         self._fault = ""
 
     @functools.cached_property
@@ -84,9 +90,13 @@ class Proof:
 
     def _find_fault(self, plan: TensorPlan) -> str | None:
         self._run_whole()
-        whole, reference = self._whole, self._reference
-        if whole is None or reference is None:
-            return self._fault
+        faults = (self._find_fault_in_mode(plan, reference) for reference in self._references)
+        return self._fault or next((fault for fault in faults if fault is not None), None)
+
+    def _find_fault_in_mode(self, plan: TensorPlan, reference: _Run) -> str | None:
+        whole = self._whole
+        assert whole is not None
+        _set_modes(whole, reference.modes)
         meeting = _Meeting(plan.tp)
         runs = [
             _Run(_laid_out(whole, plan, meeting, rank), self._call, reference.dtype, self._unread, reference)
@@ -106,7 +116,10 @@ class Proof:
             self._fault = f"it cannot be copied: {in_short(exc)}"
             return
         with state_kept(self._whole):
-            self._reference, self._fault = _reference(self._whole, self._call, self._unread)
+            reference, self._fault = _reference(self._whole, self._call, self._unread)
+            if reference is not None:
+                modes = [part.training for part in self._module.modules()]
+                self._references = [reference, *_reference_in_modes(self._whole, modes, reference)]
 
 
 def _reference(whole: nn.Module, call: Call, unread: Collection[int]) -> tuple[_Run | None, str]:
@@ -128,6 +141,72 @@ def _reference(whole: nn.Module, call: Call, unread: Collection[int]) -> tuple[_
             return found, ""
         fault = "its outputs, or their gradients, are not numbers"
     return None, fault
+
+
+def _reference_in_modes(whole: nn.Module, modes: list[bool], evaluated: _Run) -> list[_Run]:
+    """As the user has the model, which trains as a rule: one run, where it computes something else than evaluating.
+
+    No run where it has random numbers in it that are no dropout's: no other would be like it.
+    """
+    _set_modes(whole, modes)
+    with values_kept(list(whole.buffers())):
+        try:
+            runs = [evaluated.again(whole).go() for _ in range(2)]
+        except Exception:  # noqa: BLE001 - the user's code: it trains in another way than it is called here
+            return []
+    is_other = any(not torch.equal(*pair) for pair in zip(runs[0].outputs, evaluated.outputs))
+    is_alike = all(torch.equal(*pair) for pair in zip(runs[0].outputs, runs[1].outputs))
+    return runs[:1] if is_other and is_alike else []
+
+
+def _set_modes(module: nn.Module, modes: Sequence[bool]) -> None:
+    for part, is_training in zip(module.modules(), modes):
+        part.training = is_training
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """In here nothing is dropped, in training neither."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4], {**kwargs, **dict(zip(("is_causal",), args[5:6])), "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+_DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+_DROPOUTS |= {torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout}
+
+
+class _Looks(TorchDispatchMode):
+    """Notes the values at which the code looks, and the sums of what they were compared from."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[float] = []
+        self._behind: dict[int, tuple[Tensor, float]] = {}  # the tensor too, so that its id stays its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if torch.Tag.data_dependent_output in func.tags and isinstance(result, (bool, int, float)):
+            self.seen.extend((float(result), *(self._sum_behind(tensor) for tensor in tensors)))
+        for made in tree_leaves(result):  # whether it is more, or where it is most, may be the same of another value
+            if isinstance(made, Tensor) and not made.is_floating_point() and not made.is_complex():
+                self._behind[id(made)] = made, sum(map(self._sum_behind, tensors))
+        return result
+
+    def _sum_behind(self, tensor: Tensor) -> float:
+        if tensor.is_floating_point() and not tensor.is_meta:
+            return float(tensor.detach().double().nan_to_num().abs().sum())
+        return self._behind.get(id(tensor), (tensor, 0.0))[1]
+
+    def are_like(self, others: _Looks) -> bool:
+        """Whether as many values were seen, and the same, but for rounding."""
+        pairs = itertools.zip_longest(self.seen, others.seen, fillvalue=math.inf)
+        return all(math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-9) for one, other in pairs)
 
 
 _LEFT_ALONE = "another rank stopped"
@@ -158,7 +237,10 @@ class _Run:
         reference: _Run | None = None,
     ) -> None:
         self.module, self.dtype, self.reference = module, dtype, reference
+        self.modes = [part.training for part in module.modules()]
         self._unread = unread
+        self._looks = _Looks()
+        self._given = call
         self.outputs: list[Tensor] = []
         self.gradients: dict[str, Tensor | None] = {}
         leaves, spec = tree_flatten(call)
@@ -174,9 +256,14 @@ class _Run:
             leaves[index] = copied
         self._call: Call = torch.utils._pytree.tree_unflatten(leaves, spec)
 
+    def again(self, module: nn.Module) -> _Run:
+        """A run of ``module`` like this one, that has not gone so far."""
+        return _Run(module, self._given, self.dtype, self._unread)
+
     def go(self) -> _Run:
         args, kwargs = self._call
-        result = self.module(*args, **kwargs)
+        with _WithoutDropout(), self._looks:
+            result = self.module(*args, **kwargs)
         self.outputs = [each for index, each in enumerate(float_outputs(result)) if index not in self._unread]
         if self.reference is not None:
             shapes, expected = ([tuple(each.shape) for each in run.outputs] for run in (self, self.reference))
@@ -198,6 +285,8 @@ class _Run:
     def compare(self, plan: TensorPlan, rank: int) -> str | None:
         """What is not as in the whole module."""
         assert self.reference is not None
+        if not self._looks.are_like(self.reference._looks):
+            return "its code looks at a value, which is another of a part"
         for output, expected in zip(self.outputs, self.reference.outputs):
             if not _is_close(output, expected, self.dtype):
                 return "its output is another"
