@@ -109,13 +109,17 @@ def require_numbers(**given: Any) -> None:
 
 
 def require_options(**given: Any) -> None:
-    """Raises: SpecError for options that are no dict with names, or a place that is none."""
+    """Raises: SpecError for options that are no dict with names."""
     for name, value in given.items():
-        if name == "checkpoint":
-            if value is not None and not isinstance(value, (str, os.PathLike)):
-                raise SpecError(f"checkpoint={_shown(value)}: give a folder or a URL")
-        elif value is not None and (not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value)):
+        if value is not None and (not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value)):
             raise SpecError(f'{name}={_shown(value)}: give a dict by name, such as {{"lr": 0.001}}')
+
+
+def require_places(**given: Any) -> None:
+    """Raises: SpecError for what is no folder and no URL."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, (str, os.PathLike)):
+            raise SpecError(f"{name}={_shown(value)}: give a folder or a URL")
 
 
 def require_loader(name: str, loader: Any) -> None:

@@ -22,7 +22,15 @@ from ..errors import DetrainError, NotFinite, SpecError
 from ..parallel import ParallelModel, WholeModel, clip_grad_norm, grad_norm
 from ..parallel.microbatches import Loss, rows_of
 from . import saving
-from .arguments import require_callbacks, require_loader, require_model, require_names, require_numbers, require_options
+from .arguments import (
+    require_callbacks,
+    require_loader,
+    require_model,
+    require_names,
+    require_numbers,
+    require_options,
+    require_places,
+)
 from .batches import for_replica, require_same_batch
 from .checkpoint import checkpoints, load, save
 from .epochs import Epochs
@@ -30,7 +38,7 @@ from .randomness import seed_all
 from .recipe import make_optimizer, make_scheduler
 from .reports import Record, Reports, Result
 from .scores import Scores, count_right
-from .unpacking import unpack, usual_loss
+from .unpacking import inputs_of, unpack, usual_loss
 
 __all__ = ["Callback", "Result", "Trainer", "set_seed"]
 
@@ -112,7 +120,8 @@ class Trainer:
         require_model(model)
         counts = {"evaluate_every": evaluate_every, "save_every": save_every, "keep": keep, "clip": clip}
         require_numbers(steps=steps, epochs=epochs, **counts, flops_per_sample=flops_per_sample, peak_flops=peak_flops)
-        require_options(optimizer_options=optimizer_options, scheduler_options=scheduler_options, checkpoint=checkpoint)
+        require_options(optimizer_options=optimizer_options, scheduler_options=scheduler_options)
+        require_places(checkpoint=checkpoint, metrics_folder=metrics_folder)
         require_callbacks(callbacks, Callback)
         require_loader("train", train)
         if evaluate is not None:
@@ -257,9 +266,12 @@ class Trainer:
         return count_right(output, target, ignored=-100 if ignored is None else ignored)
 
     def predict(self, loader: Iterable[Any]) -> list[Any]:
-        """What the model gives for each batch of a loader of inputs, on the rank of the last stage; else nothing."""
+        """What the model gives for each batch of a loader of inputs, on the rank of the last stage; else nothing.
+
+        Of dicts a target that the model does not take is left out.
+        """
         try:
-            outputs = [self.model.predict(batch) for batch in loader]
+            outputs = [self.model.predict(inputs_of(batch, self.model)) for batch in loader]
         finally:
             self.model.back_to_training()
         return outputs if self.model.is_last else []

@@ -16,7 +16,7 @@ from ..errors import SpecError
 from ..parallel import ParallelModel
 from ..parallel.microbatches import Loss
 
-__all__ = ["TARGETS", "own_loss", "unpack", "usual_loss"]
+__all__ = ["TARGETS", "inputs_of", "own_loss", "unpack", "usual_loss"]
 
 TARGETS = ("labels", "label", "targets", "target", "y")
 _MADE_OF = ("labels", "start_positions")  # a model of transformers that takes these makes its loss of them
@@ -41,7 +41,9 @@ def own_loss(output: Any, target: Any) -> Tensor:
 def unpack(given: Any, model: ParallelModel) -> tuple[Any, Any]:
     """Raises: SpecError for what is neither a pair nor a dict, or a dict that does not go with the model."""
     if isinstance(given, Mapping):
-        return _unpack_dict(dict(given), model)
+        call, target = _unpack_dict(dict(given), model)
+        _require_taken(model, call)
+        return call, target
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         size = f" of {len(given)}" if isinstance(given, (tuple, list)) else ""
         raise SpecError(
@@ -51,20 +53,29 @@ def unpack(given: Any, model: ParallelModel) -> tuple[Any, Any]:
     return given[0], given[1]
 
 
-def _unpack_dict(call: dict[str, Any], model: ParallelModel) -> tuple[Any, Any]:
+def inputs_of(given: Any, model: ParallelModel) -> Any:
+    """What the model is called with, of inputs alone, or of a dict that may have a target that it does not take."""
+    if not isinstance(given, Mapping):
+        return given
+    call, takes = dict(given), _parameters(model.modules[0])
+    key = next((name for name in TARGETS if name in call), None)
+    if key is not None and key not in takes and key not in (model.called_with or ()):
+        del call[key]
+    _require_taken(model, call)
+    return call
+
+
+def _unpack_dict(call: dict[str, Any], model: ParallelModel) -> tuple[dict[str, Any], Any]:
     takes = _parameters(model.modules[0])
     key = next((name for name in TARGETS if name in call), None)
-    target = None
     if key is None:
         _require_no_target(model, call)
-    else:
-        target = call.pop(key)
-        if model.objective.loss is own_loss:  # as transformers' collators have it
-            call["labels" if key == "label" and key not in takes else key] = target
-        elif _is_of_call(key, model, takes):
-            call[key] = target
-    if len(model.modules) == 1 and model.pipeline_group is None:
-        _require_taken(call, takes)
+        return call, None
+    target = call.pop(key)
+    if model.objective.loss is own_loss:  # as transformers' collators have it
+        call["labels" if key == "label" and key not in takes else key] = target
+    elif _is_of_call(key, model, takes):
+        call[key] = target
     return call, target
 
 
@@ -86,9 +97,11 @@ def _require_no_target(model: ParallelModel, call: dict[str, Any]) -> None:
         ) from exc
 
 
-def _require_taken(call: dict[str, Any], takes: Mapping[str, inspect.Parameter]) -> None:
+def _require_taken(model: ParallelModel, call: dict[str, Any]) -> None:
     """Raises: SpecError, which names what the model does not take, before torch names nothing of the loader's."""
-    if not takes or any(each.kind == inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+    takes = _parameters(model.modules[0])
+    is_stage = len(model.modules) > 1 or model.pipeline_group is not None
+    if is_stage or not takes or any(each.kind == inspect.Parameter.VAR_KEYWORD for each in takes.values()):
         return
     if strange := [name for name in call if name not in takes]:
         raise SpecError(

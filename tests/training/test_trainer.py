@@ -301,6 +301,7 @@ def _step_lr(optimizer: Any) -> Any:
         ({"seed": "a"}, "seed='a': give a whole number"),
         ({"peak_flops": "1e12"}, "peak_flops='1e12': give a number above 0"),
         ({"checkpoint": True}, "checkpoint=True: give a folder or a URL"),
+        ({"metrics_folder": 5}, "metrics_folder=5: give a folder or a URL"),
         ({"save_every": 3}, "give it a URL"),
         # optimizers and schedulers
         ({"optimizer": "adamv"}, "did you mean 'adam"),

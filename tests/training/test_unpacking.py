@@ -97,6 +97,17 @@ def test_loss_that_is_given_is_of_the_labels_alone() -> None:
     assert not model.has_had_labels
 
 
+def test_prediction_leaves_the_target_of_a_dict_out() -> None:
+    """And needs none."""
+    model, x = Keyed(), torch.stack([each["x"] for each in SAMPLES[:8]])
+    ours = trainer(model, SAMPLES, F.cross_entropy)
+    with torch.no_grad():
+        expected = model(x)
+    for samples in (SAMPLES[:8], [{"x": each["x"]} for each in SAMPLES[:8]]):
+        [found] = ours.predict(DataLoader(samples, 8))  # type: ignore[arg-type]
+        assert torch.equal(found, expected)
+
+
 def test_any_mapping_is_a_dict() -> None:
     """As transformers' BatchEncoding is."""
     loader = [UserDict(x=torch.zeros(2, 8), labels=torch.zeros(2, dtype=torch.long))]
