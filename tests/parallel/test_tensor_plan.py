@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from detrain_nb.errors import SpecError
+from detrain_nb.parallel.tensor.layout import lay_out
 from detrain_nb.parallel.tensor.plan import ByHead, Layout, Pair, TensorPlan
 from detrain_nb.parallel.tensor.planner import tp_plan
 from detrain_nb.parallel.tensor.proof import find_fault, keep_call
 from detrain_nb.parallel.tensor.proposals import known_modules
+from detrain_nb.parallel.tensor.shapes import _NoRanks
 
 from .models import GPT
 from .tensor_models import MODELS, Attention, Llama, draw, made, tokens
@@ -74,6 +76,19 @@ def test_layers_around_statistics_are_proved_as_the_model_trains(is_training: bo
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(16, 6)).train(is_training)
     pairs = tp_plan(model, draw(4, 8, 8)).pairs
     assert [pair.names for pair in pairs] == ([] if is_training else [("0", "3")])
+
+
+class Squash(nn.Tanh):
+    """An activation that all models of a file have in common."""
+
+
+SQUASH = Squash()
+
+
+def test_module_that_other_models_have_too_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), SQUASH, nn.Linear(16, 6))
+    lay_out(model, tp_plan(model, draw(4, 8)), _NoRanks(2), lambda parameter, _: parameter)
+    assert type(SQUASH) is Squash and type(model[1]) is not Squash and isinstance(model[1], Squash)
 
 
 def test_layers_between_which_a_value_is_looked_at_stay_whole() -> None:

@@ -47,8 +47,8 @@ class Boundaries:
         if gone := [cut for cut in self._cuts if cut not in by_cut]:
             why = found.hindrances.get(gone[0], "it does not run")
             raise SpecError(
-                f"with this batch the model cannot be cut at {gone[0]!r}: {why}; split it with example inputs of that "
-                "kind"
+                f"with this batch{'' if is_training else ', evaluating,'} the model cannot be cut at {gone[0]!r}: {why}; "
+                "split it with example inputs of that kind"
             )
         return [self._on_meta(by_cut[cut].input_shape, by_cut[cut].input_dtype) for cut in self._cuts]
 

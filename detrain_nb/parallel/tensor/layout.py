@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import SpecError
-from ..stages.stubs import Stub
+from ..stages.stubs import Stub, shallow_copy
 from .layers import Region, Share, change_class
 from .plan import EXPERTS, OUTPUT_DIM, Layout, Pair, SequenceParts, TensorPlan, is_inside
 from .ranks import TensorRanks, add_up, add_up_gradients, bounds, cut_own, put_together
@@ -28,6 +29,7 @@ def lay_out(
 
     ``model`` may be a stage: names are the whole model's, modules of other stages are not there.
     """
+    _take_copies_of_shared(model)
     present = {
         name: module
         for name, module in model.named_modules()
@@ -52,6 +54,16 @@ def lay_out(
     for name, module in present.items():
         module.__dict__["_share"] = shares[name]
         change_class(module, shares[name])
+
+
+def _take_copies_of_shared(model: nn.Module) -> None:
+    """Of modules that stand in the file of their class, and so in other models too, as activations may."""
+    copies: dict[int, nn.Module] = {}
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            file = sys.modules.get(type(child).__module__)
+            if child is not None and file is not None and any(value is child for value in vars(file).values()):
+                parent._modules[key] = copies.setdefault(id(child), shallow_copy(child))
 
 
 def _has_parameters(module: nn.Module, plan: TensorPlan, name: str) -> bool:
