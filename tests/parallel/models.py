@@ -208,17 +208,33 @@ class Noisy(nn.Module):
 
 
 class AroundNames(nn.Module):
-    """Calls its layers by a list of its own."""
+    """Calls its layers by a function that was made with it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.__dict__["order"] = [self.a, self.b]
+        self.layers = lambda: [self.a, self.b]
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.__dict__["order"]:
+        for layer in self.layers():
             x = layer(x)
         return x
+
+
+class InContainers(nn.Module):
+    """Calls its layers by lists and dicts of its own, and by a method that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.order = [("first", self.a), ("second", self.b)]
+        self.last = {"call": self.c.forward, "layer": (self.c,)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, layer in self.order:
+            x = layer(x)
+        result: Tensor = self.last["layer"][0](x) + self.last["call"](x)  # type: ignore[index, operator]
+        return result
 
 
 class GivesMask(nn.Module):

@@ -21,6 +21,7 @@ from .models import (
     Checkpointed,
     Counts,
     Experts,
+    InContainers,
     LooksAtValues,
     Masked,
     ReadsInside,
@@ -88,6 +89,7 @@ FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
     "recurrent": (Recurrent, (TOKENS[:, :6] % 11,), (TOKENS[:1, :5] % 11,), 4),
     "reads inside": (ReadsInside, (batch(3, 8),), (batch(2, 8),), 4),
     "counts": (Counts, (batch(3, 8),), (batch(2, 8),), 2),
+    "in containers": (InContainers, (batch(3, 8),), (batch(2, 8),), 2),
     "experts": (Experts, (batch(2, 6, 8),), (batch(1, 4, 8),), 3),
 }
 

@@ -46,8 +46,9 @@ class Boundaries:
         by_cut = {unit.cut: unit for unit in found.units}
         if gone := [cut for cut in self._cuts if cut not in by_cut]:
             why = found.hindrances.get(gone[0], "it does not run")
+            when = "" if is_training else ", evaluating,"
             raise SpecError(
-                f"with this batch{'' if is_training else ', evaluating,'} the model cannot be cut at {gone[0]!r}: {why}; "
+                f"with this batch{when} the model cannot be cut at {gone[0]!r}: {why}; "
                 "split it with example inputs of that kind"
             )
         return [self._on_meta(by_cut[cut].input_shape, by_cut[cut].input_dtype) for cut in self._cuts]

@@ -18,7 +18,7 @@ from torch.utils import swap_tensors
 from ...errors import SpecError
 from ..compiled import compile_again, run_before
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
-from .stubs import End, Reached, StageState, ghost_of, shallow_copy, stub_of
+from .stubs import End, Reached, StageState, follow_copies, ghost_of, shallow_copy, stub_of
 
 __all__ = ["build_stage"]
 
@@ -105,6 +105,7 @@ def build_stage(
     """
     needed = runs | {outer for name in holds for outer in modules_around(name)}
     copies: dict[int, nn.Module] = {}
+    found: dict[int, nn.Module] = {}
     state = StageState(cut_in=cut_in, cut_out=cut_out, replaceable=replaceable, outputs=outputs)
 
     def build(name: str, module: nn.Module) -> nn.Module:
@@ -127,10 +128,11 @@ def build_stage(
                 if (f"{name}.{key}" if name else key) in written_elsewhere and buffer is not None:
                     made._buffers[key] = buffer.clone()
             compile_again(made)
-        copies[id(module)] = made
+        copies[id(module)], found[id(module)] = made, module
         return made
 
     stage = build("", model)
+    follow_copies(copies, found)
     stage.__class__ = _stage_class(type(model))
     stage.__dict__["_state"] = state
     if cut_in is not None:

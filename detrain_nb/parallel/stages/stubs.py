@@ -6,6 +6,7 @@ What a stub gives is never looked at by what counts; it has to have the right sh
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,17 @@ from ..compiled import leave_as_written
 from ..kept import State, state_kept
 from ..recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
 
-__all__ = ["End", "Reached", "StageState", "Stub", "ghost_of", "shallow_copy", "stub_of", "zeros_without_memory"]
+__all__ = [
+    "End",
+    "Reached",
+    "StageState",
+    "Stub",
+    "follow_copies",
+    "ghost_of",
+    "shallow_copy",
+    "stub_of",
+    "zeros_without_memory",
+]
 
 
 class Reached(BaseException):
@@ -108,7 +119,7 @@ class StageState:
         if not self.is_taken:
             raise SpecError(
                 f"what was received has gone nowhere: {self.cut_in!r} was not called by the name that it has in the "
-                "model; modules kept in lists, or methods kept as attributes, lead around it"
+                "model; functions that were made with the model lead around it"
             )
 
 
@@ -285,16 +296,41 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
+def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module]) -> None:
+    """Have the attributes of ``copies`` lead to these too, where they led to ``found``, the modules that were copied.
+
+    In containers, and as the one whose a method is; what a function of the model's maker leads to stays as it is.
+    """
+
+    def follow(leaf: Any) -> Any:
+        if isinstance(leaf, types.MethodType) and found.get(id(leaf.__self__)) is leaf.__self__:
+            return getattr(copies[id(leaf.__self__)], leaf.__func__.__name__, leaf)
+        return copies[id(leaf)] if found.get(id(leaf)) is leaf else leaf
+
+    for made in copies.values():
+        for key, value in list(vars(made).items()):
+            if key in _OF_MODULES or isinstance(value, _PLAIN) or isinstance(made, StandIn):
+                continue
+            leaves = tree_leaves(value)
+            if any(follow(leaf) is not leaf for leaf in leaves):
+                made.__dict__[key] = tree_map(follow, value)
+
+
+_PLAIN = (bool, int, float, str, type(None), Tensor)
+_OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children: these have been copied
+
 _OPEN = (list, dict, set)  # a ghost's code may write into those of a module, and they are the user's
 
 
 def ghost_of(module: nn.Module) -> nn.Module:
     """A copy of a module, and of all in it, whose tensors are on the meta device; what is shared stays shared."""
     copies: dict[int, nn.Module] = {}
+    found: dict[int, nn.Module] = {}
     to_meta = TensorMemo(_as_ghost)
 
     def copy(inner: nn.Module) -> nn.Module:
         if id(inner) not in copies:
+            found[id(inner)] = inner
             ghost = copies[id(inner)] = shallow_copy(inner)
             ghost.__dict__.update({key: value.copy() for key, value in ghost.__dict__.items() if type(value) in _OPEN})
             ghost._modules.update({key: copy(child) for key, child in inner._modules.items() if child is not None})
@@ -303,7 +339,9 @@ def ghost_of(module: nn.Module) -> nn.Module:
             leave_as_written(ghost)
         return copies[id(inner)]
 
-    return copy(module)
+    made = copy(module)
+    follow_copies(copies, found)
+    return made
 
 
 def _as_ghost(tensor: Tensor) -> Tensor:
