@@ -91,6 +91,17 @@ def test_module_that_other_models_have_too_stays_as_it_is() -> None:
     assert type(SQUASH) is Squash and type(model[1]) is not Squash and isinstance(model[1], Squash)
 
 
+def test_model_that_keeps_what_it_computed_is_proved_too() -> None:
+    class Keeps(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            self.given = super().forward(x)
+            return self.given
+
+    model = Keeps(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
+    model(draw(4, 8))
+    assert not model.given.is_leaf and len(tp_plan(model, draw(4, 8)).pairs) == 1
+
+
 def test_layers_between_which_a_value_is_looked_at_stay_whole() -> None:
     class Halts(nn.Module):
         def __init__(self) -> None:

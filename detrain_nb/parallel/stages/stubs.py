@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ __all__ = [
     "Reached",
     "StageState",
     "Stub",
+    "copy_of",
     "follow_copies",
     "ghost_of",
     "shallow_copy",
@@ -324,9 +325,14 @@ _OPEN = (list, dict, set)  # a ghost's code may write into those of a module, an
 
 def ghost_of(module: nn.Module) -> nn.Module:
     """A copy of a module, and of all in it, whose tensors are on the meta device; what is shared stays shared."""
+    return copy_of(module, _as_ghost)
+
+
+def copy_of(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """The same with what ``change`` gives for each parameter and buffer; of all else containers are copied alone."""
     copies: dict[int, nn.Module] = {}
     found: dict[int, nn.Module] = {}
-    to_meta = TensorMemo(_as_ghost)
+    changed = TensorMemo(change)
 
     def copy(inner: nn.Module) -> nn.Module:
         if id(inner) not in copies:
@@ -335,7 +341,7 @@ def ghost_of(module: nn.Module) -> nn.Module:
             ghost.__dict__.update({key: value.copy() for key, value in ghost.__dict__.items() if type(value) in _OPEN})
             ghost._modules.update({key: copy(child) for key, child in inner._modules.items() if child is not None})
             for tensors in (ghost._parameters, ghost._buffers):
-                tensors.update({key: to_meta(tensor) for key, tensor in tensors.items()})
+                tensors.update({key: changed(tensor) for key, tensor in tensors.items()})
             leave_as_written(ghost)
         return copies[id(inner)]
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..kept import state_kept
+from ..stages.stubs import copy_of
 from ..writes import values_kept
 from .layer_flow import float_outputs
 from .layout import lay_out
@@ -328,7 +329,7 @@ def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype,
 
 def _copy_with_random_weights(module: nn.Module) -> nn.Module:
     """On the CPU, in float64, evaluating; zeros, where training may begin, would prove nothing."""
-    copied = copy.deepcopy(module)
+    copied = _copied(module)
     copied = copied.to_empty(device="cpu") if _is_on_meta(module) else copied.to("cpu")
     copied = copied.double()
     copied.eval()  # a model's own need not give itself back
@@ -349,6 +350,22 @@ def _copy_with_random_weights(module: nn.Module) -> nn.Module:
     return copied
 
 
+def _copied(module: nn.Module, shared: dict[int, Tensor] | None = None) -> nn.Module:
+    """Or, where an attribute is a tensor that was computed, which torch copies not, modules with their own alone.
+
+    What has a lock stays unproved: two ranks of the proof would wait for one.
+    """
+    try:
+        return copy.deepcopy(module, dict(shared or {}))
+    except RuntimeError:
+        return copy_of(module, lambda tensor: shared[id(tensor)] if shared and id(tensor) in shared else _clone(tensor))
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    made = tensor.detach().clone()
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
 def _is_on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
@@ -360,7 +377,7 @@ def _laid_out(whole: nn.Module, plan: TensorPlan, meeting: _Meeting, rank: int) 
         mine = cut(parameter.detach(), layout.dim, rank=rank, size=plan.tp, packed=layout.packed)
         return nn.Parameter(mine.clone())
 
-    module = copy.deepcopy(whole, {id(parameter): parameter for parameter in whole.parameters()})  # nobody writes there
+    module = _copied(whole, {id(parameter): parameter for parameter in whole.parameters()})  # nobody writes there
     lay_out(module, plan, _ThreadRanks(meeting, rank, plan.tp), distribute)
     return module
 
