@@ -110,7 +110,7 @@ class Sharding:
         }
         if self.dtype is not None:
             for part in module.modules():  # its running statistics are float32
-                if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, Stub):
                     fully_shard(part, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
         named = dict(module.named_parameters(remove_duplicate=False))
         shared = _shared_parameters(module, blocks)

@@ -249,7 +249,7 @@ _OF_CLASSES = (types.FunctionType, staticmethod, classmethod, property)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Thread)
 _NOT_THE_MODELS = {*sys.stdlib_module_names, "torch", "numpy", "detrain_nb"}
 _HOLDERS = ("collections", "types", "argparse", "weakref", "functools")  # of the standard library: they hold values
-_APART = ("torch.distributed", "torch._", "detrain_nb.parallel.tape")
+_APART = ("torch.distributed", "torch._", "detrain_nb.parallel.tape", "detrain_nb.parallel.kept")
 
 
 def _set_generator(generator: torch.Generator, state: Tensor) -> None:

@@ -53,6 +53,14 @@ def test_it_leaves_tracebacks_as_they_were() -> None:
     assert sys.excepthook is before
 
 
+def test_norms_of_another_stage_are_not_sharded() -> None:
+    """What stands for one is of its class, to isinstance."""
+    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)]
+    axes = {"pp": 2, "dp_shard": 2}
+    found = dry_run(nn.Sequential(*layers), axes, example_inputs=torch.zeros(4, 8), pp=["2"], precision="bf16")
+    assert len(found.rows) == 2
+
+
 def require_largest(session: Session, axes: dict[str, int]) -> None:
     """Names and shapes of the largest parameters are those on the rank that the row is of, and no other is larger."""
     held = session.run_cell(f"mixed_ranks.shapes_here({axes})", timeout_s=60).values

@@ -16,7 +16,7 @@ from detrain_nb.errors import SpecError
 from detrain_nb.parallel import Split, profile, split
 from detrain_nb.parallel.stages.boundaries import Boundaries
 
-from .families import OF_TRANSFORMERS, draw, gpt2, llama, padding, tokens
+from .families import OF_TRANSFORMERS, bert, draw, gpt2, llama, padding, tokens
 from .models import Experts, GivesMask, LooksAtMask, LooksInLeaf, WithToken, WritesPart
 from .vision import ConvUNet, ResNet
 
@@ -201,6 +201,30 @@ def test_what_stays_alive_to_the_end_leaves_no_cut_behind_it(transformers: Any) 
         result, expected = found.stage(1)(found.stage(0)(**inputs), **inputs), model(**inputs)
     torch.testing.assert_close(result.logits, expected.logits, rtol=0, atol=0)
     torch.testing.assert_close(result.hidden_states, expected.hidden_states, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [-2, 3])
+def test_hidden_states_are_those_of_the_whole_model(number: int, transformers: Any) -> None:
+    """transformers collects them by hooks, which the first call that wants some puts there."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert, self.head = bert(transformers, "sdpa").bert, nn.Linear(32, 3)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            result: Tensor = self.head(self.bert(input_ids, output_hidden_states=True).hidden_states[number])
+            return result
+
+    torch.manual_seed(0)
+    model, inputs = Reads().eval(), {"input_ids": tokens(2, 8)}
+    expected = copy.deepcopy(model)(**inputs)
+    known = profile(model, inputs)
+    for cut in ("bert.encoder.layer.1", "bert.encoder.layer.2", "head"):
+        found = split(model, inputs, at=[cut], profile_of_model=known)
+        for _ in range(2):
+            torch.testing.assert_close(run(found, inputs), expected, rtol=0, atol=0, msg=cut)
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel import Split, StageNode, split
+from detrain_nb.parallel import Split, StageNode, profile, split
 from detrain_nb.parallel.stages.boundaries import Boundaries
 
 from .models import (
     GPT,
     AroundNames,
     Checkpointed,
+    Collecting,
     Counts,
     Experts,
     InContainers,
@@ -109,6 +110,23 @@ def test_stages_compute_what_the_whole_model_does(family: str, is_other_batch: b
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=0, atol=0, msg=name)
     for (name, buffer), (_, reference) in zip(model.named_buffers(), whole.named_buffers()):
         torch.testing.assert_close(buffer, reference, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("number", [-2, 2, 3])
+def test_what_hooks_collect_has_as_many_parts_as_in_the_whole_model(number: int, is_used: bool) -> None:
+    """Also in a batch of a shape that was met before, and whether the hooks are there when the model is cut or not."""
+    model, x = made(Collecting(number)), batch(4, 8)
+    expected = copy.deepcopy(model)(x)
+    if is_used:
+        model(x)
+    cuts = [unit.cut for unit in profile(model, x).units if unit.cut is not None]
+    assert {"layers.1", "layers.2"} <= {*cuts}
+    for cut in cuts:
+        found = split(model, x, at=[cut])
+        first, second = found.stage(0), found.stage(1)
+        for _ in range(2):
+            torch.testing.assert_close(second(first(x), x), expected, rtol=0, atol=0, msg=cut)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

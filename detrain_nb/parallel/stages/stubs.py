@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -124,16 +125,28 @@ class StageState:
             )
 
 
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)  # these can be gone through, and what stands for one cannot
+_SEEING = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
 class Stub(StandIn):
     """Stands for the module ``name`` of another stage.
 
-    ``ghost`` is that module with its tensors on the meta device: it knows the shapes, and answers for attributes.
+    ``ghost`` is that module with its tensors on the meta device: it knows the shapes, and answers for attributes. To
+    ``isinstance`` this is one of its class, and what hooks it has see the zeros: code that collects what its layers
+    give finds as many as in the whole model, each in its place.
     """
 
     def __init__(self, name: str, ghost: nn.Module, state: StageState) -> None:
         super().__init__()
         self.__dict__.update(_name=name, _ghost=ghost, _state=state, _known={}, _unfolded=None)
+        self.__dict__.update({kind: ghost.__dict__[kind].copy() for kind in _SEEING})
         self.training = ghost.training
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        ghost = self.__dict__.get("_ghost")
+        return type(self) if ghost is None or isinstance(ghost, _LISTS) else type(ghost)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         key = (self.training, *_look_of(args, kwargs))
@@ -158,6 +171,7 @@ class Stub(StandIn):
         self._ghost.train(self.training)
         try:
             with self._state.ghosts_kept(args, kwargs), torch.no_grad():
+                self._ghost.__dict__["_forward_hooks"] = OrderedDict[int, Any]()  # what they see is given in the end
                 known = self._ghost(*on_meta, **kwargs_on_meta)
         except RuntimeError as exc:  # it looks at values, as a mixture of experts does, or wants them
             known = self._answer_without_meta(args, kwargs, exc)
@@ -172,6 +186,7 @@ class Stub(StandIn):
         try:
             if self._unfolded is None:
                 self.__dict__["_unfolded"] = unfold(self._name, self._ghost, self._state)
+                self._unfolded.__dict__["_forward_hooks"] = OrderedDict[int, Any]()
             self._unfolded.train(self.training)
             with self._state.ghosts_kept(args, kwargs), torch.no_grad():
                 return tree_map(TensorMemo(_on_meta), self._unfolded(*args, **kwargs))
