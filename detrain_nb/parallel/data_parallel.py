@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import SpecError
-from .blocks import blocks_of
+from .blocks import StandIn, blocks_of
 from .costs.block_use import BlockUse
 from .mesh import replica_number
 from .replicated import replicate_scalars
@@ -110,7 +110,7 @@ class Sharding:
         }
         if self.dtype is not None:
             for part in module.modules():  # its running statistics are float32
-                if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, Stub):
+                if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, StandIn):
                     fully_shard(part, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
         named = dict(module.named_parameters(remove_duplicate=False))
         shared = _shared_parameters(module, blocks)

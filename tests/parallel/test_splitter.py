@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -292,6 +294,28 @@ def test_users_model_stays_as_it_was() -> None:
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     torch.testing.assert_close(model(TOKENS), before, rtol=0, atol=0)
     assert all(isinstance(stage, GPT) and not stage.training for stage in stages)
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, lambda: defaultdict(int), Counter])
+def test_methods_of_other_stages_write_into_nothing_of_the_users(kind: Callable[[], Any]) -> None:
+    class Counts(nn.Linear):
+        def count(self, rows: int) -> None:
+            self.seen[rows] = self.seen.get(rows, 0) + 1
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Counts(8, 8), nn.Linear(8, 8)
+            self.a.seen = kind()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.a.count(len(x))
+            result: Tensor = self.b(self.a(x))
+            return result
+
+    model, x = Outer(), batch(4, 8)
+    split(model, x, at=["b"]).stage(1)(x, x)
+    assert not model.a.seen
 
 
 def test_stages_of_a_model_without_memory_are_without_it_too() -> None:

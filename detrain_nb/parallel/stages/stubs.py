@@ -6,8 +6,9 @@ What a stub gives is never looked at by what counts; it has to have the right sh
 from __future__ import annotations
 
 import contextlib
+import copy
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -335,7 +336,8 @@ def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 _OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children: these have been copied
 
-_OPEN = (list, dict, set)  # a ghost's code may write into those of a module, and they are the user's
+# And what is made of them: a ghost's code may write into those of a module, and they are the user's.
+_OPEN = (list, dict, set, deque)
 
 
 def ghost_of(module: nn.Module) -> nn.Module:
@@ -349,18 +351,19 @@ def copy_of(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
     found: dict[int, nn.Module] = {}
     changed = TensorMemo(change)
 
-    def copy(inner: nn.Module) -> nn.Module:
+    def copied(inner: nn.Module) -> nn.Module:
         if id(inner) not in copies:
             found[id(inner)] = inner
             ghost = copies[id(inner)] = shallow_copy(inner)
-            ghost.__dict__.update({key: value.copy() for key, value in ghost.__dict__.items() if type(value) in _OPEN})
-            ghost._modules.update({key: copy(child) for key, child in inner._modules.items() if child is not None})
+            own = {key: copy.copy(value) for key, value in ghost.__dict__.items() if isinstance(value, _OPEN)}
+            ghost.__dict__.update(own)
+            ghost._modules.update({key: copied(child) for key, child in inner._modules.items() if child is not None})
             for tensors in (ghost._parameters, ghost._buffers):
                 tensors.update({key: changed(tensor) for key, tensor in tensors.items()})
             leave_as_written(ghost)
         return copies[id(inner)]
 
-    made = copy(module)
+    made = copied(module)
     follow_copies(copies, found)
     return made
 
