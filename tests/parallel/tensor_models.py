@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -297,6 +298,33 @@ class ByTurns(nn.Module):
         return result
 
 
+class Kept(nn.Module):
+    """Keeps what cannot be copied: a lock, a loss beside its output, which its model adds, and what was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.lock = nn.Linear(8, 16), nn.Linear(16, 8), threading.Lock()
+        self.scale, self.aux = self.up.weight.sum() * 0 + 1, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            self.aux = x.square().mean()
+        result: Tensor = x + self.down(F.gelu(self.up(x))) * self.scale.detach().to(x.dtype)
+        return result
+
+
+class AddsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(8, 8), nn.ModuleList(Kept() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x + sum(block.aux for block in self.blocks)
+
+
 def _encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -374,6 +402,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "mixture": lambda: (made(Routed(Mixture()), std=0.5), draw(16, 8)),
     "mixture by turns": lambda: (made(Routed(ByTurns()), std=0.5), draw(16, 8)),
     "biased": lambda: (made(BiasedModel()), draw(4, 5, 24)),
+    "keeps": lambda: (made(AddsLoss()), draw(4, 8)),
     "beside": lambda: (made(Beside()), draw(3, 6, 16)),
     **{name: (lambda name=name: _family(name)) for name in (*FAMILIES, *OTHER_FAMILIES)},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import html
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -455,6 +456,29 @@ def test_chains_of_layers_are_cut_two_by_two(widths: list[int], tp: int) -> None
     names = [name for pair in plan.pairs for name in pair.names]
     assert len(names) == len({*names})
     assert all(layers[int(pair.row)].in_features % tp == 0 for pair in plan.pairs)
+
+
+@pytest.mark.parametrize("was_run", [False, True])
+def test_what_cannot_be_copied_is_no_reason_to_keep_layers_whole(was_run: bool) -> None:
+    model, call = MODELS["keeps"]()
+    if was_run:
+        model(call)
+    lock, aux = model.blocks[0].lock, model.blocks[0].aux
+    plan = tp_plan(model, [call])
+    assert [pair.row for pair in plan.pairs] == ["blocks.0.down", "blocks.1.down"] and plan.checked == "proved"
+    assert model.blocks[0].lock is lock and model.blocks[0].aux.equal(aux)
+
+
+class TakesLock(nn.Sequential):
+    def forward(self, x: Tensor, lock: Any) -> Tensor:
+        with lock:
+            result: Tensor = super().forward(x)
+        return result
+
+
+def test_arguments_that_cannot_be_copied_are_taken_as_they_are() -> None:
+    model = TakesLock(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    assert tp_plan(model, [draw(4, 8), threading.Lock()]).pairs == [Pair(("0",), "2")]
 
 
 # ---- reading and editing

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -342,14 +342,9 @@ _OPEN = (list, dict, set, deque)
 
 def ghost_of(module: nn.Module) -> nn.Module:
     """A copy of a module, and of all in it, whose tensors are on the meta device; what is shared stays shared."""
-    return copy_of(module, _as_ghost)
-
-
-def copy_of(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
-    """The same with what ``change`` gives for each parameter and buffer; of all else containers are copied alone."""
     copies: dict[int, nn.Module] = {}
     found: dict[int, nn.Module] = {}
-    changed = TensorMemo(change)
+    to_meta = TensorMemo(_as_ghost)
 
     def copied(inner: nn.Module) -> nn.Module:
         if id(inner) not in copies:
@@ -359,7 +354,7 @@ def copy_of(module: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
             ghost.__dict__.update(own)
             ghost._modules.update({key: copied(child) for key, child in inner._modules.items() if child is not None})
             for tensors in (ghost._parameters, ghost._buffers):
-                tensors.update({key: changed(tensor) for key, tensor in tensors.items()})
+                tensors.update({key: to_meta(tensor) for key, tensor in tensors.items()})
             leave_as_written(ghost)
         return copies[id(inner)]
 

@@ -6,7 +6,6 @@ What is compared is every output, and the gradient of every input and of every p
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -23,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..kept import state_kept
-from ..stages.stubs import copy_of
 from ..writes import values_kept
+from .copies import copied, copied_or_shared
 from .layer_flow import float_outputs
 from .layout import lay_out
 from .plan import Layout, TensorPlan
@@ -51,7 +50,7 @@ def keep_call(args: tuple[Any, ...], kwargs: dict[str, Any], has_gradient: Calla
 
     def keep(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return copy.deepcopy(leaf)
+            return copied_or_shared(leaf)
         kept = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().to("cpu", copy=True)
         if not kept.is_floating_point():
             return kept
@@ -113,7 +112,7 @@ class Proof:
             return
         try:
             self._whole = _copy_with_random_weights(self._module)
-        except (RuntimeError, TypeError, NotImplementedError) as exc:
+        except Exception as exc:  # noqa: BLE001 - an object of the user's may raise anything
             self._fault = f"it cannot be copied: {in_short(exc)}"
             return
         with state_kept(self._whole):
@@ -248,13 +247,13 @@ class _Run:
         self._inputs = {}
         for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
-                leaves[index] = copy.deepcopy(leaf)
+                leaves[index] = copied_or_shared(leaf)
                 continue
-            copied = leaf.detach().to(dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+            mine = leaf.detach().to(dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
             if leaf.requires_grad:
-                self._inputs[f"input {index}"] = copied.requires_grad_(True)
-                copied = copied.view_as(copied)  # may be written into
-            leaves[index] = copied
+                self._inputs[f"input {index}"] = mine.requires_grad_(True)
+                mine = mine.view_as(mine)  # may be written into
+            leaves[index] = mine
         self._call: Call = torch.utils._pytree.tree_unflatten(leaves, spec)
 
     def again(self, module: nn.Module) -> _Run:
@@ -329,13 +328,13 @@ def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype,
 
 def _copy_with_random_weights(module: nn.Module) -> nn.Module:
     """On the CPU, in float64, evaluating; zeros, where training may begin, would prove nothing."""
-    copied = _copied(module)
-    copied = copied.to_empty(device="cpu") if _is_on_meta(module) else copied.to("cpu")
-    copied = copied.double()
-    copied.eval()  # a model's own need not give itself back
+    made = copied(module)
+    made = made.to_empty(device="cpu") if _is_on_meta(module) else made.to("cpu")
+    made = made.double()
+    made.eval()  # a model's own need not give itself back
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for parameter in copied.parameters():
+        for parameter in made.parameters():
             if not parameter.is_floating_point():
                 continue
             parameter.requires_grad_(True)
@@ -345,25 +344,9 @@ def _copy_with_random_weights(module: nn.Module) -> nn.Module:
             else:
                 parameter.copy_(1 + 0.3 * noise)
         if _is_on_meta(module):
-            for buffer in copied.buffers():
+            for buffer in made.buffers():
                 buffer.zero_() if not buffer.is_floating_point() else buffer.normal_(generator=generator)
-    return copied
-
-
-def _copied(module: nn.Module, shared: dict[int, Tensor] | None = None) -> nn.Module:
-    """Or, where an attribute is a tensor that was computed, which torch copies not, modules with their own alone.
-
-    What has a lock stays unproved: two ranks of the proof would wait for one.
-    """
-    try:
-        return copy.deepcopy(module, dict(shared or {}))
-    except RuntimeError:
-        return copy_of(module, lambda tensor: shared[id(tensor)] if shared and id(tensor) in shared else _clone(tensor))
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    made = tensor.detach().clone()
-    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return made
 
 
 def _is_on_meta(module: nn.Module) -> bool:
@@ -377,7 +360,7 @@ def _laid_out(whole: nn.Module, plan: TensorPlan, meeting: _Meeting, rank: int) 
         mine = cut(parameter.detach(), layout.dim, rank=rank, size=plan.tp, packed=layout.packed)
         return nn.Parameter(mine.clone())
 
-    module = _copied(whole, {id(parameter): parameter for parameter in whole.parameters()})  # nobody writes there
+    module = copied(whole, shared=whole.parameters())  # into which nobody writes
     lay_out(module, plan, _ThreadRanks(meeting, rank, plan.tp), distribute)
     return module
 

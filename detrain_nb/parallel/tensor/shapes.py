@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ..recording import without_fused_layers
 from ..stages.stubs import ghost_of
+from .copies import copied_or_shared
 from .layer_flow import float_outputs
 from .layout import lay_out
 from .plan import Layout, TensorPlan
@@ -56,7 +56,7 @@ class Shapes:
         return None if found == self._expected else f"it gives {found} in the place of {self._expected}"
 
     def _given_by(self, module: nn.Module) -> list[tuple[int, ...]]:
-        args, kwargs = copy.deepcopy(self._call)
+        args, kwargs = tree_map(copied_or_shared, self._call)
         with torch.no_grad(), without_fused_layers():
             outputs = float_outputs(module(*args, **kwargs))
         return [tuple(each.shape) for index, each in enumerate(outputs) if index not in self._unread]

@@ -1,0 +1,57 @@
+"""Copies of modules and of what they are called with; what refuses to be copied is the same in both."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["copied", "copied_or_shared"]
+
+Value = TypeVar("Value")
+
+
+def copied(module: nn.Module, *, shared: Iterable[Tensor] = ()) -> nn.Module:
+    """A copy of ``module``, but for the tensors in ``shared``.
+
+    A tensor that its code has kept from a pass, as an auxiliary loss is, has no gradient in the copy; a lock is a lock
+    of its own, as the ranks of a proof are threads; another attribute that cannot be copied is in both.
+    """
+    known: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+    for value in _attributes_of(module):
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and not leaf.is_leaf:
+                known[id(leaf)] = leaf.detach().clone()
+            elif type(leaf) in _LOCKS:
+                known[id(leaf)] = _LOCKS[type(leaf)]()
+    try:
+        return copy.deepcopy(module, dict(known))
+    except Exception:  # noqa: BLE001 - an object of the user's may raise anything: which one is looked for
+        for value in _attributes_of(module):
+            try:
+                copy.deepcopy(value, dict(known))
+            except Exception:  # noqa: BLE001 - as above
+                known[id(value)] = value
+    return copy.deepcopy(module, known)
+
+
+def copied_or_shared(value: Value) -> Value:
+    """A copy of what a module is called with, or itself where it cannot be copied."""
+    try:
+        return _LOCKS[type(value)]() if type(value) in _LOCKS else copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - an object of the user's may raise anything
+        return value
+
+
+_LOCKS: dict[type, Callable[[], Any]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _attributes_of(module: nn.Module) -> Iterator[Any]:
+    """What the user's code has put into it, and into all modules in it."""
+    for part in module.modules():
+        yield from (value for key, value in vars(part).items() if key not in _OF_TORCH)
