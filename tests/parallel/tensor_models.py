@@ -325,6 +325,20 @@ class AddsLoss(nn.Module):
         return x + sum(block.aux for block in self.blocks)
 
 
+class Sparse(nn.Module):
+    """Tables whose gradients have the rows alone that were looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Embedding(96, 8, sparse=True), nn.EmbeddingBag(96, 8, sparse=True)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + self.bag(tokens)[:, None]
+        result: Tensor = x + self.down(self.up(x).tanh())
+        return result
+
+
 def _encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -402,6 +416,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "mixture": lambda: (made(Routed(Mixture()), std=0.5), draw(16, 8)),
     "mixture by turns": lambda: (made(Routed(ByTurns()), std=0.5), draw(16, 8)),
     "biased": lambda: (made(BiasedModel()), draw(4, 5, 24)),
+    "sparse": lambda: (made(Sparse()), tokens()),
     "keeps": lambda: (made(AddsLoss()), draw(4, 8)),
     "beside": lambda: (made(Beside()), draw(3, 6, 16)),
     **{name: (lambda name=name: _family(name)) for name in (*FAMILIES, *OTHER_FAMILIES)},

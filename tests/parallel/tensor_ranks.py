@@ -72,6 +72,9 @@ def train(kind: str, *, dtype: torch.dtype = torch.float64, tp: int = 2, **optio
     """Steps of AdamW with clipping, beside the whole model: how far losses, gradients, parameters are apart."""
     model, call = made_as(kind, dtype)
     reference, _ = made_as(kind, dtype)  # some cannot be copied
+    for module in reference.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False  # AdamW takes no other gradients
     plan = tp_plan(model, call, tp=tp, **options)
     apply_tensor_plan(model, plan, mesh_of(tp=tp))
     found: dict[str, Any] = {"plan": str(plan), "roles": plan.roles, "losses": [], "gradients": [], "norms": []}

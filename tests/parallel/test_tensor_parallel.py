@@ -50,7 +50,7 @@ def assert_trained(session: Session, code: str, *, close: float = CLOSE) -> dict
 @pytest.mark.parametrize(
     "kind",
     [
-        *("mlp", "fused", "mixture", "mixture by turns", "biased", "beside", "keeps"),
+        *("mlp", "fused", "mixture", "mixture by turns", "biased", "beside", "keeps", "sparse"),
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOWER),
     ],
 )

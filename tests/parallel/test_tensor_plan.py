@@ -469,6 +469,13 @@ def test_what_cannot_be_copied_is_no_reason_to_keep_layers_whole(was_run: bool) 
     assert model.blocks[0].lock is lock and model.blocks[0].aux.equal(aux)
 
 
+def test_table_with_sparse_gradients_is_cut() -> None:
+    model, call = MODELS["sparse"]()
+    plan = tp_plan(model, call)
+    assert plan.roles == {"up": "colwise", "down": "rowwise", "table": "embedding"} and plan.checked == "proved"
+    assert model.table.sparse and model.bag.sparse
+
+
 class TakesLock(nn.Sequential):
     def forward(self, x: Tensor, lock: Any) -> Tensor:
         with lock:

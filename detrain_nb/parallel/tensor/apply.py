@@ -42,6 +42,7 @@ def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, 
     Every parameter becomes a DTensor with the values of the first rank: in parts, or whole on every rank. Outputs are
     ordinary tensors, the same on all ranks, unless the plan keeps those of the head in parts. While it trains, the
     model draws its random numbers from a seed that the ranks share; those of the user go on as if it had drawn none.
+    Tables with ``sparse=True`` get dense gradients, as DTensors have no others.
     ``replica``: which copy of the model this is, of several that draw numbers of their own.
 
     Collective: all ranks of ``mesh``, with the same module and plan; so is every forward and backward pass.

@@ -52,6 +52,8 @@ def lay_out(
         _prepare_sequence(plan, shares)
     _distribute(present, shares, plan, distribute)
     for name, module in present.items():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False  # DTensors have no sparse gradients
         module.__dict__["_share"] = shares[name]
         change_class(module, shares[name])
 

@@ -280,7 +280,10 @@ class _Run:
         total = sum(((w * each).sum() for w, each in zip(weights, self.outputs) if each.requires_grad), torch.zeros(()))
         if total.requires_grad:
             found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
-            self.gradients = dict(zip(wanted, found))
+            self.gradients = {
+                name: gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+                for name, gradient in zip(wanted, found)
+            }
 
     def compare(self, plan: TensorPlan, rank: int) -> str | None:
         """What is not as in the whole module."""

@@ -100,8 +100,8 @@ def _own_style(model: nn.Module, name: str) -> str | None:
 def why_not_embedding(module: nn.Module) -> str:
     if not isinstance(module, nn.Embedding):
         return "not an embedding"
-    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-        return "max_norm, sparse and scale_grad_by_freq are of a whole table"
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        return "max_norm and scale_grad_by_freq are of a whole table"
     return ""
 
 
