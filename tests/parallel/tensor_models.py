@@ -223,6 +223,20 @@ class BiasedModel(nn.Module):
         return result
 
 
+class OneKey(nn.Module):
+    """Attention whose queries share one head of keys and values, as Gemma's; a layer beside it gets the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_key_value_groups = 4
+        self.q, self.k, self.v, self.o = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = (_heads(layer(x)).repeat(1, self.num_key_value_groups, 1, 1) for layer in (self.k, self.v))
+        result: Tensor = self.o(F.scaled_dot_product_attention(_heads(self.q(x)), k, v).transpose(1, 2).flatten(2))
+        return result
+
+
 class Numbers:
     """The configuration that modules share."""
 
@@ -268,13 +282,14 @@ class Beside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = Numbers()
-        self.latent, self.attention = Latent(), GroupedByNumbers(self.config)
+        self.latent, self.attention, self.one = Latent(), GroupedByNumbers(self.config), OneKey()
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
             given = self.norm(x)
-            x = x + self.attention(given) + self.latent(given) + self.down(F.gelu(self.up(given)))
+            attended = self.attention(given) + self.latent(given) + self.one(given)
+            x = x + attended + self.down(F.gelu(self.up(given)))
         return x / self.config.num_heads
 
 

@@ -150,10 +150,13 @@ def test_evaluation_takes_no_weights_of_other_ranks(session: Session) -> None:
         assert apart < 1e-5 and gathered == 0
 
 
-def test_saved_order_is_that_of_the_whole_model(session: Session, tmp_path: Path) -> None:
-    for found in session.run_cell(f"save({str(tmp_path)!r})").values.values():
+@pytest.mark.parametrize(
+    "kind, packed", [("fused", "layers.0.attention.c_attn.weight"), ("beside", "attention.qkv.weight")]
+)
+def test_saved_order_is_that_of_the_whole_model(session: Session, tmp_path: Path, kind: str, packed: str) -> None:
+    for found in session.run_cell(f"save({str(tmp_path)!r}, {kind!r})").values.values():
         assert found["whole"] is True and found["again"] is True
-        assert "layers.0.attention.c_attn.weight" in found["packed"]
+        assert packed in found["packed"]
 
 
 def test_model_that_was_cut_by_hand_is_saved_as_the_whole_one(session: Session, tmp_path: Path) -> None:

@@ -323,7 +323,8 @@ def test_what_attention_has_for_each_head_is_cut_with_it() -> None:
 def test_layers_beside_each_other_are_cut_each() -> None:
     """With one input, in blocks that run twice; one whose heads are counted by what it shares, one with latent keys."""
     model, call = MODELS["beside"]()
-    grouped, latent, gated = tp_plan(model, call).pairs
+    grouped, latent, one, gated = tp_plan(model, call).pairs
+    assert one.names == ("one.q", "one.o") and {"one.k", "one.v"} <= {*one.summed}
     assert grouped.packed == (4, 2, 2) and ("attention", "config.num_heads", 2) in grouped.attributes
     assert latent.columns == ("latent.up", "latent.q") and latent.entry == "latent"
     assert gated == Pair(("up",), "down")

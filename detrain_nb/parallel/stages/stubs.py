@@ -27,7 +27,6 @@ __all__ = [
     "Reached",
     "StageState",
     "Stub",
-    "copy_of",
     "follow_copies",
     "ghost_of",
     "shallow_copy",

@@ -173,6 +173,25 @@ def trials_of(
     )
     for by_head, (parts, gathered), attributes, packed in ways:
         yield replace(pair, packed=packed, attributes=attributes, parts=parts, gathered=gathered, by_head=by_head)
+    yield from _with_whole_keys(parent, pair, modules, candidates, tp)
+
+
+def _with_whole_keys(
+    parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule], candidates: list[tuple[str, str, int]], tp: int
+) -> Iterator[Pair]:
+    """One head of keys for all queries: each rank has it, and a smaller group of queries for it."""
+    sizes = {name: size_to_cut(modules[name], is_column=True) for name in pair.columns}
+    widest = tuple(name for name in pair.columns if sizes[name] == max(sizes.values()))
+    if widest == pair.columns:
+        return
+    groups = [
+        (name, key, value // tp)
+        for name, module in parent.named_modules()
+        for key, value in _numbers_of(module)
+        if "groups" in key and "." not in key and value % tp == 0
+    ]
+    for numbers in _smaller_numbers(candidates, tp):
+        yield replace(pair, columns=widest, attributes=(*numbers, *groups))
 
 
 def _sum_of(packed: Packed) -> int:
