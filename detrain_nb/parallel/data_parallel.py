@@ -29,7 +29,7 @@ from .mesh import replica_number
 from .replicated import replicate_scalars
 from .stages.schedules import Schedule
 
-__all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "require_fit", "resolve_sharding"]
+__all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "resolve_sharding"]
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
@@ -208,30 +208,6 @@ def _shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
         for parameter in part.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(inside.get(id(part), 0))
     return {parameter for parameter, users in owners.items() if len(users) > 1}
-
-
-def require_fit(model: nn.Module, *, axis: str) -> None:
-    """Raises: SpecError for what no model in parts can do, with the name of what does it. ``axis``: what cuts it."""
-    otherwise = f"keep the model whole (dp_replicate in the place of {axis})"
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            continue
-        where = name or "the model"
-        if module.max_norm is not None:
-            raise SpecError(
-                f"{where} writes into its weight (max_norm={module.max_norm}), of which each rank has a part that "
-                f"would not see it: {otherwise}"
-            )
-        if module.sparse and module.weight.requires_grad:
-            raise SpecError(
-                f"{where} has sparse gradients, which no part of a tensor has: sparse=False, or {otherwise}"
-            )
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise SpecError(
-                f"{name} has a hook on its gradient, of which each rank would see a part alone: change gradients "
-                f"behind train_step, or {otherwise}"
-            )
 
 
 _OTHERWISE = "keep the model whole (dp_replicate in the place of dp_shard)"

@@ -15,8 +15,9 @@ from ..errors import SpecError
 from .costs.block_use import BlockUse
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, shared_inputs
-from .data_parallel import Sharding, require_fit, resolve_sharding
+from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
+from .limits import require_fit
 from .mesh import AXES
 from .microbatches import Loss
 from .model import Arrangement, ParallelModel, usual_device
@@ -94,8 +95,9 @@ def parallelize(
     )
     if is_deferred(model):
         require_values(model)
-    if sizes.get("tp", 1) > 1 or sharding.kind == "fsdp":
-        require_fit(model, axis="tp" if sizes.get("tp", 1) > 1 else "dp_shard")
+    for axis, is_cut in (("dp_shard", sharding.kind == "fsdp"), ("tp", sizes.get("tp", 1) > 1)):
+        if is_cut:
+            require_fit(model, axis=axis)
     require_same_model(model, mesh, device=place if place.type == mesh.device_type else torch.device(mesh.device_type))
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     if tp == "auto" and plan is not None and plan.what_is_whole and mesh.get_rank() == int(mesh.mesh.min()):

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from detrain_nb import parallel as par
 from detrain_nb import training
+from detrain_nb.errors import SpecError
 from detrain_nb.parallel.model import Arrangement
 from detrain_nb.parallel.tensor import layers
 from detrain_nb.parallel.tensor.apply import apply_tensor_plan, from_saved_order, loss_on_parts, to_saved_order
@@ -271,6 +272,24 @@ def warnings_of(kind: str) -> list[str]:
         warnings.simplefilter("always")
         par.parallelize(model, mesh_of(tp=2), example_inputs=call, device="cpu")
     return [str(each.message) for each in caught]
+
+
+def register(kind: str) -> str:
+    """What is said of hooks on a parameter; the model stays as it is, and goes over the mesh without them."""
+    model, call = MODELS["mlp"]()
+    weight = model[2].weight
+    handle = getattr(weight, kind)(lambda given: None)
+    try:
+        par.parallelize(model, mesh_of(tp=2), example_inputs=call, device="cpu")
+    except SpecError as exc:
+        assert model[2].weight is weight
+        handle.remove()
+        laid_out, seen = par.parallelize(model, mesh_of(tp=2), example_inputs=call, device="cpu"), []
+        dict(laid_out.named_parameters())["2.weight"].register_hook(lambda gradient: seen.append(gradient.shape))
+        model(call).sum().backward()
+        assert seen == [weight.shape], seen
+        return str(exc)
+    return ""
 
 
 def look_from_outside() -> dict[str, bool]:

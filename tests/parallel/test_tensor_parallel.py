@@ -188,6 +188,12 @@ def test_plan_that_leaves_most_of_a_model_whole_is_told_once(session: Session) -
     assert not silent and not any(session.run_cell("warnings_of('fused')").values.values())
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused_by_name(session: Session, kind: str) -> None:
+    for said in session.run_cell(f"register({kind!r})").values.values():
+        assert said.startswith("2.weight has a hook on its gradient, which tp would drop: register it on named_")
+
+
 def test_parameters_are_themselves_while_nothing_runs(session: Session) -> None:
     for found in session.run_cell("look_from_outside()").values.values():
         assert set(found.values()) == {True}, found

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ...errors import SpecError
+from ..limits import require_fit
 from .layers import Share
 from .layout import lay_out
 from .plan import Layout, TensorPlan
@@ -55,6 +56,7 @@ def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, 
         )
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise SpecError("the module has parameters over a mesh already: tensor parallel comes first, then the shards")
+    require_fit(module, axis="tp")
     plan.require_agreement()
 
     def distribute(parameter: nn.Parameter, layout: Layout | None) -> nn.Parameter:
