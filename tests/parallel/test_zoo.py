@@ -19,8 +19,6 @@ ON_TWO_RANKS = ("looks", "pp", "tp", "dp_shard")
 QUICK = (
     "by value",
     "called twice",
-    "checkpointed",
-    "module hooks",
     "running buffers",
     "scalar parameters",
     "shared weights",
@@ -28,25 +26,24 @@ QUICK = (
 )
 SLOW = (
     "caches",
-    "compiled",
+    "checkpointed",
     "complex parameters",
     "gives hidden states",
     "in place",
     "LoRA",
     "mixed dtypes",
+    "module hooks",
     "parameter hooks",
     "recurrent",
     "sparse gradients",
     "statistics",
     "weight outside",
     "BEiT",
+    "Bart",
+    "Bert, third hidden state",
     "CLIP",
     "Falcon",
-    "GPT-J",
     "Mamba",
-    "Roberta",
-    "Wav2Vec2",
-    "Bart",
 )
 ON_FOUR_RANKS = ("skip outside", "shared weights", "Bart", "Falcon", "GPT-J", "Gemma 3", "Phi-3", "Roberta", "Swin")
 

@@ -8,9 +8,16 @@ _HOOK = r"first\.weight has a hook on its gradient, of which each rank would see
 _SPARSE = r"table has sparse gradients, .*: sparse=False, or keep the model whole"
 _WRITTEN = r"table writes into its weight \(max_norm=0\.7\), .* keep the model whole"
 
+_BESIDE = r"cuts: none; not at .*: beside what comes into it .* still needed behind it"
+
 # By name and layout: a pattern of the reason.
 REFUSED: Outcomes = {
     "by value": {"pp": r"cuts: none; not at blocks\.0: the code around it has looked at a value before"},
+    "Llava": {"pp": _BESIDE},
+    "PaliGemma": {"pp": _BESIDE},
+    "SAM": {"pp": _BESIDE},
+    # In evaluation it gives its memory too, of every layer.
+    "XLNet": {"pp": r"with this batch the model cannot be cut at 'transformer\.layer\.1': beside what comes into it"},
     "hooks behind accumulation": {"tp": _HOOK, "dp_shard": _HOOK},
     "max_norm": {"tp": _WRITTEN, "dp_shard": _WRITTEN},
     "parameter hooks": {"tp": _HOOK, "dp_shard": _HOOK},
@@ -19,5 +26,7 @@ REFUSED: Outcomes = {
 
 # What is wrong still, by name and layout: a pattern of the outcome. Whoever mends one takes its line away.
 FAULTS: Outcomes = {
+    "X-CLIP": {"dp_shard": r"error: AttributeError: .*_local_tensor"},
+    "containers": {"pp": r"refused: with this batch .* it does not run"},
     "statistics": {"tp": r"wrong: output"},
 }

@@ -14,16 +14,16 @@ from .own_parts import Lora
 
 
 class OnHiddenStates(nn.Module):
-    """A head on what the last layer but one gives, which the model keeps where it is asked for it."""
+    """A head on what one of the layers gives, which the model keeps where it is asked for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: int) -> None:
         super().__init__()
         self.body = of("BertModel", {**SIZES, "num_hidden_layers": 4})()
-        self.head = nn.Linear(32, 5)
+        self.head, self.layer = nn.Linear(32, 5), layer
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         given = self.body(input_ids, attention_mask=attention_mask, output_hidden_states=True)
-        result: Tensor = self.head(given.hidden_states[-2].mean(1))
+        result: Tensor = self.head(given.hidden_states[self.layer].mean(1))
         return result
 
 
@@ -53,7 +53,8 @@ def _cached(rows: int) -> dict[str, Any]:
 
 
 WAYS = {
-    "Bert, hidden states": Entry(OnHiddenStates, _cached),
+    "Bert, hidden states": Entry(lambda: OnHiddenStates(-2), _cached),
+    "Bert, third hidden state": Entry(lambda: OnHiddenStates(3), _cached),
     "Bert, eager": Entry(of("BertForMaskedLM", SIZES, attn_implementation="eager"), _cached),
     "Bert, attentions": Entry(
         of("BertForMaskedLM", SIZES, attn_implementation="eager"),
