@@ -63,7 +63,7 @@ def trials() -> Iterator[Trials]:
         yield started
 
 
-@pytest.mark.parametrize("name, layout", _cases())
+@pytest.mark.parametrize("name, layout", list(_cases()))
 def test_model_is_right_or_refused_with_a_reason(trials: Trials, name: str, layout: str) -> None:
     outcome = trials.run(name, layout)
     fault, reason = FAULTS.get(name, {}).get(layout), REFUSED.get(name, {}).get(layout)
