@@ -204,7 +204,7 @@ class _Replicas:
 def weighted(output: Any, weights: Tensor) -> Tensor:
     """Of every number in its own way: a mean would leave many gradients next to nothing."""
     total = torch.zeros(())
-    for leaf in float_leaves(output, with_gradient=True):
+    for leaf in float_leaves(output):
         numbers = torch.view_as_real(leaf) if leaf.is_complex() else leaf.float()
         if numbers.dim() and len(numbers) == len(weights):
             of_rows = numbers.reshape(len(weights), -1)
@@ -215,11 +215,10 @@ def weighted(output: Any, weights: Tensor) -> Tensor:
     return total
 
 
-def float_leaves(output: Any, *, with_gradient: bool = False) -> list[Tensor]:
-    """The tensors that a model gives, or those that depend on its parameters."""
+def float_leaves(output: Any) -> list[Tensor]:
+    """The tensors of numbers that a model gives."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    leaves = [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-    return [leaf for leaf in leaves if leaf.requires_grad] if with_gradient and torch.is_grad_enabled() else leaves
+    return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
 
 
 def full(tensor: Tensor) -> Tensor:
