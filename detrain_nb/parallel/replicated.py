@@ -39,9 +39,15 @@ def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
         modules[name]._parameters[key] = made[id(parameter)]
         for outer in (*modules_around(name), name):  # a checkpoint may run each of them again
             if "_share" not in modules[outer].__dict__:
-                modules[outer].__dict__["_share"] = Share(MeshRanks(mesh["dp_shard"]), region)
+                modules[outer].__dict__["_share"] = Share(_ScalarRanks(mesh["dp_shard"]), region)
                 change_class(modules[outer], modules[outer].__dict__["_share"])
     return set(made.values())
+
+
+class _ScalarRanks(MeshRanks):
+    def local(self, parameter: nn.Parameter) -> Tensor | None:
+        """Nothing for what has a dimension: FSDP2 itself, which asks the module for its shards too, makes it whole."""
+        return None if parameter.dim() else super().local(parameter)
 
 
 def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:

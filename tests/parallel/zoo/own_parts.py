@@ -96,18 +96,18 @@ class Bag(Sparse):
 
 
 class Scalars(Stack):
-    """Parameters without a dimension: a temperature, and a gate for every block."""
+    """Parameters without a dimension: a gate for every block, and a temperature beside another of the model's own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.temperature, self.shift = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.ones(6))
         self.gates = nn.ParameterList(torch.tensor(0.5) for _ in self.blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for gate, block in zip(self.gates, self.blocks):
             x = block(x) * gate
-        result: Tensor = self.last(x) * self.temperature.exp()
+        result: Tensor = self.last(x) * self.temperature.exp() + self.shift
         return result
 
 
