@@ -148,15 +148,23 @@ def _reference_in_modes(whole: nn.Module, modes: list[bool], evaluated: _Run) ->
 
     No run where it has random numbers in it that are no dropout's: no other would be like it.
     """
+    if not any(modes):
+        return []
     _set_modes(whole, modes)
     with values_kept(list(whole.buffers())):
         try:
-            runs = [evaluated.again(whole).go() for _ in range(2)]
+            with torch.no_grad():
+                first = evaluated.again(whole).look()
+            if _are_equal(first, evaluated):
+                return []
+            found = evaluated.again(whole).go()
         except Exception:  # noqa: BLE001 - the user's code: it trains in another way than it is called here
             return []
-    is_other = any(not torch.equal(*pair) for pair in zip(runs[0].outputs, evaluated.outputs))
-    is_alike = all(torch.equal(*pair) for pair in zip(runs[0].outputs, runs[1].outputs))
-    return runs[:1] if is_other and is_alike else []
+    return [found] if _are_equal(first, found) else []
+
+
+def _are_equal(one: _Run, other: _Run) -> bool:
+    return all(torch.equal(*pair) for pair in zip(one.outputs, other.outputs))
 
 
 def _set_modes(module: nn.Module, modes: Sequence[bool]) -> None:
@@ -260,7 +268,8 @@ class _Run:
         """A run of ``module`` like this one, that has not gone so far."""
         return _Run(module, self._given, self.dtype, self._unread)
 
-    def go(self) -> _Run:
+    def look(self) -> _Run:
+        """See what is given, without gradients."""
         args, kwargs = self._call
         with _WithoutDropout(), self._looks:
             result = self.module(*args, **kwargs)
@@ -269,6 +278,10 @@ class _Run:
             shapes, expected = ([tuple(each.shape) for each in run.outputs] for run in (self, self.reference))
             if shapes != expected:
                 raise ValueError(f"it gives {shapes} in the place of {expected}")
+        return self
+
+    def go(self) -> _Run:
+        self.look()
         self._backward()
         return self
 

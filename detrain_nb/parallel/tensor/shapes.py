@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..kept import state_kept
 from ..recording import without_fused_layers
 from ..stages.stubs import ghost_of
+from ..writes import writes_undone
 from .copies import copied_or_shared
 from .layer_flow import float_outputs
 from .layout import lay_out
@@ -57,7 +59,12 @@ class Shapes:
 
     def _given_by(self, module: nn.Module) -> list[tuple[int, ...]]:
         args, kwargs = tree_map(copied_or_shared, self._call)
-        with torch.no_grad(), without_fused_layers():
+        with (
+            state_kept(module, args, kwargs) as tensors,
+            writes_undone(tensors),
+            torch.no_grad(),
+            without_fused_layers(),
+        ):
             outputs = float_outputs(module(*args, **kwargs))
         return [tuple(each.shape) for index, each in enumerate(outputs) if index not in self._unread]
 
