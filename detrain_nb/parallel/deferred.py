@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
 from .model import usual_device
 from .recording import TensorMemo
-from .stages.stubs import ghost_of, zeros_without_memory
+from .stages.stubs import ghost_of, replace_tensors, zeros_without_memory
 from .tape import Place, Tape
 from .tape_recorder import TapeRecorder
 from .tensor.apply import from_saved_order
@@ -146,7 +146,7 @@ def fill(
                 made[id(tensor)] = _with_value(name, tensor, value, device, plan)
     for module in modules:
         for part in module.modules():
-            _replace(part, lambda tensor: made.get(id(tensor), tensor))
+            replace_tensors(part, lambda tensor: made.get(id(tensor), tensor))
 
 
 def _with_value(
@@ -196,7 +196,7 @@ def stand_in(model: nn.Module) -> nn.Module:
     fill([made], device=cpu, names=names)
     zeros = TensorMemo(lambda ghost: nn.Parameter(zeros_without_memory(ghost, cpu), requires_grad=False))
     for part in made.modules():
-        _replace(part, lambda tensor: zeros(tensor) if tensor.is_meta else tensor)
+        replace_tensors(part, lambda tensor: zeros(tensor) if tensor.is_meta else tensor)
     return made
 
 
@@ -217,13 +217,6 @@ def _tensors_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
                     yield f"{prefix}.{key}" if prefix else key, module, key, tensor
 
 
-def _replace(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """In all attributes, and in what these contain: recurrent layers have their parameters in a list too."""
-    for key, value in module.__dict__.items():
-        if any(isinstance(leaf, Tensor) and change(leaf) is not leaf for leaf in tree_leaves(value)):
-            module.__dict__[key] = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
-
-
 def _leave_on_meta(model: nn.Module, recorder: TapeRecorder) -> None:
     made: dict[int, tuple[Tensor, Tensor]] = {}  # the original too, so that its id stays its own
     places = []
@@ -242,7 +235,7 @@ def _leave_on_meta(model: nn.Module, recorder: TapeRecorder) -> None:
         return made[id(tensor)][1] if id(tensor) in made else tensor
 
     for name, module in model.named_modules():
-        _replace(module, change)
+        replace_tensors(module, change)
         if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(list(module.__dict__.values()))):
             raise SpecError(f"{name or 'the model'} has tensors in a list or a dict, which nobody finds: use buffers")
 

@@ -27,7 +27,7 @@ from .stages.schedules import Schedule, find_schedule
 from .stages.splitter import Split, split
 from .tensor.apply import apply_tensor_plan
 from .tensor.plan import TensorPlan
-from .tensor.planner import tp_plan
+from .tensor.planner import SHAPES_ALONE, tp_plan
 from .whole import WholeModel
 
 __all__ = ["dtype_of", "lay_out_part", "parallelize", "plan_for", "require_axes_for", "split_for"]
@@ -81,6 +81,8 @@ def parallelize(
         named = f"has {unknown[0]!r}, which" if mesh.mesh_dim_names else "has axes without names, which"
         raise SpecError(f"the mesh {named} says nothing to us: name them {', '.join(AXES)}, as make_mesh does")
     require_axes_for(sizes, pp, nodes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    if isinstance(tp, TensorPlan) and tp.checked == SHAPES_ALONE:
+        raise SpecError(f"the tensor plan is not proved ({tp.checked}): make it of a model with values")
     is_pipeline = sizes.get("pp", 1) > 1
     order = find_schedule(schedule)
     sharding = resolve_sharding(

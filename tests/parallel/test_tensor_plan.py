@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from detrain_nb.errors import SpecError
+from detrain_nb.parallel.tensor import proof
 from detrain_nb.parallel.tensor.layout import lay_out
 from detrain_nb.parallel.tensor.plan import ByHead, Layout, Pair, TensorPlan
 from detrain_nb.parallel.tensor.planner import tp_plan
@@ -52,6 +53,54 @@ def test_layers_of_a_language_model_are_cut() -> None:
     assert gated == Pair(("layers.0.mlp.gate", "layers.0.mlp.up"), "layers.0.mlp.down")
     assert plan.alone == {"embed": "embedding", "head": "colwise"}
     assert len(plan.pairs) == 4 and plan.checked == "proved"
+
+
+class Placed(nn.Module):
+    """Has its table of positions as a plain attribute, which stays on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.body = torch.ones(16, 32, device="cpu"), Llama(layers=1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.body.head(self.body.layers[0](self.body.embed(ids) + self.places[: ids.shape[1]]))
+
+
+def test_a_model_on_the_meta_device_that_keeps_tensors_beside_its_buffers_is_planned() -> None:
+    with torch.device("meta"):
+        model = Placed()
+    plan = tp_plan(model, tokens())
+    assert len(plan.pairs) == 2 and plan.checked == "proved" and not model.places.is_meta
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "loss_parallel": True}])
+def test_what_is_too_large_to_be_given_values_is_proved_in_shapes(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.device("meta"):
+        model = Llama()
+    proved = tp_plan(model, tokens(), **options)
+    monkeypatch.setattr(proof, "_MOST_MADE_UP", 0)
+    shaped = tp_plan(model, tokens(), **options)
+    assert (shaped.pairs, shaped.alone, shaped.sequence) == (proved.pairs, proved.alone, proved.sequence)
+    assert proved.checked == "proved" and "the shapes were proved" in str(shaped)
+
+
+def test_what_is_too_large_and_runs_with_values_alone_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x)
+            return self.down(hidden * float(hidden.sum()))
+
+    model, x = Looking().to("meta"), torch.empty(2, 8, device="meta")
+    monkeypatch.setattr(proof, "_MOST_MADE_UP", 0)
+    plan = TensorPlan(2, known_modules(model), [Pair(("up",), "down")])
+    fault = find_fault(model, plan, call_of(x))
+    assert fault is not None and "does not run without values" in fault
 
 
 def test_fused_layers_are_cut_in_what_is_packed_into_them() -> None:

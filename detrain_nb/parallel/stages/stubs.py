@@ -9,7 +9,7 @@ import contextlib
 import copy
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "Stub",
     "follow_copies",
     "ghost_of",
+    "replace_tensors",
     "shallow_copy",
     "stub_of",
     "zeros_without_memory",
@@ -339,11 +340,14 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children: these
 _OPEN = (list, dict, set, deque)
 
 
-def ghost_of(module: nn.Module) -> nn.Module:
-    """A copy of a module, and of all in it, whose tensors are on the meta device; what is shared stays shared."""
+def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
+    """A copy of a module, and of all in it, whose tensors are on the meta device; what is shared stays shared.
+
+    ``make``: gives other tensors than those.
+    """
     copies: dict[int, nn.Module] = {}
     found: dict[int, nn.Module] = {}
-    to_meta = TensorMemo(_as_ghost)
+    to_meta = make or TensorMemo(_as_ghost)
 
     def copied(inner: nn.Module) -> nn.Module:
         if id(inner) not in copies:
@@ -360,6 +364,13 @@ def ghost_of(module: nn.Module) -> nn.Module:
     made = copied(module)
     follow_copies(copies, found)
     return made
+
+
+def replace_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """In all attributes, and in what these contain: recurrent layers have their parameters in a list too."""
+    for key, value in module.__dict__.items():
+        if any(isinstance(leaf, Tensor) and change(leaf) is not leaf for leaf in tree_leaves(value)):
+            module.__dict__[key] = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _as_ghost(tensor: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_map
 
 from ...errors import SpecError
 from ..costs.profiler import ExampleInputs, as_call
-from ..recording import fails_with_inputs, first_float_tensor, modules_around
+from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
+from ..stages.stubs import ghost_of, replace_tensors
 from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
 from .plan import EXPERTS, LINEAR, Pair, PlannedModule, TensorPlan
-from .proof import Call, Proof, find_fault, keep_call
+from .proof import Call, Proof, find_fault, is_on_meta, is_too_large, keep_call
 from .proposals import (
     Between,
     candidates_of,
@@ -33,9 +34,10 @@ from .proposals import (
 )
 from .sequence_plan import with_sequence_parts
 
-__all__ = ["tp_plan"]
+__all__ = ["SHAPES_ALONE", "tp_plan"]
 
 _PROVED_WHOLE_NUMEL = 50_000_000  # parameters; beyond, float64 copies for each rank are too much: blocks were proved
+SHAPES_ALONE = "of large blocks, on the meta device, the shapes were proved"
 _NOT_CALLED = "it is not called as a module"
 
 
@@ -56,7 +58,8 @@ def tp_plan(
     to be cut. A plan that the model brings (``_tp_plan``) is proposed first, and proved like any other.
 
     The model runs once, evaluating, without gradients; then each kind of block runs in float64, on the CPU. The plan
-    is the same on every rank that calls this with the same model.
+    is the same on every rank that calls this with the same model. Of a model on the meta device large blocks run
+    without values, and what is proved are shapes, which is enough for a dry run alone.
     Raises: SpecError for what is asked for by name and cannot be, and for inputs that the model fails on.
     """
     if tp < 2:
@@ -64,6 +67,8 @@ def tp_plan(
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise SpecError("the model has parameters over a mesh already: plan before it is laid out")
     call = as_call(example_inputs)
+    if is_on_meta(model):
+        model = _all_on_meta(model)
     with fails_with_inputs(*call):
         planner = _Planner(model, call, tp)
     planner.add_pairs()
@@ -102,6 +107,7 @@ class _Planner:
         self._outputs: dict[Any, list[torch.Size]] = {}
         self._shapes: dict[str, Any] = {}
         self._looks: dict[str, Any] = {}  # where a module gets tensors
+        self._is_of_shapes = False  # alone, as far as something was proved that is too large
 
     @property
     def kept_call(self) -> Call:
@@ -188,6 +194,7 @@ class _Planner:
             if size % self._tp:
                 return f"{size} {'outputs' if name in pair.columns else 'inputs'} do not divide by {self._tp}"
         proof, faults = Proof(parent, call, unread=self._unread.get(kind, ())), []
+        self._is_of_shapes |= is_too_large(parent)
         for trial in trials_of(parent, pair, modules, self._tp, between):
             misfit = proof.shapes.find_fault(TensorPlan(self._tp, modules, [trial]))
             if misfit is not None:
@@ -305,7 +312,10 @@ class _Planner:
             call = self._calls.get(self._kind_of_block(name))
             fault: str | None = _NOT_CALLED
             if call is not None:  # what torch's own layers do is known, and some are as large as a vocabulary
-                fault = None if _is_plain(self._names[name]) else find_fault(self._names[name], relative, call)
+                fault = None
+                if not _is_plain(self._names[name]):
+                    self._is_of_shapes |= is_too_large(self._names[name])
+                    fault = find_fault(self._names[name], relative, call)
             if fault:
                 self.plan.replicate(name)
                 reason = f"not proved: {fault}"
@@ -332,8 +342,8 @@ class _Planner:
     def prove_whole(self) -> None:
         """What stands outside of a block may look into it: the whole model is proved too, if it is not too large."""
         numel = sum(parameter.numel() for parameter in self._model.parameters())
-        if numel > _PROVED_WHOLE_NUMEL:
-            self.plan.checked = "each kind of block was proved"
+        if is_too_large(self._model) or numel > _PROVED_WHOLE_NUMEL:
+            self.plan.checked = SHAPES_ALONE if self._is_of_shapes else "each kind of block was proved"
             return
         fault = find_fault(self._model, replace(self.plan, shard_head=None), self.kept_call)
         self.plan.checked = "proved"
@@ -368,6 +378,15 @@ def _is_in(outer: str, name: str) -> bool:
 
 def _without(outer: str, name: str) -> str:
     return name[len(outer) + 1 :] if outer else name
+
+
+def _all_on_meta(model: nn.Module) -> nn.Module:
+    """A copy, with what it keeps as plain attributes too: a table of positions stays on the CPU in ``to("meta")``."""
+    made = ghost_of(model)
+    on_meta = TensorMemo(lambda tensor: torch.empty_like(tensor, device="meta"))
+    for part in made.modules():
+        replace_tensors(part, lambda tensor: tensor if tensor.is_meta else on_meta(tensor))
+    return made
 
 
 def _where_the_model_is(model: nn.Module, call: Call) -> Call:

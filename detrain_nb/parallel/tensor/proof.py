@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ..kept import state_kept
+from ..stages.stubs import replace_tensors
 from ..writes import values_kept
 from .copies import copied, copied_or_shared
 from .layer_flow import float_outputs
@@ -30,33 +31,29 @@ from .plan import Layout, TensorPlan
 from .ranks import cut
 from .shapes import Shapes, in_short
 
-__all__ = ["Call", "Proof", "find_fault", "keep_call"]
+__all__ = ["Call", "Proof", "find_fault", "is_on_meta", "is_too_large", "keep_call"]
 
 # Relative to the largest; models compute in float32 in places, whatever they are in, and are off by 1e-7 then.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 # Of the largest gradient: as that of the bias of keys is, which softmax takes away again.
 _ZERO_BUT_FOR_ROUNDING = 1e-2
 _MEETING_S = 60.0
+_MOST_MADE_UP = 20_000_000  # parameters of a block on the meta device that get values, in float64, for each rank
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def keep_call(args: tuple[Any, ...], kwargs: dict[str, Any], has_gradient: Callable[[Tensor], bool]) -> Call:
-    """The arguments of a call as they are now, on the CPU; what is on the meta device is made up.
+    """The arguments of a call as they are now, on the CPU or on the meta device.
 
     ``has_gradient``: whether what is before the call wants the gradient of a tensor.
     """
-    generator = torch.Generator().manual_seed(0)
 
     def keep(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return copied_or_shared(leaf)
-        kept = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().to("cpu", copy=True)
-        if not kept.is_floating_point():
-            return kept
-        if kept.numel() > 1 and bool(kept.max() == kept.min()) and bool(kept.isfinite().all()):
-            kept += torch.randn(kept.shape, generator=generator).to(kept.dtype)  # all the same would prove little
-        return kept.requires_grad_(has_gradient(leaf))
+        kept = torch.empty_like(leaf) if leaf.is_meta else leaf.detach().to("cpu", copy=True)
+        return kept.requires_grad_(leaf.is_floating_point() and has_gradient(leaf))
 
     kept: Call = tree_map(keep, (args, kwargs))
     return kept
@@ -70,7 +67,8 @@ def find_fault(module: nn.Module, plan: TensorPlan, call: Call, *, unread: Colle
 class Proof:
     """Of plans for a module, which is left as it is; names in a plan are those in the module.
 
-    ``unread``: outputs that nobody reads, by number. What cannot run in float64 is run in float32.
+    ``unread``: outputs that nobody reads, by number. What cannot run in float64 is run in float32. Of what is too large
+    to be given values, shapes alone are looked at.
     """
 
     def __init__(self, module: nn.Module, call: Call, *, unread: Collection[int] = ()) -> None:
@@ -85,6 +83,8 @@ class Proof:
 
     def find_fault(self, plan: TensorPlan) -> str | None:
         """Why the module is not the same over ``plan.tp`` ranks, or None: it is, for this call, with random weights."""
+        if is_too_large(self._module):
+            return self.shapes.why_unknown or self.shapes.find_fault(plan)
         with state_kept(self._module, self._call):
             return self._find_fault(plan)
 
@@ -110,6 +110,7 @@ class Proof:
     def _run_whole(self) -> None:
         if self._whole is not None or self._fault:
             return
+        self._call = _with_values(self._call)
         try:
             self._whole = _copy_with_random_weights(self._module)
         except Exception as exc:  # noqa: BLE001 - an object of the user's may raise anything
@@ -345,10 +346,12 @@ def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype,
 def _copy_with_random_weights(module: nn.Module) -> nn.Module:
     """On the CPU, in float64, evaluating; zeros, where training may begin, would prove nothing."""
     made = copied(module)
-    made = made.to_empty(device="cpu") if _is_on_meta(module) else made.to("cpu")
+    generator = torch.Generator().manual_seed(2)
+    made = made.to_empty(device="cpu") if is_on_meta(module) else made.to("cpu")
+    for part in made.modules():  # and what it keeps as plain attributes
+        replace_tensors(part, lambda tensor: _drawn_like(tensor, generator) if tensor.is_meta else tensor)
     made = made.double()
     made.eval()  # a model's own need not give itself back
-    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in made.parameters():
             if not parameter.is_floating_point():
@@ -359,14 +362,42 @@ def _copy_with_random_weights(module: nn.Module) -> nn.Module:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
             else:
                 parameter.copy_(1 + 0.3 * noise)
-        if _is_on_meta(module):
+        if is_on_meta(module):
             for buffer in made.buffers():
                 buffer.zero_() if not buffer.is_floating_point() else buffer.normal_(generator=generator)
     return made
 
 
-def _is_on_meta(module: nn.Module) -> bool:
+def _with_values(call: Call) -> Call:
+    """Made up, where there are none, and where all are the same, which would prove little."""
+    generator = torch.Generator().manual_seed(0)
+
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        filled = torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach()
+        is_one_value = filled.is_floating_point() and filled.numel() > 1 and bool(filled.max() == filled.min())
+        if is_one_value and bool(filled.isfinite().all()):
+            filled = filled + torch.randn(filled.shape, generator=generator).to(filled.dtype)
+        return filled.requires_grad_(leaf.requires_grad)
+
+    filled: Call = tree_map(fill, call)
+    return filled
+
+
+def _drawn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    is_drawn = tensor.is_floating_point() or tensor.is_complex()
+    return made.normal_(generator=generator) if is_drawn else made
+
+
+def is_on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def is_too_large(module: nn.Module) -> bool:
+    """Whether it has no values, and more parameters than can be given some."""
+    return is_on_meta(module) and sum(parameter.numel() for parameter in module.parameters()) > _MOST_MADE_UP
 
 
 def _laid_out(whole: nn.Module, plan: TensorPlan, meeting: _Meeting, rank: int) -> nn.Module:

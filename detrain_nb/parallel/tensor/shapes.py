@@ -30,16 +30,17 @@ class Shapes:
     ) -> None:
         self._unread = unread
         self._call = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, call)
-        self._expected: list[tuple[int, ...]] | None
+        self._expected: list[tuple[int, ...]] = []
+        self.why_unknown = ""  # what it gives, so that only a proof can tell
         try:
             self._ghost = ghost_of(module).eval()
             self._expected = self._given_by(self._ghost)
-        except Exception:  # noqa: BLE001 - the user's code, that looks at values, say: only the proof can tell
-            self._expected = None
+        except Exception as exc:  # noqa: BLE001 - the user's code, that looks at values, say
+            self.why_unknown = f"it does not run without values: {in_short(exc)}"
 
     def find_fault(self, plan: TensorPlan) -> str | None:
         """Why the module does not run in parts, or gives something else; None also where nobody knows."""
-        if self._expected is None:
+        if self.why_unknown:
             return None
         ranks = _NoRanks(plan.tp)
 
