@@ -1,32 +1,38 @@
 """A layout tried without ranks: what each of hundreds of GPUs would hold, on one laptop.
 
-The model's structure is laid out, on tensors without memory, as one rank of each kind would do it; torch's fake backend
-stands for all the others.
+A rank of each kind trains one batch on tensors without memory, which is truer than a formula for each layout, and
+shorter: what shards gather, what is computed again and what a schedule receives is then what torch itself does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import html
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
-from .blocks import names_of_blocks
+from .costs.block_use import BlockUse
 from .costs.partitioner import StageNode
-from .costs.profiler import ExampleInputs, ModelProfile, profile
+from .costs.profiler import ExampleInputs, profile
 from .data_parallel import resolve_sharding
 from .mesh import make_mesh, resolve_axes
-from .parallelize import dtype_of, lay_out_part, plan_for, require_axes_for, split_for
+from .microbatches import Loss
+from .parallelize import dtype_of, lay_out_all, plan_for, require_axes_for, require_cut_fits, split_for
+from .rehearsal import Actor, fake_ranks
+from .repeated import Skipping, UnlikeBlocks
 from .stages.schedules import Schedule, find_schedule
 from .stages.splitter import Split
-from .stages.stubs import ghost_of
+from .storages import Peak
 from .tensor.plan import TensorPlan
 
 __all__ = ["DryRun", "RankMemory", "dry_run"]
@@ -36,10 +42,13 @@ _ADAM_STATES = 2  # tensors of a parameter's size
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What the first of the ranks at one place of the pipeline holds, in bytes; no other holds more.
+    """What the first of the ranks at one place of the pipeline holds when it holds most, in bytes; no other holds more.
 
-    ``largest`` are the shapes of the largest parameters there, by name, as one rank has them. ``activation_bytes`` is
-    of all microbatches that are on their way at once.
+    ``phase``: when that is: in a "forward" pass, the "loss", a "backward" pass or the step of the "optimizer". What is
+    there then are parameters, with buffers; the gradients that there are by then; the optimizer's state; activations,
+    of all microbatches that are on their way, with the batch; and what works for the moment: layers that FSDP2 has put
+    together, what the loss makes of the output, what is computed again, buffers of what ranks send each other.
+    ``largest`` are the shapes of the largest parameters there, by name, as one rank has them.
     """
 
     ranks: tuple[int, ...]
@@ -49,11 +58,23 @@ class RankMemory:
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
+    working_bytes: int = 0
+    phase: str = ""
     largest: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
+    def parts_bytes(self) -> tuple[int, ...]:
+        return (
+            self.parameter_bytes,
+            self.gradient_bytes,
+            self.optimizer_bytes,
+            self.activation_bytes,
+            self.working_bytes,
+        )
+
+    @property
     def total_bytes(self) -> int:
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        return sum(self.parts_bytes)
 
 
 @dataclass(frozen=True)
@@ -73,14 +94,13 @@ class DryRun:
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        table: list[tuple[str, ...]] = [
-            ("ranks", "stages", "parameters", "in all", "weights", "gradients", "optimizer", "activations")
-        ]
+        parts = ("weights", "gradients", "optimizer", "activations", "at work")
+        table: list[tuple[str, ...]] = [("ranks", "stages", "parameters", "most", *parts, "in the")]
         for row in self.rows:
-            parts = (row.parameter_bytes, row.gradient_bytes, row.optimizer_bytes, row.activation_bytes)
             ranks = f"{row.ranks[0]}-{row.ranks[-1]}" if len(row.ranks) > 1 else str(row.ranks[0])
             stages = ",".join(map(str, row.stages))
-            table.append((ranks, stages, f"{row.num_parameters:,}", _size(row.total_bytes), *map(_size, parts)))
+            bytes_text = map(_size, (row.total_bytes, *row.parts_bytes))
+            table.append((ranks, stages, f"{row.num_parameters:,}", *bytes_text, row.phase))
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table]
         head = f"{sizes}: {len(self.rows) and sum(len(row.ranks) for row in self.rows)} ranks, {self.schedule}"
@@ -95,6 +115,8 @@ def dry_run(
     mesh_sizes: Mapping[str, int],
     *,
     example_inputs: ExampleInputs,
+    loss: Loss | None = None,
+    target: Any = None,
     pp: Literal["auto"] | Sequence[str] | Split = "auto",
     nodes: Sequence[StageNode] | None = None,
     schedule: str | Schedule = "1F1B",
@@ -103,17 +125,22 @@ def dry_run(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     fsdp: bool | None = None,
+    reshard_after_forward: bool | None = None,
     precision: str | None = None,
     activations: str = "none",
     optimizer_states: int = _ADAM_STATES,
 ) -> DryRun:
     """Say what each rank of a mesh would hold of ``model``, which is left as it is and may be on the meta device.
 
-    ``mesh_sizes``: by axis, as ``make_mesh`` has them, none of them -1. ``example_inputs``: of one microbatch. The
-    other arguments are those of ``parallelize``. ``optimizer_states``: tensors that the optimizer keeps for each
-    parameter. Activations are what autograd keeps of the example, the inputs of the model left out, and of blocks that
-    are computed again ("full") what comes into them; "selective" counts as "none". They are not divided by ``tp``. It
-    needs that no process group is there: call it in the notebook itself, or before there is one.
+    ``mesh_sizes``: by axis, as ``make_mesh`` has them, none of them -1. ``example_inputs``, ``target``: of one
+    microbatch; of the target shapes count alone. Without a ``loss`` it is the mean of the output, which needs less than
+    cross entropy over many classes. The other arguments are those of ``parallelize``. ``optimizer_states``: tensors
+    that the optimizer keeps for each parameter.
+
+    It counts what tensors hold at the peak of a step, as ``torch.cuda.max_memory_allocated`` does. What comes on top:
+    the gaps between them (``max_memory_reserved``), what CUDA and NCCL keep for themselves, and, in the step of an
+    optimizer that works on all parameters at once (``foreach``), as much as the parameters once or twice. Kernels are
+    those of CPUs. It needs that no process group is there: call it in the notebook itself, or before there is one.
     Raises: SpecError, as ``parallelize`` does.
     """
     if dist.is_initialized():
@@ -123,106 +150,262 @@ def dry_run(
         if size < 1:
             raise SpecError(f"{axis}={size}: a dry run needs every size")
         world_size *= size
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise SpecError("no parameter of the model is trained (requires_grad), and a dry run is of a training step")
     sizes = resolve_axes(mesh_sizes, world_size)
     require_axes_for(sizes, pp, nodes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     order, num_ranks = find_schedule(schedule), sizes.get("pp", 1)
-    is_pipeline = num_ranks > 1
     found, costs = None, profile(model, example_inputs)
-    if is_pipeline:
-        num_stages = order.num_stages(num_ranks)
-        found = split_for(ghost_of(model), example_inputs, pp, nodes, num_stages=num_stages, known=costs)
+    if num_ranks > 1:
+        found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(num_ranks), known=costs)
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    count = 1  # without stages one after the other
     if found is not None:
-        count = num_microbatches or order.num_microbatches(found.num_stages)
-        order.require_microbatches(count, num_stages=found.num_stages)
-    again = names_of_blocks(model) if activations == "full" else ()
-    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    rows = []
-    for place in range(num_ranks):
-        ranks = tuple(range(place * world_size // num_ranks, (place + 1) * world_size // num_ranks))
-        with _standing_for(ranks[0], world_size):
-            mesh = make_mesh(**sizes, device_type="cpu")
-            sharding = resolve_sharding(
-                mesh,
-                fsdp=fsdp,
-                schedule=order if is_pipeline else None,
-                dtype=dtype_of(precision),
-                activations=activations,
-            )
-            stages: tuple[int, ...] = (0,)
-            modules = [ghost_of(model)]
-            if found is not None:
-                stages = order.stages_of_rank(place, num_ranks=num_ranks, num_stages=found.num_stages)
-                modules = [found.stage(index) for index in stages]
-            for module in modules:
-                lay_out_part(module, plan, sharding, mesh, is_last=True)
-            kept = 0
-            for stage in stages:
-                most = count if found is None else order.most_kept(stage, count, num_stages=found.num_stages)
-                kept += most * _activation_bytes(costs, found, stage, computed_again=again)
-            rows.append(_memory(ranks, stages, modules, kept, optimizer_states, frozen=frozen))
-    return DryRun(sizes, order.name if is_pipeline else "no pipeline", tuple(rows), found, plan)
-
-
-@contextlib.contextmanager
-def _standing_for(rank: int, world_size: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    excepthook = sys.excepthook  # torch puts a rank before every line of a traceback, and leaves it so
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = excepthook
-
-
-def _memory(
-    ranks: tuple[int, ...],
-    stages: tuple[int, ...],
-    modules: Sequence[nn.Module],
-    activation_bytes: int,
-    optimizer_states: int,
-    *,
-    frozen: frozenset[str],
-) -> RankMemory:
-    named = {id(p): (name, p) for module in modules for name, p in module.named_parameters()}
-    local = {name: (_here(parameter), name not in frozen) for name, parameter in named.values()}
-    whole = sum(tensor.nbytes for tensor, _ in local.values())
-    trained = sum(tensor.nbytes for tensor, is_trained in local.values() if is_trained)
-    largest = sorted(local.items(), key=lambda item: -item[1][0].nbytes)[:3]
-    return RankMemory(
-        ranks,
-        stages,
-        sum(tensor.numel() for tensor, _ in local.values()),
-        whole,
-        trained,
-        optimizer_states * trained,
-        activation_bytes,
-        tuple((name, tuple(tensor.shape)) for name, (tensor, _) in largest),
+        order.require_microbatches(
+            num_microbatches or order.num_microbatches(found.num_stages), num_stages=found.num_stages
+        )
+    layout = _Layout(
+        sizes,
+        world_size,
+        found,
+        order,
+        plan,
+        {"fsdp": fsdp, "reshard_after_forward": reshard_after_forward, "activations": activations},
+        dtype_of(precision),
+        num_microbatches,
+        loss or _mean_of_output,
+        loss_parallel,
+        optimizer_states,
+        costs.block_use,
     )
+    rows = layout.try_with(model, example_inputs, target)
+    return DryRun(sizes, order.name if found is not None else "no pipeline", rows, found, plan)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """All that is asked for but the model and its inputs."""
+
+    sizes: Mapping[str, int]
+    world_size: int
+    found: Split | None
+    order: Schedule
+    plan: TensorPlan | None
+    options: Mapping[str, Any]
+    dtype: torch.dtype | None
+    num_microbatches: int | None
+    loss: Loss
+    loss_parallel: bool
+    optimizer_states: int
+    block_use: BlockUse
+
+    def try_with(self, model: nn.Module, example_inputs: ExampleInputs, target: Any) -> tuple[RankMemory, ...]:
+        """Try every place of the pipeline. Raises: SpecError for code that looks at values, where there are none."""
+        try:
+            return self._try(Actor(model, example_inputs, target, has_values=False), example_inputs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as exc:
+            tensors = [*model.parameters(), *model.buffers(), *tree_leaves((example_inputs, target))]
+            if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
+                raise SpecError(
+                    f"the model, or its loss, looks at values of tensors ({exc.func}), which none have on the meta "
+                    "device: give real parameters and inputs"
+                ) from exc
+        return self._try(Actor(model, example_inputs, target, has_values=True), example_inputs)
+
+    def _try(self, actor: Actor, example_inputs: ExampleInputs) -> tuple[RankMemory, ...]:
+        num_ranks = self.sizes.get("pp", 1)
+        tried: dict[int, RankMemory] = {}
+        for places in self._places_alike(num_ranks):
+            for place in (*places[:1], *places[1:][-1:]):
+                tried[place] = self._try_place(place, num_ranks, actor, example_inputs)
+            for place in places[1:-1]:
+                tried[place] = self._between(tried[places[0]], tried[places[-1]], place)
+        return tuple(tried[place] for place in range(num_ranks))
+
+    def _places_alike(self, num_ranks: int) -> list[list[int]]:
+        """Places of which each next one has the same, and under 1F1B one microbatch less on its way; all in order."""
+        alike: dict[Any, list[int]] = {}
+        for place in range(num_ranks):
+            is_inner = self.order.name == "1F1B" and 0 < place < num_ranks - 1
+            alike.setdefault(self._look_of(place) if is_inner else place, []).append(place)
+        return list(alike.values())
+
+    def _look_of(self, place: int) -> Any:
+        assert self.found is not None
+        begin, end = self.found.bounds[place : place + 2]
+        units, sizes = self.found.profile.units[begin:end], self.found.profile.parameter_bytes
+        return tuple(
+            (unit.flops, unit.moved_bytes, unit.saved_bytes, *(sizes[name] for name in unit.parameters))
+            for unit in units
+        )
+
+    def _between(self, first: RankMemory, last: RankMemory, place: int) -> RankMemory:
+        """What a place between two others holds: what lies between them grows by the same from each to the next."""
+        assert self.found is not None
+        profile, bounds = self.found.profile, self.found.bounds
+        (begin,), (end,) = first.stages, last.stages
+        share = (place - begin) / (end - begin)
+        weights, gradients, optimizer, activations, working = (
+            round(a + share * (b - a)) for a, b in zip(first.parts_bytes, last.parts_bytes)
+        )
+        names, theirs = (
+            [name for unit in profile.units[bounds[stage] : bounds[stage + 1]] for name in unit.parameters]
+            for stage in (place, begin)
+        )
+        own_name = dict(zip(theirs, names))
+        size = len(first.ranks)
+        return RankMemory(
+            tuple(range(place * size, (place + 1) * size)),
+            (place,),
+            first.num_parameters,
+            weights,
+            gradients,
+            optimizer,
+            activations,
+            working,
+            first.phase,
+            tuple((own_name.get(name, name), shape) for name, shape in first.largest),
+        )
+
+    def _try_place(self, place: int, num_ranks: int, actor: Actor, example_inputs: ExampleInputs) -> RankMemory:
+        size = self.world_size // num_ranks
+
+        def play(skip: Callable[[nn.Module], None]) -> _Part:
+            with actor.model_kept():
+                return self._play(actor, example_inputs, skip)
+
+        with fake_ranks(place * size, self.world_size), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch tells ranks is told when they are there
+            try:
+                part = _with_left_out(play)
+            except UnlikeBlocks:
+                part = play(lambda module: None)
+        stages: tuple[int, ...] = (0,)
+        if self.found is not None:
+            stages = self.order.stages_of_rank(place, num_ranks=num_ranks, num_stages=self.found.num_stages)
+        return part.row(tuple(range(place * size, (place + 1) * size)), stages)
+
+    @property
+    def _all_microbatches(self) -> int | None:
+        if self.found is None:
+            return self.num_microbatches
+        return self.num_microbatches or self.order.num_microbatches(self.found.num_stages)
+
+    @property
+    def _played_microbatches(self) -> int | None:
+        """Of those of 1F1B, what comes behind the first of a second round finds what that one has found."""
+        count = self._all_microbatches
+        if count is None or self.found is None or self.order.name != "1F1B":
+            return count
+        return min(count, self.found.num_stages + 1)
+
+    def _play(self, actor: Actor, example_inputs: ExampleInputs, skip: Callable[[nn.Module], None]) -> _Part:
+        mesh = make_mesh(**self.sizes, device_type="cpu")
+        found = self.found
+        sharding = resolve_sharding(
+            mesh, schedule=self.order if found is not None else None, dtype=self.dtype, **self.options
+        )
+        require_cut_fits(actor.model, self.sizes, sharding)
+        if sharding.kind == "fsdp":
+            sharding = replace(sharding, block_use=self.block_use)
+        model = actor.copy()
+        laid_out = lay_out_all(
+            model,
+            mesh,
+            plan=self.plan,
+            sharding=sharding,
+            found=None if found is None else replace(found, model=model),
+            schedule=self.order,
+            num_microbatches=self._played_microbatches,
+            loss=self.loss,
+            loss_parallel=self.loss_parallel,
+            example_inputs=example_inputs,
+            device=torch.device("cpu"),
+            before=skip,
+            boundaries=actor.boundaries(found, sharding.dtype if sharding.kind == "fsdp" else None),
+        )
+        peaks = actor.play(laid_out, keeps_sent=self.order.keeps_sent)
+        if self._played_microbatches is not None and self._all_microbatches is not None:
+            peaks = _with_more_microbatches(peaks, self._all_microbatches / self._played_microbatches - 1)
+        named = [(name, _here(parameter), parameter.requires_grad) for name, parameter in laid_out.named_parameters()]
+        trained = sum(tensor.nbytes for _, tensor, is_trained in named if is_trained)
+        largest = sorted(named, key=lambda each: -each[1].nbytes)[:3]
+        return _Part(
+            sum(tensor.numel() for _, tensor, _ in named),
+            self.optimizer_states * trained,
+            peaks,
+            tuple((name, tuple(tensor.shape)) for name, tensor, _ in largest),
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What was found of a rank: the optimizer's state is there in every phase."""
+
+    num_parameters: float
+    optimizer_bytes: float
+    peaks: Sequence[Peak]
+    largest: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def plus(self, times: int, more: _Part, less: _Part) -> _Part:
+        """With ``times`` what lies between two others."""
+        if [each.phase for each in more.peaks] != [each.phase for each in less.peaks]:
+            raise UnlikeBlocks
+        peaks = [
+            Peak(
+                now.phase,
+                tuple(n + times * (a - b) for n, a, b in zip(now.size_bytes, with_it.size_bytes, without.size_bytes)),
+            )
+            for now, with_it, without in zip(self.peaks, more.peaks, less.peaks)
+        ]
+        return _Part(
+            self.num_parameters + times * (more.num_parameters - less.num_parameters),
+            self.optimizer_bytes + times * (more.optimizer_bytes - less.optimizer_bytes),
+            peaks,
+            self.largest,
+        )
+
+    def row(self, ranks: tuple[int, ...], stages: tuple[int, ...]) -> RankMemory:
+        most = max(self.peaks, key=lambda peak: peak.total_bytes)
+        weights, gradients, activations, working = map(int, most.size_bytes)
+        return RankMemory(
+            ranks,
+            stages,
+            int(self.num_parameters),
+            weights,
+            gradients,
+            int(self.optimizer_bytes),
+            activations,
+            working,
+            most.phase,
+            self.largest,
+        )
+
+
+def _with_left_out(play: Callable[[Callable[[nn.Module], None]], _Part]) -> _Part:
+    """Of each row of equal blocks a few ran; one more in each tells what all others add."""
+    skip = Skipping()
+    found = fewest = play(skip)
+    for row, times in enumerate(skip.left_out):
+        if times:
+            found = found.plus(times, play(Skipping([0] * row + [1])), fewest)
+    return found
+
+
+def _with_more_microbatches(peaks: Sequence[Peak], share: float) -> list[Peak]:
+    """Each more of them has its part of the batch, and of the buffers that a schedule makes before it begins."""
+    _, _, batch, buffers = peaks[0].size_bytes
+    more = (0.0, 0.0, share * batch, share * buffers)
+    return [Peak(peak.phase, tuple(map(operator.add, peak.size_bytes, more))) for peak in peaks]
+
+
+def _mean_of_output(output: Any, target: Any) -> Tensor:
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.float().mean() for leaf in leaves]).sum()
 
 
 def _here(tensor: Any) -> Tensor:
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
-
-
-def _activation_bytes(costs: ModelProfile, found: Split | None, stage: int, *, computed_again: Sequence[str]) -> int:
-    """Of one microbatch; of blocks that are computed again only what comes into them is kept."""
-    begin, end = (0, len(costs.units)) if found is None else found.bounds[stage : stage + 2]
-    kept, last = 0, ""
-    for unit in costs.units[begin:end]:
-        entered = [name for name in (unit.cut, *unit.modules) if name]
-        inside = (block for name in entered for block in computed_again if f"{name}.".startswith(f"{block}."))
-        block = next(inside, "")
-        if not block:
-            kept += unit.saved_bytes
-        elif block != last:
-            kept += unit.input_bytes
-        last = block
-    return kept
 
 
 def _size(size_bytes: float) -> str:

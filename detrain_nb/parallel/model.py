@@ -55,6 +55,7 @@ class ParallelModel(abc.ABC):
     """
 
     modules: tuple[nn.Module, ...]
+    called: tuple[nn.Module, ...]  # in their place
     num_microbatches: int
     tied_names: Sequence[Sequence[str]] = ()  # of one parameter, in the whole model
     called_with: frozenset[str] | None = None  # the keywords of the example that it was laid out with, if there was one
@@ -177,7 +178,7 @@ class ParallelModel(abc.ABC):
         self.objective.require_target(target)
         if not torch.is_grad_enabled():
             raise SpecError("train_step was called under torch.no_grad(): evaluate is the one without gradients")
-        with averaged(self._replicated, self.arrangement.replicas), self._gradients_added_up():
+        with self._gradients_completed():
             return self.objective.over_replicas(self._run(batch, target, is_training=True).loss)
 
     def evaluate(self, batch: ExampleInputs, target: Any = None) -> Tensor | None:
@@ -193,7 +194,18 @@ class ParallelModel(abc.ABC):
         with torch.no_grad():
             return self._run(batch, None, is_training=False, has_loss=False).output()
 
+    def rehearse(self, passage: Passage, around: contextlib.AbstractContextManager[None]) -> None:
+        """Train, ``around`` it, with a batch that is cut and weighed; nothing but what this rank does is looked at."""
+        self._set_mode(is_training=True)
+        with self.surroundings():
+            self._make_ready(passage, is_training=True)
+            with around, self._gradients_completed():
+                self._send(passage, is_training=True)
+
     # ---- a batch
+
+    def _make_ready(self, passage: Passage, *, is_training: bool) -> None:  # noqa: B027 - as a rule there is nothing
+        """Make what is kept for further batches of this kind."""
 
     @abc.abstractmethod
     def _send(self, passage: Passage, *, is_training: bool) -> None:
@@ -207,6 +219,12 @@ class ParallelModel(abc.ABC):
         """Once ``modules`` are laid out, before anything is computed with them."""
         self._replicated = replicated_in(self.modules)
         self._running = RunningBuffers(self.modules, device=self._device)
+
+    @contextlib.contextmanager
+    def _gradients_completed(self) -> Iterator[None]:
+        """Those that come in here, of what replicas and stages have in common. Collective: all ranks of the model."""
+        with averaged(self._replicated, self.arrangement.replicas), self._gradients_added_up():
+            yield
 
     def _gradients_added_up(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

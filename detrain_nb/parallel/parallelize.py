@@ -22,6 +22,7 @@ from .mesh import AXES
 from .microbatches import Loss
 from .model import Arrangement, ParallelModel, usual_device
 from .sameness import require_same_model
+from .stages.boundaries import Boundaries
 from .stages.pipeline import PipelineStages
 from .stages.schedules import Schedule, find_schedule
 from .stages.splitter import Split, split
@@ -30,7 +31,7 @@ from .tensor.plan import TensorPlan
 from .tensor.planner import SHAPES_ALONE, tp_plan
 from .whole import WholeModel
 
-__all__ = ["dtype_of", "lay_out_part", "parallelize", "plan_for", "require_axes_for", "split_for"]
+__all__ = ["dtype_of", "lay_out_all", "parallelize", "plan_for", "require_axes_for", "require_cut_fits", "split_for"]
 
 
 def parallelize(
@@ -97,27 +98,69 @@ def parallelize(
     )
     if is_deferred(model):
         require_values(model)
-    for axis, is_cut in (("dp_shard", sharding.kind == "fsdp"), ("tp", sizes.get("tp", 1) > 1)):
-        if is_cut:
-            require_fit(model, axis=axis)
+    require_cut_fits(model, sizes, sharding)
     require_same_model(model, mesh, device=place if place.type == mesh.device_type else torch.device(mesh.device_type))
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     if tp == "auto" and plan is not None and plan.what_is_whole and mesh.get_rank() == int(mesh.mesh.min()):
         warnings.warn(f"{str(plan).splitlines()[0]}; print par.tp_plan(...) to see all", stacklevel=2)
-    is_fsdp = sharding.kind == "fsdp"
     found = None
     if is_pipeline:
         found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(sizes["pp"]))
-    if is_fsdp:
+    if sharding.kind == "fsdp":
         sharding = dataclasses.replace(sharding, block_use=_block_use(model, example_inputs, found))
+    return lay_out_all(
+        model,
+        mesh,
+        plan=plan,
+        sharding=sharding,
+        found=found,
+        schedule=order,
+        num_microbatches=num_microbatches,
+        loss=loss,
+        loss_weight=loss_weight,
+        loss_parallel=loss_parallel,
+        example_inputs=example_inputs,
+        device=place,
+    )
+
+
+def lay_out_all(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: TensorPlan | None,
+    sharding: Sharding,
+    found: Split | None,
+    schedule: Schedule,
+    num_microbatches: int | None,
+    loss: Loss | None,
+    loss_weight: Callable[[Any], Tensor | float] | None = None,
+    loss_parallel: bool,
+    example_inputs: ExampleInputs,
+    device: torch.device,
+    before: Callable[[nn.Module], None] = lambda module: None,
+    boundaries: Boundaries | None = None,
+) -> ParallelModel:
+    """Do what was resolved: ``found`` are the stages of a pipeline. ``before``: called with what a rank lays out.
+
+    ``boundaries``: as ``PipelineStages`` has them.
+
+    Collective: every rank of ``mesh``. Raises: SpecError.
+    """
+
+    def prepare(module: nn.Module, is_last: bool) -> nn.Module:
+        before(module)
+        return lay_out_part(module, plan, sharding, mesh, is_last=is_last, device=device)
+
+    is_fsdp = sharding.kind == "fsdp"
     common: dict[str, Any] = {
         "loss": loss,
         "loss_weight": loss_weight,
-        "device": place,
+        "device": device,
         "arrangement": Arrangement(
             replicas=sharding.replicas,
             tensor_group=mesh.get_group("tp") if plan is not None else None,
-            prepare=lambda module, is_last: lay_out_part(module, plan, sharding, mesh, is_last=is_last, device=place),
+            prepare=prepare,
             autocast=None if is_fsdp else sharding.dtype,
             boundary_dtype=sharding.dtype if is_fsdp else None,
             is_loss_parallel=loss_parallel and plan is not None,
@@ -125,7 +168,9 @@ def parallelize(
     }
     laid_out: ParallelModel
     if found is not None:
-        laid_out = PipelineStages(found, mesh["pp"], schedule=order, num_microbatches=num_microbatches, **common)
+        laid_out = PipelineStages(
+            found, mesh["pp"], schedule=schedule, num_microbatches=num_microbatches, boundaries=boundaries, **common
+        )
     else:
         inputs = shared_inputs(example_inputs)
         laid_out = WholeModel(model, num_microbatches=num_microbatches or 1, shared_inputs=inputs, **common)
@@ -138,6 +183,13 @@ def _block_use(model: nn.Module, example_inputs: ExampleInputs, found: Split | N
         return (found.profile if found is not None else profile(model, example_inputs)).block_use
     except SpecError:  # nobody can look into it
         return BlockUse()
+
+
+def require_cut_fits(model: nn.Module, sizes: Mapping[str, int], sharding: Sharding) -> None:
+    """Raises: SpecError for what ``model`` cannot do in the parts that axes make of it."""
+    for axis, is_cut in (("dp_shard", sharding.kind == "fsdp"), ("tp", sizes.get("tp", 1) > 1)):
+        if is_cut:
+            require_fit(model, axis=axis)
 
 
 def require_axes_for(

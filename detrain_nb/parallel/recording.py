@@ -58,6 +58,10 @@ class TensorMemo:
             self._made[id(value)] = value, self._make(value)
         return self._made[id(value)][1]
 
+    def has(self, value: Tensor) -> bool:
+        """Whether it was given before."""
+        return id(value) in self._made
+
 
 @dataclass(frozen=True)
 class Recording:

@@ -48,10 +48,11 @@ class WholeModel(ParallelModel):
             require_values(model)
             if prepare is None:
                 fill([model], device=self.device)
-        elif not any(tensor.is_meta for tensor in model.parameters()):
+        elif not any(tensor.is_meta for tensor in model.parameters()) and not _is_on(model, self.device):
             model = model.to(self.device)
         self.modules = (model,)
         self._called = prepare(self.modules[0], True) if prepare is not None else self.modules[0]
+        self.called = (self._called,)
         self._note_layout()
 
     @property
@@ -82,3 +83,7 @@ class WholeModel(ParallelModel):
             no_sync: contextlib.AbstractContextManager[None] = self._called.no_sync()
             return no_sync
         return contextlib.nullcontext()
+
+
+def _is_on(model: nn.Module, device: torch.device) -> bool:
+    return all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,12 @@ from torch import nn
 
 from detrain_nb import Session
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel import dry_run
+from detrain_nb.parallel import dry_run, make_mesh, parallelize, repeated
+from detrain_nb.parallel.dry_run import _Layout
+from detrain_nb.parallel.rehearsal import fake_ranks
 
-from .models import GPT
+from .memory_models import EXAMPLES, Llama3, token_loss
+from .models import GPT, Experts
 from .tensor_models import Llama
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
@@ -30,7 +34,9 @@ def session() -> Iterator[Session]:
 
 def _start(ranks: int) -> Iterator[Session]:
     with Session.start(ranks, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import mixed_ranks")
+        here = Path(__file__).parent
+        started.run_cell(f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]; import mixed_ranks")
+        started.run_cell("from parallel import memory_ranks")
         yield started
 
 
@@ -41,7 +47,7 @@ def test_it_says_what_real_ranks_hold(session: Session, axes: dict[str, int]) ->
     found = dry_run(GPT(), axes, example_inputs=TOKENS)
     for row in found.rows:
         assert (row.parameter_bytes, row.optimizer_bytes) == held[row.ranks[0]]
-        assert row.gradient_bytes == row.parameter_bytes
+        assert row.total_bytes == sum(row.parts_bytes)
         for rank in row.ranks:
             assert 0.99 * row.parameter_bytes < held[rank][0] <= row.parameter_bytes
 
@@ -59,6 +65,66 @@ def test_norms_of_another_stage_are_not_sharded() -> None:
     axes = {"pp": 2, "dp_shard": 2}
     found = dry_run(nn.Sequential(*layers), axes, example_inputs=torch.zeros(4, 8), pp=["2"], precision="bf16")
     assert len(found.rows) == 2
+
+
+Case = tuple[str, dict[str, int], dict[str, Any]]
+FIRST: list[Case] = [
+    ("gpt", {"dp_shard": 2}, {"precision": "bf16", "activations": "selective"}),
+    ("gpt", {"pp": 2}, {"activations": "full"}),
+]
+MORE: list[Case] = [
+    ("resnet", {"pp": 2}, {"schedule": "Interleaved1F1B", "precision": "bf16"}),
+    ("llama", {"tp": 2}, {"sequence_parallel": True, "precision": "bf16"}),
+]
+MOST: list[Case] = [
+    ("gpt", {"dp_replicate": 2}, {}),
+    ("llama", {"tp": 2}, {}),
+    ("gpt, many classes", {"dp_shard": 2}, {"activations": "full"}),
+    ("llama", {"dp_shard": 2}, {"precision": "bf16"}),
+    ("resnet", {"dp_shard": 2}, {}),
+    ("bert", {"dp_replicate": 2}, {"precision": "bf16", "activations": "selective"}),
+    ("bert", {"pp": 2}, {}),
+    ("gpt", {"pp": 2}, {"schedule": "GPipe", "precision": "bf16"}),
+    ("gpt", {"pp": 2}, {"schedule": "Interleaved1F1B", "precision": "bf16", "activations": "selective"}),
+    ("gpt", {"pp": 2}, {"schedule": "ZBVZeroBubble"}),
+    ("llama", {"tp": 2}, {"loss_parallel": True, "activations": "full"}),
+]
+OVER_FOUR: list[Case] = [
+    ("gpt", {"pp": 2, "tp": 2}, {}),
+    ("gpt", {"pp": 2, "dp_shard": 2}, {"precision": "bf16"}),
+    ("llama", {"dp_shard": 2, "tp": 2}, {"activations": "selective"}),
+    ("gpt", {"dp_replicate": 2, "dp_shard": 2}, {}),
+]
+
+
+def require_peaks(session: Session, cases: list[Case]) -> None:
+    """What is said of the first rank of each place is what its tensors hold at the peak of a step, within 20 %."""
+    for name, axes, options in cases:
+        call = f"memory_ranks.peak_here({name!r}, {axes!r}, **{options!r})"
+        held = session.run_cell(call, timeout_s=100).values
+        model, example, target, loss = EXAMPLES[name]()
+        for row in dry_run(model, axes, example_inputs=example, target=target, loss=loss, **options).rows:
+            assert 0.8 < row.total_bytes / held[row.ranks[0]] < 1.2, (name, axes, options, row, held)
+
+
+def test_the_peak_is_that_of_real_ranks(session: Session) -> None:
+    require_peaks(session, FIRST)
+
+
+@pytest.mark.slow
+def test_the_peak_is_that_of_real_ranks_in_more_layouts(session: Session) -> None:
+    require_peaks(session, MORE)
+
+
+@pytest.mark.thorough
+def test_the_peak_is_that_of_real_ranks_in_most_layouts(session: Session) -> None:
+    require_peaks(session, MOST)
+
+
+@pytest.mark.thorough
+def test_the_peak_is_that_of_four_real_ranks() -> None:
+    for four_ranks in _start(4):
+        require_peaks(four_ranks, OVER_FOUR)
 
 
 def require_largest(session: Session, axes: dict[str, int]) -> None:
@@ -104,13 +170,11 @@ def test_five_hundred_gpus_on_one_machine() -> None:
         example = torch.empty(1, 2048, 4096)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert whole > 32e9
-    began = time.monotonic()
-    found = dry_run(model, {"pp": 4, "dp_replicate": 2, "dp_shard": 64}, example_inputs=example, activations="full")
-    assert time.monotonic() - began < 60, "a deadline, not a measure"
+    found = dry_run(model, {"pp": 2, "dp_replicate": 4, "dp_shard": 64}, example_inputs=example, activations="full")
     assert sum(len(row.ranks) for row in found.rows) == 512
-    assert sum(row.parameter_bytes * len(row.ranks) for row in found.rows) == pytest.approx(2 * whole, rel=0.01)
+    assert sum(row.parameter_bytes * len(row.ranks) for row in found.rows) == pytest.approx(4 * whole, rel=0.01)
     text = str(found)
-    assert "pp=4 x dp_replicate=2 x dp_shard=64: 512 ranks, 1F1B" in text and "128-255" in text
+    assert "pp=2 x dp_replicate=4 x dp_shard=64: 512 ranks, 1F1B" in text and "256-511" in text
     assert not dist.is_initialized() and all(parameter.is_meta for parameter in model.parameters())
     assert "<pre>" in found._repr_html_() and found.peak.total_bytes == max(row.total_bytes for row in found.rows)
 
@@ -121,10 +185,161 @@ def test_activations_and_frozen_parameters_count_as_they_are() -> None:
     again = dry_run(model, {"dp_shard": 2}, example_inputs=TOKENS, activations="full").peak
     assert again.activation_bytes < kept.activation_bytes / 4
     model.requires_grad_(False)
+    with pytest.raises(SpecError, match="no parameter of the model is trained"):
+        dry_run(model, {"dp_shard": 2}, example_inputs=TOKENS)
+    model.head.requires_grad_(True)
     frozen = dry_run(model, {"dp_shard": 2}, example_inputs=TOKENS, activations="full").peak
-    assert (frozen.gradient_bytes, frozen.optimizer_bytes) == (0, 0)
-    assert frozen.parameter_bytes == again.parameter_bytes
+    assert frozen.optimizer_bytes == 2 * 49 * 32 * 4 and frozen.gradient_bytes <= 49 * 32 * 4
+    assert frozen.parameter_bytes == again.parameter_bytes and frozen.activation_bytes < again.activation_bytes
     assert "mixed_ranks" not in sys.modules
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, pytest.param({"pp": 2}, marks=pytest.mark.thorough)])
+def test_equal_blocks_that_are_left_out_count_as_if_they_ran(
+    axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def peaks() -> list[int]:
+        found = dry_run(GPT(layers=14), axes, example_inputs=TOKENS, target=TOKENS, loss=token_loss)
+        return [row.total_bytes for row in found.rows]
+
+    reckoned = peaks()
+    monkeypatch.setattr(repeated, "_FEWEST", 99)
+    assert reckoned == pytest.approx(peaks(), rel=0.02)
+
+
+@pytest.mark.thorough
+def test_places_that_are_alike_are_as_if_each_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so are the microbatches of 1F1B that do not run."""
+
+    def found() -> list[Any]:
+        rows = dry_run(
+            GPT(layers=12), {"pp": 6}, example_inputs=TOKENS, pp=[f"h.{2 * stage}" for stage in range(1, 6)]
+        ).rows
+        return [(row.ranks, row.stages, row.num_parameters, row.largest, *row.parts_bytes) for row in rows]
+
+    reckoned = found()
+    monkeypatch.setattr(_Layout, "_places_alike", lambda self, num_ranks: [[place] for place in range(num_ranks)])
+    monkeypatch.setattr(_Layout, "_played_microbatches", _Layout._all_microbatches)
+    for mine, tried in zip(reckoned, found(), strict=True):
+        assert mine[:4] == tried[:4] and mine[4:] == pytest.approx(tried[4:], rel=0.02, abs=600)
+
+
+def test_blocks_that_nothing_can_stand_for_all_run() -> None:
+    """They give more than one tensor."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, more: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.layer(x).relu(), more + 1
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Pair() for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            more = x
+            for layer in self.layers:
+                x, more = layer(x, more)
+            return x * more
+
+    row = dry_run(Pairs(), {"dp_shard": 2}, example_inputs=torch.zeros(64, 8)).peak
+    assert row.activation_bytes > 8 * 64 * 8 * 4 and row.num_parameters == 8 * 36
+
+
+def test_what_a_model_on_the_meta_device_keeps_beside_its_buffers_is_found() -> None:
+    """Also under tp, where its large blocks have no values: the plan is that of a small one."""
+    with torch.device("meta"):
+        small = Llama3(32, 2, 4, 2, 64, length=16, vocabulary=96)
+        large = Llama3(2048, 2, 16, 8, 8192, length=16)
+    said = [dry_run(model, {"tp": 2}, example_inputs=TOKENS) for model in (small, large)]
+    assert all(found.plan is not None for found in said)
+    proved, shaped = (found.plan for found in said)
+    assert proved.roles == shaped.roles and len(shaped.roles) == 2 + 2 * 7
+    assert proved.checked == "proved" and "shapes" in shaped.checked
+    whole = sum(parameter.nbytes for parameter in large.parameters())
+    assert said[1].peak.parameter_bytes == pytest.approx(whole / 2, rel=0.01)
+    with fake_ranks(0, 2), pytest.raises(SpecError, match="plan is not proved"):
+        parallelize(large, make_mesh(tp=2, device_type="cpu"), example_inputs=TOKENS, tp=shaped)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    """Copies of it run, on tensors without memory, and have objects and caches in common with it."""
+
+    class Notes:
+        last: Any = None
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.notes, self.layer = Notes(), nn.Linear(8, 8)
+
+        @functools.lru_cache(maxsize=4)  # noqa: B019 - as models do
+        def scale(self, size: int) -> torch.Tensor:
+            return torch.ones(size)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.notes.last = self.layer(x) * self.scale(8)
+            return self.notes.last
+
+    model, x = Noting(), torch.randn(2, 8)
+    expected, state = model(x), torch.random.get_rng_state()
+    Noting.scale.cache_clear()
+    model.notes.last = None
+    dry_run(model, {"dp_shard": 2}, example_inputs=x)
+    assert model.notes.last is None and Noting.scale.cache_info().currsize == 0
+    assert torch.equal(torch.random.get_rng_state(), state) and torch.equal(model(x), expected)
+
+
+def test_what_parallelize_refuses_in_parts_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(16, 8, max_norm=1.0), nn.Linear(8, 8))
+    with pytest.raises(SpecError, match="0 writes into its weight"):
+        dry_run(model, {"dp_shard": 2}, example_inputs=torch.zeros(2, 4, dtype=torch.long))
+
+
+@pytest.mark.slow
+def test_llama_3_of_8_billion_on_8_gpus() -> None:
+    """Between 80 and 92 GiB: 50 GiB are the products of matrices that "selective" keeps of 2 x 8192 tokens, 23 are
+    logits over 128,256 classes, in bf16 and float32, with their gradients, 11 are weights and the optimizer's state.
+
+    torchtitan reports 82.4 GiB, reserved; docs/parallel.md says how they differ.
+    """
+    with torch.device("meta"):
+        model, tokens = Llama3(4096, 32, 32, 8, 14336, length=8192), torch.empty(2, 8192, dtype=torch.long)
+    options: dict[str, Any] = {"precision": "bf16", "activations": "selective", "loss": token_loss}
+    row = dry_run(model, {"dp_shard": 8}, example_inputs=tokens, target=tokens, **options).peak
+    assert 80 < row.total_bytes / 2**30 < 92
+    assert 45 < row.activation_bytes / 2**30 < 55 and row.phase == "backward"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_llama_3_of_405_billion_on_512_gpus() -> None:
+    with torch.device("meta"):
+        model, tokens = Llama3(16384, 126, 128, 8, 53248, length=8192), torch.empty(2, 8192, dtype=torch.long)
+    axes, options = {"pp": 8, "dp_shard": 8, "tp": 8}, {"precision": "bf16", "activations": "full", "loss": token_loss}
+    found = dry_run(model, axes, example_inputs=tokens, target=tokens, **options)
+    assert sum(row.num_parameters for row in found.rows) == pytest.approx(405e9 / 64, rel=0.02)
+    assert found.plan is not None and len(found.plan.roles) == 2 + 126 * 7
+    assert all(row.total_bytes / 2**30 < 200 for row in found.rows)
+
+
+def test_a_model_that_looks_at_values_is_tried_with_them() -> None:
+    model = Experts()
+    row = dry_run(model, {"dp_shard": 1}, example_inputs=torch.randn(2, 6, 8)).peak
+    assert row.parameter_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    assert row.activation_bytes > 0
+    with pytest.raises(SpecError, match="looks at values"):
+        dry_run(model.to("meta"), {"dp_shard": 1}, example_inputs=torch.randn(2, 6, 8))
+
+
+def test_a_loss_without_its_target_is_told() -> None:
+    with pytest.raises(SpecError, match="there is none: give it"):
+        dry_run(GPT(), {"dp_shard": 2}, example_inputs=TOKENS, loss=nn.CrossEntropyLoss())
 
 
 def test_stages_of_parts_of_the_sequence_and_of_the_classes() -> None:

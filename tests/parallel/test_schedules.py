@@ -105,7 +105,10 @@ def test_timeline_and_dry_run_take_it(tmp_path: Path) -> None:
         par.dry_run(model, sizes, example_inputs=TOKENS, schedule=schedule, num_microbatches=COUNT)
         for schedule in (path, "1F1B")
     ]
-    assert found[0].rows == found[1].rows and "own.csv" in str(found[0])
+    assert "own.csv" in str(found[0])
+    for mine, theirs in zip(found[0].rows, found[1].rows, strict=True):  # torch keeps what it sent for longer
+        assert (mine.ranks, mine.num_parameters, mine.largest) == (theirs.ranks, theirs.num_parameters, theirs.largest)
+        assert mine.total_bytes == pytest.approx(theirs.total_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if not Schedule(name).has_one_stage])

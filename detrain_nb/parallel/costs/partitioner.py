@@ -25,7 +25,9 @@ STATE_FACTOR = 4.0
 class StageNode:
     """What runs one stage. ``speed`` is relative to what the times of the units were taken on.
 
-    ``memory_bytes`` is never exceeded by what is known: parameters with their state, and saved activations.
+    ``memory_bytes`` is never exceeded by what is known: parameters with their state, and saved activations, as in one
+    process. A partition does not see that a layout changes this: bf16, shards, ``tp`` and activations that are computed
+    again need less, the loss, its logits and buffers between stages more. ``dry_run`` counts all of it.
     ``bytes_per_s`` and ``latency_s`` are of the link to its neighbours.
     """
 

@@ -53,6 +53,7 @@ class PipelineStages(ParallelModel):
         loss_weight: Callable[[Any], Tensor | float] | None = None,
         device: torch.device | str | None = None,
         arrangement: Arrangement | None = None,
+        boundaries: Boundaries | None = None,
     ) -> None:
         """Make this rank's stages of ``found`` on ``device``; it is one of ``group``, by default all ranks.
 
@@ -61,7 +62,8 @@ class PipelineStages(ParallelModel):
         rows, or of targets that are not ``loss.ignore_index``. ``num_microbatches`` is by default two for each stage.
         ``schedule``: a name of ``SCHEDULES``, or a file ``*.csv``, the same on every rank (``WrittenSchedule``).
 
-        ``arrangement``: how the stages lie on the other axes of a mesh; ``parallelize`` makes it.
+        ``arrangement``: how the stages lie on the other axes of a mesh; ``parallelize`` makes it. ``boundaries``: what
+        finds shapes between the stages, where that is known already.
 
         Collective: all ranks of ``group``, with the same arguments. Raises: SpecError.
         """
@@ -77,7 +79,7 @@ class PipelineStages(ParallelModel):
         self._require_same_cuts(found)
         self._link_device = self._find_link()
         require_values(found.model)
-        self._boundaries = Boundaries(found, self.arrangement.boundary_dtype)
+        self._boundaries = boundaries or Boundaries(found, self.arrangement.boundary_dtype)
         self.tied_names = tuple(tuple(found.aliases(name)) for name in found.shared)
         prepare = self.arrangement.prepare
         stages = [found.stage(index) for index in self.indices]
@@ -86,11 +88,11 @@ class PipelineStages(ParallelModel):
             fill(stages, device=self.device, names=None if prepare is None else tied)
         else:  # not stage.to(): it would take the parameters of the user's model along
             fill(stages, device=self.device)
-        self.modules = self._called = tuple(stages)
+        self.modules = self.called = tuple(stages)
         self._tied = TiedParameters(found, self.modules, self._group, self.schedule, link=self._link_device)
         if prepare is not None:
             lasts = (index == self.num_stages - 1 for index in self.indices)
-            self._called = tuple(prepare(module, is_last) for module, is_last in zip(self.modules, lasts))
+            self.called = tuple(prepare(module, is_last) for module, is_last in zip(self.modules, lasts))
             self._tied.find_again(self.modules)
         self._written = WrittenBuffers(
             found, self.modules, self.indices, self._group, self.schedule, link=self._link_device
@@ -159,6 +161,10 @@ class PipelineStages(ParallelModel):
     def _gradients_added_up(self) -> contextlib.AbstractContextManager[None]:
         return self._tied.added_up()
 
+    def _make_ready(self, passage: Passage, *, is_training: bool) -> None:
+        key = self._key_of(passage.parts[0], len(passage.parts), is_training=is_training)
+        self._plan_for(key, passage.parts[0], len(passage.parts), is_training=is_training)
+
     def _send(self, passage: Passage, *, is_training: bool) -> None:
         key = self._key_of(passage.parts[0], len(passage.parts), is_training=is_training)
         plan = self._plan_for(key, passage.parts[0], len(passage.parts), is_training=is_training)
@@ -193,7 +199,7 @@ class PipelineStages(ParallelModel):
                 TorchStage(
                     module, index, self.num_stages, self.device, self.link_device, self._group, boundaries, waits
                 )
-                for index, module in zip(self.indices, self._called)
+                for index, module in zip(self.indices, self.called)
             ]
             self._plans[key] = Plan(stages, self.schedule, count, waits, is_training=is_training)
             while len(self._plans) > _MOST_PLANS:

@@ -55,13 +55,17 @@ def stages_of_rank(schedule: str | Schedule, *, rank: int, num_ranks: int, num_s
 
 
 class Schedule:
-    """One that torch has. ``has_one_stage``: on each rank. ``is_zero_bubble``: its backward passes are in two parts."""
+    """One that torch has. ``has_one_stage``: on each rank. ``is_zero_bubble``: its backward passes are in two parts.
+
+    ``keeps_sent``: what was sent is kept until the end of the step.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._kind = get_schedule_class(name)
         self.has_one_stage = issubclass(self._kind, PipelineScheduleSingle)
         self.is_zero_bubble = name in _ZERO_BUBBLE
+        self.keeps_sent = issubclass(self._kind, (_PipelineScheduleRuntime, ScheduleGPipe))
 
     def __str__(self) -> str:
         return self.name
@@ -150,6 +154,7 @@ class WrittenSchedule(Schedule):
         self._num_stages = 1 + max(self._rank_of)
         self.has_one_stage = self._num_stages == len(self._orders)
         self.is_zero_bubble = any(_kind_of(part) in "IW" for _, part in passes)
+        self.keeps_sent = True
         if missing := sorted(set(range(self._num_stages)) - self._rank_of.keys()):
             raise SpecError(f"{name} has {self._num_stages} stages, and nobody runs stage {missing[0]}")
         try:

@@ -1,0 +1,167 @@
+"""One rank's training step, on tensors without memory: the real layout, schedule and loss run, and storages are noted.
+
+Torch's fake backend stands for all other ranks. Where a model has many equal blocks a few of them run: each further
+one adds what the last one did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .costs.profiler import ExampleInputs, as_call
+from .kept import State
+from .microbatches import Passage
+from .model import ParallelModel
+from .recording import TensorMemo
+from .stages.boundaries import Boundaries
+from .stages.splitter import Split
+from .stages.stubs import ghost_of, replace_tensors
+from .storages import Peak, Storages
+
+__all__ = ["Actor", "fake_ranks"]
+
+
+@contextlib.contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """In here this process is one of many, of which the others do not exist."""
+    import torch.distributed._tools.fake_collectives  # noqa: F401 - what collectives do to tensors without memory
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    excepthook = sys.excepthook  # torch puts a rank before every line of a traceback, and leaves it so
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+class Actor:
+    """A model and its inputs without memory; or, ``has_values``, copies of them, for code that looks at values."""
+
+    def __init__(self, model: nn.Module, example_inputs: ExampleInputs, target: Any, *, has_values: bool) -> None:
+        self._fakes = None
+        if not has_values:
+            self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+            self._fakes.fake_tensor_converter = _Forgetful()
+        self.model = model
+        self._state = State(model, example_inputs, target)
+        self._boundaries: Boundaries | None = None
+        self._example, self._target = as_call(example_inputs), target
+
+    def model_kept(self) -> contextlib.AbstractContextManager[None]:
+        """In here copies run, which have in common with the user's model what is no tensor and no container."""
+        return self._state.kept()
+
+    def copy(self) -> nn.Module:
+        """Of the model, to be laid out."""
+        made = TensorMemo(self._copy)
+        copied = ghost_of(self.model, made)
+        for part in copied.modules():  # recurrent layers have their parameters in a list too
+            replace_tensors(part, lambda tensor: made(tensor) if made.has(tensor) or tensor.is_meta else tensor)
+        return copied
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self._fakes is None:
+            made = tensor.detach().clone()
+        else:
+            with self._fakes:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+    def boundaries(self, found: Split | None, dtype: torch.dtype | None) -> Boundaries | None:
+        """Of every rank the same: all batches are the example."""
+        if found is not None and self._boundaries is None:
+            self._boundaries = _OfOneBatch(found, dtype)
+        return self._boundaries
+
+    def play(self, laid_out: ParallelModel, *, keeps_sent: bool) -> list[Peak]:
+        """Let one rank train with one batch; return what it holds, phase by phase. ``keeps_sent``: of the schedule."""
+        laid_out.objective.require_target(self._target)
+        storages = Storages(are_fake=self._fakes is not None, keeps_sent=keeps_sent)
+        for module in laid_out.modules:
+            storages.tell((*module.parameters(), *module.buffers()), "weights")
+        count = laid_out.num_microbatches
+        make = lambda leaf: self._copy(leaf) if isinstance(leaf, Tensor) else leaf  # noqa: E731
+        parts, targets = ([tree_map(make, tree) for _ in range(count)] for tree in (self._example, self._target))
+        storages.tell(tree_leaves((parts, targets)), "activations")
+        weights = [1 / count] * count if laid_out.is_last else []
+        passage = Passage(parts, targets, weights, _noted_loss(laid_out.objective.compute, storages))
+        with _noted_passes(laid_out, storages):
+            laid_out.rehearse(passage, self._watched(storages))
+        storages.let_go()
+        storages.begin("optimizer")
+        parameters = [parameter for module in laid_out.modules for parameter in module.parameters()]
+        storages.tell((parameter.grad for parameter in parameters), "gradients")
+        return storages.peaks()
+
+    @contextlib.contextmanager
+    def _watched(self, storages: Storages) -> Iterator[None]:
+        with self._fakes or contextlib.nullcontext(), storages.watched():
+            yield
+
+
+class _Forgetful(FakeTensorConverter):
+    """Keeps no weak reference to what operators make: a stage swaps tensors, which torch refuses then."""
+
+    def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
+        pass
+
+
+class _OfOneBatch(Boundaries):
+    _known: list[Tensor] | None = None
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:
+        if self._known is None:
+            self._known = super().find(args, kwargs, is_training=is_training)
+        return self._known
+
+
+def _noted_loss(loss: Callable[..., Tensor] | None, storages: Storages) -> Callable[..., Tensor]:
+    def compute(output: Any, target: Any) -> Tensor:
+        storages.begin("loss")
+        storages.tell((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn), "working")
+        assert loss is not None
+        found = loss(output, target)
+        storages.begin("backward")
+        return found
+
+    return compute
+
+
+@contextlib.contextmanager
+def _noted_passes(laid_out: ParallelModel, storages: Storages) -> Iterator[None]:
+    handles = []
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        storages.tell(module.parameters(), "working")  # those that FSDP2 has put together; its shards are weights
+        storages.begin("backward")
+
+    for module in laid_out.called:
+        handles.append(module.register_forward_pre_hook(lambda *_: storages.begin("forward"), prepend=True))
+        handles.append(module.register_forward_hook(after))
+        if isinstance(module, DistributedDataParallel):
+            module.register_comm_hook(None, lambda _, bucket: _already_sent(bucket))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _already_sent(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

@@ -1,0 +1,112 @@
+"""Blocks of a model that are like one another: some of them are left out, and what they would hold is reckoned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .blocks import blocks_of
+from .recording import first_float_tensor
+from .stages.stubs import StageState, Stub
+
+__all__ = ["Skipping", "UnlikeBlocks"]
+
+_FEWEST = 3  # blocks that run: the first, the last, and one between them
+
+
+class UnlikeBlocks(Exception):
+    """What a block gives is not what it was given: nothing can stand in its place."""
+
+
+class Skipping:
+    """Leaves out what is more than ``extra`` blocks beyond the fewest of each row of equal ones.
+
+    ``left_out``: how many, for each row, by the number of the row.
+    """
+
+    def __init__(self, extra: Sequence[int] = ()) -> None:
+        self._extra = extra
+        self.left_out: list[int] = []
+
+    def __call__(self, module: nn.Module) -> None:
+        for parent, keys in list(_rows(module)):
+            extra = self._extra[len(self.left_out)] if len(self.left_out) < len(self._extra) else 0
+            kept, skipped = keys[: _FEWEST + extra], keys[_FEWEST + extra :]
+            self.left_out.append(len(skipped))
+            if skipped:
+                row = _Row()
+                for key in kept:
+                    parent._modules[key].register_forward_hook(row.note, with_kwargs=True)  # type: ignore[union-attr]
+                for key in skipped:
+                    parent._modules[key] = _Skipped(key, parent._modules[key], row)
+
+
+class _Row:
+    """What the last block that ran has given, as a tree with one float tensor in it."""
+
+    given: Any = None
+
+    def note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        argument = first_float_tensor(args, kwargs)
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if argument is None or len(tensors) != 1 or tensors[0].shape != argument.shape:
+            raise UnlikeBlocks
+        self.given = tree_map(lambda leaf: _HOLE if isinstance(leaf, Tensor) else leaf, output)
+
+
+_HOLE = object()
+
+
+class _Skipped(Stub):
+    """Gives what it was given; attributes are those of the block that it stands for."""
+
+    def __init__(self, name: str, block: Any, row: _Row) -> None:
+        super().__init__(name, block, StageState(cut_in=None, cut_out=None, replaceable=frozenset(), outputs={}))
+        self.__dict__["_row"] = row
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        argument = first_float_tensor(args, kwargs)
+        return tree_map(lambda leaf: argument if leaf is _HOLE else leaf, self.__dict__["_row"].given)
+
+
+def _rows(module: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Of equal blocks that follow one another in one module: it, and their names there."""
+    blocks = {id(block) for block in blocks_of(module)}
+    uses: dict[int, int] = {}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    for parent in list(module.modules()):
+        row: list[str] = []
+        look: Any = None
+        for key, child in parent._modules.items():
+            is_alone = child is not None and all(uses[id(parameter)] == 1 for parameter in child.parameters())
+            now = _look_of(child) if child is not None and id(child) in blocks and is_alone else None
+            if now is None or now != look:
+                if _is_worth_it(row):
+                    yield parent, row
+                row = []
+            look = now
+            if now is not None:
+                row.append(key)
+        if _is_worth_it(row):
+            yield parent, row
+
+
+def _is_worth_it(row: Sequence[str]) -> bool:
+    """The model runs twice, with the fewest blocks and with one more."""
+    return len(row) > 2 * _FEWEST + 1
+
+
+def _look_of(block: nn.Module) -> Any:
+    """What blocks have in common that hold as much: all but numbers, as their own is one of them."""
+    parts = []
+    for name, part in block.named_modules():
+        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        looks = [(key, tuple(each.shape), each.dtype, each.requires_grad) for key, each in tensors]
+        plain = [(key, value) for key, value in vars(part).items() if isinstance(value, (bool, str, float))]
+        parts.append((name, type(part), part.extra_repr(), looks, plain))
+    return parts
