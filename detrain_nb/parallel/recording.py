@@ -323,6 +323,7 @@ class Entries:
         self._recorder = recorder
         self.entered: list[tuple[int, str, int | None]] = []  # the operator that comes next, the module, its argument
         self.checkpointed_with: set[str] = set()  # with what they are given: no place to go on from
+        self.reentrant: set[str] = set()  # where no gradient is noted of what has one: a checkpoint does that later
         self.left: dict[str, int] = {}
         self.given: dict[str, list[int]] = {}  # tensors that it returned, by number
         self.outputs: dict[str, ModuleOutput] = {}  # of modules that give tensors alone
@@ -348,6 +349,8 @@ class Entries:
             argument = first_float_tensor(args, kwargs)
             number = None if argument is None else self._recorder.number(argument)
             self.entered.append((len(self._recorder.ops), name, number))
+            if argument is not None and argument.requires_grad and not torch.is_grad_enabled():
+                self.reentrant.add(name)
             around = self._recorder.checkpoint()
             if around and number is not None and self._recorder.made_in.get(number) == around:
                 self.checkpointed_with.add(name)

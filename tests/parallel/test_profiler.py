@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel import ModelProfile, partition, profile
@@ -71,6 +72,18 @@ def test_what_autograd_keeps_is_what_it_really_keeps(model: nn.Module, inputs: T
 
 def test_no_cut_in_the_middle_of_a_checkpoint() -> None:
     assert profile(Checkpointed(), torch.zeros(2, 8)).cuts == ("blocks.0", "blocks.1", "blocks.2")
+
+
+def test_no_cut_where_a_checkpoint_notes_no_gradients() -> None:
+    class Reentrant(Checkpointed):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    found = profile(Reentrant(), torch.zeros(2, 8))
+    assert not found.cuts and "use_reentrant=False" in found.why_no_more
 
 
 def test_no_cut_where_two_tensors_are_alive() -> None:

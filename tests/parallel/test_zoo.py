@@ -27,6 +27,7 @@ QUICK = (
 SLOW = (
     "caches",
     "checkpointed",
+    "checkpointed, reentrant",
     "complex parameters",
     "gives hidden states",
     "in place",

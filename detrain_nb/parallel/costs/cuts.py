@@ -70,6 +70,8 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
             return "what comes into it was not computed by the model"
         if name in entries.checkpointed_with:
             return "it is in the middle of a checkpoint"
+        if name in entries.reentrant:
+            return "no gradient is noted where it runs: use_reentrant=False lets a checkpoint be cut"
         if buffer := next((each.name for each in written if each.hinders(index)), None):
             return f"the buffer {buffer} is read before it and written behind it"
         if not looked.isdisjoint(modules_around(name)):
