@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import SpecError
 from .tape import Op, OwnGenerator, Place, Tape
+from .writes import written_by
 
 __all__ = ["TapeRecorder"]
 
@@ -172,12 +173,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     if func is torch.ops.aten.native_batch_norm.default:  # its schema does not say so
         *_, running_mean, running_var, is_training, _, _ = args
         return [leaf for leaf in (running_mean, running_var) if isinstance(leaf, Tensor) and is_training]
-    if not func._schema.is_mutable:
-        return []
-    given = [*zip(func._schema.arguments, args)]
-    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-    leaves = tree_leaves([value for argument, value in given if argument.is_write])
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return written_by(func, args, kwargs or {})
 
 
 def _is_whole(tensor: Tensor) -> bool:
