@@ -113,7 +113,7 @@ class TapeRecorder(TorchDispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         made = tuple(self.place_of(leaf) if self._is_new(leaf) else None for leaf in leaves)
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs or {})
         name = func._overloadpacket.__name__
         if not written and (name.startswith(("empty", "new_empty")) or not any(made)):
             return
@@ -167,13 +167,6 @@ class TapeRecorder(TorchDispatchMode):
             self._numbers[storage._cdata] = len(self._storages)
             self._storages.append(storage)
         return self._numbers[storage._cdata]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    if func is torch.ops.aten.native_batch_norm.default:  # its schema does not say so
-        *_, running_mean, running_var, is_training, _, _ = args
-        return [leaf for leaf in (running_mean, running_var) if isinstance(leaf, Tensor) and is_training]
-    return written_by(func, args, kwargs or {})
 
 
 def _is_whole(tensor: Tensor) -> bool:

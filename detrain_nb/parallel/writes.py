@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["values_kept", "writes_undone", "written_by"]
 
+# Their schemas do not say that they write the running statistics.
+_BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
+
 
 @contextlib.contextmanager
 def writes_undone(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -83,10 +86,15 @@ class _Writes(TorchDispatchMode):
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operator in place is given to write into."""
+    arguments = func._schema.arguments
+    if func._overloadpacket in _BATCH_NORMS:
+        named = {argument.name: value for argument, value in zip(arguments, args)} | dict(kwargs)
+        statistics = (named["running_mean"], named["running_var"]) if named["training"] else ()
+        return [tensor for tensor in statistics if tensor is not None]
     if not func._schema.is_mutable:
         return []
-    given = [*zip(func._schema.arguments, args)]
-    given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+    given = [*zip(arguments, args)]
+    given += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
     written = tree_leaves([value for argument, value in given if argument.is_write])
     return [leaf for leaf in written if isinstance(leaf, Tensor)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -230,6 +231,40 @@ def test_refusal_says_what_hinders_a_block() -> None:
     why = r"beside what comes into it float32 \(2, 4\) of first is still needed behind it"
     with pytest.raises(SpecError, match=rf"cut into 2 at most \(cuts: blocks.0; not at blocks.1: {why}\): use fewer"):
         split(Remembers(), batch(2, 4), 3)
+
+
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+@pytest.mark.parametrize("shared", [nn.BatchNorm1d(4), _Counts()], ids=lambda module: type(module).__name__)
+def test_what_a_layer_writes_in_every_run_is_in_one_stage(shared: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared, nn.Linear(4, 4))
+    found = profile(model, batch(3, 4))
+    assert found.cuts == ("4",)
+    assert re.match("the buffer 1.* is read before it and written behind it", found.hindrances["2"])
+
+
+def test_what_a_layer_writes_and_a_later_one_reads_is_in_one_stage() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), _Counts(), nn.Linear(4, 4), nn.Linear(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            counted: Tensor = self.layers[3](self.layers[:3](x) * self.layers[1].calls)
+            return counted
+
+    found = profile(Reads(), batch(3, 4))
+    assert "layers.2" not in found.cuts
+    assert found.hindrances["layers.2"] == "the buffer layers.1.calls is written before it and read behind it"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks for that of what it compiles

@@ -40,10 +40,9 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
 
     Of modules that are entered at the same place the outermost counts. One that runs twice is no cut, nor one in the
     middle of a checkpoint, that begins again with what it was given. Nor may a module around it have looked at a value
-    before: its code runs again where the model goes on, and there is nothing to look at. Nor may a buffer be read
-    before it and, as ``written`` says, written behind it: the next pass would read what another stage has. One whose
-    argument is used again after it was left (``x + block(x)``) is a cut only where it is no part of a block: a block
-    stays whole.
+    before: its code runs again where the model goes on, and there is nothing to look at. Nor may one stage write a
+    buffer, as ``written`` says, that another one reads. One whose argument is used again after it was left
+    (``x + block(x)``) is a cut only where it is no part of a block: a block stays whole.
     """
     recorder, entries = recording.recorder, recording.entries
     last = _last_reads(recorder, recording.outputs)
@@ -64,6 +63,9 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
             return "no float tensor comes into it"
         if entries.calls[name] > 1:
             return f"it runs {entries.calls[name]} times"
+        around = modules_around(name)
+        if why := next(filter(None, (buffer.hinders(index, around) for buffer in written)), ""):
+            return why
         if others := live - {number}:
             return f"beside what comes into it {_name(others, makers, recorder.looks)} still needed behind it"
         if number not in live:
@@ -72,9 +74,7 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
             return "it is in the middle of a checkpoint"
         if name in entries.reentrant:
             return "no gradient is noted where it runs: use_reentrant=False lets a checkpoint be cut"
-        if buffer := next((each.name for each in written if each.hinders(index)), None):
-            return f"the buffer {buffer} is read before it and written behind it"
-        if not looked.isdisjoint(modules_around(name)):
+        if not looked.isdisjoint(around):
             return "the code around it has looked at a value before"
         if last[number] >= entries.left[name] and name in in_blocks:
             return "it is a part of a block that goes around it, and blocks stay whole"

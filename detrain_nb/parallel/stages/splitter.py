@@ -52,10 +52,10 @@ class Split:
         every = dict(self.model.named_parameters(remove_duplicate=False))
         return [other for other, parameter in every.items() if parameter is every[name]]
 
-    def written_buffers(self) -> list[tuple[str, int, bool]]:
-        """Those that the forward writes: the name, the stage in which it does, and whether from what was computed."""
+    def written_buffers(self) -> dict[str, int]:
+        """Those that the forward writes, by name: in which stage it does so last."""
         written = self.profile.written_buffers
-        return [(each.name, bisect.bisect_right(self.bounds, each.unit) - 1, each.is_computed) for each in written]
+        return {each.name: bisect.bisect_right(self.bounds, each.unit) - 1 for each in written}
 
     def stage(self, index: int) -> nn.Module:
         """Make a stage: a module of the model's own class that holds the tensors of its part alone.
@@ -79,7 +79,7 @@ class Split:
             runs=runs | on_the_way,
             holds=self._names_in(index, runs | on_the_way),
             outputs=self.profile.outputs,
-            written_elsewhere={name for name, stage, _ in self.written_buffers() if stage != index},
+            written_elsewhere={name for name, stage in self.written_buffers().items() if stage != index},
         )
 
     def _used(self, stage: int) -> dict[str, None]:

@@ -1,13 +1,13 @@
-"""Buffers that several stages have, and that a forward writes: what the stage has that computes it is right."""
+"""Buffers that several stages have, and that a forward writes: what the stage has that writes it last is right."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from .schedules import Schedule
 from .splitter import Split
@@ -15,9 +15,11 @@ from .tied import send_first
 
 __all__ = ["WrittenBuffers"]
 
+Place = tuple[nn.Module, str]
+
 
 class WrittenBuffers:
-    """Those that are computed: behind a training step other stages have what came of zeros in their place."""
+    """Behind a training step other stages have what came of zeros in their place, or what was not written at all."""
 
     def __init__(
         self,
@@ -31,7 +33,7 @@ class WrittenBuffers:
     ) -> None:
         """``modules``: the stages of this rank, ``indices`` which they are; ``link``: the device from which is sent."""
         self._modules, self._group, self._link = dict(zip(indices, modules)), group, link
-        self._owners = {name: stage for name, stage, is_computed in found.written_buffers() if is_computed}
+        self._owners = found.written_buffers()
         num_ranks = dist.get_world_size(group)
         self._rank_of = {
             stage: rank
@@ -43,8 +45,8 @@ class WrittenBuffers:
         """Give every stage that has one what its own stage has. Collective: all ranks of the pipeline."""
         if not self._owners:
             return
-        me = dist.get_rank(self._group)
-        mine = {name: self._look_of(name) for name in self._owners if any(True for _ in self._places(name))}
+        me, places = dist.get_rank(self._group), self._places()
+        mine = {name: _look_of(*found[0]) for name, found in places.items()}
         every: list[dict[str, Any]] = [mine] * dist.get_world_size(self._group)
         dist.all_gather_object(every, mine, group=self._group)
         for name, stage in self._owners.items():
@@ -52,28 +54,31 @@ class WrittenBuffers:
             ranks = (owner, *(rank for rank, names in enumerate(every) if name in names and rank != owner))
             if me not in ranks:
                 continue
+            own = self._modules[stage].get_buffer(name) if me == owner else None
+            others = [(part, key) for part, key in places[name] if part._buffers[key] is not own]
+            if len(ranks) == 1 and not others:
+                continue
             shape, dtype = every[owner][name]
-            own = self._own(name) if me == owner else None
             sent = torch.empty(shape, dtype=dtype, device=self._link) if own is None else own.detach().to(self._link)
             if len(ranks) > 1:
                 send_first(sent, ranks, self._group, self._link)
-            for part, key in self._places(name):
-                if part._buffers[key] is not own:
-                    part._buffers[key] = sent.to(part._buffers[key].device, copy=True)  # type: ignore[union-attr]
+            for part, key in others:
+                part._buffers[key] = sent.to(part._buffers[key].device, copy=True)  # type: ignore[union-attr]
 
-    def _places(self, name: str) -> Iterator[tuple[nn.Module, str]]:
-        """Where the stages of this rank have it."""
-        path, _, key = name.rpartition(".")
-        for module in self._modules.values():
-            part = dict(module.named_modules()).get(path)
-            if part is not None and part._buffers.get(key) is not None:
-                yield part, key
+    def _places(self) -> dict[str, list[Place]]:
+        """Where the stages of this rank have them, by name: first where it is written last."""
+        places: dict[str, list[Place]] = {}
+        for index, module in self._modules.items():
+            for path, part in module.named_modules(remove_duplicate=False):
+                for key, buffer in part._buffers.items():
+                    name = f"{path}.{key}" if path else key
+                    if buffer is not None and name in self._owners:
+                        at = 0 if self._owners[name] == index else len(places.get(name, ()))
+                        places.setdefault(name, []).insert(at, (part, key))
+        return places
 
-    def _own(self, name: str) -> Tensor:
-        return self._modules[self._owners[name]].get_buffer(name)
 
-    def _look_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        is_own = self._owners[name] in self._modules
-        tensor = self._own(name) if is_own else next(part._buffers[key] for part, key in self._places(name))
-        assert tensor is not None
-        return tuple(tensor.shape), tensor.dtype
+def _look_of(part: nn.Module, key: str) -> tuple[tuple[int, ...], torch.dtype]:
+    tensor = part._buffers[key]
+    assert tensor is not None
+    return tuple(tensor.shape), tensor.dtype

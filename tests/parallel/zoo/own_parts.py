@@ -229,6 +229,25 @@ class Statistics(Stack):
         return result
 
 
+class CountsAcross(Stack):
+    """One BatchNorm runs behind two blocks, and passes are counted at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.passes: Tensor
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.blocks[0](self.first(x)))
+        x = self.norm(self.blocks[1](x))
+        for block in self.blocks[2:]:
+            x = block(x)
+        result: Tensor = self.last(x)
+        self.passes += int(self.training)
+        return result
+
+
 class Recurrent(nn.Module):
     """Recurrent layers, rows first, one after the other, between linear ones."""
 
@@ -479,6 +498,7 @@ OWN_PARTS = {
     "running buffers": Entry(RunningBuffers, numbers),
     "replaced buffer": Entry(ReplacesBuffer, numbers),
     "statistics": Entry(Statistics, numbers, keeps_statistics=True),
+    "counts across": Entry(CountsAcross, numbers, keeps_statistics=True),
     "recurrent": Entry(Recurrent, numbers),
     "packed": Entry(Packed, lambda rows: {"x": draw(rows, 8, 8), "lengths": torch.arange(rows) % 5 + 3}),
     "cells": Entry(Cells, numbers),
