@@ -5,12 +5,13 @@ from __future__ import annotations
 from .costs.partitioner import Partition, StageNode, partition
 from .costs.profiler import ModelProfile, Unit, profile
 from .deferred import deferred, materialize
-from .dry_run import DryRun, dry_run
+from .dry_run import dry_run
 from .mesh import make_mesh
 from .model import ParallelModel
 from .norms import clip_grad_norm, grad_norm
 from .parallelize import parallelize
 from .pictures import draw_mesh, draw_partition, show_mesh
+from .rank_memory import DryRun
 from .stages.pipeline import PipelineStages
 from .stages.schedules import SCHEDULES, Schedule, WrittenSchedule, stages_of_rank
 from .stages.splitter import Split, split

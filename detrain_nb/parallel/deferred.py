@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
 from .model import usual_device
+from .module_copies import ghost_of, replace_tensors
 from .recording import TensorMemo
-from .stages.stubs import ghost_of, replace_tensors, zeros_without_memory
+from .stages.stubs import zeros_without_memory
 from .tape import Place, Tape
 from .tape_recorder import TapeRecorder
 from .tensor.apply import from_saved_order

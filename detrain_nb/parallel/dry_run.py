@@ -6,7 +6,6 @@ shorter: what shards gather, what is computed again and what a schedule receives
 
 from __future__ import annotations
 
-import html
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
@@ -28,86 +26,18 @@ from .data_parallel import resolve_sharding
 from .mesh import make_mesh, resolve_axes
 from .microbatches import Loss
 from .parallelize import dtype_of, lay_out_all, plan_for, require_axes_for, require_cut_fits, split_for
+from .rank_memory import DryRun, RankMemory
 from .rehearsal import Actor, fake_ranks
 from .repeated import Skipping, UnlikeBlocks
+from .replicated import local_part
 from .stages.schedules import Schedule, find_schedule
 from .stages.splitter import Split
 from .storages import Peak
 from .tensor.plan import TensorPlan
 
-__all__ = ["DryRun", "RankMemory", "dry_run"]
+__all__ = ["dry_run"]
 
 _ADAM_STATES = 2  # tensors of a parameter's size
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """What the first of the ranks at one place of the pipeline holds when it holds most, in bytes; no other holds more.
-
-    ``phase``: when that is: in a "forward" pass, the "loss", a "backward" pass or the step of the "optimizer". What is
-    there then are parameters, with buffers; the gradients that there are by then; the optimizer's state; activations,
-    of all microbatches that are on their way, with the batch; and what works for the moment: layers that FSDP2 has put
-    together, what the loss makes of the output, what is computed again, buffers of what ranks send each other.
-    ``largest`` are the shapes of the largest parameters there, by name, as one rank has them.
-    """
-
-    ranks: tuple[int, ...]
-    stages: tuple[int, ...]
-    num_parameters: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-    working_bytes: int = 0
-    phase: str = ""
-    largest: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-    @property
-    def parts_bytes(self) -> tuple[int, ...]:
-        return (
-            self.parameter_bytes,
-            self.gradient_bytes,
-            self.optimizer_bytes,
-            self.activation_bytes,
-            self.working_bytes,
-        )
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.parts_bytes)
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """A layout, and what its ranks would hold; it is shown as a table."""
-
-    mesh: Mapping[str, int]
-    schedule: str
-    rows: tuple[RankMemory, ...]
-    split: Split | None = None
-    plan: TensorPlan | None = None
-
-    @property
-    def peak(self) -> RankMemory:
-        """The ranks that hold most."""
-        return max(self.rows, key=lambda row: row.total_bytes)
-
-    def __str__(self) -> str:
-        sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        parts = ("weights", "gradients", "optimizer", "activations", "at work")
-        table: list[tuple[str, ...]] = [("ranks", "stages", "parameters", "most", *parts, "in the")]
-        for row in self.rows:
-            ranks = f"{row.ranks[0]}-{row.ranks[-1]}" if len(row.ranks) > 1 else str(row.ranks[0])
-            stages = ",".join(map(str, row.stages))
-            bytes_text = map(_size, (row.total_bytes, *row.parts_bytes))
-            table.append((ranks, stages, f"{row.num_parameters:,}", *bytes_text, row.phase))
-        widths = [max(map(len, column)) for column in zip(*table)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table]
-        head = f"{sizes}: {len(self.rows) and sum(len(row.ranks) for row in self.rows)} ranks, {self.schedule}"
-        return "\n".join([head, *lines])
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def dry_run(
@@ -326,7 +256,9 @@ class _Layout:
         peaks = actor.play(laid_out, keeps_sent=self.order.keeps_sent)
         if self._played_microbatches is not None and self._all_microbatches is not None:
             peaks = _with_more_microbatches(peaks, self._all_microbatches / self._played_microbatches - 1)
-        named = [(name, _here(parameter), parameter.requires_grad) for name, parameter in laid_out.named_parameters()]
+        named = [
+            (name, local_part(parameter), parameter.requires_grad) for name, parameter in laid_out.named_parameters()
+        ]
         trained = sum(tensor.nbytes for _, tensor, is_trained in named if is_trained)
         largest = sorted(named, key=lambda each: -each[1].nbytes)[:3]
         return _Part(
@@ -401,16 +333,3 @@ def _with_more_microbatches(peaks: Sequence[Peak], share: float) -> list[Peak]:
 def _mean_of_output(output: Any, target: Any) -> Tensor:
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return torch.stack([leaf.float().mean() for leaf in leaves]).sum()
-
-
-def _here(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.3g} TB"

@@ -22,10 +22,10 @@ from .costs.profiler import ExampleInputs, as_call
 from .kept import State
 from .microbatches import Passage
 from .model import ParallelModel
+from .module_copies import ghost_of, replace_tensors
 from .recording import TensorMemo
 from .stages.boundaries import Boundaries
 from .stages.splitter import Split
-from .stages.stubs import ghost_of, replace_tensors
 from .storages import Peak, Storages
 
 __all__ = ["Actor", "fake_ranks"]

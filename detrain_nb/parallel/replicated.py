@@ -15,7 +15,7 @@ from .recording import modules_around
 from .tensor.layers import Region, Share, change_class
 from .tensor.ranks import MeshRanks
 
-__all__ = ["averaged", "replicate_scalars", "replicated_in"]
+__all__ = ["averaged", "local_part", "replicate_scalars", "replicated_in"]
 
 
 def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
@@ -88,12 +88,13 @@ def averaged(parameters: Sequence[nn.Parameter], replicas: Sequence[dist.Process
     for parameter, earlier in zip(trained, before):
         if parameter.grad is None:
             parameter.grad = parameter.detach().new_zeros(())
-        _average(_local(parameter.grad), replicas)
+        _average(local_part(parameter.grad), replicas)
         if earlier is not None:
             parameter.grad = earlier.add_(parameter.grad)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor: the very memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 

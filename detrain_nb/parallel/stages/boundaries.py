@@ -12,11 +12,11 @@ from ...errors import SpecError
 from ..compiled import as_written
 from ..costs.profiler import profile_call
 from ..kept import state_kept
+from ..module_copies import ghost_of
 from ..recording import device_of, first_float_tensor, modules_around
 from ..writes import writes_undone
 from .splitter import Split
 from .stage import build_stage
-from .stubs import ghost_of
 
 __all__ = ["Boundaries"]
 

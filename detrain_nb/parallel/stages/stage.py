@@ -17,8 +17,9 @@ from torch.utils import swap_tensors
 
 from ...errors import SpecError
 from ..compiled import compile_again, run_before
+from ..module_copies import follow_copies, ghost_of, shallow_copy
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
-from .stubs import End, Reached, StageState, follow_copies, ghost_of, shallow_copy, stub_of
+from .stubs import End, Reached, StageState, stub_of
 
 __all__ = ["build_stage"]
 

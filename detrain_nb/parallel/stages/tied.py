@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import SpecError
+from ..replicated import local_part
 from .schedules import Schedule
 from .splitter import Split
 
@@ -36,7 +37,7 @@ class _Tied:
         total = made[0].clone() if made else torch.zeros_like(self.copies[0])
         for grad in made[1:]:
             total.add_(grad)
-        _sum_over(_local(total), self.ranks, group, link)
+        _sum_over(local_part(total), self.ranks, group, link)
         for copy, before in zip(self.copies, earlier):
             copy.grad = total.clone() if before is None else before.add_(total)
 
@@ -125,11 +126,6 @@ class TiedParameters:
             raise
         for tied, earlier in zip(trained, before):
             tied.add_up(earlier, self._group, self._link)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The memory of this rank's part."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def send_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, link: torch.device) -> None:

@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_map
 
 from ...errors import SpecError
 from ..costs.profiler import ExampleInputs, as_call
+from ..module_copies import ghost_of, replace_tensors
 from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
-from ..stages.stubs import ghost_of, replace_tensors
 from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
 from .plan import EXPERTS, LINEAR, Pair, PlannedModule, TensorPlan
-from .proof import Call, Proof, find_fault, is_on_meta, is_too_large, keep_call
+from .proof import Proof, find_fault, is_on_meta, is_too_large, keep_call
+from .proof_runs import Call
 from .proposals import (
     Between,
     candidates_of,

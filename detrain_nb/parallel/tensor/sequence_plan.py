@@ -11,7 +11,8 @@ from torch import nn
 
 from ...errors import SpecError
 from .plan import Pair, SequenceParts, TensorPlan, is_inside
-from .proof import Call, find_fault
+from .proof import find_fault
+from .proof_runs import Call
 
 __all__ = ["with_sequence_parts"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..kept import state_kept
+from ..module_copies import ghost_of
 from ..recording import without_fused_layers
-from ..stages.stubs import ghost_of
 from ..writes import writes_undone
 from .copies import copied_or_shared
 from .layer_flow import float_outputs

@@ -1,0 +1,96 @@
+"""Copies of modules: with the same tensors, or with others in their places."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .blocks import StandIn
+from .compiled import leave_as_written
+from .recording import TensorMemo
+
+__all__ = ["follow_copies", "ghost_of", "replace_tensors", "shallow_copy"]
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Another module with the same tensors and children, whose dictionaries are its own."""
+    copied: nn.Module = module.__class__.__new__(module.__class__)
+    copied.__dict__.update(
+        {
+            key: value.copy() if key.startswith("_") and isinstance(value, (dict, set)) else value
+            for key, value in module.__dict__.items()
+        }
+    )
+    return copied
+
+
+def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module]) -> None:
+    """Have the attributes of ``copies`` lead to these too, where they led to ``found``, the modules that were copied.
+
+    In containers, and as the one whose a method is; what a function of the model's maker leads to stays as it is.
+    """
+
+    def follow(leaf: Any) -> Any:
+        if isinstance(leaf, types.MethodType) and found.get(id(leaf.__self__)) is leaf.__self__:
+            return getattr(copies[id(leaf.__self__)], leaf.__func__.__name__, leaf)
+        return copies[id(leaf)] if found.get(id(leaf)) is leaf else leaf
+
+    for made in copies.values():
+        for key, value in list(vars(made).items()):
+            if key in _OF_MODULES or isinstance(value, _PLAIN) or isinstance(made, StandIn):
+                continue
+            leaves = tree_leaves(value)
+            if any(follow(leaf) is not leaf for leaf in leaves):
+                made.__dict__[key] = tree_map(follow, value)
+
+
+_PLAIN = (bool, int, float, str, type(None), Tensor)
+_OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children: these have been copied
+
+# A ghost has its own of these too: its code may write into those of the module, which are the user's.
+_OPEN = (list, dict, set, deque)
+
+
+def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
+    """A copy of a module, and of all in it, whose tensors are on the meta device; what is shared stays shared.
+
+    ``make``: gives other tensors than those.
+    """
+    copies: dict[int, nn.Module] = {}
+    found: dict[int, nn.Module] = {}
+    to_meta = make or TensorMemo(_as_ghost)
+
+    def copied(inner: nn.Module) -> nn.Module:
+        if id(inner) not in copies:
+            found[id(inner)] = inner
+            ghost = copies[id(inner)] = shallow_copy(inner)
+            own = {key: copy.copy(value) for key, value in ghost.__dict__.items() if isinstance(value, _OPEN)}
+            ghost.__dict__.update(own)
+            ghost._modules.update({key: copied(child) for key, child in inner._modules.items() if child is not None})
+            for tensors in (ghost._parameters, ghost._buffers):
+                tensors.update({key: to_meta(tensor) for key, tensor in tensors.items()})
+            leave_as_written(ghost)
+        return copies[id(inner)]
+
+    made = copied(module)
+    follow_copies(copies, found)
+    return made
+
+
+def replace_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """In all attributes, and in what these contain: recurrent layers have their parameters in a list too."""
+    for key, value in module.__dict__.items():
+        if any(isinstance(leaf, Tensor) and change(leaf) is not leaf for leaf in tree_leaves(value)):
+            module.__dict__[key] = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _as_ghost(tensor: Tensor) -> Tensor:
+    made = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made

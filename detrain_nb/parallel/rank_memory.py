@@ -1,0 +1,90 @@
+"""What the ranks of a layout hold, as a table."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .stages.splitter import Split
+from .tensor.plan import TensorPlan
+
+__all__ = ["DryRun", "RankMemory"]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What the first of the ranks at one place of the pipeline holds when it holds most, in bytes; no other holds more.
+
+    ``phase``: when that is: in a "forward" pass, the "loss", a "backward" pass or the step of the "optimizer". What is
+    there then are parameters, with buffers; the gradients that there are by then; the optimizer's state; activations,
+    of all microbatches that are on their way, with the batch; and what works for the moment: layers that FSDP2 has put
+    together, what the loss makes of the output, what is computed again, buffers of what ranks send each other.
+    ``largest`` are the shapes of the largest parameters there, by name, as one rank has them.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    num_parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    working_bytes: int = 0
+    phase: str = ""
+    largest: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def parts_bytes(self) -> tuple[int, ...]:
+        return (
+            self.parameter_bytes,
+            self.gradient_bytes,
+            self.optimizer_bytes,
+            self.activation_bytes,
+            self.working_bytes,
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts_bytes)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A layout, and what its ranks would hold; it is shown as a table."""
+
+    mesh: Mapping[str, int]
+    schedule: str
+    rows: tuple[RankMemory, ...]
+    split: Split | None = None
+    plan: TensorPlan | None = None
+
+    @property
+    def peak(self) -> RankMemory:
+        """The ranks that hold most."""
+        return max(self.rows, key=lambda row: row.total_bytes)
+
+    def __str__(self) -> str:
+        sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        parts = ("weights", "gradients", "optimizer", "activations", "at work")
+        table: list[tuple[str, ...]] = [("ranks", "stages", "parameters", "most", *parts, "in the")]
+        for row in self.rows:
+            ranks = f"{row.ranks[0]}-{row.ranks[-1]}" if len(row.ranks) > 1 else str(row.ranks[0])
+            stages = ",".join(map(str, row.stages))
+            bytes_text = map(_size, (row.total_bytes, *row.parts_bytes))
+            table.append((ranks, stages, f"{row.num_parameters:,}", *bytes_text, row.phase))
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table]
+        head = f"{sizes}: {len(self.rows) and sum(len(row.ranks) for row in self.rows)} ranks, {self.schedule}"
+        return "\n".join([head, *lines])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.3g} TB"

@@ -1,0 +1,182 @@
+"""One pass of a module, forward and backward, and what makes it another than that of the whole module."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from .copies import copied_or_shared
+from .layer_flow import float_outputs
+from .plan import Layout, TensorPlan
+from .ranks import cut
+
+__all__ = ["TOLERANCES", "Call", "Run"]
+
+# Relative to the largest; models compute in float32 in places, whatever they are in, and are off by 1e-7 then.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+# Of the largest gradient: as that of the bias of keys is, which softmax takes away again.
+_ZERO_BUT_FOR_ROUNDING = 1e-2
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Run:
+    """One forward and backward pass of a module, of which outputs and gradients are kept."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Call,
+        dtype: torch.dtype,
+        unread: Collection[int],
+        reference: Run | None = None,
+    ) -> None:
+        self.module, self.dtype, self.reference = module, dtype, reference
+        self.modes = [part.training for part in module.modules()]
+        self._unread = unread
+        self._looks = _Looks()
+        self._given = call
+        self.outputs: list[Tensor] = []
+        self.gradients: dict[str, Tensor | None] = {}
+        leaves, spec = tree_flatten(call)
+        self._inputs = {}
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                leaves[index] = copied_or_shared(leaf)
+                continue
+            mine = leaf.detach().to(dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+            if leaf.requires_grad:
+                self._inputs[f"input {index}"] = mine.requires_grad_(True)
+                mine = mine.view_as(mine)  # may be written into
+            leaves[index] = mine
+        self._call: Call = tree_unflatten(leaves, spec)
+
+    def again(self, module: nn.Module) -> Run:
+        """A run of ``module`` like this one, that has not gone so far."""
+        return Run(module, self._given, self.dtype, self._unread)
+
+    def look(self) -> Run:
+        """See what is given, without gradients."""
+        args, kwargs = self._call
+        with _WithoutDropout(), self._looks:
+            result = self.module(*args, **kwargs)
+        self.outputs = [each for index, each in enumerate(float_outputs(result)) if index not in self._unread]
+        if self.reference is not None:
+            shapes, expected = ([tuple(each.shape) for each in run.outputs] for run in (self, self.reference))
+            if shapes != expected:
+                raise ValueError(f"it gives {shapes} in the place of {expected}")
+        return self
+
+    def go(self) -> Run:
+        self.look()
+        self._backward()
+        return self
+
+    def _backward(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        weights = [torch.randn(each.shape, generator=generator, dtype=each.dtype) for each in self.outputs]
+        parameters = dict(self.module.named_parameters())
+        wanted = {**self._inputs, **parameters}
+        total = sum(((w * each).sum() for w, each in zip(weights, self.outputs) if each.requires_grad), torch.zeros(()))
+        if total.requires_grad:
+            found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+            self.gradients = {
+                name: gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+                for name, gradient in zip(wanted, found)
+            }
+
+    def compare(self, plan: TensorPlan, rank: int) -> str | None:
+        """What is not as in the whole module."""
+        assert self.reference is not None
+        if not self._looks.are_like(self.reference._looks):
+            return "its code looks at a value, which is another of a part"
+        for output, expected in zip(self.outputs, self.reference.outputs):
+            if not _is_close(output, expected, self.dtype):
+                return "its output is another"
+        layouts = _layouts_by_name(plan)
+        gradients = [each for each in self.reference.gradients.values() if each is not None and each.numel()]
+        least = _ZERO_BUT_FOR_ROUNDING * max((float(each.abs().max()) for each in gradients), default=0.0)
+        for name, gradient in self.reference.gradients.items():
+            layout, mine = layouts.get(name), gradient
+            if gradient is not None and layout is not None:
+                mine = cut(gradient, layout.dim, rank=rank, size=plan.tp, packed=layout.packed)
+            if not _is_close(self.gradients.get(name), mine, self.dtype, least=least):
+                return f"the gradient of {name} is another"
+        return None
+
+
+def _layouts_by_name(plan: TensorPlan) -> dict[str, Layout]:
+    layouts = plan.layouts
+    return {
+        f"{name}.{own}" if name else own: layouts[first]
+        for name, module in plan.modules.items()
+        for own, first, _ in module.parameters
+        if first in layouts
+    }
+
+
+def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype, *, least: float = 0.0) -> bool:
+    """Relative to the largest of ``expected``, which counts as ``least`` where it is less."""
+    if found is None or expected is None:
+        some = found if found is not None else expected
+        return some is None or not bool(some.any())
+    if found.shape != expected.shape:
+        return False
+    if not expected.numel():
+        return True
+    found, expected = found.detach().double(), expected.detach().double()
+    scale = max(float(expected.abs().max()), least)
+    return bool((found - expected).abs().max() <= TOLERANCES[dtype] * scale + 1e-12)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """In here nothing is dropped, in training neither."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = args[:4], {**kwargs, **dict(zip(("is_causal",), args[5:6])), "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+_DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+_DROPOUTS |= {torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout}
+
+
+class _Looks(TorchDispatchMode):
+    """Notes the values at which the code looks, and the sums of what they were compared from."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[float] = []
+        self._behind: dict[int, tuple[Tensor, float]] = {}  # the tensor too, so that its id stays its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if torch.Tag.data_dependent_output in func.tags and isinstance(result, (bool, int, float)):
+            self.seen.extend((float(result), *(self._sum_behind(tensor) for tensor in tensors)))
+        for made in tree_leaves(result):  # whether it is more, or where it is most, may be the same of another value
+            if isinstance(made, Tensor) and not made.is_floating_point() and not made.is_complex():
+                self._behind[id(made)] = made, sum(map(self._sum_behind, tensors))
+        return result
+
+    def _sum_behind(self, tensor: Tensor) -> float:
+        if tensor.is_floating_point() and not tensor.is_meta:
+            return float(tensor.detach().double().nan_to_num().abs().sum())
+        return self._behind.get(id(tensor), (tensor, 0.0))[1]
+
+    def are_like(self, others: _Looks) -> bool:
+        """Whether as many values were seen, and the same, but for rounding."""
+        pairs = itertools.zip_longest(self.seen, others.seen, fillvalue=math.inf)
+        return all(math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-9) for one, other in pairs)
