@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .interrupts import HeldInterrupts
 from .undo import (
     MISSING,
     REFILLED,
@@ -95,12 +96,16 @@ class State:
     @contextlib.contextmanager
     def kept(self, device: torch.device = _CPU) -> Iterator[None]:
         stand_ins, undos = StandIns(), list[Undo]()
-        with random_state_kept(device):
+        with HeldInterrupts() as interrupts, random_state_kept(device):
             try:
                 undos.append(note_dicts(self._dicts, stand_ins))
                 for note in self._notes:
                     undos.append(note(stand_ins))
-                yield
+                try:
+                    interrupts.let_through()
+                    yield
+                finally:
+                    interrupts.hold()
             finally:
                 for undo in reversed(undos):
                     undo()

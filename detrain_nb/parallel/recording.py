@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import DetrainError, SpecError
 from .compiled import as_written
+from .interrupts import OperatorMode
 from .writes import written_by
 
 __all__ = [
@@ -204,11 +204,11 @@ class Op:
     writes: Sequence[int] = ()  # of those that it made, what was there before
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperatorMode):
     """Notes every operator that runs, and what autograd keeps."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.ops: list[Op] = []
         self.size_bytes: list[int] = []
         self.looks: list[TensorLook] = []

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .costs.profiler import ExampleInputs, as_call
+from .interrupts import HeldInterrupts
 from .kept import State
 from .microbatches import Passage
 from .model import ParallelModel
@@ -38,12 +39,15 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     excepthook = sys.excepthook  # torch puts a rank before every line of a traceback, and leaves it so
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = excepthook
+    with HeldInterrupts() as interrupts:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            interrupts.let_through()
+            yield
+        finally:
+            interrupts.hold()
+            dist.destroy_process_group()
+            sys.excepthook = excepthook
 
 
 class Actor:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from .interrupts import OperatorMode
 
 __all__ = ["KINDS", "Peak", "Storages"]
 
@@ -43,7 +44,7 @@ class _Stay:
     end: int | None = None
 
 
-class Storages(TorchDispatchMode):
+class Storages(OperatorMode):
     """Notes the storages that are made in it, and when they go.
 
     ``are_fake``: what has values is then no tensor of the model, but numbers that schedules and ranks reckon with, and
@@ -51,7 +52,7 @@ class Storages(TorchDispatchMode):
     """
 
     def __init__(self, *, are_fake: bool, keeps_sent: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._are_fake, self._keeps_sent = are_fake, keeps_sent
         self._sent: list[Any] = []
         self._phases: list[tuple[str, int]] = [("start", 0)]

@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import SpecError
+from .interrupts import OperatorMode
 from .tape import Op, OwnGenerator, Place, Tape
 from .writes import written_by
 
@@ -31,11 +32,11 @@ _DRAWING = ("normal_", "uniform_", "random_", "exponential_", "geometric_", "log
 _OVERWRITING = frozenset((*_DRAWING, "zero_", "fill_", "copy_"))
 
 
-class TapeRecorder(TorchDispatchMode):
+class TapeRecorder(OperatorMode):
     """Records what runs inside of it, under the fake tensors of ``fakes``."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tape = Tape(lambda number: int(self._storages[number].nbytes()))
         self._fakes = fakes
         self._numbers: dict[int, int] = {}

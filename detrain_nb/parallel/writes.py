@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+from .interrupts import OperatorMode
 
 __all__ = ["values_kept", "writes_undone", "written_by"]
 
@@ -55,11 +57,11 @@ class _Values:
         self._storage.copy_(self._was)
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(OperatorMode):
     """Keeps what is in a tensor before somebody writes into it for the first time."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._on_storage: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             if tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor):

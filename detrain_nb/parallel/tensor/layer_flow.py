@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..interrupts import OperatorMode
 from ..kept import state_kept
 from ..recording import device_of, first_float_tensor, without_fused_layers
 from ..writes import writes_undone
@@ -46,14 +46,14 @@ class LayerFlow:
         return [name for name in self.entered[first:last] if name not in begin]
 
 
-class Watch(TorchDispatchMode):
+class Watch(OperatorMode):
     """For each tensor the layers and the parameters that it comes from, and the tensor whose values it has.
 
     "" stands for the model's first float input.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._sources: dict[int, frozenset[str]] = {}
         self._roots: dict[int, int] = {}
         self._kept: list[Tensor] = []  # an id belongs to one tensor as long as it lives

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..interrupts import OperatorMode
 from .copies import copied_or_shared
 from .layer_flow import float_outputs
 from .plan import Layout, TensorPlan
@@ -153,11 +153,11 @@ _DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha
 _DROPOUTS |= {torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout}
 
 
-class _Looks(TorchDispatchMode):
+class _Looks(OperatorMode):
     """Notes the values at which the code looks, and the sums of what they were compared from."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: list[float] = []
         self._behind: dict[int, tuple[Tensor, float]] = {}  # the tensor too, so that its id stays its own
 
