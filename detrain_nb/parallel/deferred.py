@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
+from .arguments import require_model
 from .model import usual_device
 from .module_copies import ghost_of, replace_tensors
 from .recording import TensorMemo
@@ -61,6 +62,8 @@ def deferred(make: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
 
     Raises: SpecError for a model, or tensors in it, for which this cannot be done.
     """
+    if isinstance(make, nn.Module) or not callable(make):
+        raise SpecError("deferred makes the model itself: give it a class, or a function that returns a model")
     with (
         warnings.catch_warnings(),
         FakeTensorMode(allow_non_fake_inputs=True) as fakes,
@@ -91,6 +94,7 @@ def materialize(model: Model, *, device: torch.device | str | None = None) -> Mo
 
     ``device``: by default a GPU if there is one, as everywhere here. Raises: SpecError.
     """
+    require_model(model)
     require_values(model)
     fill([model], device=torch.device(device) if device is not None else usual_device())
     return model

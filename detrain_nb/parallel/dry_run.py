@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
+from .arguments import require_model, require_sizes, require_whole
 from .costs.block_use import BlockUse
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, profile
@@ -73,6 +74,9 @@ def dry_run(
     those of CPUs. It needs that no process group is there: call it in the notebook itself, or before there is one.
     Raises: SpecError, as ``parallelize`` does.
     """
+    require_model(model)
+    require_sizes(mesh_sizes)
+    require_whole(0, optimizer_states=optimizer_states)
     if dist.is_initialized():
         raise SpecError("there is a process group already: call dry_run in the notebook itself, or before making one")
     world_size = 1

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import SessionError, SpecError
+from .arguments import require_sizes
 
 __all__ = ["AXES", "can_send_from", "make_mesh", "replica_number", "resolve_axes"]
 
@@ -43,7 +44,9 @@ def make_mesh(
             "a mesh needs a process group: start the session with one, or call init_process_group() first"
         )
     asked = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "ep": ep, "tp": tp}
-    sizes = resolve_axes({axis: size for axis, size in asked.items() if size is not None}, dist.get_world_size())
+    given = {axis: size for axis, size in asked.items() if size is not None}
+    require_sizes(given)
+    sizes = resolve_axes(given, dist.get_world_size())
     return init_device_mesh(device_type or _device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

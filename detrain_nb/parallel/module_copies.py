@@ -40,7 +40,7 @@ def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module
     def follow(leaf: Any) -> Any:
         if isinstance(leaf, types.MethodType) and found.get(id(leaf.__self__)) is leaf.__self__:
             return getattr(copies[id(leaf.__self__)], leaf.__func__.__name__, leaf)
-        return copies[id(leaf)] if found.get(id(leaf)) is leaf else leaf
+        return copies[id(leaf)] if leaf is not None and found.get(id(leaf)) is leaf else leaf
 
     for made in copies.values():
         for key, value in list(vars(made).items()):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
+from .arguments import require_mesh, require_model, require_names, require_whole
 from .costs.block_use import BlockUse
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, shared_inputs
@@ -76,6 +77,13 @@ def parallelize(
     rank are taken.
     Raises: SpecError, on all ranks alike.
     """
+    require_model(model)
+    require_mesh(mesh)
+    require_whole(num_microbatches=num_microbatches)
+    if not isinstance(pp, Split) and pp != "auto":
+        require_names(pp=pp)
+    if not isinstance(tp, TensorPlan) and tp != "auto":
+        raise SpecError(f"tp={tp!r}: give 'auto', or a plan of tp_plan; the mesh says how many ranks there are")
     place = _device_for(mesh, device)
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
     if mesh.mesh_dim_names is None or (unknown := [axis for axis in sizes if axis not in AXES]):

@@ -170,7 +170,8 @@ def test_gpt_with_a_large_head_is_cut_as_well_as_can_be(stages: int) -> None:
     "arguments, message",
     [
         ({"nodes": 4}, r"4 stages, and the model can be cut into 3 at most \(cuts: m1, m2\): use fewer stages"),
-        ({"nodes": 0}, "0 stages: a model needs at least 1"),
+        ({"nodes": 0}, "stages=0: give a whole number, 1 or more"),
+        ({"nodes": ["gpu1"]}, "give a StageNode for each stage, or how many stages there are"),
         ({"nodes": [StageNode("a", memory_bytes=500)] * 2}, r"no split into 2 stages fits: the model needs 0.00 GB"),
         ({"nodes": 2, "times_s": [1.0]}, "1 times for 3 units: give one for each"),
         ({"nodes": 2, "num_microbatches": 0}, "0 microbatches: a step has at least 1"),

@@ -233,6 +233,14 @@ def test_refusal_says_what_hinders_a_block() -> None:
         split(Remembers(), batch(2, 4), 3)
 
 
+def test_containers_with_nothing_in_them_are_copied() -> None:
+    model, x = made(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))), batch(2, 4)
+    model.options, model.names = [None], {"act": None, "layers": (None, 2)}  # type: ignore[assignment]
+    first, second = (split(model, x, 2).stage(index) for index in range(2))
+    torch.testing.assert_close(second(first(x), x), model(x), rtol=0, atol=0)
+    assert first.options == [None] and first.names == {"act": None, "layers": (None, 2)}
+
+
 class _Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError
+from ..arguments import require_whole
 from .profiler import ModelProfile
 
 __all__ = ["Partition", "StageNode", "partition"]
@@ -129,9 +130,11 @@ def partition(
     Exact, by dynamic programming over units, stages and kinds of nodes. Raises: SpecError where the model has too few
     cuts, or no split fits into memory.
     """
-    given = tuple(StageNode() for _ in range(nodes)) if isinstance(nodes, int) else tuple(nodes)
-    if not given:
-        raise SpecError("0 stages: a model needs at least 1")
+    if not isinstance(nodes, Sequence):
+        require_whole(stages=nodes)
+    given = tuple(nodes) if isinstance(nodes, Sequence) else tuple(StageNode() for _ in range(nodes))
+    if not given or not all(isinstance(node, StageNode) for node in given):
+        raise SpecError(f"nodes={nodes!r}: give a StageNode for each stage, or how many stages there are")
     if len(given) > len(profile.units):
         count = len(profile.units)
         cuts = ", ".join(profile.cuts) or "none"

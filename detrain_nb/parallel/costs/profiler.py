@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import html
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from ...errors import SpecError
+from ..arguments import require_model
 from ..kept import state_kept
 from ..recording import (
     Entries,
@@ -143,6 +145,9 @@ class ModelProfile:
         lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
 
 def profile(model: nn.Module, example_inputs: ExampleInputs, *, measure: bool = False) -> ModelProfile:
     """Look what every part of ``model`` costs for ``example_inputs``, of the size of one microbatch.
@@ -155,6 +160,7 @@ def profile(model: nn.Module, example_inputs: ExampleInputs, *, measure: bool = 
     Raises: SpecError for a model that has no hooks, or that looks at values and has none, and for inputs that it fails
     on.
     """
+    require_model(model)
     args, kwargs = as_call(example_inputs)
     with fails_with_inputs(args, kwargs):
         found = dataclasses.replace(profile_call(model, args, kwargs), shared_inputs=shared_inputs(example_inputs))

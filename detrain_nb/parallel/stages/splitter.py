@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ...errors import SpecError
+from ..arguments import require_names, require_whole
 from ..costs.partitioner import Partition, StageNode, partition
 from ..costs.profiler import ExampleInputs, ModelProfile, profile
 from ..recording import modules_around
@@ -127,6 +129,9 @@ class Split:
         begins = ["the start", *self.cuts]
         return "\n".join(f"stage {index} begins at {begin}" for index, begin in enumerate(begins))
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
 
 def split(
     model: nn.Module,
@@ -142,8 +147,10 @@ def split(
     ``example_inputs``: of one microbatch, as ``profile`` has them. ``nodes``: what runs each stage, as ``partition``
     has them. The model may be on the meta device. Raises: SpecError, which says where the model can be cut.
     """
+    require_whole(stages=stages)
     found = profile_of_model or profile(model, example_inputs)
     if at is not None:
+        require_names(at=at)
         if stages is not None and stages != len(at) + 1:
             raise SpecError(f"{stages} stages and {len(at)} cuts: {len(at)} cuts make {len(at) + 1} stages")
         return Split(model, found, _bounds_at(model, found, at))

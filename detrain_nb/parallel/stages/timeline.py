@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from ...errors import SpecError
+from ..arguments import require_whole
 from .schedules import KINDS, Schedule, WrittenSchedule, find_schedule
 
 __all__ = ["Timeline", "Work", "timeline"]
@@ -102,10 +103,9 @@ def timeline(
     ``stage_s``: seconds of each stage for one microbatch, forward and backward, as ``Partition.stage_s``; by default
     all stages of a rank take 3 ms together. A forward pass is a third of it. Raises: SpecError.
     """
+    require_whole(num_ranks=num_ranks, num_microbatches=num_microbatches)
     order = find_schedule(schedule)
     name = order.name
-    if num_ranks < 1 or num_microbatches < 1:
-        raise SpecError(f"{num_ranks} ranks, {num_microbatches} microbatches: a pipeline has 1 or more of each")
     num_stages = order.num_stages(num_ranks)
     times = [3e-3 * num_ranks / num_stages] * num_stages if stage_s is None else list(stage_s)
     if len(times) != num_stages:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from ...errors import SpecError
+from ..arguments import require_model, require_whole
 from ..costs.profiler import ExampleInputs, as_call
 from ..module_copies import ghost_of, replace_tensors
 from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
@@ -63,8 +64,13 @@ def tp_plan(
     without values, and what is proved are shapes, which is enough for a dry run alone.
     Raises: SpecError for what is asked for by name and cannot be, and for inputs that the model fails on.
     """
+    require_model(model)
+    require_whole(tp=tp)
     if tp < 2:
         raise SpecError(f"tp={tp}: layers are cut over 2 ranks or more")
+    most = max((size for parameter in model.parameters() for size in parameter.shape), default=0)
+    if tp > most:
+        raise SpecError(f"tp={tp}: the largest parameter has {most} rows or columns to cut")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise SpecError("the model has parameters over a mesh already: plan before it is laid out")
     call = as_call(example_inputs)

@@ -1,0 +1,72 @@
+"""What users give to this package: what is of a wrong kind gets one clear error."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import SpecError
+
+__all__ = ["require_mesh", "require_model", "require_names", "require_sizes", "require_whole"]
+
+
+def require_model(model: Any) -> None:
+    """Raises: SpecError for what is no nn.Module."""
+    if inspect.isclass(model):
+        raise SpecError(f"the model is the class {model.__name__}: make one, as {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"the model is {_shown(model)}: give an nn.Module")
+
+
+def require_mesh(mesh: Any) -> None:
+    """Raises: SpecError for what is no mesh, or no longer one."""
+    if not isinstance(mesh, DeviceMesh):
+        raise SpecError(f"the mesh is {_shown(mesh)}: give what make_mesh returns")
+    try:
+        mesh.get_all_groups()
+    except RuntimeError as exc:
+        raise SpecError(
+            "the mesh has process groups that have been ended since: make it again, with make_mesh"
+        ) from exc
+
+
+def require_whole(least: int = 1, **given: Any) -> None:
+    """Raises: SpecError for what is neither None nor a whole number, ``least`` or more."""
+    for name, value in given.items():
+        if value is None or (_is_whole(value) and value >= least):
+            continue
+        raise SpecError(f"{name}={value!r}: give a whole number, {least} or more")
+
+
+def require_sizes(sizes: Any) -> None:
+    """Raises: SpecError for what has no whole numbers by axis."""
+    if not isinstance(sizes, Mapping):
+        raise SpecError(f"the sizes of the mesh are {_shown(sizes)}: give them by axis, as {{'pp': 2, 'dp_shard': 4}}")
+    for axis, size in sizes.items():
+        if not _is_whole(size):
+            raise SpecError(f"{axis}={size!r}: a number of ranks is a whole number")
+
+
+def require_names(**given: Any) -> None:
+    """Raises: SpecError for a text, or a number, in the place of a list of names."""
+    for name, value in given.items():
+        if (
+            isinstance(value, str)
+            or not isinstance(value, Sequence)
+            or not all(isinstance(each, str) for each in value)
+        ):
+            raise SpecError(f"{name}={value!r}: give a list of the names of modules, as ['layers.4', 'layers.8']")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
