@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,11 +17,17 @@ __all__ = ["require_mesh", "require_model", "require_names", "require_sizes", "r
 
 
 def require_model(model: Any) -> None:
-    """Raises: SpecError for what is no nn.Module."""
+    """Raises: SpecError for what is no nn.Module, or has TorchScript in it."""
     if inspect.isclass(model):
         raise SpecError(f"the model is the class {model.__name__}: make one, as {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise SpecError(f"the model is {_shown(model)}: give an nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise SpecError(
+                f"{name or 'the model'} is TorchScript, which has no hooks to cut it at: "
+                "give the module that it was made from"
+            )
 
 
 def require_mesh(mesh: Any) -> None:

@@ -232,12 +232,6 @@ def _require_hooks(model: nn.Module) -> None:
         raise SpecError("the model is compiled: split the one that was given to torch.compile, and compile its stages")
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise SpecError("the model has lazy parameters, without a shape: call it once, with inputs of the right shape")
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise SpecError(
-                f"{name or 'the model'} is TorchScript, which has no hooks to cut it at: "
-                "give the module that it was made from"
-            )
 
 
 def _fake(tensor: Tensor, *, device: torch.device) -> Tensor:
