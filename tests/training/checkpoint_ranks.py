@@ -341,10 +341,11 @@ def save_twice(layout: str, url: str) -> None:
         run.save(url)
 
 
-def load_damaged(layout: str, url: str, step: int) -> tuple[str, bool]:
+def load_damaged(layout: str, url: str, step: int, run: Run | None = None) -> tuple[str, bool]:
     """What is said of a checkpoint, by name, and whether all that was given is bit for bit as it was."""
-    run = Run(layout, seed=7)
-    run.train(1)
+    if run is None:
+        run = Run(layout, seed=7)
+        run.train(1)
     before = everything(run)
     said = _error(lambda: run.load(url, step=step))
     return said, everything(run) == before

@@ -31,8 +31,10 @@ from detrain_nb.transport.ssh import SshConnection, SshTarget
 
 from ..testbed.testbed import Testbed
 from . import checkpoint_ranks as on_ranks
+from .damage import changed, flip, pieces_of, the_file
 
 HERE = Path(__file__).parent
+MIB = 1 << 20
 CLOSE = 1e-6  # relative; of a loss
 CLOSE_STEPS = 1e-4  # relative; of losses and tensors after steps in other layouts; 2e-5 was measured
 LAYOUTS = ["pp", "fsdp", "ddp", "tp", "zbv"]
@@ -241,6 +243,55 @@ def test_error_of_one_rank_is_everybodys_and_they_go_on_together(session: Sessio
         assert errors[2] == "step-00000001"
     disagreed = session.run_cell(f"on_ranks.disagree(rank, {str(tmp_path)!r})").values
     assert set(disagreed.values()) == {"SpecError: step is 0 on rank 0 and 1 on rank 1: give the same on all ranks"}
+
+
+# ---- damage that some ranks read (of one process: test_reading.py)
+
+
+@pytest.fixture(scope="module")
+def of_shards(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 and 2 of two ranks, each with a shard of every tensor."""
+    folder = tmp_path_factory.mktemp("shards")
+    session.run_cell(f"on_ranks.save_twice('fsdp', {str(folder)!r})")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["model/", "optimizer/", "random/1/"])
+@pytest.mark.parametrize("layout", ["fsdp", "pp", pytest.param("tp", marks=pytest.mark.slow)])
+def test_damage_that_one_rank_reads_is_found_by_all(session: Session, of_shards: Path, layout: str, kind: str) -> None:
+    """In the file of the second rank: of shards, the first one reads nothing of it."""
+    file = the_file(of_shards, 2, "rank-00001*")
+    name, begin, _ = next(each for each in pieces_of(file, kind) if "1.down.bias" in each[0] or kind == "random/1/")
+    with changed(file, flip(begin)):
+        told = session.run_cell(f"on_ranks.load_damaged({layout!r}, {str(of_shards)!r}, 2)").values
+        assert told[0][1] and told[1][1], "nobody has changed anything"
+        assert told[1][0].endswith(told[0][0].removeprefix("DetrainError: "))
+        assert f"{file.name}: '{name}', bytes 0 to" in told[0][0] and "step-00000002 is broken: rank " in told[0][0]
+        found = session.run_cell(f"on_ranks.load_whole({layout!r}, {str(of_shards)!r})").values
+        assert found[0] == found[1] and found[0][0] == 1 and found[0][2]
+        assert "step-00000002 is passed over" in found[0][1][0] and name in found[0][1][0]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_damage_in_shards_is_found_by_one_process(of_shards: Path, number: int) -> None:
+    file, run = the_file(of_shards, 2, f"rank-0000{number}*"), on_ranks.Run("one", seed=7)
+    for kind in ("model/", "optimizer/"):
+        for name, begin, end in pieces_of(file, kind)[0::7]:
+            with changed(file, flip(end - 1)):
+                said, is_unchanged = on_ranks.load_damaged("one", str(of_shards), 2, run)
+                assert is_unchanged and f"{file.name}: '{name}', bytes 0 to {end - begin}, is damaged" in said
+
+
+def test_shards_are_compared_by_what_they_read(session: Session, tmp_path: Path) -> None:
+    """Of one tensor of 8 MiB: each rank reads its half twice, and finds damage in it; the other half is the other's."""
+    training.save(str(tmp_path), nn.Linear(1024, 2048, bias=False), step=1)
+    counts = session.run_cell(f"on_ranks.count_read({str(tmp_path)!r})").values
+    assert set(counts.values()) == {(2 * 4 * MIB, 4 * MIB)}
+    file = the_file(tmp_path, 1, "rank-*")
+    [(_, begin, _)] = pieces_of(file, "model/")
+    with changed(file, flip(begin + 6 * MIB + 5)), pytest.raises(Exception) as error:
+        session.run_cell(f"on_ranks.count_read({str(tmp_path)!r})")
+    assert f"rank 1: {file}: 'model/weight', bytes {6 * MIB} to {7 * MIB}, is damaged" in str(error.value)
 
 
 # ---- one process
@@ -530,10 +581,6 @@ def filled(value: float) -> nn.Module:
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
     return model
-
-
-def the_file(saved: Path, step: int, pattern: str) -> Path:
-    return next((saved / f"step-{step:08d}").glob(pattern))
 
 
 def rewrite(

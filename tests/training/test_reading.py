@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import subprocess
-import sys
+import tracemalloc
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as some
 from torch import nn
 
-from detrain_nb import Session, training
+from detrain_nb import training
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.storage import locate
-from detrain_nb.training import catalog, digests, reading
-from detrain_nb.training.tensor_files import Piece
+from detrain_nb.training import catalog, digests, reading, tensor_files
+from detrain_nb.training.tensor_files import Piece, compare_rows, read_rows
+from detrain_nb.training.tensor_index import TensorIndex
 
+from ..parallel.memory_ranks import LiveStorages
 from . import checkpoint_ranks as on_ranks
+from .damage import changed, flip, pieces_of, the_file
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -42,38 +43,27 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def changed(file: Path, change: Callable[[bytes], bytes | None]) -> Iterator[None]:
-    """For as long as the block lasts; None removes it."""
-    whole = file.read_bytes()
-    found = change(whole)
-    file.unlink() if found is None else file.write_bytes(found)
-    try:
-        yield
-    finally:
-        file.write_bytes(whole)
+@pytest.fixture(scope="module")
+def run() -> on_ranks.Run:
+    """Whatever is refused leaves it as it is: one is enough."""
+    started = on_ranks.Run("one", seed=7)
+    started.train(1)
+    return started
 
 
-def flip(place: int, *, bit: int = 3) -> Callable[[bytes], bytes]:
-    def change(whole: bytes) -> bytes:
-        data = bytearray(whole)
-        data[place] ^= 1 << bit
-        return bytes(data)
-
-    return change
-
-
-def require_refusal(both: Path, file: Path, *, is_named: bool = True) -> None:
-    """Step 2 is refused by the name of ``file``, and step 1 comes instead, bit for bit."""
-    said, is_unchanged = on_ranks.load_damaged("one", str(both), 2)
+def require_refusal(run: on_ranks.Run, both: Path, file: Path, *, is_named: bool = True) -> None:
+    """Step 2 is refused by the name of ``file``, and nothing has changed."""
+    said, is_unchanged = on_ranks.load_damaged("one", str(both), 2, run)
     assert is_unchanged and said.startswith("DetrainError: ") and "step-00000002 is broken" in said
+    assert not is_named or file.name in said
+
+
+def require_the_one_before(run: on_ranks.Run, both: Path, file: Path, *, is_named: bool = True) -> None:
+    """And step 1 comes instead, bit for bit."""
+    require_refusal(run, both, file, is_named=is_named)
     step, notes, is_step = on_ranks.load_whole("one", str(both))
     assert (step, is_step, len(notes)) == (1, True, 1) and "step-00000002 is passed over" in notes[0]
-    assert not is_named or (file.name in said and file.name in notes[0])
-
-
-def the_file(folder: Path, step: int, pattern: str) -> Path:
-    return next((folder / f"step-{step:08d}").glob(pattern))
+    assert not is_named or file.name in notes[0]
 
 
 def files_of(both: Path) -> list[Path]:
@@ -82,25 +72,25 @@ def files_of(both: Path) -> list[Path]:
 
 @settings(max_examples=50, deadline=None)
 @given(data=some.data())
-def test_flip_of_any_bit_is_found_before_anything_changes(both: Path, data: some.DataObject) -> None:
+def test_flip_of_any_bit_is_found_before_anything_changes(run: on_ranks.Run, both: Path, data: some.DataObject) -> None:
     file = data.draw(some.sampled_from(files_of(both)))
     place = data.draw(some.integers(0, file.stat().st_size - 1))
     with changed(file, flip(place, bit=data.draw(some.integers(0, 7)))):
-        require_refusal(both, file)
+        require_refusal(run, both, file)
 
 
 @settings(max_examples=20, deadline=None)
 @given(data=some.data())
-def test_file_that_is_cut_off_anywhere_is_found(both: Path, data: some.DataObject) -> None:
+def test_file_that_is_cut_off_anywhere_is_found(run: on_ranks.Run, both: Path, data: some.DataObject) -> None:
     file = data.draw(some.sampled_from(files_of(both)))
     size = data.draw(some.integers(0, file.stat().st_size - 1))
     with changed(file, lambda whole: whole[:size]):
-        require_refusal(both, file)
+        require_refusal(run, both, file)
 
 
 @settings(max_examples=20, deadline=None)
 @given(data=some.data())
-def test_bytes_that_are_others_are_found(both: Path, data: some.DataObject) -> None:
+def test_bytes_that_are_others_are_found(run: on_ranks.Run, both: Path, data: some.DataObject) -> None:
     """As a disk gives a block of zeros back, or one of another file."""
     file = data.draw(some.sampled_from(files_of(both)))
     whole, pattern = file.read_bytes(), f"{file.name.partition('-')[0]}*"
@@ -110,82 +100,17 @@ def test_bytes_that_are_others_are_found(both: Path, data: some.DataObject) -> N
     mixed = whole[:begin] + other[begin:end] + whole[end:]
     assume(mixed != whole)
     with changed(file, lambda _: mixed):
-        require_refusal(both, file, is_named=file.name != "checkpoint.json")
+        require_refusal(run, both, file, is_named=file.name != "checkpoint.json")
 
 
 @pytest.mark.parametrize("pattern", ["rank-*", "index-*", "checkpoint.json"])
 @pytest.mark.parametrize("harm", ["missing", "of the other"])
-def test_file_that_is_missing_or_of_another_checkpoint_is_found(both: Path, pattern: str, harm: str) -> None:
+def test_file_that_is_missing_or_of_another_checkpoint_is_found(
+    run: on_ranks.Run, both: Path, pattern: str, harm: str
+) -> None:
     file, other = the_file(both, 2, pattern), the_file(both, 1, pattern)
     with changed(file, lambda _: None if harm == "missing" else other.read_bytes()):
-        require_refusal(both, file, is_named=pattern != "checkpoint.json")
-
-
-# ---- on ranks
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(HERE)!r}); import checkpoint_ranks as on_ranks")
-        yield started
-
-
-@pytest.fixture(scope="module")
-def of_shards(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1 and 2 of two ranks, each with a shard of every tensor."""
-    folder = tmp_path_factory.mktemp("shards")
-    session.run_cell(f"on_ranks.save_twice('fsdp', {str(folder)!r})")
-    return folder
-
-
-def pieces_of(file: Path, kind: str) -> list[tuple[str, int, int]]:
-    """Names, and where they begin and end, of what ``file`` has, without the head, which is the embedding."""
-    index = json.loads(next(file.parent.glob("index-*")).read_text())
-    return [
-        (name, begin, end)
-        for name, (_, _, chunks) in index["tensors"].items()
-        for _, _, number, begin, end, _ in chunks
-        if name.startswith(kind) and "head." not in name and index["files"][number] == file.name and end > begin
-    ]
-
-
-@pytest.mark.parametrize("kind", ["model/", "optimizer/", "random/1/"])
-@pytest.mark.parametrize("layout", ["fsdp", "pp", pytest.param("tp", marks=pytest.mark.slow)])
-def test_damage_that_one_rank_reads_is_found_by_all(session: Session, of_shards: Path, layout: str, kind: str) -> None:
-    """In the file of the second rank: of shards, the first one reads nothing of it."""
-    file = the_file(of_shards, 2, "rank-00001*")
-    name, begin, _ = next(each for each in pieces_of(file, kind) if "1.down.bias" in each[0] or kind == "random/1/")
-    with changed(file, flip(begin)):
-        told = session.run_cell(f"on_ranks.load_damaged({layout!r}, {str(of_shards)!r}, 2)").values
-        assert told[0][1] and told[1][1], "nobody has changed anything"
-        assert told[1][0].endswith(told[0][0].removeprefix("DetrainError: "))
-        assert f"{file.name}: '{name}', bytes 0 to" in told[0][0] and "step-00000002 is broken: rank " in told[0][0]
-        found = session.run_cell(f"on_ranks.load_whole({layout!r}, {str(of_shards)!r})").values
-        assert found[0] == found[1] and found[0][0] == 1 and found[0][2]
-        assert "step-00000002 is passed over" in found[0][1][0] and name in found[0][1][0]
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_damage_in_shards_is_found_by_one_process(of_shards: Path, number: int) -> None:
-    file = the_file(of_shards, 2, f"rank-0000{number}*")
-    for kind in ("model/", "optimizer/"):
-        for name, begin, end in pieces_of(file, kind)[0::7]:
-            with changed(file, flip(end - 1)):
-                said, is_unchanged = on_ranks.load_damaged("one", str(of_shards), 2)
-                assert is_unchanged and f"{file.name}: '{name}', bytes 0 to {end - begin}, is damaged" in said
-
-
-def test_shards_are_compared_by_what_they_read(session: Session, tmp_path: Path) -> None:
-    """Of one tensor of 8 MiB: each rank reads its half twice, and finds damage in it; the other half is the other's."""
-    training.save(str(tmp_path), nn.Linear(1024, 2048, bias=False), step=1)
-    counts = session.run_cell(f"on_ranks.count_read({str(tmp_path)!r})").values
-    assert set(counts.values()) == {(2 * 4 * MIB, 4 * MIB)}
-    file = the_file(tmp_path, 1, "rank-*")
-    [(_, begin, _)] = pieces_of(file, "model/")
-    with changed(file, flip(begin + 6 * MIB + 5)), pytest.raises(Exception) as error:
-        session.run_cell(f"on_ranks.count_read({str(tmp_path)!r})")
-    assert f"rank 1: {file}: 'model/weight', bytes {6 * MIB} to {7 * MIB}, is damaged" in str(error.value)
+        require_the_one_before(run, both, file, is_named=pattern != "checkpoint.json")
 
 
 # ---- one process
@@ -207,13 +132,13 @@ def test_checkpoint_of_before_there_were_digests_is_loaded() -> None:
     assert len(optimizer.state) == 4 and optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_checkpoint_does_not_become_one_of_before(both: Path) -> None:
+def test_checkpoint_does_not_become_one_of_before(run: on_ranks.Run, both: Path) -> None:
     """Else one damaged byte, or a copy without its last line, would be taken as it is."""
     file = the_file(both, 2, "checkpoint.json")
     text = file.read_bytes()
     for harmed in (text[: text.rindex(b",")] + b"\n}", text.replace(b'"crc32"', b'"crc33"')):
         with changed(file, lambda _, harmed=harmed: harmed):  # type: ignore[misc]
-            require_refusal(both, file)
+            require_the_one_before(run, both, file)
 
 
 def test_digests_are_those_of_everybody() -> None:
@@ -236,22 +161,30 @@ def test_what_is_read_for_a_part_is_made_of_blocks(size: int, ends: tuple[int, i
     assert Piece(torch.uint8, (size,), 100, 100 + size).around(begin, end) == (begin, end)
 
 
-def test_parts_that_begin_within_a_block_are_read_right(tmp_path: Path) -> None:
-    """Rows of 2 KiB, of which a block ends within one: saved whole, read in thirds by their own offsets."""
+def test_parts_that_begin_within_a_block_are_read_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 2 KiB, of which a block ends within one: saved whole, read in thirds by their own offsets.
+
+    Two blocks at a time, and its five blocks need three reads; of each, damage in its last block is found.
+    """
+    monkeypatch.setattr(tensor_files, "_READ_BYTES", 2 * MIB)
     model = nn.Linear(500, 2500, bias=False)
     training.save(str(tmp_path), model, step=1)
-    from detrain_nb.training.tensor_files import compare_rows, read_rows
-    from detrain_nb.training.tensor_index import TensorIndex
-
     note = json.loads(the_file(tmp_path, 1, "checkpoint.json").read_text())
     index = TensorIndex.read(
         catalog.step_folder(locate(tmp_path), 1), note["index"], note["files"], digest=note["index_crc32"]
     )
     [(name, piece)] = [where for key, where in index.pieces.items() if key.fqn == "model/weight"]
-    with open(tmp_path / "step-00000001" / name, "rb") as file:
-        for first, count in ((0, 833), (833, 834), (1667, 833), (2499, 1), (3, 0)):
+    path = tmp_path / "step-00000001" / name
+    with open(path, "rb") as file:
+        for first, count in ((0, 833), (833, 834), (1667, 833), (2499, 1), (3, 0), (0, 2500)):
             compare_rows(file, piece, first, count, what="it")
             assert torch.equal(read_rows(file, piece, first, count, what="it"), model.weight[first : first + count])
+    for block in (1, 3, 4):
+        told = f"it, bytes {block * MIB} to {min((block + 1) * MIB, model.weight.nbytes)}, is damaged"
+        with changed(path, flip(piece.begin + block * MIB + 5)), open(path, "rb") as file:
+            for read in (compare_rows, read_rows):
+                with pytest.raises(DetrainError, match=told):
+                    read(file, piece, 0, 2500, what="it")
 
 
 def test_file_that_changes_after_it_was_compared_is_told(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,23 +238,19 @@ def test_all_that_are_damaged_are_named_and_one_of_another_model_too(tmp_path: P
     assert "has no checkpoint that can be loaded" in said and first.name in said and second.name in said
 
 
-MEMORY = """
-import resource, sys, torch
-from torch import nn
-from detrain_nb import training
-model = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(10))
-training.save(sys.argv[1], model, step=1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-training.load(sys.argv[1], model)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
 def test_load_takes_no_memory_for_a_second_model(tmp_path: Path) -> None:
-    """Of ten tensors of 4 MiB: one at a time."""
-    command = [sys.executable, "-c", MEMORY, str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
-    assert int(told) * 1024 < 20 * MIB
+    """Of ten tensors of 4 MiB: one at a time, among torch's tensors and among Python's bytes."""
+    model = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(10))
+    training.save(str(tmp_path), model, step=1)
+    tracemalloc.start()
+    try:
+        with LiveStorages() as storages:
+            storages.add(model.parameters())
+            training.load(str(tmp_path), model)
+        assert 4 * MIB <= storages.most_bytes - 40 * MIB < 12 * MIB
+        assert 4 * MIB <= tracemalloc.get_traced_memory()[1] < 12 * MIB
+    finally:
+        tracemalloc.stop()
 
 
 # ---- a Trainer that goes on

@@ -1,0 +1,44 @@
+"""Harm done to the files of a checkpoint, and undone: bits, sizes, whole files; and where in them its tensors are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def changed(file: Path, change: Callable[[bytes], bytes | None]) -> Iterator[None]:
+    """For as long as the block lasts; None removes it."""
+    whole = file.read_bytes()
+    found = change(whole)
+    file.unlink() if found is None else file.write_bytes(found)
+    try:
+        yield
+    finally:
+        file.write_bytes(whole)
+
+
+def flip(place: int, *, bit: int = 3) -> Callable[[bytes], bytes]:
+    def change(whole: bytes) -> bytes:
+        data = bytearray(whole)
+        data[place] ^= 1 << bit
+        return bytes(data)
+
+    return change
+
+
+def the_file(folder: Path, step: int, pattern: str) -> Path:
+    return next((folder / f"step-{step:08d}").glob(pattern))
+
+
+def pieces_of(file: Path, kind: str) -> list[tuple[str, int, int]]:
+    """Names, and where they begin and end, of what ``file`` has, without the head, which is the embedding."""
+    index = json.loads(next(file.parent.glob("index-*")).read_text())
+    return [
+        (name, begin, end)
+        for name, (_, _, chunks) in index["tensors"].items()
+        for _, _, number, begin, end, _ in chunks
+        if name.startswith(kind) and "head." not in name and index["files"][number] == file.name and end > begin
+    ]
