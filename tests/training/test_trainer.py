@@ -27,7 +27,7 @@ from detrain_nb.metrics import log_metrics, read_metrics
 from detrain_nb.training import Callback, Trainer, make_scheduler, set_seed
 from detrain_nb.training.recipe import make_optimizer
 
-from .trainer_ranks import TokenNet, classes, net
+from .trainer_ranks import Headed, TokenNet, by_hand, classes, net
 
 
 @pytest.fixture(autouse=True)
@@ -303,6 +303,7 @@ def _step_lr(optimizer: Any) -> Any:
         ({"checkpoint": True}, "checkpoint=True: give a folder or a URL"),
         ({"metrics_folder": 5}, "metrics_folder=5: give a folder or a URL"),
         ({"save_every": 3}, "give it a URL"),
+        ({"evaluate_every": 3}, "evaluate_every=3 says when, and evaluate= does not say with what"),
         # optimizers and schedulers
         ({"optimizer": "adamv"}, "did you mean 'adam"),
         ({"optimizer": [1]}, r"optimizer='\[1\]' is a list: give a name, such as 'adamw', or a function of the param"),
@@ -321,6 +322,7 @@ def _step_lr(optimizer: Any) -> Any:
             {"scheduler": "linear", "scheduler_options": {"warmup": 1}},
             "options have warmup: there is warmup_steps, dec",
         ),
+        ({"scheduler": "linear", "scheduler_options": [3]}, r"scheduler_options=\[3\]: give a dict by name"),
         ({"scheduler": "linear", "scheduler_options": {"warmup_steps": "1"}}, "warmup_steps='1': give a whole number"),
         ({"scheduler": "linear", "scheduler_options": {"decay_steps": 3}}, "decay_steps=3 is of 'wsd', and the sched"),
         ({"scheduler": "linear", "scheduler_options": {"min_ratio": 2}}, "min_ratio=2: give a share of the rate"),
@@ -336,6 +338,7 @@ def _step_lr(optimizer: Any) -> Any:
         ({"train": classes(4)}, "train is a TensorDataset, which gives samples: give a DataLoader of it"),
         ({"train": "data.csv"}, "train='data.csv' gives no batches: give a DataLoader"),
         ({"train": [torch.zeros(2, 8), torch.zeros(2)]}, r"train is a list of tensors: give batches, such as \[\("),
+        ({"train": {"x": 5}}, r"train=\{'x': 5\} gives no batches: give a DataLoader"),
         ({"train": 5}, "train=5 cannot be iterated"),
         ({"evaluate": classes(4)}, "evaluate is a TensorDataset, which gives samples"),
         ({"train": [], "steps": None, "epochs": 2}, "the training data have not one batch"),
@@ -524,6 +527,8 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
             "ReduceLROnPlateau goes by evaluations, and ours by steps",
         ),
         (lambda model: {"optimizer": "lbfgs"}, "LBFGS asks for the loss again within its step"),
+        (lambda model: {"optimizer": torch.optim.LBFGS}, "LBFGS asks for the loss again within its step"),
+        (lambda model: {"optimizer": functools.partial(torch.optim.LBFGS, lr=1)}, "LBFGS asks for the loss again"),
     ],
 )
 def test_optimizers_and_schedulers_that_cannot_be_are_told(options: Any, message: str) -> None:
@@ -627,6 +632,27 @@ def test_page_of_the_docs_does_what_it_says(session: Session, tmp_path: Path) ->
     found = session.run_cell(code, timeout_s=60).values
     assert found[0] == found[1] > 0.9
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+
+
+# ---- loaders of dicts on ranks (in one process: test_unpacking.py)
+
+
+@pytest.mark.parametrize("axes", ["pp", "dp_shard"])
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_model_is_called_with_the_labels_that_its_example_had(session: Session, axes: str, has_labels: bool) -> None:
+    """Laid out with a loss of its output, or with one of the target; losses are those of one process."""
+    samples = [{"x": x, "labels": y} for x, y in classes(40)]
+    expected = by_hand(Headed(), samples)
+    found = session.run_cell(f"trainer_ranks.train_on_dicts({axes!r}, {has_labels})", timeout_s=40).values
+    assert found[0] == found[1] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("axes", ["pp", "dp_shard"])
+def test_targets_of_another_dtype_are_told_on_every_rank(session: Session, axes: str) -> None:
+    with pytest.raises(
+        Exception, match=r"ranks 0-1 on .*cross_entropy takes numbers of classes, and the targets are fl"
+    ):
+        session.run_cell(f"trainer_ranks.train_on_floats({axes!r})", timeout_s=40)
 
 
 # ---- torchrun starts it again

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from detrain_nb import Session
 from detrain_nb.errors import SpecError
+from detrain_nb.parallel import WholeModel
 from detrain_nb.training import Trainer
 
-from .trainer_ranks import Headed, classes, net
+from .trainer_ranks import Headed, by_hand, classes, labels_of, net
 
 SAMPLES = [{"x": x, "y": y} for x, y in classes(40)]
 
@@ -71,23 +70,6 @@ def test_model_that_makes_its_loss_of_labels_needs_none() -> None:
     assert scores == {"loss": pytest.approx(float(expected))}, "over rows, also of a last batch that is shorter"
 
 
-def labels_of(samples: list[dict[str, Any]]) -> Tensor:
-    return torch.stack([each.get("labels", each.get("label")) for each in samples])
-
-
-def by_hand(model: nn.Module, samples: list[dict[str, Any]]) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for begin in range(0, 40, 8):
-        part = samples[begin : begin + 8]
-        loss = model(torch.stack([each["x"] for each in part]), labels=labels_of(part))["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def test_loss_that_is_given_is_of_the_labels_alone() -> None:
     """The model is not called with them then."""
     samples = [{"x": each["x"], "labels": each["y"]} for each in SAMPLES]
@@ -106,6 +88,62 @@ def test_prediction_leaves_the_target_of_a_dict_out() -> None:
     for samples in (SAMPLES[:8], [{"x": each["x"]} for each in SAMPLES[:8]]):
         [found] = ours.predict(DataLoader(samples, 8))  # type: ignore[arg-type]
         assert torch.equal(found, expected)
+
+
+def test_prediction_names_what_the_model_does_not_take() -> None:
+    with pytest.raises(SpecError, match="the loader gave a dict with 'index', and the model takes x, scale: leave"):
+        list(trainer(Keyed(), SAMPLES, F.cross_entropy).predict([{"x": torch.zeros(2, 8), "index": torch.zeros(2)}]))
+
+
+class Answers(nn.Module):
+    """As models of transformers that find answers: their loss is of where these begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, start_positions: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.net(x)
+        return {"logits": logits} if start_positions is None else {"loss": F.cross_entropy(logits, start_positions)}
+
+
+def test_model_that_makes_its_loss_of_positions_needs_none() -> None:
+    found = trainer(Answers(), [{"x": each["x"], "start_positions": each["y"]} for each in SAMPLES]).fit()
+    assert found.losses == by_hand(Headed(), [{"x": each["x"], "labels": each["y"]} for each in SAMPLES])
+
+
+class Shifted(nn.Module):
+    """It looks at the target, and a loss beside it does too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        assert target.dtype == torch.long
+        made: Tensor = self.net(x)
+        return made
+
+
+def test_model_that_has_to_have_the_target_is_called_with_it() -> None:
+    samples = [{"x": each["x"], "target": each["y"]} for each in SAMPLES]
+    assert trainer(Shifted(), samples, F.cross_entropy).fit().losses == by_hand(
+        Headed(), [{"x": each["x"], "labels": each["y"]} for each in SAMPLES]
+    )
+
+
+def test_prediction_of_a_model_that_was_laid_out_with_labels_has_them() -> None:
+    """Its forward does not name them; a stage's never does."""
+
+    class AnyKeyword(Keyed):
+        def forward(self, x: Tensor, **more: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + more["labels"][:, None]
+
+    model = WholeModel(AnyKeyword(), loss=F.cross_entropy, device="cpu")
+    model.called_with = frozenset({"x", "labels"})
+    [found] = Trainer(model, train=[], steps=1).predict([{"x": torch.zeros(2, 8), "labels": torch.ones(2)}])
+    with torch.no_grad():
+        assert torch.equal(found, net()(torch.zeros(2, 8)) + 1)
 
 
 def test_any_mapping_is_a_dict() -> None:
@@ -182,32 +220,3 @@ def test_models_of_transformers_train_as_in_a_loop_by_hand(kind: str) -> None:
 def test_dict_that_does_not_go_with_the_model_is_told(model: Any, samples: Any, loss: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         trainer(model(), samples, loss).fit()
-
-
-# ---- on ranks
-
-
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import os, trainer_ranks")
-        started.run_cell(f"os.environ['DETRAIN_NB_METRICS'] = {str(tmp_path_factory.mktemp('ranks'))!r}")
-        yield started
-
-
-@pytest.mark.parametrize("axes", ["pp", "dp_shard"])
-@pytest.mark.parametrize("has_labels", [True, False])
-def test_model_is_called_with_the_labels_that_its_example_had(session: Session, axes: str, has_labels: bool) -> None:
-    """Laid out with a loss of its output, or with one of the target; losses are those of one process."""
-    samples = [{"x": each["x"], "labels": each["y"]} for each in SAMPLES]
-    expected = by_hand(Headed(), samples)
-    found = session.run_cell(f"trainer_ranks.train_on_dicts({axes!r}, {has_labels})", timeout_s=40).values
-    assert found[0] == found[1] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("axes", ["pp", "dp_shard"])
-def test_targets_of_another_dtype_are_told_on_every_rank(session: Session, axes: str) -> None:
-    with pytest.raises(
-        Exception, match=r"ranks 0-1 on .*cross_entropy takes numbers of classes, and the targets are fl"
-    ):
-        session.run_cell(f"trainer_ranks.train_on_floats({axes!r})", timeout_s=40)

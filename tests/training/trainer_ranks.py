@@ -235,6 +235,23 @@ class Headed(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
+def labels_of(samples: list[dict[str, Any]]) -> Tensor:
+    return torch.stack([each.get("labels", each.get("label")) for each in samples])
+
+
+def by_hand(model: nn.Module, samples: list[dict[str, Any]]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for begin in range(0, 40, 8):
+        part = samples[begin : begin + 8]
+        loss = model(torch.stack([each["x"] for each in part]), labels=labels_of(part))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def _of_output(output: Any, target: Any) -> Tensor:
     loss: Tensor = output["loss"]
     return loss
