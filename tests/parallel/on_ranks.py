@@ -301,9 +301,12 @@ def fail_on_the_last() -> par.PipelineStages:
 
 
 def wait_in_vain(schedule: str, num_stages: int, microbatch: int) -> str:
-    """What this rank is told where the loss fails for a microbatch, of a group whose messages may take a second."""
+    """What this rank is told where the loss fails for a microbatch, of a group whose messages may take 5 s.
+
+    In less, a rank of a loaded machine has not come to its turn, and another message is the one that takes too long.
+    """
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_stages)))
-    group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=1))
+    group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=5))
     loss = failing_loss(microbatch + 1)
     found = par.split(model, draw(2, 8), num_stages)
     stages = par.PipelineStages(found, group, schedule=schedule, num_microbatches=4, loss=loss, device="cpu")

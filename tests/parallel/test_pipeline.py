@@ -279,14 +279,19 @@ def test_error_of_a_rank_ends_the_cell_when_the_other_can_only_wait_for_it(
     "schedule, num_stages, awaited",
     [
         ("1F1B", 2, "stage 0 waited for the gradient of microbatch 1 from stage 1"),
-        ("Interleaved1F1B", 4, "stage 2 waited for the gradient of microbatch 1 from stage 3"),
+        pytest.param(
+            "Interleaved1F1B",
+            4,
+            "stage 2 waited for the gradient of microbatch 1 from stage 3",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_what_is_waited_for_in_vain_has_a_name(session: Session, schedule: str, num_stages: int, awaited: str) -> None:
     """Where nobody frees the rank its wait ends with the time that messages of the group may take."""
-    told = session.run_cell(f"on_ranks.wait_in_vain({schedule!r}, {num_stages}, 1)", timeout_s=30).values
+    told = session.run_cell(f"on_ranks.wait_in_vain({schedule!r}, {num_stages}, 1)", timeout_s=100).values
     assert told[1] == "ValueError: no loss today"
-    assert re.match(rf"RuntimeError: {awaited} on rank 1 for [123]\.\d s, in vain: that rank failed", told[0])
+    assert re.match(rf"RuntimeError: {awaited} on rank 1 for \d+\.\d s, in vain: that rank failed", told[0])
 
 
 SCRIPT = """
