@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from detrain_nb import Session
@@ -13,9 +15,6 @@ from detrain_nb import parallel as par
 from detrain_nb.errors import RankError, SpecError
 from detrain_nb.parallel import SCHEDULES
 from detrain_nb.parallel.stages.schedules import Schedule, find_schedule
-
-from .models import GPT
-from .test_splitter import TOKENS
 
 CLOSE = 2e-6  # relative
 COUNT = 4
@@ -100,9 +99,9 @@ def test_layout_is_that_of_the_file(tmp_path: Path) -> None:
 def test_timeline_and_dry_run_take_it(tmp_path: Path) -> None:
     path = _write(tmp_path, _one_forward_one_backward())
     assert par.timeline(path, 2, COUNT).ranks == par.timeline("1F1B", 2, COUNT).ranks
-    sizes, model = {"pp": 2, "dp_shard": 2}, GPT(layers=4)
+    sizes, model = {"pp": 2, "dp_shard": 2}, nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     found = [
-        par.dry_run(model, sizes, example_inputs=TOKENS, schedule=schedule, num_microbatches=COUNT)
+        par.dry_run(model, sizes, example_inputs=torch.zeros(2, 16), schedule=schedule, num_microbatches=COUNT)
         for schedule in (path, "1F1B")
     ]
     assert "own.csv" in str(found[0])
