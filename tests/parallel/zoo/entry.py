@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 Inputs = Callable[[int], dict[str, Any]]
 
@@ -67,3 +68,9 @@ def padding(rows: int, length: int = 8) -> Tensor:
     mask = torch.ones(rows, length, dtype=torch.long)
     mask[0, length // 2 :] = 0
     return mask
+
+
+def float_leaves(output: Any) -> list[Tensor]:
+    """The tensors of numbers that a model gives."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]

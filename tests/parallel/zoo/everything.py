@@ -11,4 +11,6 @@ from .pictures import PICTURES
 from .senses import SENSES
 from .ways import WAYS
 
-ENTRIES: dict[str, Entry] = {**OWN_FLOW, **OWN_PARTS, **DECODERS, **ENCODERS, **PICTURES, **SENSES, **WAYS}
+OWN: dict[str, Entry] = {**OWN_FLOW, **OWN_PARTS}
+OF_TRANSFORMERS: dict[str, Entry] = {**DECODERS, **ENCODERS, **PICTURES, **SENSES, **WAYS}
+ENTRIES = {**OWN, **OF_TRANSFORMERS}

@@ -24,5 +24,19 @@ REFUSED: Outcomes = {
     "sparse gradients": {"dp_shard": _SPARSE},
 }
 
+# Of which tensor parallel ranks have no parts: that a model is right there would say nothing of the cut.
+WHOLE = {
+    "checkpointed, reentrant",
+    "complex parameters",
+    "Encodec",
+    "extracting hook",
+    "LED",
+    "mixed dtypes inside",
+    "SwiftFormer",
+    "ViLT",
+    "writes its input",
+    "XGLM",
+}
+
 # What is wrong still, by name and layout: a pattern of the outcome. Whoever mends one takes its line away.
 FAULTS: Outcomes = {}

@@ -1,104 +1,24 @@
-"""What a rank does with a model of the zoo: it is looked at, or laid out and trained, beside another that is not."""
+"""What a rank does with a model of the zoo: it is laid out and trained, beside another that is not."""
 
 from __future__ import annotations
 
-import gc
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from meshes import mesh_of
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from detrain_nb import parallel as par
-from detrain_nb.errors import SpecError
 from detrain_nb.parallel.tensor.apply import plan_of
 
-from .entry import Entry
+from .entry import Entry, float_leaves
 from .everything import ENTRIES
 from .looks import first_difference, look_at
 
 ROWS = 4  # of a replica
 Part = tuple[dict[str, Any], Tensor]
-
-
-# ---- a model that is looked at
-
-
-def look(name: str) -> dict[str, str]:
-    """Profile, split, plan and try layouts of a new model, then of one that has run: what each left changed.
-
-    Its attributes, tensors, and the generators; what it computes afterwards, bit for bit, and tensors without memory
-    that are left anywhere. What is refused leaves nothing behind either.
-    """
-    entry, left = ENTRIES[name], dict[str, str]()
-    model, other, inputs = entry.model(), entry.model(), entry.inputs(2)
-    for when in ("new", "used"):
-        gc.collect()
-        gc.freeze()  # what was there before is not looked through
-        for what, call in _LOOKS.items():
-            before = look_at(model, *_generators())
-            try:
-                call(model, inputs)
-            except SpecError:
-                pass
-            except Exception as exc:  # noqa: BLE001  what a model raises is what is asked for
-                left[f"{what}, {when}"] = f"raises {type(exc).__name__}: {exc}"
-                continue
-            if difference := first_difference(before, look_at(model, *_generators())):
-                left[f"{what}, {when}"] = difference
-        gc.collect()
-        # torch.compile keeps some too, of its own kind.
-        fakes = [each for each in gc.get_objects() if type(each) is FakeTensor]
-        if more := sum(each.fake_mode.shape_env is None for each in fakes):
-            left[f"all, {when}"] = f"{more} tensors without memory are left"
-        if difference := _compute_alike(model, other, entry):
-            left[f"outputs, {when}"] = difference
-    return left
-
-
-_LOOKS: dict[str, Callable[[nn.Module, Any], Any]] = {
-    "profile": par.profile,
-    "split": lambda model, inputs: par.split(model, inputs, 2),
-    "tp_plan": lambda model, inputs: par.tp_plan(model, inputs, tp=2),
-    "dry_run": lambda model, inputs: par.dry_run(model, {"pp": 2}, example_inputs=inputs),
-}
-
-
-def _generators() -> tuple[Any, ...]:
-    import numpy as np
-
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _compute_alike(model: nn.Module, other: nn.Module, entry: Entry) -> str:
-    """In training and not, for the same seed."""
-    for is_training in (True, False):
-        results = []
-        modes = [module.training for module in model.modules()]
-        for each in (model, other):
-            torch.manual_seed(7)
-            if not is_training:
-                each.eval()
-            results.append(float_leaves(each(**entry.inputs(3))))
-            for module, mode in zip(each.modules(), modes):
-                module.training = mode
-        found, expected = results
-        if any(isinstance(each, FakeTensor) for each in found):
-            return "outputs are without memory"
-        if len(found) != len(expected):
-            return f"{len(found)} tensors instead of {len(expected)}"
-        if not all(torch.equal(*pair) for pair in zip(found, expected)):
-            apart = max(float((a - b).abs().max()) for a, b in zip(found, expected))
-            return f"outputs are {apart:.2g} apart in {'training' if is_training else 'evaluation'}"
-    return ""
-
-
-# ---- a model that is laid out
 
 
 def train(name: str, axes: dict[str, int]) -> dict[str, Any]:
@@ -152,7 +72,7 @@ def train(name: str, axes: dict[str, int]) -> dict[str, Any]:
         found["on no rank"] = missing
     plan = plan_of(laid_out.modules[0])
     if plan is not None:
-        found["cut"] = f"{len(plan.layouts)}/{len(dict(whole.named_parameters()))}"
+        found["cut"] = len(plan.layouts), len(dict(whole.named_parameters()))
     return found
 
 
@@ -213,12 +133,6 @@ def weighted(output: Any, weights: Tensor) -> Tensor:
         else:
             total = total + numbers.square().mean() * weights.mean()
     return total
-
-
-def float_leaves(output: Any) -> list[Tensor]:
-    """The tensors of numbers that a model gives."""
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    return [leaf for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,8 @@ from typing import Any
 from detrain_nb import Session
 from detrain_nb.errors import CellTimeout, RankError, RankLost
 
-from .everything import ENTRIES
+from .everything import ENTRIES, OF_TRANSFORMERS
+from .looking import look
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "looks": {},  # not laid out: profiled, split, planned, and compared with what it was
@@ -20,27 +23,32 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp_shard": {"dp_shard": 2},
     "pp x tp": {"pp": 2, "tp": 2},
 }
-_LIMIT_S = 30.0
+_LIMIT_S = 100.0  # of a hang; a loaded machine takes its time
 _IMPORT = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); from zoo import ranks"
 _QUIET = "import logging, warnings; warnings.simplefilter('ignore'); logging.disable(logging.WARNING)"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``kind``: "right", "refused" (a SpecError, whose words are ``told``), "wrong", "error" or "hang"."""
+    """``kind``: "right", "refused" (a SpecError, whose words are ``told``), "wrong", "error" or "hang".
+
+    ``cut``: how many of its tensors tensor parallel ranks have parts of, and of how many.
+    """
 
     kind: str
     told: str = ""
+    cut: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.told}" if self.told else self.kind
 
 
 class Trials:
-    """Sessions of 1, 2 and 4 ranks, each started when it is wanted first, and anew after a hang."""
+    """Sessions of 2 and 4 ranks, each started when it is wanted first, and anew after a hang."""
 
     def __init__(self) -> None:
         self._sessions: dict[int, Session] = {}
+        self._with_transformers: set[Session] = set()
 
     def __enter__(self) -> Trials:
         return self
@@ -51,10 +59,11 @@ class Trials:
 
     def run(self, name: str, layout: str, *, timeout_s: float = _LIMIT_S) -> Outcome:
         axes = LAYOUTS[layout]
-        session = self._session(axes)
-        code = f"ranks.train({name!r}, {axes})" if axes else f"ranks.look({name!r})"
+        if not axes:
+            return _of_look(name)
+        session = self._session(axes, name)
         try:
-            values = session.run_cell(code, timeout_s=timeout_s).values
+            values = session.run_cell(f"ranks.train({name!r}, {axes})", timeout_s=timeout_s).values
         except CellTimeout as exc:
             self._drop(session)
             told = " ".join(str(exc).split())
@@ -64,17 +73,20 @@ class Trials:
             return Outcome("error", f"RankLost: {_first_line(exc)}")
         except RankError as exc:
             return _of_errors(exc)
-        return _of_differences(values[0]) if not axes else _of_figures(values, close=ENTRIES[name].close)
+        return _of_figures(values, close=ENTRIES[name].close)
 
-    def _session(self, axes: dict[str, int]) -> Session:
+    def _session(self, axes: dict[str, int], name: str) -> Session:
         count = 1
         for size in axes.values():
             count *= size
         if count not in self._sessions:
-            # A dry run wants no process group.
-            self._sessions[count] = Session.start(count, device="cpu", init=count > 1)
-            self._sessions[count].run_cell(f"{_QUIET}\n{_IMPORT}", timeout_s=60)
-        return self._sessions[count]
+            self._sessions[count] = Session.start(count, device="cpu")
+            self._sessions[count].run_cell(f"{_QUIET}\n{_IMPORT}", timeout_s=_LIMIT_S)
+        session = self._sessions[count]
+        if name in OF_TRANSFORMERS and session not in self._with_transformers:
+            session.run_cell("import transformers.generation, transformers.modeling_utils", timeout_s=_LIMIT_S)
+            self._with_transformers.add(session)
+        return session
 
     def _drop(self, session: Session) -> None:
         self._sessions = {count: each for count, each in self._sessions.items() if each is not session}
@@ -95,15 +107,24 @@ def _of_errors(exc: RankError) -> Outcome:
     return Outcome("error", f"{first.name}{partly}: {first.message}{alone}")
 
 
-def _of_differences(left: dict[str, str]) -> Outcome:
+def _of_look(name: str) -> Outcome:
+    """In this process, without a word: a dry run wants no process group."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            left, is_all_refused = look(name)
+    finally:
+        logging.disable(disabled)
     if not left:
-        return Outcome("right")
+        return Outcome("refused", "every call") if is_all_refused else Outcome("right")
     is_raw = all(how.startswith("raises ") for how in left.values())
     return Outcome("error" if is_raw else "wrong", "; ".join(f"{what}: {how}" for what, how in left.items()))
 
 
 def _of_figures(values: dict[int, dict[str, Any]], *, close: float) -> Outcome:
-    faults, cut = Counter[str](), ""
+    faults, cut = Counter[str](), None
     for rank, found in values.items():
         cut = found.pop("cut", cut)
         for what, value in found.items():
@@ -113,7 +134,7 @@ def _of_figures(values: dict[int, dict[str, Any]], *, close: float) -> Outcome:
                 faults[f"{what} on rank {rank}"] = value
     if faults:
         return Outcome("wrong", ", ".join(f"{what} {value:.2g}" for what, value in faults.items()))
-    return Outcome("right", f"{cut} tensors cut" if cut else "")
+    return Outcome("right", "{}/{} tensors cut".format(*cut) if cut else "", cut)
 
 
 def _first_line(exc: BaseException) -> str:

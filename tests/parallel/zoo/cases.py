@@ -1,0 +1,70 @@
+"""Which models of the zoo are tried when, in every layout, and what is required of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from .outcomes import FAULTS, REFUSED, WHOLE
+from .trials import Trials
+
+__all__ = ["FOUR_RANKS", "QUICK", "SLOW", "cases", "require_expected"]
+
+_TRAINED = ("pp", "tp", "dp_shard")
+_LOOKS = ("looks",)
+# What each kind of trouble looks like, and where a cut shows it, quick: nothing of transformers is among them.
+QUICK: dict[str, tuple[str, ...]] = {
+    "by value": ("pp", "dp_shard"),
+    "called twice": ("pp", "dp_shard"),
+    "running buffers": (*_LOOKS, *_TRAINED),
+    "scalar parameters": _TRAINED,
+    "shared weights": _TRAINED,
+    "skip outside": (*_LOOKS, *_TRAINED),
+}
+# Looks are of those that write while they run, or that look at what they hold; of transformers test_untouched has some.
+SLOW: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("by value", "called twice"), (*_LOOKS, "tp")),
+    **dict.fromkeys(("scalar parameters", "shared weights"), _LOOKS),
+    **dict.fromkeys(("caches", "in place", "module hooks"), (*_LOOKS, *_TRAINED)),
+    "checkpointed, reentrant": _TRAINED,
+    "complex parameters": _TRAINED,
+    "gives hidden states": _TRAINED,
+    "LoRA": _TRAINED,
+    "mixed dtypes": _TRAINED,
+    "parameter hooks": _TRAINED,
+    "recurrent": ("pp", "dp_shard"),  # its tensor plan takes as long as five others
+    "sparse gradients": _TRAINED,
+    "weight outside": _TRAINED,
+    "BEiT": _TRAINED,
+    "Bart": _TRAINED,
+    "Mamba": _TRAINED,
+}
+FOUR_RANKS = ("skip outside", "shared weights", "Bart", "Falcon", "GPT-J", "Gemma 3", "Phi-3", "Roberta", "Swin")
+
+
+def cases(names: Iterable[str]) -> Iterator[object]:
+    for name in names:
+        for layout in (*_LOOKS, *_TRAINED):
+            mark = pytest.mark.slow if layout in SLOW.get(name, ()) else pytest.mark.thorough
+            marks = [] if layout in QUICK.get(name, ()) else [mark]
+            yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")
+        if name in FOUR_RANKS:
+            yield pytest.param(name, "pp x tp", marks=pytest.mark.thorough, id=f"{name}-pp x tp")
+
+
+def require_expected(trials: Trials, name: str, layout: str) -> None:
+    """It is right, or refused as REFUSED says; and under tp something is cut, unless WHOLE says that nothing is."""
+    outcome = trials.run(name, layout)
+    fault, reason = FAULTS.get(name, {}).get(layout), REFUSED.get(name, {}).get(layout)
+    if fault is not None:
+        assert re.search(fault, str(outcome)), f"no longer what FAULTS says of it, but {outcome}"
+        pytest.xfail(str(outcome))
+    if reason is not None:
+        assert outcome.kind == "refused" and re.search(reason, outcome.told), str(outcome)
+        return
+    assert outcome.kind == "right", str(outcome)
+    if layout == "tp":
+        assert outcome.cut is not None
+        assert bool(outcome.cut[0]) != (name in WHOLE), f"{outcome}; WHOLE in outcomes.py has what stays whole"

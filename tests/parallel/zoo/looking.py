@@ -1,0 +1,90 @@
+"""A model of the zoo that is looked at: profiled, split, planned and tried without ranks, and compared with itself."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from detrain_nb import parallel as par
+from detrain_nb.errors import SpecError
+
+from .entry import Entry, float_leaves
+from .everything import ENTRIES
+from .looks import first_difference, look_at
+
+
+def look(name: str) -> tuple[dict[str, str], bool]:
+    """Profile, split, plan and try layouts of a new model, then of one that has run: what each left changed.
+
+    Its attributes, tensors, and the generators; what it computes afterwards, bit for bit, and tensors without memory
+    that are left anywhere. What is refused leaves nothing behind either; and whether every call was refused.
+    """
+    entry, left, refused = ENTRIES[name], dict[str, str](), 0
+    model, other, inputs = entry.model(), entry.model(), entry.inputs(2)
+    for when in ("new", "used"):
+        known = _without_memory()  # other tests' may be there
+        for what, call in _LOOKS.items():
+            before = look_at(model, *_generators())
+            try:
+                call(model, inputs)
+            except SpecError:
+                refused += 1
+            except Exception as exc:  # noqa: BLE001  what a model raises is what is asked for
+                left[f"{what}, {when}"] = f"raises {type(exc).__name__}: {exc}"
+                continue
+            if difference := first_difference(before, look_at(model, *_generators())):
+                left[f"{what}, {when}"] = difference
+        if more := len(_without_memory()) - len(known):
+            left[f"all, {when}"] = f"{more} tensors without memory are left"
+        if difference := _compute_alike(model, other, entry):
+            left[f"outputs, {when}"] = difference
+    return left, refused == 2 * len(_LOOKS)
+
+
+_LOOKS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "profile": par.profile,
+    "split": lambda model, inputs: par.split(model, inputs, 2),
+    "tp_plan": lambda model, inputs: par.tp_plan(model, inputs, tp=2),
+    "dry_run": lambda model, inputs: par.dry_run(model, {"pp": 2}, example_inputs=inputs),
+}
+
+
+def _without_memory() -> list[FakeTensor]:
+    """All that are left. torch.compile keeps some too, of its own kind."""
+    gc.collect()
+    fakes = [each for each in gc.get_objects() if type(each) is FakeTensor]
+    return [each for each in fakes if each.fake_mode.shape_env is None]
+
+
+def _generators() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _compute_alike(model: nn.Module, other: nn.Module, entry: Entry) -> str:
+    """In training and not, for the same seed."""
+    for is_training in (True, False):
+        results = []
+        modes = [module.training for module in model.modules()]
+        for each in (model, other):
+            torch.manual_seed(7)
+            if not is_training:
+                each.eval()
+            results.append(float_leaves(each(**entry.inputs(3))))
+            for module, mode in zip(each.modules(), modes):
+                module.training = mode
+        found, expected = results
+        if any(isinstance(each, FakeTensor) for each in found):
+            return "outputs are without memory"
+        if len(found) != len(expected):
+            return f"{len(found)} tensors instead of {len(expected)}"
+        if not all(torch.equal(*pair) for pair in zip(found, expected)):
+            apart = max(float((a - b).abs().max()) for a, b in zip(found, expected))
+            return f"outputs are {apart:.2g} apart in {'training' if is_training else 'evaluation'}"
+    return ""
