@@ -70,7 +70,7 @@ class Trials:
             return Outcome("error" if " failed with " in told else "hang", told)
         except RankLost as exc:
             self._drop(session)
-            return Outcome("error", f"RankLost: {_first_line(exc)}")
+            return Outcome("error", f"RankLost: {exc}")  # with its last words
         except RankError as exc:
             return _of_errors(exc)
         return _of_figures(values, close=ENTRIES[name].close)
@@ -135,7 +135,3 @@ def _of_figures(values: dict[int, dict[str, Any]], *, close: float) -> Outcome:
     if faults:
         return Outcome("wrong", ", ".join(f"{what} {value:.2g}" for what, value in faults.items()))
     return Outcome("right", "{}/{} tensors cut".format(*cut) if cut else "", cut)
-
-
-def _first_line(exc: BaseException) -> str:
-    return str(exc).split("\n")[0]
