@@ -95,7 +95,8 @@ SENSES = {
     "CLIP": Entry(_pair("CLIPModel"), compare),
     "SigLIP": Entry(_pair("SiglipModel"), compare),
     "AltCLIP": Entry(_pair("AltCLIPModel"), compare),
-    "ChineseCLIP": Entry(_pair("ChineseCLIPModel"), compare),
+    # Its loss is what is left of larger numbers: in float32 alone it is 2e-4 off.
+    "ChineseCLIP": Entry(_pair("ChineseCLIPModel"), compare, close=1e-3),
     "Blip": Entry(_pair("BlipModel"), compare),
     "X-CLIP": Entry(
         of(
