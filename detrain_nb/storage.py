@@ -28,7 +28,7 @@ from fsspec.spec import AbstractFileSystem
 from .errors import DetrainError, SpecError
 from .guarded import SEARCH
 
-__all__ = ["Location", "OnProgress", "locate", "replace_file", "whole_file"]
+__all__ = ["Location", "OnProgress", "locate", "replace_file", "shown", "whole_file"]
 
 OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: not known); it may run in a thread of fsspec's
 
@@ -286,7 +286,12 @@ def _errors(name: str, done: str) -> Iterator[None]:
             raise DetrainError(f"{name} cannot be {done}: {kind}") from None
         absent = "it is not there" if isinstance(exc, FileNotFoundError) else ""
         reason = absent or getattr(exc, "strerror", None) or str(exc) or kind
-        raise DetrainError(f"{name} cannot be {done}: {_shown(reason)[:200]}") from exc
+        raise DetrainError(f"{name} cannot be {done}: {shown(reason)}") from exc
+
+
+def shown(text: str, *, most: int = 200) -> str:
+    """What a file or a store says, for a line of a message: without control characters, and no longer than that."""
+    return _shown(text[: most + 1])[:most]
 
 
 def _shown(text: str) -> str:

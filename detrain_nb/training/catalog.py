@@ -15,14 +15,15 @@ import json
 import os
 import re
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import DetrainError, SpecError
-from ..storage import Location, is_local
+from ..storage import Location, is_local, shown
 from ..wire import count_values
-from .digests import is_sealed
-from .tensor_files import foreign_errors
+from .digests import Damaged, is_digests, is_sealed
+from .tensor_files import foreign_errors, read_whole
 
 __all__ = [
     "MOST_NOTE_BYTES",
@@ -34,12 +35,15 @@ __all__ = [
     "list_checkpoints",
     "prune",
     "read_files",
+    "read_note",
     "require_no_link",
     "step_folder",
 ]
 
 NOTE = "checkpoint.json"
+_FORMAT = 2
 _FOLDER = re.compile(r"step-(\d{8,19})")
+_INDEX = re.compile(r"index-[0-9a-f]+\.json")
 _OURS = re.compile(
     r"(rank-\d+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.json|\.[0-9a-f]+\.detrain-part|checkpoint\.json)"
 )
@@ -55,6 +59,8 @@ class Checkpoint:
     """One that is there. ``serial`` counts the saves at its URL: the last one has the highest, whatever its step.
 
     ``saved_at`` is in seconds of Unix time. ``wrong`` says why it cannot be loaded, and is empty where it can.
+    ``is_unfinished``: it has no index, which a save writes when all tensors are there: there is nothing to lose.
+    ``is_unknown``: its place does not answer, and it may be whole. ``leftovers`` are files of ours that are not of it.
     """
 
     step: int
@@ -63,17 +69,14 @@ class Checkpoint:
     size_bytes: int
     wrong: str
     name: str
-    note: dict[str, Any] = field(repr=False)
+    is_unfinished: bool = False
+    is_unknown: bool = False
+    leftovers: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def is_complete(self) -> bool:
         """Its files are there, and as large as they were; only who reads them compares them with their digests."""
         return not self.wrong
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Its save has not ended: there is nothing to lose."""
-        return self.wrong == _UNFINISHED
 
 
 class Checkpoints(tuple[Checkpoint, ...]):
@@ -111,7 +114,10 @@ def step_folder(place: Location, step: int) -> Location:
 
 
 def list_checkpoints(place: Location) -> Checkpoints:
-    """Read what is there; a folder that is not has none. Raises: DetrainError where the store does not answer."""
+    """Read what is there; a folder that is not has none.
+
+    Raises: DetrainError where the store does not list them; one whose files it does not give is unknown.
+    """
     if not place.exists():
         return Checkpoints()
     steps = {int(match[1]) for name in place.names() if (match := _FOLDER.fullmatch(name))}
@@ -128,37 +134,59 @@ def require_no_link(folder: Location) -> None:
 
 def read_files(folder: Location) -> dict[str, int]:
     """The sizes of the files in a folder, in bytes, of those too that are not whole yet."""
+    return {name: size for name, (kind, size) in _read_entries(folder).items() if kind == "file"}
+
+
+def _read_entries(folder: Location) -> dict[str, tuple[str, int]]:
+    """By name whether it is a file, a directory, a link or something other, and its size in bytes."""
     with foreign_errors(folder.name, "listed"):
         folder.files.invalidate_cache()
-        entries = folder.files.ls(folder.path, detail=True)
         return {
-            each["name"].rstrip("/").rpartition("/")[2]: int(each["size"] or 0)
-            for each in entries
-            if each["type"] == "file"
+            each["name"].rstrip("/").rpartition("/")[2]: (
+                "link" if each.get("islink") else str(each["type"]),
+                int(each["size"] or 0),
+            )
+            for each in folder.files.ls(folder.path, detail=True)
         }
 
 
 def _read(step: int, folder: Location) -> Checkpoint | None:
     """None for a folder that only has the name of one."""
-    files = read_files(folder)
-    if not any(_OURS.fullmatch(name) for name in files):
-        return None
-    note: dict[str, Any] = {}
-    wrong = ""
+    found = Checkpoint(step, -1, 0.0, 0, "", folder.name)
     try:
-        if NOTE not in files:
-            raise ValueError(_UNFINISHED)
-        note = _read_note(folder)
+        entries = _read_entries(folder)
+        ours = [name for name in entries if _OURS.fullmatch(name)]
+        if not ours:
+            return None
+        found = replace(found, size_bytes=sum(size for kind, size in entries.values() if kind == "file"))
+        if NOTE not in entries and not any(_INDEX.fullmatch(name) for name in ours):
+            return replace(found, wrong=_UNFINISHED, is_unfinished=True)
+        _require_file(entries, NOTE)
+        note = read_note(folder)
+        leftovers = tuple(name for name in ours if name != NOTE and name not in note["files"])
+        found = replace(found, serial=note["serial"], saved_at=note["saved_at"], leftovers=leftovers)
         for name, size_bytes in note["files"].items():
-            if files.get(name) != size_bytes:
-                there = f"has {files[name]} bytes" if name in files else "is missing"
-                raise ValueError(f"{name} {there}, of {size_bytes}")
+            _require_file(entries, name, size_bytes)
         if note["step"] != step:
-            raise ValueError(f"it says that it is of step {note['step']}")
-    except (ValueError, DetrainError) as exc:
-        wrong = str(exc)
-    size = sum(files.values())
-    return Checkpoint(step, note.get("serial", -1), note.get("saved_at", 0.0), size, wrong, folder.name, note)
+            raise Damaged(f"{NOTE} says that it is of step {note['step']}")
+    except Damaged as exc:
+        return replace(found, wrong=str(exc))
+    except DetrainError as exc:
+        return replace(found, wrong=str(exc), is_unknown=True)
+    return found
+
+
+def _require_file(entries: Mapping[str, tuple[str, int]], name: str, size_bytes: int | None = None) -> None:
+    """Raises: Damaged."""
+    kind, size = entries.get(name, ("", 0))
+    if not kind:
+        raise Damaged(f"{name} is missing" + (f", of {size_bytes}" if size_bytes is not None else ""))
+    if kind == "link":
+        raise Damaged(f"{name} is a link, and none is followed, as others may have put it there: copy the files here")
+    if kind != "file":
+        raise Damaged(f"{name} is no file")
+    if size_bytes is not None and size != size_bytes:
+        raise Damaged(f"{name} has {size} bytes, of {size_bytes}")
 
 
 def _parse(text: bytes) -> Any:
@@ -172,22 +200,26 @@ def _parse(text: bytes) -> Any:
             gc.enable()
 
 
-def _read_note(folder: Location) -> dict[str, Any]:
+def read_note(folder: Location) -> dict[str, Any]:
+    """What the last file of a checkpoint says. Raises: Damaged for one that is none, or of a later format."""
+    text = read_whole(folder / NOTE, limit_bytes=MOST_NOTE_BYTES)
     try:
-        text = (folder / NOTE).read(limit_bytes=MOST_NOTE_BYTES, may_be_link=False)
         has_digests = is_sealed(text, (folder / NOTE).name)
         if count_values(text, most=MOST_NOTE_VALUES) > MOST_NOTE_VALUES:
             raise ValueError("it has more values than any has")
         note = _parse(text)
-        is_right = note["format"] == (2 if has_digests else 1) and has_digests == ("index_crc32" in note)
+        if type(note["format"]) is int and note["format"] > _FORMAT:
+            raise ValueError(f"it is of format {shown(str(note['format']), most=20)}, of a newer version than this one")
+        is_right = note["format"] == (_FORMAT if has_digests else 1) and has_digests == ("index_crc32" in note)
+        is_right = is_right and (not has_digests or is_digests(note["index_crc32"], 1))
         is_right = is_right and all(type(size) is int and name.isprintable() for name, size in note["files"].items())
         is_right = is_right and all(type(note[key]) is int for key in ("step", "serial", "world_size"))
-        is_right = is_right and -1 <= note["serial"] <= MOST_SAVES
+        is_right = is_right and 0 <= note["serial"] <= MOST_SAVES
         is_right = is_right and isinstance(note["saved_at"], float) and 0 <= note["saved_at"] <= _LAST_SECOND
         if not is_right or note["index"] not in note["files"]:
             raise ValueError("what is in it is not of this format")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise ValueError(f"{NOTE} cannot be read: {exc}") from exc
+        raise Damaged(f"{NOTE} cannot be read: {shown(str(exc))}") from exc
     return dict(note)
 
 
@@ -198,23 +230,25 @@ def clear_leftovers(place: Location) -> None:
     """Remove what saves have left that did not end. Nobody else may be saving there."""
     for each in list_checkpoints(place):
         folder = step_folder(place, each.step)
-        files = read_files(folder)
-        if NOTE not in files:
-            _remove_files(folder, list(files))
-        elif each.note:
-            _remove_files(folder, [name for name in files if name != NOTE and name not in each.note["files"]])
+        if each.is_unfinished:
+            _remove_files(folder, list(read_files(folder)))
+        else:
+            _remove_files(folder, list(each.leftovers))
 
 
 def prune(place: Location, keep: int | None) -> None:
-    """Leave the last ``keep`` that are complete; older ones go, and what is broken among them."""
+    """Leave the last ``keep`` that are complete; older ones go, and what is broken among them.
+
+    How old one is stands in its note: where that cannot be read, it stays.
+    """
     if keep is None:
         return
     found = list_checkpoints(place)
     kept = [each for each in found if each.is_complete][-keep:]
     for each in found:
-        folder = step_folder(place, each.step)
-        if each.serial < kept[0].serial and NOTE in (files := read_files(folder)):
-            _remove_files(folder, [NOTE, *(name for name in files if name != NOTE)])
+        if kept and 0 <= each.serial < kept[0].serial:
+            folder = step_folder(place, each.step)
+            _remove_files(folder, [NOTE, *(name for name in read_files(folder) if name != NOTE)])
 
 
 def _remove_files(folder: Location, names: list[str]) -> None:

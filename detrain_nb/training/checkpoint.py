@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..errors import DetrainError, SpecError
 from ..parallel import ParallelModel
-from ..storage import locate
+from ..storage import Location, locate, shown
 from . import saving
-from .catalog import NOTE, Checkpoint, Checkpoints, list_checkpoints, step_folder
+from .catalog import NOTE, Checkpoint, Checkpoints, list_checkpoints, read_note, step_folder
+from .digests import Damaged
 from .plain import from_json, to_json
 from .randomness import random_state, seed_all, set_random_state
 from .ranks import Ranks
-from .reading import DRAWS, MODEL, OPTIMIZER, RANDOM, Reading
+from .reading import DRAWS, MAY_BE_WHOLE, MODEL, OPTIMIZER, RANDOM, Reading
 from .saving import Saving
 from .state import ModelState, OptimizerState
 from .tensor_index import TensorIndex
@@ -197,8 +198,9 @@ def load(
     """Load the checkpoint that was saved last, or that of ``step``, into what is given, whatever its layout.
 
     One that is broken or damaged, for any rank, is passed over, with a warning, for the one before it; with ``step`` it
-    is an error. What was saved and is not asked for (an optimizer, say) is left alone, and not looked at. Where as many
-    ranks load as have saved, each has its random numbers go on; else all are seeded alike, and a note says so.
+    is an error. A store or disk that does not answer is an error too: what it has may be whole. What was saved and is
+    not asked for (an optimizer, say) is left alone, and not looked at. Where as many ranks load as have saved, each has
+    its random numbers go on; else all are seeded alike, and a note says so.
 
     Before anything is changed the names and shapes of the whole model are compared, and all that is wanted is read and
     compared with its digests. Then the model's part is read once more, into its place: no more memory is taken.
@@ -207,68 +209,77 @@ def load(
     is another model's, DetrainError for what cannot be read.
     """
     ranks = saving.begin()
-    chosen, reading, passed = _find_whole(
-        ranks, url, files, step, (model, optimizer, scheduler), is_random_state_wanted
+    places: list[Location] = []
+
+    def locate_it() -> dict[str, Any]:
+        places[:] = [locate(url, files=files)]
+        return {"url": places[0].name, "step": step, "is_random_state_wanted": bool(is_random_state_wanted)}
+
+    _require_same(ranks.gather(locate_it))
+    chosen, note, reading, passed = _find_whole(
+        ranks, places[0], step, (model, optimizer, scheduler), is_random_state_wanted
     )
     reading.take()
     notes = tuple(f"{name} is passed over: {why}" for name, why in passed.items())
     if is_random_state_wanted:
-        notes += _go_on_randomly(reading.random_values, chosen, ranks, reading.model_state)
-    for note in notes if ranks.rank == 0 else ():
-        warnings.warn(note, stacklevel=2)
-    plain = {key: from_json(chosen.note[key]) for key in ("data_position", "extra")}
+        notes += _go_on_randomly(reading.random_values, note, ranks, reading.model_state)
+    for each in notes if ranks.rank == 0 else ():
+        warnings.warn(each, stacklevel=2)
+    plain = {key: from_json(note[key]) for key in ("data_position", "extra")}
     return Loaded(step=chosen.step, name=chosen.name, saved_at=chosen.saved_at, notes=notes, **plain)
 
 
 def _find_whole(
-    ranks: Ranks, url: str, files: Any, step: int | None, parts: tuple[Any, Any, Any], is_random_state_wanted: bool
-) -> tuple[Checkpoint, Reading, dict[str, str]]:
-    """The first one that is whole for all ranks, read but not taken, and why others were passed over for it, by name.
+    ranks: Ranks, place: Location, step: int | None, parts: tuple[Any, Any, Any], is_random_state_wanted: bool
+) -> tuple[Checkpoint, dict[str, Any], Reading, dict[str, str]]:
+    """The first one that is whole for all ranks, its note, itself, read but not taken, and what was passed over for it.
 
     Collective: all ranks. Raises: SpecError, DetrainError.
     """
     passed: dict[str, str] = {}
     while True:
-        choose = functools.partial(_choose, url, files, step, passed)
-        chosen, index, passed = ranks.first(choose)
+        choose = functools.partial(_choose, place, step, passed)
+        chosen, note, index, passed = ranks.first(choose)
         try:
-            reading = Reading(step_folder(locate(url, files=files), chosen.step), chosen, index, ranks, *parts)
+            reading = Reading(step_folder(place, chosen.step), chosen, note, index, ranks, *parts)
         except SpecError as exc:
             raise SpecError(f"{exc}{_reasons(passed)}") from exc
         wrong = reading.find_damage(is_random_state_wanted=is_random_state_wanted)
         if not wrong:
-            return chosen, reading, passed
+            return chosen, note, reading, passed
         passed = {**passed, chosen.name: wrong}
 
 
 def _choose(
-    url: str, files: Any, step: int | None, passed: Mapping[str, str]
-) -> tuple[Checkpoint, TensorIndex, dict[str, str]]:
-    """The one to load, its index, and why others were passed over for it, by name: those in ``passed`` are.
+    place: Location, step: int | None, passed: Mapping[str, str]
+) -> tuple[Checkpoint, dict[str, Any], TensorIndex, dict[str, str]]:
+    """The one to load, its note, its index, and why others were passed over for it, by name: those in ``passed`` are.
 
     Raises: SpecError, DetrainError.
     """
-    place = locate(url, files=files)
     if not place.exists():
         raise SpecError(f"{place.name} is not there: give the URL that was saved to")
     there = list_checkpoints(place)
     found = there if step is None else Checkpoints(each for each in there if each.step == step)
     wrong = dict(passed)
     for each in sorted(found, key=lambda each: (each.serial < 0, each.serial, each.step), reverse=True):
+        if each.name in wrong:
+            continue
         try:
-            if each.name in wrong:
-                continue
-            if each.wrong:
+            if each.is_unknown:
                 raise DetrainError(each.wrong)
-            digest = each.note.get("index_crc32")
-            index = TensorIndex.read(
-                step_folder(place, each.step), each.note["index"], each.note["files"], digest=digest
-            )
-            _check_note(each.note)
-        except DetrainError as exc:
+            if each.wrong:
+                raise Damaged(each.wrong)
+            folder = step_folder(place, each.step)
+            note = read_note(folder)
+            index = TensorIndex.read(folder, note["index"], note["files"], digest=note.get("index_crc32"))
+            _check_note(note)
+        except Damaged as exc:
             wrong[each.name] = str(exc)
+        except DetrainError as exc:
+            raise DetrainError(f"{exc}{MAY_BE_WHOLE}") from exc
         else:
-            return each, index, wrong
+            return each, note, index, wrong
     others = ", ".join(str(each.step) for each in there if each.is_complete and each.name not in wrong) or "none"
     if step is None:
         raise SpecError(f"{place.name} has no checkpoint that can be loaded{_reasons(wrong)}")
@@ -282,20 +293,20 @@ def _reasons(passed: Mapping[str, str]) -> str:
 
 
 def _check_note(note: Mapping[str, Any]) -> None:
-    """Raises: DetrainError for values that cannot be read: before anything is changed."""
+    """Raises: Damaged for values that cannot be read: before anything is changed."""
     try:
         _ = note["optimizer"], [from_json(note[key]) for key in ("data_position", "extra", "scheduler")]
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as exc:
-        raise DetrainError(f"{NOTE} cannot be read: {type(exc).__name__}: {str(exc)[:200]}") from exc
+        raise Damaged(f"{NOTE} cannot be read: {type(exc).__name__}: {shown(str(exc))}") from exc
 
 
 # ---- random numbers
 
 
 def _go_on_randomly(
-    values: Mapping[str, Any], chosen: Checkpoint, ranks: Ranks, model_state: ModelState
+    values: Mapping[str, Any], note: Mapping[str, Any], ranks: Ranks, model_state: ModelState
 ) -> tuple[str, ...]:
-    saved = chosen.note["world_size"]
+    saved = note["world_size"]
     wrong, draws = "", []
     if saved == ranks.size:
         try:
@@ -308,7 +319,7 @@ def _go_on_randomly(
     elif saved == ranks.size:
         model_state.draws = draws
         return ()
-    seed = 1_000_003 * chosen.serial + chosen.step
+    seed = 1_000_003 * note["serial"] + note["step"]
     seed_all(seed)
     model_state.draws = [seed] * len(model_state.modules)
     why = wrong or f"saved by {saved} ranks, loaded by {ranks.size}"

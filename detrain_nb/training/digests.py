@@ -12,12 +12,26 @@ import zlib
 
 from ..errors import DetrainError
 
-__all__ = ["BLOCK_BYTES", "digest", "digests", "is_digests", "is_sealed", "require_digest", "require_digests", "seal"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Damaged",
+    "digest",
+    "digests",
+    "is_digests",
+    "is_sealed",
+    "require_digest",
+    "require_digests",
+    "seal",
+]
 
 BLOCK_BYTES = 1 << 20  # who wants a part of a tensor reads little more than that, and can still compare it
 _DIGITS = 8  # of one, in hexadecimal
 _SEAL = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\Z')
 _SEAL_BYTES = 24
+
+
+class Damaged(DetrainError):
+    """What is there is not what was saved, or not all of it; a place that does not answer raises another error."""
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -35,15 +49,15 @@ def is_digests(text: object, size_bytes: int) -> bool:
 
 
 def require_digest(data: bytes | memoryview, expected: str, what: str) -> None:
-    """Raises: DetrainError, which says ``what`` is damaged."""
+    """Raises: Damaged, which says ``what`` is."""
     if (found := digest(data)) != expected:
-        raise DetrainError(f"{what} is damaged: its CRC-32 is {found}, and was {expected} when it was saved")
+        raise Damaged(f"{what} is damaged: its CRC-32 is {found}, and was {expected} when it was saved")
 
 
 def require_digests(data: memoryview, expected: str, begin: int, what: str) -> None:
     """Compare the blocks of a tensor of which ``expected`` are all digests, from byte ``begin`` on: a block's first.
 
-    Raises: DetrainError, which says of ``what`` and at which bytes it is damaged.
+    Raises: Damaged, which says of ``what`` and at which bytes it is damaged.
     """
     for at in range(0, len(data), BLOCK_BYTES):
         block, number = data[at : at + BLOCK_BYTES], (begin + at) // BLOCK_BYTES
@@ -61,7 +75,7 @@ def seal(text: bytes) -> bytes:
 
 
 def is_sealed(text: bytes, what: str) -> bool:
-    """Whether it has its digest. Raises: DetrainError where it has another one."""
+    """Whether it has its digest. Raises: Damaged where it has another one."""
     found = _SEAL.search(text, max(0, len(text) - _SEAL_BYTES))
     if found is not None:
         require_digest(text[: found.start()], found[1].decode(), what)

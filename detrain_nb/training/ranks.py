@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,13 +26,18 @@ class Ranks:
     def gather(self, do: Callable[[], T]) -> list[T]:
         """What ``do`` gives on each rank, by rank. Collective: all ranks.
 
-        Raises: what ``do`` raised here; else a DetrainError, or a SpecError, with what it raised on another rank.
+        Raises: the DetrainError that ``do`` raised here, or one with what else it raised; else a DetrainError, or a
+        SpecError, with what it raised on another rank.
         """
         try:
             given = do()
+            if self.group is not None:
+                pickle.dumps(given)  # as the exchange does: what cannot travel is told before the others wait for it
         except Exception as exc:  # whatever it is: the others would wait for this rank
             self._exchange((type(exc).__name__, str(exc), isinstance(exc, SpecError)), None)
-            raise
+            if isinstance(exc, DetrainError):
+                raise
+            raise DetrainError(f"{type(exc).__name__}: {exc}") from exc
         failures, values = zip(*self._exchange(None, given))
         for rank, failure in enumerate(failures):
             if failure is not None:

@@ -15,16 +15,18 @@ from torch import Tensor
 from ..errors import DetrainError, SpecError
 from ..storage import Location
 from .catalog import Checkpoint
+from .digests import Damaged
 from .plain import from_json
 from .ranks import Ranks
 from .state import ModelState, OptimizerState
 from .tensor_index import TensorIndex
 from .tensor_store import compare_tensors, read_tensors
 
-__all__ = ["DRAWS", "MODEL", "OPTIMIZER", "RANDOM", "Reading"]
+__all__ = ["DRAWS", "MAY_BE_WHOLE", "MODEL", "OPTIMIZER", "RANDOM", "Reading"]
 
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 DRAWS = "tensor_parallel"  # among a rank's random numbers
+MAY_BE_WHOLE = "; it may be whole: load again, or choose another with step="
 _SHOWN = 4  # names in a message
 
 
@@ -35,6 +37,7 @@ class Reading:
         self,
         folder: Location,
         chosen: Checkpoint,
+        note: Mapping[str, Any],
         index: TensorIndex,
         ranks: Ranks,
         model: Any,
@@ -42,12 +45,12 @@ class Reading:
         scheduler: Any,
     ) -> None:
         """Collective: all ranks. Raises: SpecError, on every rank, where it does not go with what is given on any."""
-        self._folder, self._chosen, self._index, self._ranks = folder, chosen, index, ranks
+        self._folder, self._note, self._index, self._ranks = folder, note, index, ranks
         self._scheduler = scheduler
         self.random_values: Mapping[str, Any] = {}
         self._optimizer_values: dict[str, Tensor] = {}
         parts: list[Any] = []
-        told = ranks.gather(lambda: _compare_parts(parts, chosen, index, model, optimizer, scheduler))
+        told = ranks.gather(lambda: _compare_parts(parts, chosen, note, index, model, optimizer, scheduler))
         self.model_state: ModelState = parts[0]
         self._optimizer_state: OptimizerState | None = parts[1]
         wrong = list(dict.fromkeys(text for texts, _ in told for text in texts))
@@ -62,17 +65,20 @@ class Reading:
     def find_damage(self, *, is_random_state_wanted: bool) -> str:
         """Read all that any rank wants, and compare it: return what is damaged first, empty where nothing is.
 
-        Collective: all ranks. Raises: SpecError where the optimizer cannot take what is there.
+        Collective: all ranks. Raises: SpecError where the optimizer cannot take what is there, DetrainError where it
+        cannot be read now, which is no damage.
         """
 
         def read() -> str:
             try:
                 self._read_beside_model(is_random_state_wanted=is_random_state_wanted)
                 compare_tensors(self._folder, self._index, self._model_tensors)
+            except Damaged as exc:
+                return str(exc)
             except SpecError:
                 raise
             except DetrainError as exc:
-                return str(exc)
+                raise DetrainError(f"{exc}{MAY_BE_WHOLE}") from exc
             return ""
 
         told = self._ranks.gather(read)
@@ -96,7 +102,7 @@ class Reading:
         self._ranks.gather(self._take_all)
 
     def _read_beside_model(self, *, is_random_state_wanted: bool) -> None:
-        if is_random_state_wanted and self._chosen.note["world_size"] == self._ranks.size:
+        if is_random_state_wanted and self._note["world_size"] == self._ranks.size:
             self.random_values = self._read_random()
         if self._optimizer_state is not None:
             self._optimizer_values = self._optimizer_state.targets(self._index, OPTIMIZER)
@@ -123,12 +129,13 @@ class Reading:
             if self._optimizer_state is not None:
                 self._optimizer_state.take(self._index, self._optimizer_values, OPTIMIZER)
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(from_json(self._chosen.note["scheduler"]))
+            self._scheduler.load_state_dict(from_json(self._note["scheduler"]))
 
 
 def _compare_parts(
     parts: list[Any],
     chosen: Checkpoint,
+    note: Mapping[str, Any],
     index: TensorIndex,
     model: Any,
     optimizer: torch.optim.Optimizer | None,
@@ -143,15 +150,15 @@ def _compare_parts(
     parts[:] = model_state, optimizer_state
     wrong = model_state.check(index, MODEL)
     if optimizer_state is not None:
-        saved = chosen.note["optimizer"]
+        saved = note["optimizer"]
         if saved != optimizer_state.kind:
             raise SpecError(
                 f"{chosen.name} has {_shown(saved or 'no optimizer')}, and a {optimizer_state.kind} was given"
             )
         wrong += optimizer_state.check(index, OPTIMIZER)
-    if scheduler is not None and chosen.note["scheduler"] is None:
+    if scheduler is not None and note["scheduler"] is None:
         raise SpecError(f"{chosen.name} was saved without a scheduler, and one was given")
-    if scheduler is not None and (strange := _attributes_beside(scheduler, from_json(chosen.note["scheduler"]))):
+    if scheduler is not None and (strange := _attributes_beside(scheduler, from_json(note["scheduler"]))):
         raise SpecError(f"{chosen.name} has {strange[0]!r} of a scheduler, which the one that was given does not save")
     return wrong, set(model_state.values)
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DetrainError, SpecError
-from ..storage import Location, is_local, locate, whole_file
-from .digests import BLOCK_BYTES, digests, require_digest, require_digests
+from ..storage import Location, is_local, locate, shown, whole_file
+from .digests import BLOCK_BYTES, Damaged, digests, require_digest, require_digests
 
 __all__ = [
     "Piece",
@@ -31,6 +31,7 @@ __all__ = [
     "name_of_dtype",
     "open_whole",
     "read_header",
+    "read_whole",
     "write_file",
 ]
 
@@ -56,6 +57,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
 _MOST_BYTES, _MOST_DIMENSIONS = 1 << 63, 64  # of a file, and of a tensor: torch has no more
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_OF_BROKEN_FILES = (ValueError, RecursionError, FileNotFoundError)
 _READ_BYTES = 16 << 20  # at once: each read is a request where the file is far away
 
 
@@ -177,8 +179,19 @@ def open_whole(place: Location) -> Iterator[Any]:
 # ---- reading
 
 
+def read_whole(place: Location, *, limit_bytes: int, may_be_link: bool = False) -> bytes:
+    """Read a small file. Raises: Damaged where it has more than ``limit_bytes`` or is not there, else DetrainError."""
+    data = bytearray()
+    with foreign_errors(place.name, "read"), place.open(may_be_link=may_be_link) as file:
+        while chunk := file.read(min(_READ_BYTES, limit_bytes + 1 - len(data))):
+            data += chunk
+            if len(data) > limit_bytes:
+                raise ValueError(f"it has more than {limit_bytes} bytes")
+    return bytes(data)
+
+
 def read_header(place: Location) -> dict[str, Piece]:
-    """Where each tensor of a file is. Raises: DetrainError for what is no safetensors file, or not a whole one."""
+    """Where each tensor of a file is. Raises: Damaged for what is no safetensors file, or not a whole one."""
     with foreign_errors(place.name, "read"), place.open() as file:
         return read_header_of(file)
 
@@ -266,14 +279,18 @@ def locate_safetensors(url: str | os.PathLike[str], *, files: Any = None) -> tup
 
 @contextlib.contextmanager
 def foreign_errors(name: str, done: str) -> Iterator[None]:
-    """What a file system or a broken file raises is a DetrainError with the name; no secret of a URL is in it."""
+    """What a file system or a broken file raises is a DetrainError with the name; no secret of a URL is in it.
+
+    It is a Damaged where the file is what is wrong, and not who has it.
+    """
     try:
         yield
     except DetrainError:
         raise
     except Exception as exc:  # the libraries of file systems have no common one
+        kind = Damaged if isinstance(exc, _OF_BROKEN_FILES) else DetrainError
         if "***" in name:
-            raise DetrainError(f"{name} cannot be {done}: {type(exc).__name__}") from None
+            raise kind(f"{name} cannot be {done}: {type(exc).__name__}") from None
         absent = "it is not there" if isinstance(exc, FileNotFoundError) else ""
         reason = absent or getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
-        raise DetrainError(f"{name} cannot be {done}: {reason[:200]}") from exc
+        raise kind(f"{name} cannot be {done}: {shown(reason)}") from exc

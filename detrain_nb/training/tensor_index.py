@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..storage import Location
 from .digests import is_digests, require_digest
 from .plain import from_json
-from .tensor_files import Piece, dtype_of_name, foreign_errors, name_of_dtype
+from .tensor_files import Piece, dtype_of_name, foreign_errors, name_of_dtype, read_whole
 
 __all__ = ["TensorIndex", "WrittenPiece", "make_index"]
 
@@ -45,11 +45,11 @@ class TensorIndex:
     def read(cls, folder: Location, name: str, files: Mapping[str, int], *, digest: str | None = None) -> TensorIndex:
         """``files``: those of the checkpoint, with their sizes in bytes. ``digest``: its own; None: nothing has any.
 
-        Raises: DetrainError for an index that is broken, does not cover its tensors, or names what is not in ``files``.
+        Raises: Damaged for an index that is broken, does not cover its tensors, or names what is not in ``files``.
         """
         with foreign_errors((folder / name).name, "read"):
             try:
-                text = (folder / name).read(limit_bytes=_MOST_INDEX_BYTES, may_be_link=False)
+                text = read_whole(folder / name, limit_bytes=_MOST_INDEX_BYTES)
                 if digest is not None:
                     require_digest(text, digest, (folder / name).name)
                 index = json.loads(text)

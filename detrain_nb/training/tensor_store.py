@@ -114,20 +114,22 @@ class StepWriter(StorageWriter):
         catalog.require_no_link(self._folder)
         index = make_index(metadata, [result for of_rank in results for result in of_rank])
         sizes = index.pop("sizes")
-        there = catalog.read_files(self._folder)
+        seen = catalog.read_files(self._folder)
         for name, size_bytes in sizes.items():
-            if there.get(name) != size_bytes:
+            if seen.get(name) != size_bytes:
                 raise DetrainError(
-                    f"{self._folder.name}: of {name}, {size_bytes} bytes, rank 0 sees {there.get(name, 0)}: give a "
+                    f"{self._folder.name}: of {name}, {size_bytes} bytes, rank 0 sees {seen.get(name, 0)}: give a "
                     "place that all hosts share"
                 )
         index_name, text = f"index-{self._token}.json", json.dumps(index, separators=(",", ":")).encode()
         (self._folder / index_name).write(text, may_be_link=False)
-        serial = 1 + max(0, *(each.serial for each in catalog.list_checkpoints(self._place)))
-        if serial > catalog.MOST_SAVES:  # it would count as broken, and go
+        there = catalog.list_checkpoints(self._place)
+        unread = sum(each.serial < 0 and each.name != self._folder.name for each in there)  # any may be the last
+        serial = 1 + max([0, *(each.serial for each in there)]) + unread
+        if serial > catalog.MOST_SAVES:  # it would count as broken
             raise DetrainError(
-                f"{self._place.name}: a checkpoint there says that it is save {serial - 1}: remove it, or save "
-                "elsewhere"
+                f"{self._place.name}: a checkpoint there says that it is save {serial - 1 - unread}: remove it, or "
+                "save elsewhere"
             )
         note = {
             "format": 2,

@@ -492,7 +492,7 @@ def test_leftovers_of_a_killed_save_go_with_the_next_and_nothing_else_does(tmp_p
         assert training.load(str(tmp_path), nn.Linear(2, 2)).step == 1
     training.save(str(tmp_path), nn.Linear(2, 2), step=4)
     assert not half.exists() and (other / "notes.txt").exists()
-    (other / "index-0123456789abcdef.json").write_bytes(b"half")
+    (other / "rank-00000-0123456789abcdef.safetensors").write_bytes(b"half")
     training.save(str(tmp_path), nn.Linear(2, 2), step=5)
     assert [file.name for file in other.iterdir()] == ["notes.txt"]
 
@@ -519,6 +519,60 @@ def test_save_that_fails_leaves_the_one_of_its_step(tmp_path: Path) -> None:
     other = nn.Linear(2, 2)
     assert training.load(str(tmp_path), other).step == 1
     assert torch.equal(model.weight, other.weight)
+
+
+class Silent(LocalFileSystem):
+    """A store that does not answer when it is asked for files whose path has ``silent`` in it."""
+
+    cachable = False
+    silent = "nothing"
+    error: Exception = TimeoutError("the store did not answer")
+
+    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if mode == "rb" and self.silent in path:
+            raise self.error
+        return super().open(path, mode, **kwargs)
+
+
+@pytest.mark.parametrize("harm", ["no answer", "flipped bit", "later format", "another program's", "note is gone"])
+def test_checkpoint_whose_note_cannot_be_read_is_not_removed(saved: Path, harm: str) -> None:
+    """It may be whole, and the last one; nobody but its note says how old it is."""
+    files, note = Silent(), the_file(saved, 3, "checkpoint.json")
+    if harm == "no answer":
+        files.silent = "step-00000003/checkpoint.json"
+    elif harm == "flipped bit":
+        note.write_bytes(note.read_bytes().replace(b"2", b"3", 1))
+    elif harm == "later format":
+        rewrite(saved, 3, note=lambda said: said.update(format=3))
+        assert "is of format 3, of a newer version" in str(training.checkpoints(str(saved)))
+    elif harm == "another program's":
+        note.write_text('{"theirs": 1}')
+    else:
+        note.unlink()
+    before = sorted(file.name for file in (saved / "step-00000003").iterdir())
+    for step in (4, 5):
+        training.save(str(saved), filled(step), step=step, keep=1, files=files)
+    assert sorted(file.name for file in (saved / "step-00000003").iterdir()) == before
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000003", "step-00000005"]
+    if harm == "no answer":
+        files.silent = "nothing"
+        assert [(each.step, each.is_complete) for each in training.checkpoints(str(saved))] == [(3, True), (5, True)]
+
+
+@pytest.mark.parametrize("silent", ["step-00000003/checkpoint.json", "step-00000003/index", "step-00000003/rank"])
+@pytest.mark.parametrize("error", [TimeoutError("no answer"), OSError(5, "Input/output error"), MemoryError()])
+def test_store_that_does_not_answer_is_no_damage(saved: Path, silent: str, error: Exception) -> None:
+    """Else hours of training would go, since the last one is whole."""
+    files, model = Silent(), filled(0)
+    files.silent, files.error = silent, error
+    with pytest.raises(
+        DetrainError, match=r"step-00000003.* cannot be read: .*; it may be whole: load again, or choose"
+    ):
+        training.load(str(saved), model, files=files)
+    assert bool((model[0].weight == 0).all())
+    assert training.load(str(saved), model, step=2, files=files).step == 2
+    files.silent = "nothing"
+    assert training.load(str(saved), model, files=files).step == 3
 
 
 @pytest.mark.slow
@@ -734,17 +788,17 @@ def test_file_that_became_a_link_since_it_was_listed_is_not_read(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder of a group others exchange it: the next save would show them what only the user can read."""
-    data, listed = the_file(saved, 3, "rank-*"), catalog.read_files
+    data, listed = the_file(saved, 3, "rank-*"), catalog._read_entries
     (tmp_path / "private").write_bytes(data.read_bytes())
 
-    def list_then_exchange(folder: Location) -> dict[str, int]:
+    def list_then_exchange(folder: Location) -> dict[str, tuple[str, int]]:
         found = listed(folder)
         if folder.path == str(data.parent):
             data.unlink()
             data.symlink_to(tmp_path / "private")
         return found
 
-    monkeypatch.setattr(catalog, "read_files", list_then_exchange)
+    monkeypatch.setattr(catalog, "_read_entries", list_then_exchange)
     with pytest.raises(DetrainError, match="cannot be read: it is a link"):
         training.load(str(saved), filled(0), step=3)
 

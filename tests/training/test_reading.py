@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tracemalloc
 import warnings
@@ -290,9 +291,45 @@ def test_trainer_with_nothing_but_damage_does_not_begin_anew(tmp_path: Path) -> 
             trainer(tmp_path, 2).fit()
 
 
+@pytest.mark.parametrize(
+    "harm, said",
+    [
+        ("link", r"checkpoint\.json is a link, and none is followed"),
+        ("all links", r"checkpoint\.json is a link, and none is followed"),
+        ("pipe", r"checkpoint\.json is no file"),
+        ("folder", r"checkpoint\.json is no file"),
+        ("gone", r"checkpoint\.json is missing"),
+    ],
+)
+def test_checkpoint_whose_note_is_no_file_is_not_taken_for_an_unfinished_one(
+    tmp_path: Path, harm: str, said: str
+) -> None:
+    """dvc and git-annex put links in the place of files; training would begin anew, and remove the tensors."""
+    trainer(tmp_path, 1).fit()
+    folder, elsewhere = tmp_path / "step-00000001", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    note = folder / "checkpoint.json"
+    for file in sorted(folder.iterdir()) if harm == "all links" else [note]:
+        file.rename(elsewhere / file.name)
+        if "link" in harm:
+            file.symlink_to(elsewhere / file.name)
+    if harm == "pipe":
+        os.mkfifo(note)
+    if harm == "folder":
+        note.mkdir()
+    before = sorted(file.name for file in folder.iterdir())
+    with pytest.raises(SpecError, match=f"step-00000001 is passed over: {said}.*; to begin anew, give resume=False"):
+        trainer(tmp_path, 2).fit()
+    with pytest.raises(DetrainError, match=f"step-00000001 is broken: {said}"):
+        training.load(str(tmp_path), nn.Linear(4, 2), step=1)
+    training.save(str(tmp_path), nn.Linear(4, 2), step=2, keep=1)
+    assert sorted(file.name for file in folder.iterdir()) == before
+
+
 def test_trainer_begins_anew_where_no_save_has_ended(tmp_path: Path) -> None:
     trainer(tmp_path, 1).fit()
-    the_file(tmp_path, 1, "checkpoint.json").unlink()
+    for pattern in ("checkpoint.json", "index-*"):
+        the_file(tmp_path, 1, pattern).unlink()
     with pytest.warns(UserWarning, match="step-00000001: its save has not ended, and nothing is before it: begun anew"):
         result = trainer(tmp_path, 1).fit()
     assert result.resumed_from == "" and training.checkpoints(str(tmp_path)).last is not None
