@@ -5,8 +5,10 @@ Whatever the layout, they have the whole model under its plain names. Tensors ar
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,12 +24,14 @@ from ..storage import Location
 from . import saving
 from .ranks import Ranks
 from .state import ModelState
-from .tensor_files import bytes_of, foreign_errors, locate_safetensors, make_header, open_whole
+from .tensor_files import bytes_of, foreign_errors, locate_safetensors, make_header, open_whole, read_whole
 
-__all__ = ["INDEX", "ONE_FILE", "export_safetensors"]
+__all__ = ["INDEX", "MOST_INDEX_BYTES", "ONE_FILE", "export_safetensors"]
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MOST_INDEX_BYTES = 1 << 28
+_PART = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 
 # ---- out
@@ -52,7 +56,8 @@ def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000
 
     In a folder there are `model.safetensors`, or, where that would have more than ``most_file_bytes``, several with an
     index; and what ``model.config.save_pretrained`` writes, where there is one: transformers' ``from_pretrained`` takes
-    it. Of tied parameters the first name is in it. Each file is there whole, or not at all; the index comes last.
+    it. Of tied parameters the first name is in it. Each file is there whole, or not at all; the index comes last. Then
+    `model.safetensors`, the index and the files that it names, as an earlier export has left them, go: no others.
 
     Collective: all ranks. Raises: SpecError, DetrainError.
     """
@@ -77,6 +82,7 @@ def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000
     def finish() -> list[str]:
         if name is not None:
             return [name]
+        earlier = _earlier(place)
         more = _write_config(place, model)
         if len(parts) > 1:
             weight_map = {entry.name: file_name for file_name, part in zip(names, parts) for entry in part}
@@ -84,7 +90,7 @@ def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000
             text = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2)
             (place / INDEX).write(text.encode())
             more.append(INDEX)
-        _remove_others(place, {*names, *more})
+        _remove(place, earlier - {*names, *more})
         return [*names, *more]
 
     return ranks.first(finish)
@@ -185,10 +191,19 @@ def _find_config(model: Any) -> Any:
     return None
 
 
-def _remove_others(place: Location, names: set[str]) -> None:
-    """What an earlier export left under other names would be taken for a part of this one."""
+def _earlier(place: Location) -> set[str]:
+    """What an earlier export has left: it would be taken for this one. Other files of the user's are not of it."""
+    there = set(place.names())
+    parts: set[str] = set()
+    if INDEX in there:
+        text = read_whole(place / INDEX, limit_bytes=MOST_INDEX_BYTES, may_be_link=True)
+        with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):  # no index of ours
+            parts = {name for name in json.loads(text)["weight_map"].values() if _PART.fullmatch(name)}
+    return there & {ONE_FILE, INDEX, *parts}
+
+
+def _remove(place: Location, names: set[str]) -> None:
     with foreign_errors(place.name, "cleared"):
-        for name in place.names():
-            is_of_export = name == INDEX or (name.startswith("model") and name.endswith(".safetensors"))
-            if is_of_export and name not in names:
+        for name in names:
+            if not place.files.isdir((place / name).path):
                 place.files.rm_file((place / name).path)

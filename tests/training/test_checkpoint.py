@@ -1048,6 +1048,22 @@ def test_files_of_safetensors_are_read_and_cut(tmp_path: Path) -> None:
         training.import_safetensors(str(tmp_path / "their.safetensors"), other)
 
 
+def test_export_removes_what_an_earlier_one_has_written_and_nothing_else(tmp_path: Path) -> None:
+    model = filled(1)
+    theirs = ["model_best.safetensors", "model-before.safetensors", "model-00001-of-00009.safetensors"]
+    for name in theirs:
+        (tmp_path / name).write_bytes(b"the only copy")
+    (tmp_path / "model-old.safetensors").mkdir()
+    kept = {*theirs, "model-old.safetensors"}
+    for size in (80, 10**9, 80):
+        names = training.export_safetensors(str(tmp_path), model, most_file_bytes=size)
+        assert set(os.listdir(tmp_path)) == {*names, *kept}
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    kept |= {name for name in names if "-of-" in name}  # nobody can say whose they are
+    names = training.export_safetensors(str(tmp_path), model)
+    assert set(os.listdir(tmp_path)) == {*names, *kept}
+
+
 @pytest.mark.slow
 def test_folder_of_transformers_goes_in_and_out_through_stages(session: Session, tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
