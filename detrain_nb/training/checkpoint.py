@@ -108,6 +108,7 @@ def save(
             "data_position": to_json(data_position, "data_position"),
             "extra": to_json(extra, "extra"),
             "optimizer": None if optimizer is None else type(optimizer).__name__,
+            "scheduler_kind": None if scheduler is None else type(scheduler).__name__,
             "scheduler": None if scheduler is None else to_json(scheduler.state_dict(), "scheduler"),
             "torch": str(torch.__version__),
         }

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["random_state", "seed_all", "set_random_state"]
+__all__ = ["STATES", "random_state", "seed_all", "set_random_state"]
 
+STATES = ("python", "python_rest", "torch", "numpy", "numpy_rest", "cuda")  # what `random_state` may have
+
+_NUMBERS = 624  # of the generator of Python and of numpy
 _GENERATOR = "MT19937"  # numpy's global one, unless somebody has changed it
 
 
@@ -35,6 +38,9 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Raises: ValueError, or what the generators raise, for what is no state of theirs."""
     version, gauss = state["python_rest"]
+    _require_gauss(gauss)
+    if "numpy" in state:
+        _require_numpy_rest(*state["numpy_rest"])
     random.setstate((version, tuple(state["python"].tolist()), gauss))
     torch.set_rng_state(_as_bytes(state["torch"]))
     if "numpy" in state and "numpy" in sys.modules:
@@ -49,6 +55,22 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def _require_numpy_rest(place: Any, has_gauss: Any, gauss: Any) -> None:
+    """numpy looks at none of it: with a place behind its numbers it reads memory of others as random numbers, or ends.
+
+    Raises: ValueError.
+    """
+    if type(place) is not int or not 0 <= place <= _NUMBERS or type(has_gauss) is not int or has_gauss not in (0, 1):
+        raise ValueError("no state of numpy's generator")
+    _require_gauss(gauss)
+
+
+def _require_gauss(gauss: Any) -> None:
+    """The number that comes next, where one was made with the last. Raises: ValueError."""
+    if gauss is not None and not isinstance(gauss, float):
+        raise ValueError("no number that a generator has kept")
 
 
 def _as_bytes(state: Tensor) -> Tensor:

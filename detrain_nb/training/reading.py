@@ -6,6 +6,8 @@ compared, and kept nowhere, then into its place. So a load needs no more memory 
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +19,9 @@ from ..storage import Location
 from .catalog import Checkpoint
 from .digests import Damaged
 from .plain import from_json
+from .randomness import STATES
 from .ranks import Ranks
+from .schedules import require_state
 from .state import ModelState, OptimizerState
 from .tensor_index import TensorIndex
 from .tensor_store import compare_tensors, read_tensors
@@ -28,6 +32,7 @@ MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 DRAWS = "tensor_parallel"  # among a rank's random numbers
 MAY_BE_WHOLE = "; it may be whole: load again, or choose another with step="
 _SHOWN = 4  # names in a message
+_MOST_RANDOM_NUMBERS = 1 << 16  # of a generator's state
 
 
 class Reading:
@@ -88,18 +93,42 @@ class Reading:
     def take(self) -> None:
         """Have the model, the optimizer and the scheduler take what was read. Collective: all ranks.
 
-        Raises: DetrainError where it has changed since it was compared.
+        Raises: DetrainError where it has changed since it was compared; where the optimizer or the scheduler does not
+        take its state, before anything is changed.
         """
 
         def read() -> None:
             with torch.no_grad():
                 read_tensors(self._folder, self._index, self._model_tensors)
 
+        self._take_beside_model()
         try:
             self._ranks.gather(read)
         except DetrainError as exc:
             raise DetrainError(f"{exc}; it was whole a moment ago, and the model has parts of it: load again") from exc
-        self._ranks.gather(self._take_all)
+        self._ranks.gather(self._take_model)
+
+    def _take_beside_model(self) -> None:
+        """What torch and the user's classes take, or refuse; refused on one rank, all have what they had."""
+        optimizer, scheduler = self._optimizer_state, self._scheduler
+        earlier = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+
+        def take() -> None:
+            if optimizer is not None:
+                with torch.no_grad():
+                    optimizer.take(self._index, self._optimizer_values, OPTIMIZER)
+            if scheduler is not None:
+                scheduler.load_state_dict(from_json(self._note["scheduler"]))
+
+        put_back = None if optimizer is None else optimizer.keep()
+        try:
+            self._ranks.gather(take)
+        except DetrainError as exc:
+            if put_back is not None:
+                put_back()
+            if scheduler is not None:
+                scheduler.load_state_dict(earlier)
+            raise DetrainError(f"the optimizer or the scheduler does not take what was saved: {exc}") from exc
 
     def _read_beside_model(self, *, is_random_state_wanted: bool) -> None:
         if is_random_state_wanted and self._note["world_size"] == self._ranks.size:
@@ -111,25 +140,23 @@ class Reading:
             self._optimizer_state.saved_groups(self._index, self._optimizer_values, OPTIMIZER)
 
     def _read_random(self) -> dict[str, Any]:
+        """Without what is larger than the state of any generator: nobody takes memory for it."""
         prefix, index = f"{RANDOM}{self._ranks.rank}/", self._index
-        names = [fqn for fqn in index.metadata.state_dict_metadata if fqn.startswith(prefix)]
-        tensors = {
-            fqn: torch.empty(shape, dtype=index.dtype(fqn)) for fqn in names if (shape := index.shape(fqn)) is not None
-        }
+        names = [name for key in (*STATES, DRAWS) if (name := prefix + key) in index.metadata.state_dict_metadata]
+        shapes = {name: shape for name in names if (shape := index.shape(name)) is not None}
+        large = {name for name, shape in shapes.items() if math.prod(shape) > _MOST_RANDOM_NUMBERS}
+        names = [name for name in names if name not in large]
+        tensors = {name: torch.empty(shapes[name], dtype=index.dtype(name)) for name in names if name in shapes}
         read_tensors(self._folder, index, tensors)
         every = {**index.values, **tensors}
         return {fqn.removeprefix(prefix): every[fqn] for fqn in names}
 
-    def _take_all(self) -> None:
+    def _take_model(self) -> None:
         """Collective: the ranks that have parts of the same layers."""
         with torch.no_grad():
             self.model_state.put_in_order()
             every = {**self._index.values, **self._model_tensors}
             self.model_state.take({name: every[MODEL + name] for name in self.model_state.values})
-            if self._optimizer_state is not None:
-                self._optimizer_state.take(self._index, self._optimizer_values, OPTIMIZER)
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(from_json(self._note["scheduler"]))
 
 
 def _compare_parts(
@@ -158,20 +185,9 @@ def _compare_parts(
         wrong += optimizer_state.check(index, OPTIMIZER)
     if scheduler is not None and note["scheduler"] is None:
         raise SpecError(f"{chosen.name} was saved without a scheduler, and one was given")
-    if scheduler is not None and (strange := _attributes_beside(scheduler, from_json(note["scheduler"]))):
-        raise SpecError(f"{chosen.name} has {strange[0]!r} of a scheduler, which the one that was given does not save")
+    if scheduler is not None:
+        require_state(scheduler, note.get("scheduler_kind"), from_json(note["scheduler"]), chosen.name)
     return wrong, set(model_state.values)
-
-
-def _attributes_beside(scheduler: Any, saved: Any) -> list[str]:
-    """Attributes that its ``load_state_dict`` would set, and that are not of its state: torch's sets all it gets."""
-    if not isinstance(saved, dict):
-        return []
-    own = scheduler.state_dict()
-    found = [key for key in saved if key not in own and hasattr(scheduler, key)]
-    for inner, state in zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ())):
-        found += _attributes_beside(inner, state)
-    return found
 
 
 def _shown(said: object) -> str:

@@ -63,15 +63,17 @@ def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000
     """
     ranks = saving.begin()
     states: list[ModelState] = []
+    located: list[tuple[Location, str | None]] = []
 
     def describe() -> tuple[list[_Entry], list[tuple[str, ...]]]:
+        located[:] = [locate_safetensors(url, files=files)]
         states[:] = [ModelState(model)]
         tensors = states[0].tensors
         entries = [_Entry(name, each.dtype, tuple(each.shape), ranks.rank) for name, each in tensors.items()]
         return entries, states[0].tied()
 
     entries = _whole(ranks.gather(describe))
-    place, name = locate_safetensors(url, files=files)
+    [(place, name)] = located
     parts = _cut(entries, most_file_bytes if name is None else None)
     names = _file_names(len(parts)) if name is None else [name]
     with torch.no_grad():

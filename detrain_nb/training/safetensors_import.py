@@ -39,15 +39,16 @@ def import_safetensors(url: str, model: Any, *, files: Any = None) -> list[str]:
     """
     ranks = saving.begin()
     pieces = ranks.first(lambda: _find_pieces(url, files))
-    place, _ = locate_safetensors(url, files=files)
     states: list[ModelState] = []
+    located: list[Location] = []
 
     def describe() -> list[tuple[str, ...]]:
+        located[:] = locate_safetensors(url, files=files)[:1]
         states[:] = [ModelState(model)]
         return states[0].tied()
 
     tied = [names for groups in ranks.gather(describe) for names in groups]
-    state = states[0]
+    [state], [place] = states, located
     sources = _match(state.tensors, pieces, tied, _base_prefix(state))
     index = _index_of({name: pieces[source] for name, source in sources.items()})
     wrong = dict.fromkeys(text for texts in ranks.gather(lambda: state.check(index, "")) for text in texts)

@@ -7,8 +7,9 @@ have it under another.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,14 @@ from torch.distributed.tensor import DTensor
 from ..errors import SpecError
 from ..parallel import TensorPlan, from_saved_order, to_saved_order
 from ..parallel.tensor.apply import draws_of, plan_of, set_draws
+from .digests import Damaged
 from .tensor_index import TensorIndex
 
 __all__ = ["ModelState", "OptimizerState"]
 
 _SHOWN = 3  # names in a message
+# What an optimizer may keep of a parameter in a shape of its own: tables, a history of gradients, a matrix of its rows.
+_FEW_NUMBERS, _MOST_TIMES = 1 << 16, 64
 
 
 class ModelState:
@@ -208,9 +212,11 @@ class OptimizerState:
         for group in self._optimizer.param_groups:
             made = {key: value for key, value in group.items() if key != "params"}
             names = [self._names[id(parameter)][0] for parameter in group["params"]]
+            first: dict[str, Any] = {}
             for place, name in enumerate(names):
                 saved = {key: every[f"{prefix}param_groups.{name}.{key}"] for key in options[name]}
-                if place and any(not _is_same(made[key], value) for key, value in saved.items()):
+                first = saved if place == 0 else first
+                if first.keys() != saved.keys() or any(not _is_same(first[key], saved[key]) for key in saved):
                     raise SpecError(
                         f"{names[0]} and {name} are in one group of the optimizer, and were saved with other options "
                         "each: make the groups as they were"
@@ -218,6 +224,11 @@ class OptimizerState:
                 made.update(saved)
             groups.append(made)
         return groups
+
+    def keep(self) -> Callable[[], None]:
+        """Return what puts the present state back, which `take` replaces and does not write into."""
+        kept = {"state": self._optimizer.state, "param_groups": self._optimizer.param_groups}
+        return lambda: self._optimizer.__dict__.update(kept)
 
     def take(self, index: TensorIndex, tensors: Mapping[str, Any], prefix: str) -> None:
         """Have the state that was read. Collective: the ranks that have parts of the same layers.
@@ -277,6 +288,11 @@ def _target(what: str, shape: tuple[int, ...], dtype: torch.dtype, parameter: Te
         raise SpecError(
             f"{what} has a shape of its own, {list(shape)}, and how it is sharded is not known before the optimizer's "
             "first step: make one, on any batch, and load then"
+        )
+    most = max(_FEW_NUMBERS, _MOST_TIMES * parameter.numel(), max(parameter.shape, default=1) ** 2)
+    if math.prod(shape) > most:  # before it has memory
+        raise Damaged(
+            f"{what} is {list(shape)}, and no optimizer keeps as much of a parameter of {list(parameter.shape)}"
         )
     return torch.empty(shape, dtype=dtype)
 

@@ -377,6 +377,21 @@ def disagree(rank: int, url: str) -> str:
     return _error(lambda: training.save(url, nn.Linear(2, 2), step=rank))
 
 
+def ask_for_others(rank: int, url: str) -> list[str]:
+    """What is said where each rank loads something else, or one has no way there; then they go on together."""
+    model = nn.Linear(2, 2)
+    training.save(url, model, step=1)
+    training.save(f"{url}/other", model, step=1)
+    return [
+        _error(lambda: training.load(url, model, step=rank or None)),
+        _error(lambda: training.load(url, model, is_random_state_wanted=not rank)),
+        _error(lambda: training.load(f"{url}/other" if rank else url, model)),
+        _error(lambda: training.load("ssh://h/x" if rank else url, model)),
+        _error(lambda: training.export_safetensors("ssh://h/x" if rank else f"{url}/out", model)),
+        _error(lambda: training.load(url, model)),
+    ]
+
+
 def fail_on_one(rank: int, url: str) -> list[str]:
     """An error of rank 1 is an error of all, and the ranks go on together."""
     model = nn.Linear(2, 2)

@@ -294,6 +294,29 @@ def test_shards_are_compared_by_what_they_read(session: Session, tmp_path: Path)
     assert f"rank 1: {file}: 'model/weight', bytes {6 * MIB} to {7 * MIB}, is damaged" in str(error.value)
 
 
+def test_ranks_that_ask_for_other_checkpoints_are_told(session: Session, tmp_path: Path) -> None:
+    """Each would wait for the others, or go on from another place."""
+    told = session.run_cell(f"on_ranks.ask_for_others(rank, {str(tmp_path)!r})").values
+    for errors in told.values():
+        assert "step is None on rank 0 and 1 on rank 1: give the same on all ranks" in errors[0]
+        assert "is_random_state_wanted is True on rank 0 and False on rank 1" in errors[1]
+        assert f"url is {tmp_path} on rank 0 and {tmp_path}/other on rank 1" in errors[2]
+        assert "ssh://h/x: ssh:// would take any host key" in errors[3] and "ssh://h/x: ssh:// would" in errors[4]
+        assert errors[5] == "none"
+
+
+@pytest.mark.parametrize("depth", [600, 900, 5000])
+def test_note_that_only_one_rank_could_keep_is_an_error_of_all(session: Session, depth: int, tmp_path: Path) -> None:
+    """JSON is read deeper than Python's objects travel between ranks."""
+    session.run_cell(f"on_ranks.save_twice('fsdp', {str(tmp_path)!r})")
+    note = the_file(tmp_path, 2, "checkpoint.json")
+    text = note.read_bytes()
+    body = text[: text.rindex(b",\n")].replace(b'"extra": null', b'"extra": ' + b"[" * depth + b"]" * depth)
+    note.write_bytes(digests.seal(body + b"\n}"))
+    told = session.run_cell(f"on_ranks.load_damaged('fsdp', {str(tmp_path)!r}, 2)").values
+    assert all(is_unchanged and said.startswith("DetrainError") for said, is_unchanged in told.values())
+
+
 # ---- one process
 
 
@@ -929,9 +952,193 @@ def test_note_of_others_sets_no_attribute_of_a_schedule_but_its_state(tmp_path: 
         (note["scheduler"]["_schedulers"][1] if is_nested else note["scheduler"])["optimizer"] = "hijacked"
 
     rewrite(tmp_path, 1, note=hijack)
-    with pytest.raises(SpecError, match="step-00000001 has 'optimizer' of a scheduler, which the one that was given"):
+    with pytest.raises(SpecError, match="step-00000001 has 'optimizer' of a scheduler, which the"):
         training.load(str(tmp_path), model, sgd, schedule)
     assert all(each.optimizer is sgd for each in inner)
+
+
+KINDS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda by: schedules.StepLR(by, 2),
+    "LambdaLR": lambda by: schedules.LambdaLR(by, lambda step: 0.5**step),
+    "SequentialLR": lambda by: schedules.SequentialLR(by, [schedules.ConstantLR(by), schedules.StepLR(by, 2)], [2]),
+}
+
+
+def unchanged(model: nn.Module, *others: Any) -> Callable[[], bool]:
+    """Asked later, whether all is as it is now."""
+
+    def look() -> list[str]:
+        return [repr(each.state_dict()) for each in (model, *others)] + [repr(torch.get_rng_state().tolist())]
+
+    before = look()
+    return lambda: look() == before
+
+
+@pytest.mark.parametrize("has_kind", [True, False])
+def test_state_of_another_kind_of_scheduler_changes_nothing(tmp_path: Path, has_kind: bool) -> None:
+    """Also where the checkpoint is one of before it kept the kind; one of the same kind is loaded then."""
+    model = filled(1)
+    for saved_kind, make in KINDS.items():
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        training.save(str(tmp_path), model, sgd, make(sgd), step=1)
+        if not has_kind:
+            rewrite(tmp_path, 1, note=lambda note: note.pop("scheduler_kind"))
+        for kind, make_other in KINDS.items():
+            other = filled(0)
+            by = torch.optim.SGD(other.parameters(), lr=0.2)
+            scheduler = make_other(by)
+            is_as_before = unchanged(other, by, scheduler)
+            if kind == saved_kind:
+                assert training.load(str(tmp_path), other, by, scheduler).step == 1 and not is_as_before()
+                continue
+            said = f"has {saved_kind}, and a {kind} was given" if has_kind else f"which the {kind} that was given does"
+            with pytest.raises(SpecError, match=said):
+                training.load(str(tmp_path), other, by, scheduler)
+            assert is_as_before()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(5, [1], {}, {"step_size": "2"}, {"base_lrs": 7}, {"base_lrs": [0.1, 0.1]}, {"_last_lr": ["x"]}),
+        *({"last_epoch": "x"}, {"last_epoch": 10**400}, {"\x1b[31m": 1}, {"_schedulers": 5}),
+    ],
+)
+def test_state_that_no_scheduler_has_changes_nothing(tmp_path: Path, said: Any) -> None:
+    model = filled(1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = schedules.StepLR(sgd, 2)
+    training.save(str(tmp_path), model, sgd, scheduler, step=1)
+    forged = {**scheduler.state_dict(), **said} if isinstance(said, dict) and said else said
+    if isinstance(said, dict) and "_schedulers" in said:
+        scheduler = KINDS["SequentialLR"](sgd)
+        forged = {**scheduler.state_dict(), **said}
+    rewrite(tmp_path, 1, note=lambda note: note.update(scheduler=forged, scheduler_kind=type(scheduler).__name__))
+    nn.init.zeros_(model[0].weight)
+    is_as_before = unchanged(model, sgd, scheduler)
+    with pytest.raises(SpecError, match="of a scheduler, which the") as error:
+        training.load(str(tmp_path), model, sgd, scheduler)
+    assert is_as_before() and str(error.value).isprintable()
+
+
+def test_scheduler_of_ones_own_that_does_not_take_its_state_changes_nothing(tmp_path: Path) -> None:
+    class Own:
+        value = 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.value = state["value"]
+            if self.value == 2:
+                raise LookupError("of two")
+
+    model, own = filled(1), Own()
+    adam = stepped(model)
+    own.value = 2
+    training.save(str(tmp_path), model, adam, own, step=1)
+    own.value = 1
+    stepped(model, by=adam)
+    is_as_before = unchanged(model, adam, own)
+    with pytest.raises(
+        DetrainError, match="the optimizer or the scheduler does not take what was saved: LookupError: of"
+    ):
+        training.load(str(tmp_path), model, adam, own)
+    assert is_as_before()
+
+
+def stepped(model: nn.Module, *, by: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters()) if by is None else by
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_state_of_an_optimizer_that_lacks_something_changes_nothing(tmp_path: Path) -> None:
+    """As one flipped bit of a key does it, where there are no digests."""
+    model = filled(1)
+    adam = stepped(model)
+    training.save(str(tmp_path), model, adam, step=1)
+
+    def lose(kind: str, key: str) -> Callable[[dict[str, Any]], object]:
+        def change(index: dict[str, Any]) -> None:
+            for name in (f"optimizer/{kind}.0.weight.{key}", f"optimizer/{kind}.0.bias.{key}"):
+                for of in (index["tensors"], index["values"]):
+                    if name in of:
+                        of[name[:-1] + "_"] = of.pop(name)
+                        return
+            raise AssertionError
+
+        return change
+
+    for change, said in (
+        (lose("state", "step"), "does not take what was saved: KeyError: 'step'"),
+        (lose("param_groups", "maximize"), "in one group of the optimizer, and were saved with other options each"),
+    ):
+        training.save(str(tmp_path), model, adam, step=1)
+        rewrite(tmp_path, 1, index=change)
+        stepped(model, by=adam)
+        is_as_before = unchanged(model, adam)
+        with pytest.raises(DetrainError, match=said):
+            training.load(str(tmp_path), model, adam)
+        assert is_as_before()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_option_that_one_group_alone_had_is_told(tmp_path: Path, is_first: bool) -> None:
+    model = filled(1)
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    groups[0 if is_first else 1]["name"] = "own"
+    training.save(str(tmp_path), model, torch.optim.SGD(groups, lr=0.1), step=1)
+    with pytest.raises(SpecError, match="saved with other options each: make the groups as they were"):
+        training.load(str(tmp_path), model, torch.optim.SGD(parameters, lr=0.1))
+
+
+@pytest.mark.parametrize("rest", [[10**8, 0, 0.0], [-1, 0, 0.0], [625, 0, 0.0], [True, 0, 0.0], [3, 0, "x"], [3], 5])
+def test_place_in_random_numbers_that_none_has_is_told(saved: Path, rest: Any) -> None:
+    """numpy takes any, and ends the process with the next number, or reads memory of others."""
+    import numpy as np
+
+    rewrite(saved, 3, index=lambda index: index["values"].update({"random/0/numpy_rest": rest}))
+    with pytest.warns(UserWarning, match="random numbers is none .*: random numbers were seeded anew with"):
+        assert training.load(str(saved), filled(0)).step == 3
+    assert 0 <= np.random.get_state()[2] <= 624
+
+
+def larger(file: Path, name: str, shape: list[int]) -> Callable[[dict[str, Any]], object]:
+    """The index names a tensor of bytes of this shape, which a file of holes beside has, without a disk for it."""
+    size = torch.Size(shape).numel()
+    header = json.dumps({name: {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}}).encode()
+    header = len(header).to_bytes(8, "little") + header
+    with file.open("wb") as opened:
+        opened.write(header)
+        opened.truncate(len(header) + size)
+
+    def change(index: dict[str, Any]) -> None:
+        index["values"].pop(name, None)
+        index["files"].append(file.name)
+        index["headers"][file.name] = digests.digest(header)
+        part = [[0] * len(shape), shape, len(index["files"]) - 1, len(header), len(header) + size]
+        index["tensors"][name] = ["U8", shape, [[*part, "a7f9ad6e" * -(-size // digests.BLOCK_BYTES)]]]
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["random/0/python", "optimizer/state.0.weight.exp_avg"])
+def test_state_that_is_too_large_takes_no_memory(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = filled(1)
+    adam = stepped(model)
+    for step in (1, 2):
+        training.save(str(tmp_path), model, adam, step=step)
+    file = tmp_path / "step-00000002" / "rank-00001-aa.safetensors"
+    change = larger(file, name, [1 << 40])
+    rewrite(tmp_path, 2, index=change, note=lambda note: note["files"].update({file.name: file.stat().st_size}))
+    said = (
+        "random numbers is none" if "random" in name else r"step-00000002 is passed over: 'exp_avg' of 0.weight is \["
+    )
+    with pytest.warns(UserWarning, match=said):
+        assert training.load(str(tmp_path), model, adam).step == (2 if "random" in name else 1)
 
 
 def test_url_or_step_that_is_not_there(saved: Path) -> None:

@@ -1,0 +1,68 @@
+"""The state of a learning rate's scheduler, compared with the one that is to take it, before anything changes.
+
+torch's schedulers set every attribute that a state names, whatever it is: of another kind, or with another value in it,
+the next step fails, or trains with a rate of nobody's choice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..errors import SpecError
+from ..storage import shown
+
+__all__ = ["require_state"]
+
+_INNER = "_schedulers"  # of those that are made of others
+_OF_ANY_LENGTH = ("milestones", "_milestones")
+_NO_LONGER = ("verbose",)  # which torch's have had, and some have
+
+
+def require_state(scheduler: Any, kind: str | None, saved: Any, name: str) -> None:
+    """``kind``: the class's name, None in a checkpoint of before it was kept; ``name``: the checkpoint's.
+
+    Raises: SpecError where ``saved`` is no state of ``scheduler``.
+    """
+    here = type(scheduler).__name__
+    if kind is not None and kind != here:
+        raise SpecError(f"{name} has {shown(str(kind), most=40)}, and a {here} was given")
+    if wrong := _misfit(scheduler, scheduler.state_dict(), saved):
+        raise SpecError(f"{name} has {wrong}, which the {here} that was given does not save")
+
+
+def _misfit(scheduler: Any, own: Any, saved: Any) -> str:
+    """What of ``saved`` is not as in ``own``; empty where all is."""
+    is_of_torch = isinstance(scheduler, LRScheduler)
+    if not isinstance(own, dict) or not isinstance(saved, dict):
+        return "" if type(own) is type(saved) else f"a {type(saved).__name__} of a scheduler"
+    for key in map(str, saved.keys() - own.keys() - set(_NO_LONGER)):
+        if hasattr(scheduler, key) or (is_of_torch and not key.startswith("_")):
+            return f"{shown(key, most=40)!r} of a scheduler"
+    if not is_of_torch:
+        return ""
+    for key, value in own.items():
+        if key not in saved:
+            if key == _INNER or not (key.startswith("_") or key in _NO_LONGER):
+                return f"no {key!r} of a scheduler"
+        elif not _is_like(value, saved[key], is_of_any_length=key in _OF_ANY_LENGTH):
+            return f"{shown(repr(saved[key]), most=40)} as {key!r} of a scheduler"
+    inner = zip(getattr(scheduler, _INNER, ()), own.get(_INNER, ()), saved.get(_INNER, ()))
+    return next((wrong for each in inner if (wrong := _misfit(*each))), "")
+
+
+def _is_like(own: Any, saved: Any, *, is_of_any_length: bool) -> bool:
+    """Whether it may be the same attribute at another time."""
+    if own is None or saved is None:
+        return True
+    if isinstance(own, (list, tuple)):
+        is_list = isinstance(saved, (list, tuple)) and (is_of_any_length or len(own) == len(saved))
+        return is_list and all(_is_like(own[0], each, is_of_any_length=True) for each in saved if own)
+    if _is_number(own):
+        return _is_number(saved)
+    return isinstance(saved, dict if isinstance(own, dict) else type(own))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
