@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +48,72 @@ def test_interrupt_in_a_mode_comes_behind_the_operator() -> None:
         signal.sigtimedwait([], 10)  # the interrupt ends it
     assert mode.was_left
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupt_in_what_torch_wraps_a_mode_in_comes_after_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `__torch_dispatch__` has not begun then, or has ended; torch ends the process all the same."""
+    seen = []
+
+    class Sees(OperatorMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    frames, interrupts = torch._dynamo.eval_frame, [signal.SIGINT]
+    was = frames.set_eval_frame
+
+    def sends(callback: Any) -> Any:
+        while interrupts:
+            signal.raise_signal(interrupts.pop())
+        return was(callback)
+
+    # The function that is interrupted is one of that file.
+    monkeypatch.setattr(sends, "__code__", sends.__code__.replace(co_filename=frames.__file__))
+    with pytest.raises(KeyboardInterrupt), Sees():
+        monkeypatch.setattr(frames, "set_eval_frame", sends)
+        torch.ones(2)
+        signal.sigtimedwait([], 10)  # the interrupt ends it
+    assert seen and not interrupts
+
+
+def test_interrupt_comes_after_what_is_entered() -> None:
+    """A mode that is on when its `__enter__` is interrupted would stay on."""
+
+    class Begins:
+        state = "not begun"
+
+        def __enter__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            self.state = "begun"
+
+        def __exit__(self, *exc: object) -> None:
+            self.state = "ended"
+
+    begins = Begins()
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts() as interrupts:
+        interrupts.let_through()
+        with begins:
+            signal.sigtimedwait([], 10)
+    assert begins.state == "ended"
+
+
+def test_interrupt_is_not_held_by_what_is_around_its_user() -> None:
+    done = list[str]()
+
+    def use() -> None:
+        with HeldInterrupts() as interrupts:
+            interrupts.let_through()
+            signal.raise_signal(signal.SIGINT)
+            done.append("too late")
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        with pytest.raises(KeyboardInterrupt):
+            use()
+        yield
+
+    with around():
+        assert not done
 
 
 def test_model_is_put_back_by_whom_is_interrupted_meanwhile() -> None:
