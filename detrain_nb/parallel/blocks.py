@@ -1,12 +1,21 @@
-"""The repeated parts of a model, such as its layers: the units of sharding, of computing again, of compiling."""
+"""The repeated parts of a model, such as its layers: the units of sharding, of computing again, of compiling.
+
+And which modules compute in the same way, so that what is found of one holds for all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import re
+import types
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["StandIn", "blocks_of", "names_of_blocks", "parts_of_blocks"]
+__all__ = ["StandIn", "blocks_of", "looks_of", "names_of_blocks", "parts_of_blocks", "pattern_of"]
 
 
 class StandIn(nn.Module):
@@ -46,3 +55,121 @@ def parts_of_blocks(model: nn.Module) -> set[str]:
 
 def _is_unit(block: nn.Module) -> bool:
     return not any(isinstance(part, StandIn) for part in block.modules()) and next(block.parameters(), None) is not None
+
+
+# ---- which of them do the same
+
+
+def looks_of(blocks: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Of modules by name: equal for those that compute in the same way, whatever the values of their tensors are.
+
+    It has classes, the shapes of tensors, hooks and all attributes, of every part. Left out is an int that only numbers
+    blocks: in four of a row, or more, it is as far from a number in their name, or from their place in the row.
+    """
+    memo: dict[int, Any] = {}
+    found = {name: dict(_Facts(block, memo)) for name, block in blocks.items()}
+    rows = defaultdict[Any, list[str]](list)
+    for name, block in blocks.items():
+        rows[pattern_of(name), type(block)].append(name)
+    for row in rows.values():
+        _leave_out_numbers(row, found)
+    return {name: frozenset(facts.items()) for name, facts in found.items()}
+
+
+def pattern_of(name: str) -> str:
+    """A name without its numbers, which blocks of a row have in common."""
+    return re.sub(r"\d+", "*", name)
+
+
+Path = tuple[Any, ...]
+Fact = tuple[Path, Any]
+
+_FEWEST_NUMBERED = 4  # of two or three, other numbers may happen to be 0, 1 and 2
+
+
+def _leave_out_numbers(row: Sequence[str], found: Mapping[str, dict[Path, Any]]) -> None:
+    paths = dict.fromkeys(path for name in row for path, value in found[name].items() if type(value) is int)
+    places = {name: (*map(int, re.findall(r"\d+", name)), index) for index, name in enumerate(row)}
+    for path in paths:
+        having = [name for name in row if type(found[name].get(path)) is int]
+        values = [found[name][path] for name in having]
+        if len({*values}) < max(_FEWEST_NUMBERED, len(having)):
+            continue
+        for column in zip(*(places[name] for name in having)):
+            if len({value - place for value, place in zip(values, column)}) == 1:
+                for name in having:
+                    found[name][path] = "its number"
+                break
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN = (
+    *(bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device),
+    *(types.CodeType, types.BuiltinFunctionType),
+)
+_MOST_ENTRIES, _MOST_DEEP = 1000, 4  # of what is larger, or further inside, only the very same is equal
+
+
+class _Facts:
+    """What is found in a block, by where it is: module, attribute, place in that. ``memo``: of objects, by identity."""
+
+    def __init__(self, block: nn.Module, memo: dict[int, Any]) -> None:
+        self._block, self._memo = block, memo
+        self._names = {id(part): name for name, part in block.named_modules()}
+
+    def __iter__(self) -> Iterator[Fact]:
+        for name, part in self._block.named_modules():
+            yield (name,), (type(part), part.training, part.extra_repr())
+            held: dict[str, Any] = {**part._parameters, **part._buffers}
+            held |= {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
+            held |= {key: list(getattr(part, key).values()) for key in _HOOKS}
+            for key, value in held.items():
+                yield from self._of((name, key), value, 0)
+
+    def _of(self, path: Path, value: Any, depth: int) -> Iterator[Fact]:
+        if type(value) is int:
+            yield path, value
+        elif isinstance(value, _PLAIN):
+            yield path, (type(value), value)
+        elif isinstance(value, Tensor):
+            yield path, (type(value), tuple(value.shape), value.dtype, value.requires_grad)
+        elif isinstance(value, nn.Module):
+            yield path, (type(value), self._names.get(id(value), id(value)))
+        elif (held := _parts_of(value)) is not None and len(held) <= _MOST_ENTRIES and depth < _MOST_DEEP:
+            yield path, (type(value), len(held))
+            for key, each in held.items():
+                yield from self._of((*path, key), each, depth + 1)
+        elif isinstance(getattr(value, "__dict__", None), dict) and depth < _MOST_DEEP and not _is_apart(value):
+            yield path, self._of_object(value, depth)
+        else:
+            yield path, (type(value), id(value))
+
+    def _of_object(self, value: Any, depth: int) -> Any:
+        """Looked into once: a configuration is what many parts have."""
+        if id(value) not in self._memo:
+            self._memo[id(value)] = id(value)  # for what leads back to it
+            facts = (fact for key, each in vars(value).items() for fact in self._of((key,), each, depth + 1))
+            self._memo[id(value)] = type(value), frozenset(facts)
+        return self._memo[id(value)]
+
+
+def _is_apart(value: Any) -> bool:
+    return isinstance(value, types.ModuleType) or type(value).__module__.startswith("torch.distributed")
+
+
+def _parts_of(value: Any) -> dict[Any, Any] | None:
+    """What a container has in it, or a function with it."""
+    if isinstance(value, types.FunctionType):
+        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
+        contents = [cell.cell_contents for cell in cells]
+        return {"code": value.__code__, "with": [value.__defaults__, value.__kwdefaults__, contents]}
+    if isinstance(value, types.MethodType):
+        return {"function": value.__func__, "of": value.__self__}
+    if isinstance(value, functools.partial):
+        return {"function": value.func, "with": [value.args, value.keywords]}
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr)
+    return dict(enumerate(value)) if isinstance(value, (list, tuple, deque)) else None

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .blocks import blocks_of
+from .blocks import looks_of, names_of_blocks
 from .recording import first_float_tensor
 from .stages.stubs import StageState, Stub
 
@@ -74,7 +74,8 @@ class _Skipped(Stub):
 
 def _rows(module: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     """Of equal blocks that follow one another in one module: it, and their names there."""
-    blocks = {id(block) for block in blocks_of(module)}
+    blocks = {name: module.get_submodule(name) for name in names_of_blocks(module)}
+    looks = {id(blocks[name]): look for name, look in looks_of(blocks).items()}
     uses: dict[int, int] = {}
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
@@ -84,7 +85,7 @@ def _rows(module: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
         look: Any = None
         for key, child in parent._modules.items():
             is_alone = child is not None and all(uses[id(parameter)] == 1 for parameter in child.parameters())
-            now = _look_of(child) if child is not None and id(child) in blocks and is_alone else None
+            now = looks.get(id(child)) if is_alone else None
             if now is None or now != look:
                 if _is_worth_it(row):
                     yield parent, row
@@ -99,14 +100,3 @@ def _rows(module: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
 def _is_worth_it(row: Sequence[str]) -> bool:
     """The model runs twice, with the fewest blocks and with one more."""
     return len(row) > 2 * _FEWEST + 1
-
-
-def _look_of(block: nn.Module) -> Any:
-    """What blocks have in common that hold as much: all but numbers, as their own is one of them."""
-    parts = []
-    for name, part in block.named_modules():
-        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        looks = [(key, tuple(each.shape), each.dtype, each.requires_grad) for key, each in tensors]
-        plain = [(key, value) for key, value in vars(part).items() if isinstance(value, (bool, str, float))]
-        parts.append((name, type(part), part.extra_repr(), looks, plain))
-    return parts

@@ -223,6 +223,36 @@ def test_places_that_are_alike_are_as_if_each_were_tried(monkeypatch: pytest.Mon
         assert mine[:4] == tried[:4] and mine[4:] == pytest.approx(tried[4:], rel=0.02, abs=600)
 
 
+class Repeating(nn.Module):
+    """Keeps as much as it is told; and knows its number."""
+
+    def __init__(self, number: int, times: int) -> None:
+        super().__init__()
+        self.layer, self.number, self.times = nn.Linear(16, 16), number, times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.cat([self.layer(x)] * self.times, -1).exp()
+        return x + kept[..., :16] * kept.sum(-1, keepdim=True)
+
+
+def test_blocks_that_differ_in_an_int_are_not_taken_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = (Repeating(number, 40 if number > 2 else 1) for number in range(12))
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(16, 16))
+
+    def peak() -> int:
+        return dry_run(model, {"dp_shard": 2}, example_inputs=torch.zeros(32, 16)).peak.total_bytes
+
+    left_out: list[str] = []
+    skipped = repeated._Skipped.__init__
+    monkeypatch.setattr(
+        repeated._Skipped, "__init__", lambda self, name, *rest: left_out.append(name) or skipped(self, name, *rest)
+    )
+    said = peak()
+    assert left_out, "some of those that differ in their number alone"
+    monkeypatch.setattr(repeated, "_FEWEST", 99)
+    assert said == pytest.approx(peak(), rel=0.02)
+
+
 def test_blocks_that_nothing_can_stand_for_all_run() -> None:
     """They give more than one tensor."""
 

@@ -398,6 +398,39 @@ def test_blocks_of_one_name_and_other_sizes_are_proved_each() -> None:
     assert [pair.row for pair in tp_plan(Wider(), draw(2, 4)).pairs] == ["stages.0.2", "stages.1.2"]
 
 
+class Numbered(nn.Module):
+    """Knows its number; ``act`` stands between its layers, ``is_flipped`` changes what is in another place."""
+
+    def __init__(self, number: int, act: nn.Module | None = None, is_flipped: bool = False, times: int = 1) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(16, 32), nn.Linear(32, 16), act or nn.GELU()
+        self.number, self.is_flipped, self.times = number, is_flipped, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.up(x))
+        hidden = hidden.flip(-1) * hidden.mean(-1, keepdim=True) if self.is_flipped or self.times > 1 else hidden
+        result: Tensor = x + self.down(hidden)
+        return result
+
+
+@pytest.mark.parametrize("other", [{"act": nn.Softmax(-1)}, {"is_flipped": True}, {"times": 2}], ids=str)
+def test_blocks_of_one_class_that_do_something_else_are_proved_each(other: dict[str, Any]) -> None:
+    """The verdict on one holds for those alone that compute as it does, also where the whole is too large to prove."""
+    model = nn.Sequential(Numbered(0), Numbered(1, **other), Numbered(2))
+    plan = tp_plan(model, draw(2, 5, 16))
+    assert [pair.row for pair in plan.pairs] == ["0.down", "2.down"] and plan.checked == "proved"
+    assert "not proved" in plan.reasons["1.up"]
+
+
+def test_blocks_that_differ_in_their_number_alone_are_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved: list[nn.Module] = []
+    find = proof.Proof.find_fault
+    monkeypatch.setattr(proof.Proof, "find_fault", lambda self, plan: proved.append(self._module) or find(self, plan))
+    model = nn.Sequential(*(Numbered(number + 1) for number in range(6)))
+    assert len(tp_plan(model, draw(2, 5, 16)).pairs) == 6
+    assert [each for each in proved if each is not model] == [model[0]]
+
+
 def test_layers_that_are_not_called_stay_whole() -> None:
     """nn.MultiheadAttention uses the weights of its last layer by itself."""
     model, call = MODELS["encoder"]()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from ...errors import SpecError
 from ..arguments import require_model, require_whole
+from ..blocks import looks_of, pattern_of
 from ..costs.profiler import ExampleInputs, as_call
 from ..module_copies import ghost_of, replace_tensors
 from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
@@ -112,8 +112,8 @@ class _Planner:
         self._calls: dict[Any, Call] = {}
         self._unread: dict[Any, set[int]] = {}
         self._outputs: dict[Any, list[torch.Size]] = {}
-        self._shapes: dict[str, Any] = {}
-        self._looks: dict[str, Any] = {}  # where a module gets tensors
+        self._looks: dict[str, Any] = {}
+        self._given: dict[str, Any] = {}  # where a module gets tensors, and what else it gets
         self._is_of_shapes = False  # alone, as far as something was proved that is too large
 
     @property
@@ -221,20 +221,24 @@ class _Planner:
         return next(name for name in reversed(common) if name in around or not name)
 
     def _kind_of_block(self, name: str) -> Any:
-        """Blocks of one kind have one class, one name but for numbers, parameters of one shape, and get the same."""
-        if name not in self._shapes:
-            self._shapes[name] = tuple((each, p.shape) for each, p in self._names[name].named_parameters())
-        return re.sub(r"\d+", "*", name), type(self._names[name]), self._shapes[name], self._looks.get(name)
+        """Blocks of one kind have one name but for numbers, compute in the same way, and get the same."""
+        pattern = pattern_of(name)
+        if name not in self._looks:
+            row = {each: module for each, module in self._names.items() if pattern_of(each) == pattern}
+            self._looks.update(looks_of(row))
+        return pattern, self._looks[name], self._given.get(name)
 
-    def _keep_calls(self, names: Iterable[str]) -> None:
+    def _keep_calls(self, names: Collection[str]) -> None:
         """What modules are called with, of each kind the first; and which of the outputs of these nobody reads."""
         watch, handles = Watch(self._model, *self._call), []
         calls: Counter[Any] = Counter()
         for name in names:
+            self._kind_of_block(name)  # without the hooks that come now
+        for name in names:
 
             def keep(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
                 given = {**dict(enumerate(args)), **kwargs}
-                self._looks.setdefault(name, tuple(key for key, each in given.items() if isinstance(each, Tensor)))
+                self._given.setdefault(name, tuple((key, _look_of(each)) for key, each in given.items()))
                 kind = self._kind_of_block(name)
                 if kind not in self._calls:
                     self._calls[kind] = keep_call(args, kwargs, lambda tensor: bool(watch.sources_of(tensor)))
@@ -367,6 +371,11 @@ class _Planner:
 
     def _rows(self, name: str) -> int:
         return self.plan.modules[name].parameters[0][2][0]
+
+
+def _look_of(argument: Any) -> Any:
+    is_plain = isinstance(argument, (bool, int, float, str, type(None)))
+    return (type(argument), argument) if is_plain else type(argument)
 
 
 def _is_like(tensor: Tensor, first: Tensor) -> bool:
