@@ -280,12 +280,13 @@ class ParallelModel(abc.ABC):
         self._is_evaluating = not is_training
         parts = [part for module in self.modules for part in module.modules()]
         if is_training:
-            for part, mode in zip(parts, self._modes):
-                part.training = mode
+            for part, mode in zip(parts, self._modes):  # from the outermost; what it does then is the user's own
+                if part.training != mode or part in self.modules:
+                    part.train(mode)
         else:
             self._modes = [part.training for part in parts]
-            for part in parts:
-                part.training = False
+            for module in self.modules:
+                module.eval()
             self.share_statistics()
 
     def _place(self, leaf: Any) -> Any:
