@@ -129,14 +129,17 @@ def without_fused_layers() -> Iterator[None]:
     """In here torch's transformer layers run as they do in training.
 
     Where no gradient is wanted they would take the weights of all layers inside of them, past those that are cut, and
-    give nested tensors, which no boundary between stages can carry.
+    give nested tensors, which no boundary between stages can carry. The threads of a proof enter it in one that is
+    there already: whoever has turned this off turns it on again.
     """
-    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    if not torch.backends.mha.get_fastpath_enabled():
+        yield
+        return
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(was_enabled)
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 def tensors_in(model: nn.Module, kind: str, made: Callable[[Any], Any]) -> dict[str, Tensor]:

@@ -141,6 +141,14 @@ def test_module_that_other_models_have_too_stays_as_it_is() -> None:
     assert type(SQUASH) is Squash and type(model[1]) is not Squash and isinstance(model[1], Squash)
 
 
+def test_planning_leaves_torchs_fused_layers_on() -> None:
+    """Ranks of a proof are threads, which take it off together."""
+    assert torch.backends.mha.get_fastpath_enabled()
+    for tp in (2, 4, 2, 4):
+        tp_plan(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), draw(2, 8), tp=tp)
+        assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_model_that_keeps_what_it_computed_is_proved_too() -> None:
     class Keeps(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from ..kept import state_kept
 from ..module_copies import replace_tensors
+from ..recording import without_fused_layers
 from ..writes import values_kept
 from .copies import copied, copied_or_shared
 from .layout import lay_out
@@ -74,7 +75,7 @@ class Proof:
         """Why the module is not the same over ``plan.tp`` ranks, or None: it is, for this call, with random weights."""
         if is_too_large(self._module):
             return self.shapes.why_unknown or self.shapes.find_fault(plan)
-        with state_kept(self._module, self._call):
+        with state_kept(self._module, self._call), without_fused_layers():  # for all threads, whichever ends first
             return self._find_fault(plan)
 
     def _find_fault(self, plan: TensorPlan) -> str | None:
