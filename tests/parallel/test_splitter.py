@@ -29,6 +29,7 @@ from .models import (
     LooksAtValues,
     Masked,
     ReadsInside,
+    ReadsNext,
     Recurrent,
     Rescales,
     Skips,
@@ -92,6 +93,7 @@ FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
     "skips": (Skips, (batch(3, 8),), (batch(2, 8),), 5),
     "recurrent": (Recurrent, (TOKENS[:, :6] % 11,), (TOKENS[:1, :5] % 11,), 4),
     "reads inside": (ReadsInside, (batch(3, 8),), (batch(2, 8),), 4),
+    "reads next": (ReadsNext, (batch(3, 8),), (batch(2, 8),), 2),
     "counts": (Counts, (batch(3, 8),), (batch(2, 8),), 2),
     "in containers": (InContainers, (batch(3, 8),), (batch(2, 8),), 2),
     "experts": (Experts, (batch(2, 6, 8),), (batch(1, 4, 8),), 3),
@@ -113,6 +115,43 @@ def test_stages_compute_what_the_whole_model_does(family: str, is_other_batch: b
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=0, atol=0, msg=name)
     for (name, buffer), (_, reference) in zip(model.named_buffers(), whole.named_buffers()):
         torch.testing.assert_close(buffer, reference, rtol=0, atol=0, msg=name)
+
+
+def test_hooks_of_the_model_itself_run_on_what_it_is_called_with_and_on_what_it_gives() -> None:
+    model, x = made(encoder()), batch(3, 4, 16)
+    seen: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+    model.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True)
+    model.register_forward_hook(lambda module, args, output: output * 2 + args[0])
+    model.register_forward_hook(lambda module, args, kwargs, output: output.tanh(), with_kwargs=True, always_call=True)
+    model.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    whole, found = copy.deepcopy(model), split(model, x, 3)
+    seen.clear()
+    result = chain(found, x)
+    assert seen == [(3, 4, 16)]
+    torch.testing.assert_close(result, whole(x), rtol=0, atol=0)
+
+
+def test_hook_of_the_model_that_is_always_called_sees_a_failure() -> None:
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), list[Any]()
+    model.register_forward_hook(lambda module, args, output: seen.append(output), always_call=True)
+    stage = split(model, batch(2, 4), 2).stage(0)
+    seen.clear()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        stage(batch(2, 5))
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("where", ["", "body"])
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_no_cut_goes_through_a_module_with_a_backward_hook(where: str, kind: str) -> None:
+    body = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model = nn.Sequential(OrderedDict(first=nn.Linear(4, 4), body=body, last=nn.Linear(4, 4)))
+    assert profile(model, batch(2, 4)).cuts == ("body", "body.1", "body.2", "body.3", "last")
+    getattr(model.get_submodule(where), kind)(lambda module, *gradients: None)
+    assert profile(model, batch(2, 4)).cuts == (("body", "last") if where else ())
+    with pytest.raises(SpecError, match=f"at 'body.2': {where or 'the model'} has a hook on its backward pass"):
+        split(model, batch(2, 4), at=["body.2"])
 
 
 @pytest.mark.parametrize("is_used", [False, True])

@@ -40,9 +40,10 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
 
     Of modules that are entered at the same place the outermost counts. One that runs twice is no cut, nor one in the
     middle of a checkpoint, that begins again with what it was given. Nor may a module around it have looked at a value
-    before: its code runs again where the model goes on, and there is nothing to look at. Nor may one stage write a
-    buffer, as ``written`` says, that another one reads. One whose argument is used again after it was left
-    (``x + block(x)``) is a cut only where it is no part of a block: a block stays whole.
+    before: its code runs again where the model goes on, and there is nothing to look at; nor have a hook on its
+    backward pass, which would run in each stage. Nor may one stage write a buffer, as ``written`` says, that another
+    one reads. One whose argument is used again after it was left (``x + block(x)``) is a cut only where it is no part
+    of a block: a block stays whole.
     """
     recorder, entries = recording.recorder, recording.entries
     last = _last_reads(recorder, recording.outputs)
@@ -51,6 +52,9 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
         entered.setdefault(index, []).append((name, number))
     in_blocks = parts_of_blocks(entries.model)
     in_compiled = parts_of_compiled(entries.model)
+    with_backward_hooks = {
+        name for name, part in entries.model.named_modules() if part._backward_hooks or part._backward_pre_hooks
+    }
     makers = {number: op.inside[-1] for op in reversed(recorder.ops) for number in op.makes if op.inside}
     looked: set[str] = set()
     cuts: list[Cut] = []
@@ -64,6 +68,8 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
         if entries.calls[name] > 1:
             return f"it runs {entries.calls[name]} times"
         around = modules_around(name)
+        if hooked := [outer for outer in around if outer in with_backward_hooks]:
+            return f"{hooked[0] or 'the model'} has a hook on its backward pass, and would be in two stages"
         if why := next(filter(None, (buffer.hinders(index, around) for buffer in written)), ""):
             return why
         if others := live - {number}:
@@ -82,7 +88,7 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
 
     for index, live in enumerate(_live_before_each(recorder, last)):
         if index and (before := recorder.ops[index - 1]).is_look:
-            looked.add(before.inside[-1])
+            looked.update(before.inside[-1:] or [""])
         found = ""
         for name, number in entered.get(index, ()):
             reason = f"{found} {_AT_THE_SAME_PLACE}" if found else why_not(index, name, number, live)

@@ -19,7 +19,8 @@ from ...errors import SpecError
 from ..compiled import compile_again, run_before
 from ..module_copies import follow_copies, ghost_of, shallow_copy
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
-from .stubs import End, Reached, StageState, stub_of
+from .root_hooks import RootHooks
+from .stubs import End, Reached, StageState, stop_at, stub_of
 
 __all__ = ["build_stage"]
 
@@ -59,7 +60,7 @@ class _StageForward(nn.Module):
         state.is_taken = received is None
         try:
             with without_fused_layers():
-                result = super().forward(*args, **kwargs)
+                result = state.hooks.run(self, super().forward, args, kwargs)
             state.require_taken()
             if state.cut_out is not None:
                 raise SpecError(f"the model returned, and never came to {state.cut_out!r}, where its next stage begins")
@@ -104,7 +105,8 @@ def build_stage(
     ``holds`` are the parameters that it has, ``outputs`` what modules gave in the example, where that is needed.
     ``written_elsewhere``: buffers that are another stage's to write; this one gets tensors of its own in their place.
     """
-    needed = runs | {outer for name in holds for outer in modules_around(name)}
+    holding = {outer for name in holds for outer in modules_around(name)}
+    needed = runs | holding
     copies: dict[int, nn.Module] = {}
     found: dict[int, nn.Module] = {}
     state = StageState(cut_in=cut_in, cut_out=cut_out, replaceable=replaceable, outputs=outputs)
@@ -112,7 +114,7 @@ def build_stage(
     def build(name: str, module: nn.Module) -> nn.Module:
         if id(module) in copies:
             return copies[id(module)]
-        is_end = bool(name) and name == cut_out
+        is_end = bool(name) and name == cut_out and name not in holding
         if is_end or name in replaceable and name not in needed:
             ghost = ghost_of(module)
             state.ghosts.append(ghost)
@@ -133,9 +135,12 @@ def build_stage(
         return made
 
     stage = build("", model)
+    state.hooks = RootHooks(stage)
     follow_copies(copies, found)
     stage.__class__ = _stage_class(type(model))
     stage.__dict__["_state"] = state
+    if cut_out is not None and cut_out in holding:  # its code does not run, but that of others reads its parameters
+        run_before(stage.get_submodule(cut_out), stop_at)
     if cut_in is not None:
         run_before(stage.get_submodule(cut_in), _Inject(state))
     return stage

@@ -20,12 +20,14 @@ from ..compiled import leave_as_written
 from ..kept import State, state_kept
 from ..module_copies import shallow_copy
 from ..recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
+from .root_hooks import RootHooks
 
 __all__ = [
     "End",
     "Reached",
     "StageState",
     "Stub",
+    "stop_at",
     "stub_of",
     "zeros_without_memory",
 ]
@@ -43,8 +45,8 @@ class StageState:
     """What the parts of a stage share while it runs.
 
     ``is_careful``: the forward writes into what it is given, so that zeros have memory of their own, and what is
-    received is copied. ``replaceable``: the modules that zeros can stand for. ``outputs``: what modules gave in the
-    example, where they could not be asked without values.
+    received is copied. ``hooks``: of the model itself. ``replaceable``: the modules that zeros can stand for.
+    ``outputs``: what modules gave in the example, where they could not be asked without values.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class StageState:
         self.cut_in, self.cut_out = cut_in, cut_out
         self.replaceable, self.outputs = replaceable, dict(outputs)
         self.is_careful = False
+        self.hooks = RootHooks()
         self.device = torch.device("cpu")
         self.received: Tensor | None = None
         self.is_taken = False
@@ -251,9 +254,14 @@ class End(Stub):
     """Stands where the next stage begins."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        tensor = first_float_tensor(args, kwargs)
-        assert tensor is not None  # the profile says that there is one
-        raise Reached(tensor)
+        stop_at(self, args, kwargs)
+
+
+def stop_at(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Leave the forward: the next stage begins with what ``module`` is given."""
+    tensor = first_float_tensor(args, kwargs)
+    assert tensor is not None  # the profile says that there is one
+    raise Reached(tensor)
 
 
 def unfold(name: str, ghost: nn.Module, state: StageState) -> nn.Module:

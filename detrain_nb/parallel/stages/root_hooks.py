@@ -1,0 +1,53 @@
+"""The forward hooks of the model itself: a stage is called with more than the model is, and may give something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["RootHooks"]
+
+_KINDS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+class RootHooks:
+    """Taken off a stage: those before run in every stage on what the model is called with, those behind in the last."""
+
+    def __init__(self, stage: nn.Module | None = None) -> None:
+        self._hooks: dict[str, Any] = {kind: {} for kind in _KINDS}
+        if stage is not None:
+            self._hooks = {kind: getattr(stage, kind).copy() for kind in _KINDS}
+            for kind in _KINDS:  # what comes later, as of FSDP2, is called with what the stage is
+                getattr(stage, kind).clear()
+
+    def run(self, stage: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model's ``forward`` as its ``__call__`` would; one that comes to the next stage gives no output."""
+        for number, hook in self._hooks["_forward_pre_hooks"].items():
+            if number in self._hooks["_forward_pre_hooks_with_kwargs"]:
+                args, kwargs = hook(stage, args, kwargs) or (args, kwargs)
+            elif (given := hook(stage, args)) is not None:
+                args = given if isinstance(given, tuple) else (given,)
+        try:
+            output = forward(*args, **kwargs)
+        except Exception:
+            for number in self._hooks["_forward_hooks_always_called"]:
+                self._call(number, stage, args, kwargs, None)
+            raise
+        for number in self._hooks["_forward_hooks"]:
+            given = self._call(number, stage, args, kwargs, output)
+            output = output if given is None else given
+        return output
+
+    def _call(self, number: int, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        hook = self._hooks["_forward_hooks"][number]
+        if number in self._hooks["_forward_hooks_with_kwargs"]:
+            return hook(stage, args, kwargs, output)
+        return hook(stage, args, output)
