@@ -615,6 +615,11 @@ def test_replicated_block_takes_its_whole_pair_with_it() -> None:
     assert plan.replicate("layers.1.mlp.up") is plan
     assert {name for name in plan.roles if name.startswith("layers.1.mlp")} == set()
     assert plan.reasons["layers.1.mlp.down"] == "'layers.1.mlp.up' was asked to be on every rank"
+    plan.set("layers.0.mlp.up", "colwise")
+    assert (
+        plan.reasons["layers.0.mlp.down"]
+        == "it was cut with 'layers.0.mlp.up', which was asked to be 'colwise' by itself"
+    )
     plan.replicate("layers")
     assert plan.roles == {"embed": "embedding", "head": "colwise"}
 

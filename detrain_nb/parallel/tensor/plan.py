@@ -206,12 +206,16 @@ class TensorPlan:
 
     def replicate(self, name: str) -> TensorPlan:
         """Keep a module, and all in it, on every rank; the layers that it was cut with too. Raises: SpecError."""
+        return self._take_out(name, f"{name!r} was asked to be on every rank")
+
+    def _take_out(self, name: str, reason: str) -> TensorPlan:
+        """``reason``: of layers that it was cut with."""
         inside = self.inside(name)
         if self.sequence is not None and any(inside & pair.members for pair in self.pairs):
             self.sequence = None
         for pair in [pair for pair in self.pairs if inside & pair.members]:
             self.pairs.remove(pair)
-            self.reasons.update(dict.fromkeys(pair.names, f"{name!r} was asked to be on every rank"))
+            self.reasons.update(dict.fromkeys(pair.names, reason))
         for each in inside & {*self.alone}:
             del self.alone[each]
             self.reasons[each] = "asked for"
@@ -235,7 +239,7 @@ class TensorPlan:
             raise SpecError(f"{name!r} cannot be {role!r}: that is for {fits} layers, not {module.kind!r}")
         self._require_large_enough(module, role)
         before = [*self.pairs], dict(self.alone), self.shard_head, self.sequence, dict(self.reasons)
-        self.replicate(name)
+        self._take_out(name, f"it was cut with {name!r}, which was asked to be {role!r} by itself")
         self.alone[name] = role
         self.reasons.pop(name, None)
         try:
