@@ -117,7 +117,6 @@ def build_stage(
         is_end = bool(name) and name == cut_out and name not in holding
         if is_end or name in replaceable and name not in needed:
             ghost = ghost_of(module)
-            state.ghosts.append(ghost)
             made: nn.Module = End(name, ghost, state) if is_end else stub_of(name, ghost, state)
         else:
             made = shallow_copy(module)

@@ -64,18 +64,8 @@ class StageState:
         self.device = torch.device("cpu")
         self.received: Tensor | None = None
         self.is_taken = False
-        self.ghosts: list[nn.Module] = []  # of the modules that zeros stand for
-        self._kept: State | None = None
         self._modes_met: set[bool] = set()
         self._left_out: list[tuple[nn.Module, str]] = []  # tensors of other stages, as zeros
-
-    @contextlib.contextmanager
-    def ghosts_kept(self, *given: Any) -> Iterator[None]:
-        """In here code of ghosts runs, on what is ``given``: it writes into nothing that is the user's."""
-        if self._kept is None:
-            self._kept = State(*self.ghosts)
-        with self._kept.kept(self.device), state_kept(*given):
-            yield
 
     def leave_out(self, module: nn.Module, kind: str, key: str) -> None:
         """Put zeros in the place of a tensor: code that runs before the cut may read it."""
@@ -138,7 +128,7 @@ class Stub(StandIn):
 
     def __init__(self, name: str, ghost: nn.Module, state: StageState) -> None:
         super().__init__()
-        self.__dict__.update(_name=name, _ghost=ghost, _state=state, _known={}, _unfolded=None)
+        self.__dict__.update(_name=name, _ghost=ghost, _state=state, _known={}, _unfolded=None, _kept=None)
         self.__dict__.update({kind: ghost.__dict__[kind].copy() for kind in _SEEING})
         self.training = ghost.training
 
@@ -162,6 +152,14 @@ class Stub(StandIn):
             return torch.zeros(zeros.shape, dtype=zeros.dtype, device=zeros.device)
         return zeros.detach() if zeros.numel() > 1 else torch.zeros_like(zeros)  # which writes into one cannot harm
 
+    @contextlib.contextmanager
+    def _ghost_kept(self, *given: Any) -> Iterator[None]:
+        """In here its code runs, on what is ``given``: it writes into nothing that is the user's."""
+        if self._kept is None:
+            self.__dict__["_kept"] = State(self._ghost)
+        with self._kept.kept(self._state.device), state_kept(*given):
+            yield
+
     def _ask(self, args: Any, kwargs: Any) -> Any:
         """What the module would give, as zeros without memory on the device that it would be on."""
         has_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
@@ -169,7 +167,7 @@ class Stub(StandIn):
         on_meta, kwargs_on_meta = tree_map(TensorMemo(_on_meta), (args, kwargs))
         self._ghost.train(self.training)
         try:
-            with self._state.ghosts_kept(args, kwargs), torch.no_grad():
+            with self._ghost_kept(args, kwargs), torch.no_grad():
                 self._ghost.__dict__["_forward_hooks"] = OrderedDict[int, Any]()  # what they see is given in the end
                 known = self._ghost(*on_meta, **kwargs_on_meta)
         except RuntimeError as exc:  # it looks at values, as a mixture of experts does, or wants them
@@ -187,7 +185,7 @@ class Stub(StandIn):
                 self.__dict__["_unfolded"] = unfold(self._name, self._ghost, self._state)
                 self._unfolded.__dict__["_forward_hooks"] = OrderedDict[int, Any]()
             self._unfolded.train(self.training)
-            with self._state.ghosts_kept(args, kwargs), torch.no_grad():
+            with self._ghost_kept(args, kwargs), torch.no_grad():
                 return tree_map(TensorMemo(_on_meta), self._unfolded(*args, **kwargs))
         except (RuntimeError, ValueError, LookupError, ArithmeticError) as exc:
             if argument is None:
