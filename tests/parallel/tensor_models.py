@@ -340,6 +340,22 @@ class AddsLoss(nn.Module):
         return x + sum(block.aux for block in self.blocks)
 
 
+class Weighed(nn.Module):
+    """Weights in a list of parameters, which it reads between its blocks; and one of its own, behind them all."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(2))
+        self.weights = nn.ParameterList(torch.ones(8) for _ in self.blocks)
+        self.last = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, weight in zip(self.blocks, self.weights):
+            x = F.dropout(block(x) * weight, self.dropout, self.training)
+        return x * self.last
+
+
 class Sparse(nn.Module):
     """Tables whose gradients have the rows alone that were looked up."""
 
@@ -434,5 +450,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "sparse": lambda: (made(Sparse()), tokens()),
     "keeps": lambda: (made(AddsLoss()), draw(4, 8)),
     "beside": lambda: (made(Beside()), draw(3, 6, 16)),
+    "weighed": lambda: (made(Weighed()), draw(4, 8)),
     **{name: (lambda name=name: _family(name)) for name in (*FAMILIES, *OTHER_FAMILIES)},
 }

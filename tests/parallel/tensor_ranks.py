@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from meshes import mesh_of
 from models import GPT
-from tensor_models import MODELS, Llama, made, tokens
+from tensor_models import MODELS, Llama, Weighed, draw, made, tokens
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -138,6 +138,15 @@ def drop(rank: int) -> dict[str, Any]:
     outputs[0].sum().backward()
     norms = [float(layer.norm1.weight.grad.to_local().double().sum()) for layer in model.layers]
     return {"sums": [float(each.detach().double().sum()) for each in outputs], "norms": norms, "left": is_left}
+
+
+def drop_in_a_stage(rank: int) -> float:
+    """What the first stage gives, of a model that drops in its own forward, where ranks have other random numbers."""
+    model, call = made(Weighed(dropout=0.3)), draw(4, 8)
+    plan = tp_plan(model, call)
+    torch.manual_seed(rank)
+    stage = apply_tensor_plan(par.split(model, call, at=["blocks.1"]).stage(0), plan, mesh_of(tp=2))
+    return float(stage(call).detach().double().sum())
 
 
 def drop_again() -> float:

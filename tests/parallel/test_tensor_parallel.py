@@ -116,6 +116,10 @@ def test_stages_of_a_split_are_cut(session: Session, kind: str, at: str, options
     assert max(session.run_cell(f"through_stages({kind!r}, {at!r}, {options})").values.values()) < CLOSE
 
 
+def test_stage_without_the_models_own_parameters_reads_those_in_its_lists(session: Session) -> None:
+    assert max(session.run_cell("through_stages('weighed', 'blocks.1')").values.values()) < CLOSE
+
+
 def test_pair_that_two_stages_share_is_put_together_between_them(session: Session) -> None:
     assert max(session.run_cell("through_stages('mlp', '2')").values.values()) < CLOSE
 
@@ -138,6 +142,11 @@ def test_dropout_is_the_same_on_all_ranks_and_leaves_the_users_numbers_alone(ses
     assert first["sums"] == second["sums"] and first["norms"] == second["norms"]
     assert first["sums"][0] != first["sums"][1]
     assert first["left"] is True and second["left"] is True
+
+
+def test_stage_without_the_models_own_parameters_drops_the_same_on_all_ranks(session: Session) -> None:
+    first, second = session.run_cell("drop_in_a_stage(rank)").values.values()
+    assert first == second
 
 
 def test_checkpoint_drops_again_what_it_dropped(session: Session) -> None:

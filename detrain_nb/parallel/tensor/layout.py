@@ -31,10 +31,12 @@ def lay_out(
     ``model`` may be a stage: names are the whole model's, modules of other stages are not there.
     """
     _take_copies_of_shared(model)
+    # The model itself is always there: all else runs within its forward, which may read what others hold.
     present = {
         name: module
         for name, module in model.named_modules()
-        if not isinstance(module, Stub) and (name not in plan.modules or _has_parameters(module, plan, name))
+        if not isinstance(module, Stub)
+        and (not name or name not in plan.modules or _has_parameters(module, plan, name))
     }
     region = Region(None if seed is None else seed + zlib.crc32(repr(sorted(present)).encode()))
     shares = {name: Share(ranks, region) for name in present}

@@ -41,7 +41,18 @@ SLOW: dict[str, tuple[str, ...]] = {
     "Bart": _TRAINED,
     "Mamba": _TRAINED,
 }
-FOUR_RANKS = ("skip outside", "shared weights", "Bart", "Falcon", "GPT-J", "Gemma 3", "Phi-3", "Roberta", "Swin")
+FOUR_RANKS = (
+    "scalar parameters",
+    "skip outside",
+    "shared weights",
+    "Bart",
+    "Falcon",
+    "GPT-J",
+    "Gemma 3",
+    "Phi-3",
+    "Roberta",
+    "Swin",
+)
 
 
 def cases(names: Iterable[str]) -> Iterator[object]:
