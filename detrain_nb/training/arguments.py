@@ -7,7 +7,8 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -16,12 +17,15 @@ from ..errors import SpecError
 from ..parallel import ParallelModel, parallelize
 
 __all__ = [
-    "require_callbacks",
+    "number_of",
+    "plain_numbers",
     "require_loader",
     "require_model",
     "require_names",
-    "require_numbers",
     "require_options",
+    "require_places",
+    "require_resume",
+    "tuple_of_callbacks",
 ]
 
 _OF_A_LOADER = ("batch_size", "shuffle", "num_workers", "collate_fn", "drop_last", "sampler", "data_collator")
@@ -40,7 +44,7 @@ _HERE = {  # as others call it
     **dict.fromkeys(("save_steps", "checkpoint_every"), "save_every"),
     **dict.fromkeys(("eval_steps", "eval_every"), "evaluate_every"),
     "save_total_limit": "keep",
-    "resume_from_checkpoint": "resume",
+    "resume_from_checkpoint": "checkpoint",
     "callback": "callbacks",
 }
 _OF_PARALLELIZE = {
@@ -50,6 +54,7 @@ _OF_PARALLELIZE = {
     "torch_compile": "compile",
 }
 _OF_METHODS = dict.fromkeys(("metrics", "compute_metrics"), "override Trainer.score, which gives sums and counts")
+_T = TypeVar("_T")
 _FEW = 100  # characters of a value in a message
 
 
@@ -89,23 +94,49 @@ def require_model(model: Any) -> None:
         raise SpecError(f"the model is {_shown(model)}: give an nn.Module, or what parallelize returns")
 
 
-def require_numbers(**given: Any) -> None:
-    """``clip`` and what begins with ``flops`` or ``peak`` is a number above 0, all else a whole number, 1 or more.
+def plain_numbers(**given: Any) -> dict[str, Any]:
+    """Return Python's numbers for what is given, None for None.
 
-    None is none of them. Raises: SpecError.
+    ``clip`` and what begins with ``flops`` or ``peak`` is a number above 0, ``seed`` a whole one of 64 bits, all else a
+    whole number, 1 or more. Raises: SpecError.
     """
-    for name, value in given.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is None:
-            continue
-        if name == "clip":
-            if not is_number or not value > 0:
-                raise SpecError(f"clip={value!r}: a norm is above 0, or None for none")
-        elif name in ("flops_per_sample", "peak_flops"):
-            if not is_number or not 0 < value < math.inf:
-                raise SpecError(f"{name}={value!r}: give a number above 0, or None")
-        elif not is_number or not 1 <= value < math.inf or value != int(value):
-            raise SpecError(f"{name}={value!r}: give a whole number, 1 or more")
+    return {name: None if value is None and name != "seed" else _plain(name, value) for name, value in given.items()}
+
+
+def _plain(name: str, value: Any) -> float | int:
+    number = number_of(value)
+    if name == "clip":
+        if number is None or not number > 0:
+            raise SpecError(f"clip={value!r}: a norm is above 0, or None for none")
+    elif name in ("flops_per_sample", "peak_flops"):
+        if number is None or not 0 < number < math.inf:
+            raise SpecError(f"{name}={value!r}: give a number above 0, or None")
+    elif name == "seed":
+        if not isinstance(number, int) or not -(1 << 63) <= number < 1 << 64:
+            raise SpecError(f"seed={value!r}: give a whole number of 64 bits")
+    elif number is None or not 1 <= number < math.inf or number != int(number):
+        raise SpecError(f"{name}={value!r}: give a whole number, 1 or more")
+    else:
+        return int(number)
+    return number
+
+
+def number_of(value: Any) -> float | int | None:
+    """Python's number for one of Python, of numpy or in a tensor of no dimension; None for what is none."""
+    if isinstance(value, Tensor) and not value.dim() and not value.is_meta:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def require_resume(resume: Any) -> None:
+    """Raises: SpecError for what is neither True nor False, such as the place of a checkpoint."""
+    if not isinstance(resume, bool):
+        raise SpecError(
+            f"resume={_shown(resume)}: give True or False; fit() goes on from what is at checkpoint=, and what is in "
+            "another place training.load(...) brings into the model before"
+        )
 
 
 def require_options(**given: Any) -> None:
@@ -122,23 +153,25 @@ def require_places(**given: Any) -> None:
             raise SpecError(f"{name}={_shown(value)}: give a folder or a URL")
 
 
-def require_loader(name: str, loader: Any) -> None:
-    """Raises: SpecError for what gives no batches."""
+def require_loader(name: str, loader: Any, *, is_unpacked_by_user: bool = False) -> None:
+    """Raises: SpecError for what gives no batches; what these are is the user's who has an ``unpack``."""
     if loader is None or isinstance(loader, (str, bytes, Tensor, Mapping)) or inspect.isclass(loader):
         raise SpecError(f"{name}={_shown(loader)} gives no batches: give a DataLoader, or a list of (inputs, target)")
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise SpecError(f"{name} is a {type(loader).__name__}, which gives samples: give a DataLoader of it")
-    if isinstance(loader, (tuple, list)) and loader and all(isinstance(each, Tensor) for each in loader):
+    is_of_tensors = isinstance(loader, (tuple, list)) and loader and all(isinstance(each, Tensor) for each in loader)
+    if is_of_tensors and not is_unpacked_by_user:
         raise SpecError(f"{name} is a {type(loader).__name__} of tensors: give batches, such as [(inputs, target)]")
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise SpecError(f"{name}={_shown(loader)} cannot be iterated: give a DataLoader")
 
 
-def require_callbacks(callbacks: Any, base: type) -> None:
-    """Raises: SpecError for what is no list of callbacks."""
+def tuple_of_callbacks(callbacks: Any, base: type[_T]) -> tuple[_T, ...]:
+    """Raises: SpecError for what does not give callbacks."""
     if isinstance(callbacks, (base, str, Mapping)) or not isinstance(callbacks, Iterable):
         raise SpecError(f"callbacks={_shown(callbacks)}: give a list of them")
-    for number, each in enumerate(callbacks):
+    found = tuple(callbacks)
+    for number, each in enumerate(found):
         if isinstance(each, base):
             continue
         if inspect.isclass(each) and issubclass(each, base):
@@ -147,6 +180,7 @@ def require_callbacks(callbacks: Any, base: type) -> None:
             f"callbacks[{number}] is {_shown(each)}, and no Callback: derive its class from "
             "detrain_nb.training.Callback, and override on_begin, on_step, on_evaluation or on_end"
         )
+    return found
 
 
 def _shown(value: Any) -> str:

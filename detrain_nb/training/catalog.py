@@ -28,6 +28,8 @@ from .tensor_files import foreign_errors, read_whole
 __all__ = [
     "MOST_NOTE_BYTES",
     "MOST_NOTE_VALUES",
+    "MOST_SAVES",
+    "MOST_STEPS",
     "NOTE",
     "Checkpoint",
     "Checkpoints",
@@ -50,6 +52,7 @@ _OURS = re.compile(
 MOST_NOTE_BYTES = 64 << 20
 MOST_NOTE_VALUES = 1 << 23  # it takes a second to parse as many, and no other thread runs
 MOST_SAVES = 1 << 40
+MOST_STEPS = 10**18  # below that a folder's name has its number
 _UNFINISHED = "its save has not ended"
 _LAST_SECOND = 253402300799.0  # of the year 9999
 

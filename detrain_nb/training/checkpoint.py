@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..errors import DetrainError, SpecError
 from ..parallel import ParallelModel
 from ..storage import Location, locate, shown
 from . import saving
-from .catalog import NOTE, Checkpoint, Checkpoints, list_checkpoints, read_note, step_folder
+from .catalog import MOST_STEPS, NOTE, Checkpoint, Checkpoints, list_checkpoints, read_note, step_folder
 from .digests import Damaged
 from .plain import from_json, to_json
 from .randomness import random_state, seed_all, set_random_state
@@ -99,12 +100,12 @@ def save(
     prepared: list[Any] = []
 
     def prepare() -> dict[str, Any]:
-        if type(step) is not int or step < 0:
+        if not _is_whole(step) or not 0 <= step < MOST_STEPS:
             raise SpecError(f"step {step!r} is no number of steps: give an int, 0 or more")
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise SpecError(f"keep={keep!r}: at least 1 checkpoint stays, or all (None)")
+        if keep is not None and (not _is_whole(keep) or keep < 1):
+            raise SpecError(f"keep={keep!r}: give a whole number, 1 or more, or None for all")
         note = {
-            "step": step,
+            "step": int(step),
             "data_position": to_json(data_position, "data_position"),
             "extra": to_json(extra, "extra"),
             "optimizer": None if optimizer is None else type(optimizer).__name__,
@@ -115,12 +116,17 @@ def save(
         place, state = locate(url, files=files), _whole_state(model, optimizer, ranks)
         prepared[:] = place, note, _staged(state) if is_async else state
         told = {key: note[key] for key in ("step", "data_position", "extra")}
-        return {"url": place.name, "keep": keep, "is_async": is_async, **told}
+        return {"url": place.name, "keep": None if keep is None else int(keep), "is_async": is_async, **told}
 
     _require_same(ranks.gather(prepare))
     place, note, state = prepared
+    step = note["step"]
     writer = StepWriter(place, step, keep, note)
     return saving.start(step, place.name, functools.partial(_write, writer, state, ranks, step), is_async=is_async)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _require_same(told: list[dict[str, Any]]) -> None:

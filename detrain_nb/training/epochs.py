@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -13,6 +13,8 @@ from ..parallel import ParallelModel
 from .batches import ReplicaSampler, for_replica
 
 __all__ = ["Epochs"]
+
+_MOST = 1 << 48  # epochs, batches, samples
 
 
 class Epochs:
@@ -86,13 +88,13 @@ class Epochs:
             "length": self._sampler.num_samples,
         }
 
-    def go_to(self, position: Mapping[str, Any] | None) -> None:
+    def go_to(self, position: Any) -> None:
         """Go on behind ``position``, with other batches too, on any number of replicas; warns where it cannot."""
-        if position is None:
+        if not _is_position(position):
             warnings.warn("the checkpoint does not say where in the data it was: they begin anew", stacklevel=4)
             return
-        self.epoch, self.batch = int(position["epoch"]), int(position.get("batch", 0))
-        self._first_sample = int(position.get("samples", 0))
+        self.epoch, self.batch = position["epoch"], position.get("batch", 0)
+        self._first_sample = position.get("samples", 0)
         if self._sampler is None:
             if self._first_sample:
                 warnings.warn(
@@ -109,3 +111,12 @@ class Epochs:
                     "twice, and some never",
                     stacklevel=4,
                 )
+
+
+def _is_position(given: Any) -> bool:
+    """Whether it is one of `Epochs`: a loop of the user's own may have saved anything."""
+    if not isinstance(given, dict) or "epoch" not in given:
+        return False
+    return all(
+        type(given.get(name, 0)) is int and 0 <= given.get(name, 0) < _MOST for name in ("epoch", "batch", "samples")
+    )

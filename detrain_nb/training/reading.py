@@ -21,7 +21,7 @@ from .digests import Damaged
 from .plain import from_json
 from .randomness import STATES
 from .ranks import Ranks
-from .schedules import require_state
+from .scheduler_state import require_state
 from .state import ModelState, OptimizerState
 from .tensor_index import TensorIndex
 from .tensor_store import compare_tensors, read_tensors

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from ..errors import SpecError
+from .arguments import number_of
 
 __all__ = ["SCHEDULES", "make_optimizer", "make_scheduler"]
 
@@ -30,6 +31,8 @@ def make_optimizer(
     ``options``: torch's own, such as ``lr`` and ``weight_decay``. Raises: SpecError.
     """
     parameters = list(parameters)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise SpecError(_NO_LBFGS)
     if isinstance(optimizer, Optimizer):
         known = set(map(id, parameters))
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
@@ -104,7 +107,8 @@ def make_scheduler(
             f"the scheduler's options have {', '.join(others)}: there is warmup_steps, decay_steps, min_ratio; of a "
             "scheduler of torch give an object, or a function of the optimizer"
         )
-    _require_options(warmup_steps, decay_steps, min_ratio)
+    warmup_steps, min_ratio = _whole("warmup_steps", warmup_steps), _ratio(min_ratio)
+    decay_steps = None if decay_steps is None else _whole("decay_steps", decay_steps)
     is_named = scheduler is None or isinstance(scheduler, str)
     if not is_named and (warmup_steps or decay_steps is not None or min_ratio):
         raise SpecError("options were given beside a scheduler that is no name: set them there")
@@ -135,12 +139,20 @@ def make_scheduler(
     return LambdaLR(optimizer, ratio)
 
 
-def _require_options(warmup_steps: Any, decay_steps: Any, min_ratio: Any) -> None:
-    for name, value in (("warmup_steps", warmup_steps), ("decay_steps", decay_steps)):
-        if value is not None and (type(value) is not int or value < 0):
-            raise SpecError(f"{name}={value!r}: give a whole number, 0 or more")
-    if isinstance(min_ratio, bool) or not isinstance(min_ratio, (int, float)) or not 0 <= min_ratio <= 1:
-        raise SpecError(f"min_ratio={min_ratio!r}: give a share of the rate, from 0 to 1")
+def _whole(name: str, value: Any) -> int:
+    """Raises: SpecError."""
+    number = number_of(value)
+    if number is None or not 0 <= number < math.inf or number != int(number):
+        raise SpecError(f"{name}={value!r}: give a whole number, 0 or more")
+    return int(number)
+
+
+def _ratio(value: Any) -> float:
+    """Raises: SpecError."""
+    number = number_of(value)
+    if number is None or not 0 <= number <= 1:
+        raise SpecError(f"min_ratio={value!r}: give a share of the rate, from 0 to 1")
+    return number
 
 
 def _made_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:

@@ -23,13 +23,14 @@ from ..parallel import ParallelModel, WholeModel, clip_grad_norm, grad_norm
 from ..parallel.microbatches import Loss, rows_of
 from . import saving
 from .arguments import (
-    require_callbacks,
+    plain_numbers,
     require_loader,
     require_model,
     require_names,
-    require_numbers,
     require_options,
     require_places,
+    require_resume,
+    tuple_of_callbacks,
 )
 from .batches import for_replica, require_same_batch
 from .checkpoint import checkpoints, load, save
@@ -118,16 +119,20 @@ class Trainer:
         if (steps is None) == (epochs is None):
             raise SpecError("say how long to train: steps=, or epochs=")
         require_model(model)
-        counts = {"evaluate_every": evaluate_every, "save_every": save_every, "keep": keep, "clip": clip}
-        require_numbers(steps=steps, epochs=epochs, **counts, flops_per_sample=flops_per_sample, peak_flops=peak_flops)
+        counts = plain_numbers(
+            steps=steps, epochs=epochs, evaluate_every=evaluate_every, save_every=save_every, keep=keep, seed=seed
+        )
+        rates = plain_numbers(clip=clip, flops_per_sample=flops_per_sample, peak_flops=peak_flops)
         require_options(optimizer_options=optimizer_options, scheduler_options=scheduler_options)
+        if "steps" in (scheduler_options or {}):
+            raise SpecError("scheduler_options have steps, which are those of the Trainer: leave them out")
         require_places(checkpoint=checkpoint, metrics_folder=metrics_folder)
-        require_callbacks(callbacks, Callback)
-        require_loader("train", train)
+        require_resume(resume)
+        self.callbacks = tuple_of_callbacks(callbacks, Callback)
+        is_unpacked_by_user = type(self).unpack is not Trainer.unpack
+        require_loader("train", train, is_unpacked_by_user=is_unpacked_by_user)
         if evaluate is not None:
-            require_loader("evaluate", evaluate)
-        if type(seed) is not int:
-            raise SpecError(f"seed={seed!r}: give a whole number")
+            require_loader("evaluate", evaluate, is_unpacked_by_user=is_unpacked_by_user)
         if save_every is not None and checkpoint is None:
             raise SpecError(f"save_every={save_every} says when, and checkpoint= does not say where: give it a URL")
         if evaluate_every is not None and evaluate is None:
@@ -137,24 +142,24 @@ class Trainer:
         elif loss is not None:
             raise SpecError("the model was laid out with a loss: give it to parallelize, not to the Trainer")
         self.model = model
-        self.train = Epochs(train, model, seed=seed)
+        self.train = Epochs(train, model, seed=counts["seed"])
         if epochs is not None:
             if not self.train.steps_of_one():
                 raise SpecError("the training data have not one batch")
-            steps = epochs * self.train.steps_of_one()
-            evaluate_every = evaluate_every or self.train.steps_of_one()
-        self.steps, self.step = int(steps or 0), 0
+            counts["steps"] = counts["epochs"] * self.train.steps_of_one()
+            counts["evaluate_every"] = counts["evaluate_every"] or self.train.steps_of_one()
+        self.steps, self.step = counts["steps"], 0
         self.optimizer = make_optimizer(optimizer, list(model.parameters()), **(optimizer_options or {}))
         self.scheduler = make_scheduler(scheduler, self.optimizer, steps=self.steps, **(scheduler_options or {}))
         self.evaluation = evaluate
-        self.clip, self.evaluate_every = clip, evaluate_every
-        self.callbacks = tuple(callbacks)
-        self.checkpoint, self.save_every, self.keep, self.resume = checkpoint, save_every, keep, resume
+        self.clip, self.evaluate_every = rates["clip"], counts["evaluate_every"]
+        self.checkpoint, self.resume = checkpoint, resume
+        self.save_every, self.keep = counts["save_every"], counts["keep"]
         self._reports = Reports(
             model,
             metrics_folder=metrics_folder,
-            flops_per_sample=flops_per_sample,
-            peak_flops=peak_flops,
+            flops_per_sample=rates["flops_per_sample"],
+            peak_flops=rates["peak_flops"],
             show_progress=show_progress,
         )
         self._is_stopped = False
@@ -172,6 +177,7 @@ class Trainer:
         Raises: NotFinite where the loss or a gradient is not a number, before the optimizer takes a step with it.
         """
         self._is_stopped = False
+        self._require_same_on_ranks()
         self._reports.begin(Result(self.step))
         if self.checkpoint is not None and self.resume:
             _warn_of_restarts()
@@ -193,6 +199,26 @@ class Trainer:
             self._save(is_last=True)
         self._call("on_end", self.result)
         return self.result
+
+    def _require_same_on_ranks(self) -> None:
+        """Raises: SpecError, on all ranks, where one would make more steps, or saves, than another waits for."""
+        names = ("steps", "evaluate_every", "save_every", "clip", "checkpoint", "resume")
+        own = {name: getattr(self, name) for name in names} | {"evaluate": self.evaluation is not None}
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        (first, known), *others = self.model.gather((rank, own))
+        for other, told in others:
+            for name, value in told.items():
+                if value != known[name]:
+                    raise SpecError(
+                        f"{name} is {known[name]} on rank {first} and {value} on rank {other}, and they would wait for "
+                        "each other: give the same on all ranks, and as many batches where there are epochs="
+                    )
+        lengths = self.model.gather(_length_of(self.train.loader), of_one_copy=True)
+        if len(set(lengths)) > 1:
+            raise SpecError(
+                f"the ranks of one copy of the model would see {', '.join(map(str, lengths))} batches in an epoch, and "
+                "wait for each other: give all of them the same loader"
+            )
 
     def _train_to_the_end(self) -> None:
         bar = self._reports.bar(self.steps, initial=self.step)

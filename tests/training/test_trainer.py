@@ -24,7 +24,7 @@ from detrain_nb import Session
 from detrain_nb import parallel as par
 from detrain_nb.errors import NotFinite, SpecError
 from detrain_nb.metrics import log_metrics, read_metrics
-from detrain_nb.training import Callback, Trainer, make_scheduler, set_seed
+from detrain_nb.training import Callback, Trainer, make_scheduler, save, set_seed
 from detrain_nb.training.recipe import make_optimizer
 
 from .trainer_ranks import Headed, TokenNet, by_hand, classes, net
@@ -235,6 +235,63 @@ def test_subclass_takes_dicts_and_scores_its_own_way() -> None:
     assert ours.fit().evaluations[0].keys() == {"step", "loss", "mean_output"}
 
 
+@pytest.mark.parametrize("make", [iter, tuple, lambda found: (each for each in found), lambda found: map(id_of, found)])
+def test_callbacks_may_come_from_anything_that_gives_them(make: Any) -> None:
+    steps: list[int] = []
+
+    class Watch(Callback):
+        def on_step(self, trainer: Trainer, record: dict[str, float]) -> None:
+            steps.append(trainer.step)
+
+    trainer(callbacks=make([Watch(), Watch()]), steps=2).fit()
+    assert steps == [1, 1, 2, 2]
+
+
+def id_of(given: Any) -> Any:
+    return given
+
+
+def test_whole_numbers_may_be_floats_and_of_numpy(tmp_path: Path) -> None:
+    """What was taken before the training is taken at its end, too."""
+    ours = trainer(
+        steps=np.int64(3),
+        keep=2.0,
+        save_every=np.int32(1),
+        clip=torch.tensor(1.0),
+        seed=np.int64(4),
+        checkpoint=str(tmp_path / "saved"),
+        peak_flops=np.float32(1e9),
+        flops_per_sample=np.int64(5),
+        scheduler="linear",
+        scheduler_options={"warmup_steps": 1.0, "min_ratio": np.float32(0.5)},
+    )
+    ours.fit()
+    assert len(list((tmp_path / "saved").iterdir())) == 2
+    assert [type(each) for each in (ours.steps, ours.keep, ours.save_every, ours.clip)] == [int, int, int, float]
+    assert trainer(steps=None, epochs=2.0, evaluate=[], evaluate_every=np.int8(2)).evaluate_every == 2
+
+
+def test_tensors_are_batches_of_one_who_unpacks_them() -> None:
+    class Ours(Trainer):
+        def unpack(self, given: Any) -> tuple[Any, Any]:
+            return given, given[:, :3].argmax(1)
+
+    data = [torch.randn(4, 8)] * 2
+    result = Ours(net(), train=data, evaluate=data, steps=2, loss=F.cross_entropy, show_progress=False).fit()
+    assert result.steps == 2 and "accuracy" in result.evaluations[0]
+
+
+@pytest.mark.parametrize(
+    "position", [None, 12, "x", [1], {"step": 3}, {"epoch": None}, {"epoch": -1}, {"epoch": 10**30}]
+)
+def test_position_of_a_loop_of_ones_own_is_told_and_the_data_begin_anew(tmp_path: Path, position: Any) -> None:
+    first = trainer(steps=2)
+    first.fit()
+    save(str(tmp_path / "saved"), first.model, first.optimizer, step=2, data_position=position)
+    with pytest.warns(UserWarning, match="does not say where in the data it was: they begin anew"):
+        assert trainer(steps=3, checkpoint=str(tmp_path / "saved")).fit().history[0]["step"] == 3
+
+
 def test_callbacks_see_every_step_and_may_stop() -> None:
     seen: list[Any] = []
 
@@ -298,7 +355,15 @@ def _step_lr(optimizer: Any) -> Any:
         ({"steps": math.inf}, "steps=inf: give a whole number"),
         ({"clip": "1"}, "clip='1': a norm is above 0"),
         ({"clip": math.nan}, "clip=nan: a norm is above 0"),
-        ({"seed": "a"}, "seed='a': give a whole number"),
+        ({"seed": "a"}, "seed='a': give a whole number of 64 bits"),
+        ({"seed": 2**70}, "seed=1180591620717411303424: give a whole number of 64 bits"),
+        ({"keep": 2.5}, "keep=2.5: give a whole number, 1 or more"),
+        ({"steps": np.float64(1.5)}, "steps=.*1.5.*: give a whole number, 1 or more"),
+        (
+            {"resume": "old"},
+            r"resume='old': give True or False; .* checkpoint=, and .* training\.load\(\.\.\.\) brings",
+        ),
+        ({"resume": None}, "resume=None: give True or False"),
         ({"peak_flops": "1e12"}, "peak_flops='1e12': give a number above 0"),
         ({"checkpoint": True}, "checkpoint=True: give a folder or a URL"),
         ({"metrics_folder": 5}, "metrics_folder=5: give a folder or a URL"),
@@ -323,6 +388,11 @@ def _step_lr(optimizer: Any) -> Any:
             "options have warmup: there is warmup_steps, dec",
         ),
         ({"scheduler": "linear", "scheduler_options": [3]}, r"scheduler_options=\[3\]: give a dict by name"),
+        (
+            {"scheduler": "linear", "scheduler_options": {"steps": 5}},
+            "options have steps, which are those of the Trainer",
+        ),
+        ({"scheduler": "linear", "scheduler_options": {"warmup_steps": 1.5}}, "warmup_steps=1.5: give a whole number"),
         ({"scheduler": "linear", "scheduler_options": {"warmup_steps": "1"}}, "warmup_steps='1': give a whole number"),
         ({"scheduler": "linear", "scheduler_options": {"decay_steps": 3}}, "decay_steps=3 is of 'wsd', and the sched"),
         ({"scheduler": "linear", "scheduler_options": {"min_ratio": 2}}, "min_ratio=2: give a share of the rate"),
@@ -367,6 +437,7 @@ def test_wrong_arguments_are_told(options: dict[str, Any], message: str) -> None
         ({"learning_rate": 0.1}, r"give optimizer_options=\{\"lr\": "),
         ({"warmup_steps": 3}, r"belongs to the scheduler: give scheduler_options=\{\"warmup_steps\": "),
         ({"compute_metrics": len}, "is no argument: override Trainer.score"),
+        ({"resume_from_checkpoint": "x"}, r"resume_from_checkpoint= is unknown: did you mean checkpoint=\?"),
         ({"max_steps": 3}, r"max_steps= is unknown: did you mean steps=\?"),
         ({"optimiser": "sgd"}, r"optimiser= is unknown: did you mean optimizer=\?"),
         ({"qwertz": 1, "lr": 2}, "qwertz= is unknown: there is model, train, steps, .*; lr= belongs"),
@@ -526,6 +597,7 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
             lambda model: {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
             "ReduceLROnPlateau goes by evaluations, and ours by steps",
         ),
+        (lambda model: {"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS asks for the loss again"),
         (lambda model: {"optimizer": "lbfgs"}, "LBFGS asks for the loss again within its step"),
         (lambda model: {"optimizer": torch.optim.LBFGS}, "LBFGS asks for the loss again within its step"),
         (lambda model: {"optimizer": functools.partial(torch.optim.LBFGS, lr=1)}, "LBFGS asks for the loss again"),
@@ -571,6 +643,26 @@ def test_stages_that_see_other_samples_are_told(session: Session) -> None:
 def test_ranks_that_would_evaluate_unequal_numbers_of_batches_are_told(session: Session) -> None:
     with pytest.raises(Exception, match="the ranks would evaluate 2, 3 batches, and wait for each other"):
         session.run_cell("trainer_ranks.evaluate_unequal_lists()", timeout_s=30)
+
+
+@pytest.mark.parametrize(
+    "axes, kind, said",
+    [
+        (
+            "dp_replicate",
+            "epochs",
+            "steps is 5 on rank 0 and 4 on rank 1, and they would wait for each other: give the",
+        ),
+        ("dp_replicate", "steps", "steps is 5 on rank 0 and 4 on rank 1"),
+        ("pp", "batches", "the ranks of one copy of the model would see 5, 4 batches in an epoch, and wait"),
+    ],
+)
+def test_ranks_that_would_make_unequal_numbers_of_steps_are_told(
+    session: Session, axes: str, kind: str, said: str
+) -> None:
+    with pytest.raises(Exception, match=said):
+        session.run_cell(f"trainer_ranks.train_unequally({axes!r}, {kind!r})", timeout_s=30)
+    session.run_cell("1")
 
 
 def test_one_rank_may_stop_before_the_first_step(session: Session) -> None:

@@ -84,6 +84,16 @@ def train_on_other_orders() -> None:
     training.Trainer(stages(), train=loader, steps=1, show_progress=False).fit()
 
 
+def train_unequally(axes: str, kind: str) -> None:
+    """The second rank has a batch, an epoch's steps, or a step fewer than the first."""
+    mesh = par.make_mesh(**{axes: 2}, device_type="cpu")
+    model = par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
+    fewer = 5 - dist.get_rank()
+    batches = [(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))] * (5 if kind == "steps" else fewer)
+    how: dict[str, Any] = {"epochs": {"epochs": 1}, "steps": {"steps": fewer}, "batches": {"steps": 7}}[kind]
+    training.Trainer(model, train=batches, show_progress=False, **how).fit()
+
+
 def meet_nan() -> None:
     model = stages()
     model.train_step(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))
