@@ -86,13 +86,14 @@ class Location:
     def open(self, *, may_be_link: bool = True) -> Any:
         """Open the file to read.
 
-        Without ``may_be_link`` only a regular file of this machine is: where others can write, they may have put a link
-        to what only the user can read, or a pipe. On another file system nobody looks. Raises: what that raises.
+        On this machine it has to be one: of a pipe nobody knows when it ends. Without ``may_be_link`` no link to one is
+        taken: where others can write, they may have put it there, to what only the user can read. On another file
+        system nobody looks. Raises: what that raises.
         """
-        if may_be_link or not is_local(self.files) or not hasattr(os, "O_NOFOLLOW"):
+        if not is_local(self.files) or not hasattr(os, "O_NOFOLLOW"):
             return self._fresh().open(self.path, "rb")
         try:
-            opened = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            opened = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | (0 if may_be_link else os.O_NOFOLLOW))
         except OSError as exc:
             raise OSError(
                 exc.errno, "it is a link" if exc.errno == errno.ELOOP else os.strerror(exc.errno or 0)

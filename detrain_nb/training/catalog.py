@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
-import json
 import os
 import re
 import time
@@ -21,8 +19,8 @@ from typing import Any
 
 from ..errors import DetrainError, SpecError
 from ..storage import Location, is_local, shown
-from ..wire import count_values
 from .digests import Damaged, is_digests, is_sealed
+from .plain import parse_json
 from .tensor_files import foreign_errors, read_whole
 
 __all__ = [
@@ -192,25 +190,12 @@ def _require_file(entries: Mapping[str, tuple[str, int]], name: str, size_bytes:
         raise Damaged(f"{name} has {size} bytes, of {size_bytes}")
 
 
-def _parse(text: bytes) -> Any:
-    """Without collections of garbage, which take ten times as long, and find none."""
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return json.loads(text)
-    finally:
-        if is_collecting:
-            gc.enable()
-
-
 def read_note(folder: Location) -> dict[str, Any]:
     """What the last file of a checkpoint says. Raises: Damaged for one that is none, or of a later format."""
     text = read_whole(folder / NOTE, limit_bytes=MOST_NOTE_BYTES)
     try:
         has_digests = is_sealed(text, (folder / NOTE).name)
-        if count_values(text, most=MOST_NOTE_VALUES) > MOST_NOTE_VALUES:
-            raise ValueError("it has more values than any has")
-        note = _parse(text)
+        note = parse_json(text, most_values=MOST_NOTE_VALUES)
         if type(note["format"]) is int and note["format"] > _FORMAT:
             raise ValueError(f"it is of format {shown(str(note['format']), most=20)}, of a newer version than this one")
         is_right = note["format"] == (_FORMAT if has_digests else 1) and has_digests == ("index_crc32" in note)

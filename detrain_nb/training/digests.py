@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from typing import Any
 
 from ..errors import DetrainError
 
@@ -28,6 +29,7 @@ BLOCK_BYTES = 1 << 20  # who wants a part of a tensor reads little more than tha
 _DIGITS = 8  # of one, in hexadecimal
 _SEAL = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\Z')
 _SEAL_BYTES = 24
+_HEXADECIMAL = re.compile("[0-9a-f]*")
 
 
 class Damaged(DetrainError):
@@ -43,9 +45,10 @@ def digests(data: bytes | memoryview) -> str:
     return "".join(digest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
 
 
-def is_digests(text: object, size_bytes: int) -> bool:
+def is_digests(text: Any, size_bytes: int) -> bool:
     """Whether it may be what `digests` gives for so many bytes; what they are is compared when they are read."""
-    return isinstance(text, str) and len(text) == -(-size_bytes // BLOCK_BYTES) * _DIGITS
+    is_as_long = isinstance(text, str) and len(text) == -(-size_bytes // BLOCK_BYTES) * _DIGITS
+    return is_as_long and _HEXADECIMAL.fullmatch(text) is not None  # a message may show it
 
 
 def require_digest(data: bytes | memoryview, expected: str, what: str) -> None:

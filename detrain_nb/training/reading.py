@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DetrainError, SpecError
-from ..storage import Location
+from ..storage import Location, shown
 from .catalog import Checkpoint
 from .digests import Damaged
 from .plain import from_json
@@ -61,7 +61,7 @@ class Reading:
         wrong = list(dict.fromkeys(text for texts, _ in told for text in texts))
         here = set().union(*(names for _, names in told))
         saved = [fqn.removeprefix(MODEL) for fqn in index.metadata.state_dict_metadata if fqn.startswith(MODEL)]
-        wrong += [f"{_shown(name)} is not in the model" for name in saved if name not in here]
+        wrong += [f"{shown(name)} is not in the model" for name in saved if name not in here]
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise SpecError(f"{chosen.name} is of another model: {'; '.join(wrong[:_SHOWN])}{more}")
@@ -177,20 +177,12 @@ def _compare_parts(
     parts[:] = model_state, optimizer_state
     wrong = model_state.check(index, MODEL)
     if optimizer_state is not None:
-        saved = note["optimizer"]
+        saved = shown(str(note["optimizer"] or "no optimizer"), most=40)
         if saved != optimizer_state.kind:
-            raise SpecError(
-                f"{chosen.name} has {_shown(saved or 'no optimizer')}, and a {optimizer_state.kind} was given"
-            )
+            raise SpecError(f"{chosen.name} has {saved}, and a {optimizer_state.kind} was given")
         wrong += optimizer_state.check(index, OPTIMIZER)
     if scheduler is not None and note["scheduler"] is None:
         raise SpecError(f"{chosen.name} was saved without a scheduler, and one was given")
     if scheduler is not None:
         require_state(scheduler, note.get("scheduler_kind"), from_json(note["scheduler"]), chosen.name)
     return wrong, set(model_state.values)
-
-
-def _shown(said: object) -> str:
-    """What stands in a file of others, for a line of a message."""
-    text = str(said)
-    return text if text.isprintable() else ascii(text)

@@ -5,7 +5,6 @@ Each rank reads the part that it has, whatever the layout.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,17 +12,18 @@ from typing import Any
 import torch
 
 from ..errors import DetrainError, SpecError
-from ..storage import Location
+from ..storage import Location, shown
 from . import saving
-from .safetensors_export import INDEX, ONE_FILE
+from .plain import parse_json
+from .safetensors_export import INDEX, MOST_INDEX_BYTES, ONE_FILE
 from .state import ModelState
-from .tensor_files import Piece, foreign_errors, locate_safetensors, read_header
+from .tensor_files import Piece, foreign_errors, locate_safetensors, read_header, read_whole
 from .tensor_index import TensorIndex
 from .tensor_store import read_tensors
 
 __all__ = ["import_safetensors"]
 
-_MOST_INDEX_BYTES = 1 << 28
+_MOST_INDEX_VALUES = 1 << 23
 _SHOWN = 4  # names in a message
 
 _Pieces = dict[str, tuple[str, Piece]]  # by name: the file, and where in it
@@ -73,7 +73,7 @@ def import_safetensors(url: str, model: Any, *, files: Any = None) -> list[str]:
 
 def _shorten(texts: list[str], separator: str) -> str:
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return separator.join(texts[:_SHOWN]) + more
+    return separator.join(shown(text) for text in texts[:_SHOWN]) + more
 
 
 def _find_pieces(url: str, files: Any) -> _Pieces:
@@ -92,10 +92,16 @@ def _list_files(place: Location) -> list[str]:
     names = place.names()
     if INDEX in names:
         with foreign_errors((place / INDEX).name, "read"):
-            weight_map = json.loads((place / INDEX).read(limit_bytes=_MOST_INDEX_BYTES))["weight_map"]
+            text = read_whole(place / INDEX, limit_bytes=MOST_INDEX_BYTES, may_be_link=True)
+            index = parse_json(text, most_values=_MOST_INDEX_VALUES)
+            weight_map = index.get("weight_map") if isinstance(index, dict) else None
+            if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+                raise ValueError("it has no weight_map, of the file of each tensor")
             wanted = sorted(set(weight_map.values()))
         if missing := [name for name in wanted if name not in names]:
-            raise DetrainError(f"{place.name}: {missing[0]} is missing, of {len(wanted)} files that {INDEX} names")
+            raise DetrainError(
+                f"{place.name}: {shown(missing[0])} is missing, of {len(wanted)} files that {INDEX} names"
+            )
         return wanted
     found = [ONE_FILE] if ONE_FILE in names else [name for name in names if name.endswith(".safetensors")]
     if len(found) != 1:

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import DetrainError, SpecError
 from ..storage import Location, is_local, locate, shown, whole_file
 from .digests import BLOCK_BYTES, Damaged, digests, require_digest, require_digests
+from .plain import parse_json
 
 __all__ = [
     "Piece",
@@ -57,6 +58,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
 _MOST_BYTES, _MOST_DIMENSIONS = 1 << 63, 64  # of a file, and of a tensor: torch has no more
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_MOST_HEADER_VALUES = 1 << 23  # of half a million tensors
 _OF_BROKEN_FILES = (ValueError, RecursionError, FileNotFoundError)
 _READ_BYTES = 16 << 20  # at once: each read is a request where the file is far away
 
@@ -211,21 +213,27 @@ def read_header_of(file: Any, *, digest: str = "", what: str = "it") -> dict[str
     text = file.read(length)
     if digest:
         require_digest(begin + text, digest, f"{what}: its header")
-    entries = json.loads(text)
+    entries = parse_json(text, most_values=_MOST_HEADER_VALUES)
+    if not isinstance(entries, dict):
+        raise ValueError("its header is no object with tensors by name")
     start = _LENGTH_BYTES + length
     pieces = {name: _read_entry(entry, start) for name, entry in entries.items() if name != "__metadata__"}
-    last = max((piece.end for piece in pieces.values()), default=start)
+    last = start
+    for piece in sorted(pieces.values(), key=lambda piece: (piece.begin, piece.end)):
+        if piece.begin < last:
+            raise ValueError("its tensors overlap each other, or its header")
+        last = piece.end
     if last > size_bytes:
         raise ValueError(f"it has {size_bytes} bytes, and its tensors need {last}")
     return pieces
 
 
 def _read_entry(entry: Any, start: int) -> Piece:
-    try:
-        begin, end = entry["data_offsets"]
-        return Piece(dtype_of_name(entry["dtype"]), tuple(entry["shape"]), start + begin, start + end)
-    except (KeyError, TypeError) as exc:
-        raise ValueError(f"its header cannot be read: {exc}") from exc
+    is_entry = isinstance(entry, dict) and all(isinstance(entry.get(key), list) for key in ("data_offsets", "shape"))
+    if not is_entry or len(entry["data_offsets"]) != 2 or any(type(at) is not int for at in entry["data_offsets"]):
+        raise ValueError("its header has an entry that is no dtype, shape and offsets")
+    begin, end = entry["data_offsets"]
+    return Piece(dtype_of_name(entry.get("dtype")), tuple(entry["shape"]), start + begin, start + end)
 
 
 def read_rows(file: Any, piece: Piece, first: int, count: int, *, what: str) -> Tensor:

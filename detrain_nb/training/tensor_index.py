@@ -23,13 +23,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..storage import Location
 from .digests import is_digests, require_digest
-from .plain import from_json
+from .plain import from_json, parse_json
 from .tensor_files import Piece, dtype_of_name, foreign_errors, name_of_dtype, read_whole
 
-__all__ = ["TensorIndex", "WrittenPiece", "make_index"]
+__all__ = ["MOST_INDEX_VALUES", "TensorIndex", "WrittenPiece", "make_index"]
 
 _MOST_INDEX_BYTES = 1 << 30
+MOST_INDEX_VALUES = 1 << 25  # of two million parts, of 700 tensors with two states each on a thousand ranks
+_MOST_INDEX_OBJECTS = 1 << 20
 _MOST_CUT_DIMENSIONS = 8  # a named mesh has no more dimensions that cut tensors
+_MOST_CORNER_DIMENSIONS = 4  # of parts that are no grid: each has 16 corners then
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ class TensorIndex:
                 text = read_whole(folder / name, limit_bytes=_MOST_INDEX_BYTES)
                 if digest is not None:
                     require_digest(text, digest, (folder / name).name)
-                index = json.loads(text)
+                if text.count(b"{") > _MOST_INDEX_OBJECTS:  # which take far more memory than lists
+                    raise ValueError("it has more objects than any has")
+                index = parse_json(text, most_values=MOST_INDEX_VALUES)
                 values = {fqn: from_json(value) for fqn, value in index["values"].items()}
                 if any(file_name not in files for file_name in index["files"]):
                     raise ValueError("it names a file that is not of the checkpoint")
@@ -90,6 +95,9 @@ class TensorIndex:
                     raise ValueError(f"a part of {fqn!r} is outside of it")
                 parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.shape)))
                 pieces[MetadataIndex(fqn, offsets)] = file_name, piece
+            filled = [(file, piece.begin) for _, file, piece in chunks[fqn] if piece.end > piece.begin]
+            if len(set(filled)) < len(filled):  # a small file would make a tensor of any size
+                raise ValueError(f"parts of {fqn!r} are the same bytes")
             _require_no_overlap(fqn, shape, parts)
             properties = TensorProperties(chunks[fqn][0][2].dtype)
             kept[fqn] = TensorStorageMetadata(properties, torch.Size(shape), parts)
@@ -109,21 +117,46 @@ class TensorIndex:
 def _require_no_overlap(fqn: str, shape: Sequence[int], parts: Sequence[ChunkStorageMetadata]) -> None:
     """Parts inside of a tensor cover each element once. Raises: ValueError where they do not.
 
-    Boxes do so exactly if their corners, counted with alternating signs, are those of the whole: in a time that grows
-    with the number of parts, not with its square.
+    In a time that grows with the number of parts, not with its square.
     """
     filled = [part for part in parts if math.prod(part.sizes)]
     cut = [dim for dim, size in enumerate(shape) if any(part.sizes[dim] != size for part in filled)]
     if len(cut) > _MOST_CUT_DIMENSIONS:
         raise ValueError(f"{fqn!r} is cut along {len(cut)} dimensions, more than {_MOST_CUT_DIMENSIONS}")
+    if _is_overlapping(filled, cut):
+        raise ValueError(f"parts of {fqn!r} overlap")
+
+
+def _is_overlapping(parts: Sequence[ChunkStorageMetadata], cut: Sequence[int]) -> bool:
+    """Of parts as large as the whole together: one dimension after the other, as meshes cut them."""
+    if len(parts) < 2 or not cut:
+        return len(parts) > 1
+    dim, *others = cut
+    slices: dict[tuple[int, int], list[ChunkStorageMetadata]] = {}
+    for part in parts:
+        slices.setdefault((part.offsets[dim], part.offsets[dim] + part.sizes[dim]), []).append(part)
+    ends = sorted(slices)
+    if all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends)):
+        return any(_is_overlapping(slice_, others) for slice_ in slices.values())
+    return _is_overlapping_anywhere(parts, cut)
+
+
+def _is_overlapping_anywhere(parts: Sequence[ChunkStorageMetadata], cut: Sequence[int]) -> bool:
+    """Boxes cover one exactly if their corners, counted with alternating signs, are its own.
+
+    Raises: ValueError where these would be too many.
+    """
+    if len(cut) > _MOST_CORNER_DIMENSIONS:
+        raise ValueError(f"parts that are no grid are cut along more than {_MOST_CORNER_DIMENSIONS} dimensions")
     corners: Counter[tuple[int, ...]] = Counter()
-    for part in filled:
+    for part in parts:
         for ends in itertools.product((0, 1), repeat=len(cut)):
             corner = tuple(part.offsets[dim] + end * part.sizes[dim] for dim, end in zip(cut, ends))
             corners[corner] += (-1) ** sum(ends)
-    outer = itertools.product(*((0, shape[dim]) for dim in cut))
-    if {corner for corner, count in corners.items() if count} - set(outer):
-        raise ValueError(f"parts of {fqn!r} overlap")
+    low = [min(part.offsets[dim] for part in parts) for dim in cut]
+    high = [max(part.offsets[dim] + part.sizes[dim] for part in parts) for dim in cut]
+    outer = itertools.product(*zip(low, high))
+    return bool({corner for corner, count in corners.items() if count} - set(outer))
 
 
 def _read_chunks(entry: Any, files: Sequence[str], *, has_digests: bool) -> list[tuple[tuple[int, ...], str, Piece]]:

@@ -37,7 +37,7 @@ from . import catalog
 from .digests import digest, seal
 from .plain import to_json
 from .tensor_files import Piece, compare_rows, foreign_errors, make_header, read_header_of, read_rows, write_file
-from .tensor_index import TensorIndex, WrittenPiece, make_index
+from .tensor_index import MOST_INDEX_VALUES, TensorIndex, WrittenPiece, make_index
 
 __all__ = ["JsonSavePlanner", "StepWriter", "compare_tensors", "read_tensors"]
 
@@ -122,6 +122,8 @@ class StepWriter(StorageWriter):
                     "place that all hosts share"
                 )
         index_name, text = f"index-{self._token}.json", json.dumps(index, separators=(",", ":")).encode()
+        if count_values(text, most=MOST_INDEX_VALUES) > MOST_INDEX_VALUES:
+            raise SpecError(f"the index of its tensors has more than {MOST_INDEX_VALUES:,} values, and cannot be read")
         (self._folder / index_name).write(text, may_be_link=False)
         there = catalog.list_checkpoints(self._place)
         unread = sum(each.serial < 0 and each.name != self._folder.name for each in there)  # any may be the last

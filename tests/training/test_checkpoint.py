@@ -25,7 +25,7 @@ from torch.optim import lr_scheduler as schedules
 from detrain_nb import Session, training
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.storage import Location, locate
-from detrain_nb.training import catalog, digests
+from detrain_nb.training import catalog, digests, tensor_files
 from detrain_nb.training.plain import from_json, to_json
 from detrain_nb.transport.ssh import SshConnection, SshTarget
 
@@ -925,18 +925,43 @@ def test_optimizer_or_scheduler_that_was_not_saved(saved: Path) -> None:
     "change",
     [
         lambda note: note["files"].update({"\x1b]52;c;ZXZpbA==\x07\nstep 9 is complete": 3}),
+        lambda note: note.update(index_crc32="\x1b]52;"),
+        lambda note: note.update(index_crc32="\x1b[31m" * 10**6),
+        lambda note: note.update(format="\x1b[31m" * 10**6),
         lambda note: note.update(saved_at=1e300),
         lambda note: note.update(saved_at=-1.0),
         lambda note: note.update(saved_at=float("nan")),
     ],
-    ids=["name", "late", "early", "no number"],
+    ids=["name", "digest", "long digest", "long format", "late", "early", "no number"],
 )
 def test_note_of_others_says_nothing_that_it_cannot(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
     rewrite(saved, 3, note=change)
     shown = str(training.checkpoints(str(saved)))
-    assert "not of this format" in shown and shown.replace("\n", "").isprintable()
-    with pytest.warns(UserWarning, match="step-00000003 is passed over"):
+    assert "not of this format" in shown and shown.replace("\n", "").isprintable() and len(shown) < 1000
+    with pytest.warns(UserWarning, match="step-00000003 is passed over") as told:
         assert training.load(str(saved), filled(0)).step == 2
+    assert str(told[0].message).isprintable() and len(str(told[0].message)) < 1000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index["values"].update({"x": {"$dtype": "\x1b]0;owned\x07" * 10**5}}),
+        lambda index: index.update(headers=dict.fromkeys(index["headers"], "\x1b[2J\x1b[1m")),
+        lambda index: index["tensors"].update({"\x1b[31m" * 10**5: ["F32", [3], []]}),
+    ],
+)
+def test_index_of_others_says_nothing_that_it_cannot(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    rewrite(saved, 3, index=change)
+    with pytest.warns(UserWarning, match="step-00000003 is passed over") as told:
+        assert training.load(str(saved), filled(0)).step == 2
+    assert str(told[0].message).isprintable() and len(str(told[0].message)) < 1000
+
+
+def test_list_of_checkpoints_does_not_keep_what_is_in_them(tmp_path: Path) -> None:
+    """There may be many, each with the order of a data set."""
+    training.save(str(tmp_path), filled(1), step=1, data_position=list(range(100_000)))
+    assert len(pickle.dumps(training.checkpoints(str(tmp_path)))) < 10_000
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
@@ -1253,6 +1278,67 @@ def test_files_of_safetensors_are_read_and_cut(tmp_path: Path) -> None:
     os.truncate(tmp_path / "their.safetensors", 400)
     with pytest.raises(DetrainError, match="its tensors need"):
         training.import_safetensors(str(tmp_path / "their.safetensors"), other)
+
+
+def header(entries: dict[str, Any], data: bytes = b"") -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+OF_LINEAR = {
+    "weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+    "bias": {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]},
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "x.safetensors"])
+def test_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    url = tmp_path / name if name == "x.safetensors" else tmp_path
+    with pytest.raises(DetrainError, match=f"{name} cannot be read: it is no file"):
+        training.import_safetensors(str(url), nn.Linear(2, 2))
+
+
+def test_names_in_files_of_others_are_shown_without_control_characters_and_not_whole(tmp_path: Path) -> None:
+    strange = {"dtype": "F32", "shape": [0], "data_offsets": [24, 24]}
+    named = {**OF_LINEAR, "\x1b]0;owned\x07\n\x1b[31m": strange, "n" * 10**6: strange}
+    (tmp_path / "model.safetensors").write_bytes(header(named, bytes(24)))
+    with pytest.warns(UserWarning, match="has what the model has not") as told:
+        assert len(training.import_safetensors(str(tmp_path), nn.Linear(2, 2))) == 2
+    assert str(told[0].message).isprintable() and len(str(told[0].message)) < 1000
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"weight": "\x1b[2J\x07" * 10**5}})
+    )
+    with pytest.raises(DetrainError, match="is missing, of 1 files") as error:
+        training.import_safetensors(str(tmp_path), nn.Linear(2, 2))
+    assert str(error.value).isprintable() and len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "entries, said",
+    [
+        ([], "its header is no object with tensors by name"),
+        ({"weight": [1]}, "its header has an entry that is no dtype, shape and offsets"),
+        ({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}, "its header has an entry that is no"),
+        ({"weight": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}, "its header has an entry that is no"),
+        ({"bias": {**OF_LINEAR["bias"], "data_offsets": [-8, 0]}}, "its tensors overlap each other, or its header"),
+        ({**OF_LINEAR, "bias": {**OF_LINEAR["bias"], "data_offsets": [8, 16]}}, "its tensors overlap each other"),
+        ({str(number): {} for number in range(1000)}, "it has more values than any has"),
+    ],
+)
+def test_header_that_is_none_is_told(tmp_path: Path, entries: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "_MOST_HEADER_VALUES", 500)
+    (tmp_path / "model.safetensors").write_bytes(header(entries, bytes(24)))
+    with pytest.raises(DetrainError, match=f"model.safetensors cannot be read: {said}"):
+        training.import_safetensors(str(tmp_path), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("index", [[], {"weight_map": [1]}, {"weight_map": {"a": 1}}, {}])
+def test_index_of_files_that_is_none_is_told(tmp_path: Path, index: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DetrainError, match="cannot be read: it has no weight_map, of the file of each tensor"):
+        training.import_safetensors(str(tmp_path), nn.Linear(2, 2))
 
 
 def test_export_removes_what_an_earlier_one_has_written_and_nothing_else(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as some
 
 from detrain_nb.errors import DetrainError
 from detrain_nb.storage import locate
-from detrain_nb.training import plain
+from detrain_nb.training import plain, tensor_index
 from detrain_nb.training.plain import from_json
 from detrain_nb.training.tensor_files import Piece
 from detrain_nb.training.tensor_index import TensorIndex
@@ -22,7 +23,11 @@ Part = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, how large it 
 
 
 def index_of(shape: tuple[int, ...], parts: list[Part]) -> TensorIndex:
-    chunks = [(begin, "file", Piece(torch.uint8, sizes, 0, torch.Size(sizes).numel())) for begin, sizes in parts]
+    sizes_bytes = [torch.Size(sizes).numel() for _, sizes in parts]
+    places = zip(itertools.accumulate(sizes_bytes, initial=0), sizes_bytes)
+    chunks = [
+        (begin, "file", Piece(torch.uint8, sizes, at, at + size)) for (begin, sizes), (at, size) in zip(parts, places)
+    ]
     return TensorIndex.of({"w": shape}, {"w": chunks}, {})
 
 
@@ -62,6 +67,59 @@ def test_parts_that_are_no_grid_are_taken() -> None:
     """Five around a middle: no line goes through the whole."""
     spiral = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
     assert index_of((3, 3), spiral).shape("w") == (3, 3)
+
+
+@pytest.mark.timeout(60)
+def test_many_parts_cut_along_many_dimensions_take_no_minutes() -> None:
+    """A mesh of eight axes; an index that others have written may say so."""
+    cuts = list(itertools.product(range(4), repeat=8))[: 4**8]
+    parts: list[Part] = [(begin, (1,) * 8) for begin in cuts]
+    assert index_of((4,) * 8, parts).shape("w") == (4,) * 8
+    parts[1] = parts[0]
+    with pytest.raises(ValueError, match="parts of 'w' overlap"):
+        index_of((4,) * 8, parts)
+
+
+def test_parts_that_are_no_grid_are_taken_along_four_dimensions_and_refused_along_more() -> None:
+    """Each would have two corners along each of them. A spiral of one in another is none along any."""
+    spiral = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+
+    def of_spirals(count: int) -> list[Part]:
+        found: list[Part] = [((), ())]
+        for number in range(count):
+            turned = spiral if number % 2 else [(begin[::-1], sizes[::-1]) for begin, sizes in spiral]
+            found = [(a + b, c + d) for a, c in found for b, d in turned]
+        return found
+
+    assert index_of((3,) * 4, of_spirals(2)).shape("w") == (3,) * 4
+    with pytest.raises(ValueError, match="no grid are cut along more than 4 dimensions"):
+        index_of((3,) * 6, of_spirals(3))
+
+
+def test_parts_of_the_same_bytes_are_refused() -> None:
+    """Else an index of some MB would make a tensor of any size of a file of one."""
+    chunks = [((at, 0), "file", Piece(torch.uint8, (1, 4), 8, 12)) for at in range(3)]
+    with pytest.raises(ValueError, match="parts of 'w' are the same bytes"):
+        TensorIndex.of({"w": (3, 4)}, {"w": chunks}, {})
+
+
+@pytest.mark.parametrize("text", [json.dumps([[]] * 999), json.dumps([{}] * 99)])
+def test_index_of_more_than_any_has_is_not_parsed(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_index, "MOST_INDEX_VALUES", 1000)
+    monkeypatch.setattr(tensor_index, "_MOST_INDEX_OBJECTS", 50)
+    (tmp_path / "index").write_text(text)
+    with pytest.raises(DetrainError, match=r"it has more (values|objects) than any has"):
+        TensorIndex.read(locate(str(tmp_path)), "index", {})
+
+
+def test_name_of_a_dtype_imports_nothing() -> None:
+    """torch imports some of its modules when they are asked for."""
+    assert from_json({"$dtype": "bfloat16"}) is torch.bfloat16
+    before = set(sys.modules)
+    for name in ("_inductor", "onnx", "_export"):
+        with pytest.raises(ValueError, match="does not hold what it should"):
+            from_json({"$dtype": name})
+    assert set(sys.modules) == before
 
 
 def test_parts_cut_along_too_many_dimensions_are_refused() -> None:
