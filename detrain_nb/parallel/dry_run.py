@@ -24,6 +24,7 @@ from .costs.block_use import BlockUse
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, profile
 from .data_parallel import resolve_sharding
+from .limits import require_unwritten
 from .mesh import make_mesh, resolve_axes
 from .microbatches import Loss
 from .parallelize import dtype_of, lay_out_all, plan_for, require_axes_for, require_cut_fits, split_for
@@ -110,6 +111,7 @@ def dry_run(
         loss_parallel,
         optimizer_states,
         costs.block_use,
+        costs.written_parameters,
     )
     rows = layout.try_with(model, example_inputs, target)
     return DryRun(sizes, order.name if found is not None else "no pipeline", rows, found, plan)
@@ -131,6 +133,7 @@ class _Layout:
     loss_parallel: bool
     optimizer_states: int
     block_use: BlockUse
+    written: frozenset[str]
 
     def try_with(self, model: nn.Module, example_inputs: ExampleInputs, target: Any) -> tuple[RankMemory, ...]:
         """Try every place of the pipeline. Raises: SpecError for code that looks at values, where there are none."""
@@ -240,6 +243,7 @@ class _Layout:
         )
         require_cut_fits(actor.model, self.sizes, sharding)
         if sharding.kind == "fsdp":
+            require_unwritten(self.written, actor.model, axis="dp_shard")
             sharding = replace(sharding, block_use=self.block_use)
         model = actor.copy()
         laid_out = lay_out_all(

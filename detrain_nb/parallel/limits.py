@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 from torch import nn
 
 from ..errors import SpecError
+from .costs.profiler import profile_call
+from .kept import state_kept
+from .recording import device_of, fails_with_inputs
+from .writes import writes_undone
 
-__all__ = ["require_fit"]
+__all__ = ["require_fit", "require_unwritten", "written_parameters"]
+
+
+_OTHERWISE = "keep the model whole (dp_replicate in the place of {axis})"
 
 
 def require_fit(model: nn.Module, *, axis: str) -> None:
@@ -14,7 +24,7 @@ def require_fit(model: nn.Module, *, axis: str) -> None:
 
     ``axis``: of the mesh, which cuts it: "tp" or "dp_shard".
     """
-    otherwise = f"keep the model whole (dp_replicate in the place of {axis})"
+    otherwise = _OTHERWISE.format(axis=axis)
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
@@ -32,3 +42,34 @@ def require_fit(model: nn.Module, *, axis: str) -> None:
             if axis == "tp":
                 instead = "register it on named_parameters() of what parallelize returns, where it sees that of a part"
             raise SpecError(f"{name} has a hook on its gradient, which {axis} would drop: {instead}, or {otherwise}")
+
+
+def written_parameters(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> frozenset[str]:
+    """Those that its forward writes into, as the model is and evaluating, by first name; none where nobody can look."""
+    args, kwargs = call
+    try:
+        with fails_with_inputs(args, kwargs):
+            found = profile_call(model, args, kwargs).written_parameters
+            if model.training:
+                place = device_of([*model.parameters(), *model.buffers()])
+                with state_kept(model, device=place) as tensors, writes_undone(tensors):
+                    model.eval()
+                    found |= profile_call(model, args, kwargs).written_parameters
+            return found
+    except (SpecError, NotImplementedError):
+        return frozenset()
+
+
+def require_unwritten(written: Collection[str], model: nn.Module, *, axis: str, cut: Collection[str] = ()) -> None:
+    """Raises: SpecError for a parameter that the model's forward writes into, and of which each rank has a part.
+
+    ``cut``: those, by name; under "dp_shard" all that have a dimension.
+    """
+    named = dict(model.named_parameters())
+    lost = sorted(name for name in written if (named[name].dim() if axis == "dp_shard" else name in cut))
+    if lost:
+        more = f" and {len(lost) - 1} more" if lost[1:] else ""
+        raise SpecError(
+            f"the model's forward writes into its parameter {lost[0]}{more}, of which {axis} would lose it: write into "
+            f"parameters after the optimizer's step, or {_OTHERWISE.format(axis=axis)}"
+        )

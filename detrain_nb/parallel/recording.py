@@ -82,6 +82,7 @@ def record(
     args, kwargs = tree_map(made, args), tree_map(made, kwargs)
     recorder = Recorder(parameters)
     entries = Entries(model, recorder)
+    storages = {name: _storage_of(tensor) for name, tensor in parameters.items()}
     with (
         entries.watched(),
         without_fused_layers(),
@@ -91,6 +92,9 @@ def record(
         recorder,
     ):
         outputs = torch.func.functional_call(model, {**parameters, **buffers}, args, kwargs, tie_weights=False)
+    recorder.written_parameters.update(  # as an assignment to ``weight.data`` does, which is no operator
+        name for name, tensor in parameters.items() if _storage_of(tensor) != storages[name]
+    )
     after = {**buffers, **entries.buffers_left}
     numbers = {name: (recorder.number(buffers[name]), recorder.number(after[name])) for name in buffers}
     return Recording(recorder, entries, outputs, numbers)
@@ -225,6 +229,7 @@ class Recorder(OperatorMode):
         self._kept: list[Tensor] = []  # so that no other tensor gets the id of one that has gone
         self._on_storage: dict[int, list[int]] = {}  # the tensors, by number, that are on one storage
         self.rewrites_parameters = False
+        self.written_parameters: set[str] = set()
         self._saved: set[int] = set()  # storages
         # The graph has it as long as a tensor here has the graph: held by both, neither would ever go.
         self.pack = functools.partial(Recorder.save, weakref.proxy(self))
@@ -272,6 +277,7 @@ class Recorder(OperatorMode):
         moved_bytes = sum(self.size_bytes[number] for number in {*reads, *makes}) if moves else 0
         is_from_computed = any(self.is_computed[number] for number in reads)
         written = self._written(func, args, kwargs)
+        self.written_parameters.update(self.names[number] for number in written if number in self.names)
         if written and self._is_of_parameters(written, reads):
             self.rewrites_parameters = True
             reads, makes = [], [number for number in makes if number not in written]

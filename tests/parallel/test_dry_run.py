@@ -328,6 +328,14 @@ def test_what_parallelize_refuses_in_parts_is_refused() -> None:
     with pytest.raises(SpecError, match="0 writes into its weight"):
         dry_run(model, {"dp_shard": 2}, example_inputs=torch.zeros(2, 4, dtype=torch.long))
 
+    class Normalizing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data.div_(self.weight.detach().norm())
+            return super().forward(x)
+
+    with pytest.raises(SpecError, match=r"forward writes into its parameter 0\.weight"):
+        dry_run(nn.Sequential(Normalizing(8, 8)), {"dp_shard": 2}, example_inputs=torch.zeros(2, 8))
+
 
 @pytest.mark.slow
 def test_llama_3_of_8_billion_on_8_gpus() -> None:

@@ -32,3 +32,22 @@ def require_refusal(ranks: Session, code: str, message: str) -> None:
 def test_the_models_own_train_and_eval_are_called(ranks: Session, axes: dict[str, int]) -> None:
     for rank, apart in ranks.run_cell(f"unusual_ranks.evaluate_and_train({axes})", timeout_s=60).values.items():
         assert all(each < 1e-6 for each in apart), (rank, apart)
+
+
+WRITING = [*(f"Normalizing({way!r})" for way in ("data", "copy", "evaluating")), "Following()"]
+
+
+@pytest.mark.parametrize("model", WRITING)
+def test_parameters_that_forward_writes_into_are_not_sharded(ranks: Session, model: str) -> None:
+    """Each rank would write into what it gathers for a moment."""
+    name = r"averages\.0\.down\.bias and 7 more" if model == "Following()" else r"layers\.0\.up\.weight and 1 more"
+    code = f"unusual_ranks.lay_out(unusual_ranks.{model}, {{'dp_shard': 2}})"
+    require_refusal(ranks, code, rf"forward writes into its parameter {name}, of which dp_shard would lose it: write")
+
+
+@pytest.mark.parametrize("model", WRITING)
+@pytest.mark.parametrize("axis", ["tp", "dp_replicate"])
+def test_parameters_that_forward_writes_into_are_whole_on_every_rank(ranks: Session, axis: str, model: str) -> None:
+    code = f"unusual_ranks.apart_after_steps(unusual_ranks.{model}, {{{axis!r}: 2}})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-6

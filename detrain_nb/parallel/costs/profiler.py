@@ -91,8 +91,8 @@ class ModelProfile:
     ``num_rows`` is the first dimension of the first example input that has one, ``shared_inputs`` are those that have
     another. ``computing`` are the modules all of whose outputs depend on parameters, or on random numbers; ``outputs``
     what modules gave, where they need values. ``hindrances``: why other modules that run are no cuts;
-    ``why_no_more``: of a block, if there is such a one. ``rewrites_parameters``: its forward does, as RWKV's when it
-    begins to evaluate.
+    ``why_no_more``: of a block, if there is such a one. ``rewrites_parameters``: its forward does, from nothing but
+    these, as RWKV's when it begins to evaluate; ``written_parameters``: all that it writes into, by first name.
     """
 
     units: tuple[Unit, ...]
@@ -104,6 +104,7 @@ class ModelProfile:
     hindrances: Mapping[str, str] = field(default_factory=dict, repr=False)
     why_no_more: str = field(default="", repr=False)
     rewrites_parameters: bool = field(default=False, repr=False)
+    written_parameters: frozenset[str] = field(default=frozenset(), repr=False)
     written_buffers: tuple[WrittenBuffer, ...] = field(default=(), repr=False)
     block_use: BlockUse = field(default=BlockUse(), repr=False)
 
@@ -275,6 +276,7 @@ def _make_profile(recording: Recording, num_rows: int) -> ModelProfile:
         hindrances=found.hindrances,
         why_no_more=found.why_no_more,
         rewrites_parameters=recording.recorder.rewrites_parameters,
+        written_parameters=frozenset(recording.recorder.written_parameters),
         written_buffers=tuple(written),
         block_use=find_block_use(recording),
     )

@@ -16,6 +16,7 @@ from ...errors import SpecError
 from ..arguments import require_model, require_whole
 from ..blocks import looks_of, pattern_of
 from ..costs.profiler import ExampleInputs, as_call
+from ..limits import written_parameters
 from ..module_copies import ghost_of, replace_tensors
 from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
 from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
@@ -41,6 +42,7 @@ __all__ = ["SHAPES_ALONE", "tp_plan"]
 _PROVED_WHOLE_NUMEL = 50_000_000  # parameters; beyond, float64 copies for each rank are too much: blocks were proved
 SHAPES_ALONE = "of large blocks, on the meta device, the shapes were proved"
 _NOT_CALLED = "it is not called as a module"
+_WRITTEN = "the model's forward writes into its parameters"
 
 
 def tp_plan(
@@ -105,6 +107,7 @@ class _Planner:
         self._call = _where_the_model_is(model, call)
         self._names = dict(model.named_modules())
         self.plan = TensorPlan(tp, known_modules(model))
+        self._written = self._modules_with(written_parameters(model, self._call))
         layers = [name for name, module in self.plan.modules.items() if module.kind in LINEAR]
         self._flow = watch_flow(model, *self._call, layers)
         self._entered = {*self._flow.entered}
@@ -133,6 +136,9 @@ class _Planner:
             verdict = self._judge(pair)
             if isinstance(verdict, str):
                 self.plan.reasons.update({name: verdict for name in pair.names if name not in used})
+                continue
+            if self._written & verdict.members:
+                self.plan.reasons.update(dict.fromkeys(pair.names, _WRITTEN))
                 continue
             self.plan.pairs.append(verdict)
             try:
@@ -312,7 +318,13 @@ class _Planner:
                 f"{why or f'{len(heads)} were found'}; leave it out"
             )
 
+    def _modules_with(self, parameters: Collection[str]) -> frozenset[str]:
+        modules = self.plan.modules.items()
+        return frozenset(name for name, each in modules if any(first in parameters for _, first, _ in each.parameters))
+
     def _add_alone(self, name: str, role: str, reason: str) -> None:
+        if name in self._written:
+            reason = _WRITTEN
         if not reason:
             try:
                 self.plan.set(name, role)
