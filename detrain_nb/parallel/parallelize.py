@@ -22,7 +22,7 @@ from .limits import require_fit, require_unwritten, written_parameters
 from .mesh import AXES
 from .microbatches import Loss
 from .model import Arrangement, ParallelModel, usual_device
-from .sameness import require_same_model
+from .sameness import plan_of_all, require_same_model
 from .stages.boundaries import Boundaries
 from .stages.pipeline import PipelineStages
 from .stages.schedules import Schedule, find_schedule
@@ -90,8 +90,6 @@ def parallelize(
         named = f"has {unknown[0]!r}, which" if mesh.mesh_dim_names else "has axes without names, which"
         raise SpecError(f"the mesh {named} says nothing to us: name them {', '.join(AXES)}, as make_mesh does")
     require_axes_for(sizes, pp, nodes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    if isinstance(tp, TensorPlan) and tp.checked == SHAPES_ALONE:
-        raise SpecError(f"the tensor plan is not proved ({tp.checked}): make it of a model with values")
     is_pipeline = sizes.get("pp", 1) > 1
     order = find_schedule(schedule)
     sharding = resolve_sharding(
@@ -108,7 +106,8 @@ def parallelize(
         require_values(model)
     require_cut_fits(model, sizes, sharding)
     require_same_model(model, mesh, device=place if place.type == mesh.device_type else torch.device(mesh.device_type))
-    plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    wanted = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+    plan = plan_of_all(mesh, lambda: _proved_plan(model, example_inputs, tp, sizes, **wanted))
     if tp == "auto" and plan is not None and plan.what_is_whole and mesh.get_rank() == int(mesh.mesh.min()):
         warnings.warn(f"{str(plan).splitlines()[0]}; print par.tp_plan(...) to see all", stacklevel=2)
     found = None
@@ -226,6 +225,19 @@ _NOT_YET = {
     "cp": "torch's context parallel has attention for CUDA alone, which is not supported yet",
     "ep": "groups of experts are not supported yet",
 }
+
+
+def _proved_plan(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    tp: Literal["auto"] | TensorPlan,
+    sizes: Mapping[str, int],
+    **wanted: bool,
+) -> TensorPlan | None:
+    plan = plan_for(model, example_inputs, tp, sizes, **wanted)
+    if plan is not None and plan.checked == SHAPES_ALONE:
+        raise SpecError(f"the tensor plan is not proved ({plan.checked}): make it of a model with values")
+    return plan
 
 
 def plan_for(

@@ -1,11 +1,11 @@
-"""Whether all ranks of a mesh have made the same model: one that differs is found before it trains, not by a hang."""
+"""Whether all ranks of a mesh have made the same model, and the same plan: else it is told, before they hang."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
 from .deferred import tapes_of
+from .tensor.plan import TensorPlan
 
-__all__ = ["require_same_model"]
+__all__ = ["plan_of_all", "require_same_model"]
 
 _PIECE = 1 << 22  # elements
 
@@ -38,13 +39,36 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
     if len(pythons) > 1:  # each compiles the same code in its own way
         with_code, lines = without_code, lines_without_code
     if len(with_code) > 1:
-        _raise_difference(mesh, lines)
+        _raise_difference(mesh, lines, "the model", "run the same code with the same data on all")
     if len(values) > 1:
         with torch.no_grad():
             for tensor in tensors:
                 tensor.copy_(_of_first(mesh, tensor.detach(), device))
         for tape in tapes:
             tape.states = _of_first(mesh, tape.states, device).cpu()
+
+
+def plan_of_all(mesh: DeviceMesh, make: Callable[[], TensorPlan | None]) -> TensorPlan | None:
+    """Return the tensor plan that ``make`` gives, if any, which has to be that of every rank: each cuts by its own.
+
+    Collective: all ranks of ``mesh``. Raises: SpecError on all ranks, also where one alone cannot make it.
+    """
+    plan: TensorPlan | None = None
+    failure: SpecError | None = None
+    try:
+        plan = make()
+    except SpecError as exc:
+        failure = exc
+    lines = [*_describe_plan(plan)] if plan is not None else []
+    every = _gather(mesh, (str(failure or ""), _digest("\n".join(lines))))
+    refused = {rank: each for rank, (each, _) in every.items() if each}
+    if refused:
+        rank, why = next(iter(refused.items()))
+        is_of_all = len(refused) == len(every) and len({*refused.values()}) == 1
+        raise SpecError(why if is_of_all else f"rank {rank}: {why}") from failure
+    if len({digest for _, digest in every.values()}) > 1:
+        _raise_difference(mesh, lines, "the tensor plan", "give all ranks the same, edited in the same way")
+    return plan
 
 
 def _gather(mesh: DeviceMesh, value: Any) -> dict[int, Any]:
@@ -65,7 +89,7 @@ def _of_first(mesh: DeviceMesh, tensor: Tensor, device: torch.device) -> Tensor:
     return sent
 
 
-def _raise_difference(mesh: DeviceMesh, lines: list[str]) -> None:
+def _raise_difference(mesh: DeviceMesh, lines: list[str], what: str, instead: str) -> None:
     """Every rank comes here."""
     every: dict[int, list[str]] = _gather(mesh, lines)
     usual = Counter(map(tuple, every.values())).most_common(1)[0][0]
@@ -77,7 +101,7 @@ def _raise_difference(mesh: DeviceMesh, lines: list[str]) -> None:
     else:
         difference = f"there it has {one[at]}, on rank {first} {usual[at]}"
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
-    raise SpecError(f"the model on {named} is another one: {difference}; run the same code with the same data on all")
+    raise SpecError(f"{what} on {named} is another one: {difference}; {instead}")
 
 
 def _describe(model: nn.Module, *, has_code: bool) -> Iterator[str]:
@@ -88,6 +112,18 @@ def _describe(model: nn.Module, *, has_code: bool) -> Iterator[str]:
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for key, tensor in tensors.items():
                 yield f"{kind} {f'{name}.{key}' if name else key}: {_look_of(tensor)}"
+
+
+def _describe_plan(plan: TensorPlan) -> Iterator[str]:
+    """Whatever order a set had on this rank."""
+    roles = plan.roles
+    yield f"tp={plan.tp}"
+    yield from (f"{name or 'the model'}: {roles.get(name, 'whole')}" for name in plan.modules)
+    yield from sorted(f"{name} cut in {layout.dim}, packed {layout.packed}" for name, layout in plan.layouts.items())
+    for part in (*sorted(plan.pairs, key=lambda pair: pair.row), plan.sequence):
+        for key, value in vars(part).items() if part is not None else ():
+            yield f"{key} {sorted(map(repr, value)) if isinstance(value, tuple) else repr(value)}"
+    yield f"head in parts: {plan.shard_head}"
 
 
 def _look_of(tensor: Any) -> str:

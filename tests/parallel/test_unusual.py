@@ -51,3 +51,10 @@ def test_parameters_that_forward_writes_into_are_whole_on_every_rank(ranks: Sess
     code = f"unusual_ranks.apart_after_steps(unusual_ranks.{model}, {{{axis!r}: 2}})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-6
+
+
+def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:
+    message = "the tensor plan on rank 1 is another one: there it has 0: whole, on rank 0 0: colwise; give all ranks"
+    require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)
+    message = "rank 1: the tensor plan is for 4 ranks, and the mesh has tp=2"
+    require_refusal(ranks, "unusual_ranks.plan_alone(1, is_refused=True)", message)

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from meshes import mesh_of
 from on_ranks import draw, made
@@ -135,3 +136,13 @@ def apart_after_steps(model: nn.Module, axes: dict[str, int]) -> float:
     most = max(float((full(each.detach()) - references[name]).abs().max()) for name, each in named)
     with torch.no_grad():
         return max(most, float((laid_out.predict(x) - whole.eval()(x)).abs().max()))
+
+
+def plan_alone(edited_on: int, *, is_refused: bool = False) -> None:
+    """Lay out by plans of which one was edited, or is refused, on one rank alone."""
+    model = made(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
+    plan = par.tp_plan(model, draw(2, 8), tp=2)
+    if dist.get_rank() == edited_on:
+        plan = par.tp_plan(model, draw(2, 8), tp=4) if is_refused else plan
+        plan.replicate("0")
+    lay_out(model, {"tp": 2}, tp=plan)
