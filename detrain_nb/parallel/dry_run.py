@@ -27,7 +27,15 @@ from .data_parallel import resolve_sharding
 from .limits import require_unwritten
 from .mesh import make_mesh, resolve_axes
 from .microbatches import Loss
-from .parallelize import dtype_of, lay_out_all, plan_for, require_axes_for, require_cut_fits, split_for
+from .parallelize import (
+    dtype_of,
+    lay_out_all,
+    plan_for,
+    require_axes_for,
+    require_cut_fits,
+    require_loss_fits,
+    split_for,
+)
 from .rank_memory import DryRun, RankMemory
 from .rehearsal import Actor, fake_ranks
 from .repeated import Skipping, UnlikeBlocks
@@ -89,6 +97,7 @@ def dry_run(
         raise SpecError("no parameter of the model is trained (requires_grad), and a dry run is of a training step")
     sizes = resolve_axes(mesh_sizes, world_size)
     require_axes_for(sizes, pp, nodes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    require_loss_fits(loss, model, sizes)
     order, num_ranks = find_schedule(schedule), sizes.get("pp", 1)
     found, costs = None, profile(model, example_inputs)
     if num_ranks > 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import SpecError
 
-__all__ = ["name_of_torchs", "require_loss", "require_target_of", "told"]
+__all__ = ["name_of_torchs", "require_loss", "require_no_parameters", "require_target_of", "told"]
 
 _OF_CLASSES = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
 _CLASS_NUMBERS = (torch.int64, torch.uint8)
@@ -35,6 +37,51 @@ def require_loss(loss: Any) -> None:
             f"loss={str(loss)[:40]!r} is a {type(loss).__name__}: give a function of the output and the target, such "
             "as torch.nn.functional.cross_entropy"
         )
+
+
+def require_no_parameters(loss: Any, model: nn.Module) -> None:
+    """Raises: SpecError for a loss that may train a parameter that is not of ``model``: nobody would average it."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in _parameters_of(loss):
+        if parameter.requires_grad and id(parameter) not in own:
+            raise SpecError(
+                f"the loss has a parameter that the model has not, {name}: its gradient would differ on each replica, "
+                "and be on the last stage alone: make it part of the model, which returns what the loss needs of it, "
+                "or set requires_grad_(False) where it is not trained"
+            )
+
+
+def _parameters_of(loss: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """What a loss leads to: of modules, in closures, by the names that its code has in its file."""
+    waiting, met = [("loss", loss)], set[int]()
+    while waiting:
+        name, value = waiting.pop()
+        if id(value) in met or str(getattr(value, "__module__", "")).startswith("torch.nn.functional"):
+            continue
+        met.add(id(value))
+        if isinstance(value, nn.Parameter):
+            yield name, value
+        elif isinstance(value, nn.Module):
+            yield from ((f"{type(value).__name__}.{own}", each) for own, each in value.named_parameters())
+        elif isinstance(value, types.MethodType):
+            waiting.append((name, value.__self__))
+        elif isinstance(value, functools.partial):
+            waiting += [(name, each) for each in (value.func, *value.args, *value.keywords.values())]
+        elif isinstance(value, types.FunctionType):
+            waiting += [(key, each) for key, each in _led_to_by(value)]
+        elif isinstance(value, (list, tuple, dict)):
+            waiting += [(name, each) for each in (value.values() if isinstance(value, dict) else value)]
+
+
+def _led_to_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    used = {step.argval for step in dis.get_instructions(function) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    yield from ((name, function.__globals__[name]) for name in used if name in function.__globals__)
+    yield from zip(function.__code__.co_freevars, map(_contents_of, function.__closure__ or ()))
+    yield from (("loss", each) for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+
+
+def _contents_of(cell: types.CellType) -> Any:
+    return None if cell == types.CellType() else cell.cell_contents
 
 
 def name_of_torchs(loss: Any) -> str:

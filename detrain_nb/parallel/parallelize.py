@@ -19,6 +19,7 @@ from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, share
 from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
 from .limits import require_fit, require_unwritten, written_parameters
+from .losses import require_no_parameters
 from .mesh import AXES
 from .microbatches import Loss
 from .model import Arrangement, ParallelModel, usual_device
@@ -32,7 +33,16 @@ from .tensor.plan import TensorPlan
 from .tensor.planner import SHAPES_ALONE, tp_plan
 from .whole import WholeModel
 
-__all__ = ["dtype_of", "lay_out_all", "parallelize", "plan_for", "require_axes_for", "require_cut_fits", "split_for"]
+__all__ = [
+    "dtype_of",
+    "lay_out_all",
+    "parallelize",
+    "plan_for",
+    "require_axes_for",
+    "require_cut_fits",
+    "require_loss_fits",
+    "split_for",
+]
 
 
 def parallelize(
@@ -92,6 +102,7 @@ def parallelize(
     require_axes_for(sizes, pp, nodes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     is_pipeline = sizes.get("pp", 1) > 1
     order = find_schedule(schedule)
+    require_loss_fits(loss, model, sizes)
     sharding = resolve_sharding(
         mesh,
         fsdp=fsdp,
@@ -201,6 +212,12 @@ def require_cut_fits(model: nn.Module, sizes: Mapping[str, int], sharding: Shard
     for axis, is_cut in (("dp_shard", sharding.kind == "fsdp"), ("tp", sizes.get("tp", 1) > 1)):
         if is_cut:
             require_fit(model, axis=axis)
+
+
+def require_loss_fits(loss: Loss | None, model: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Raises: SpecError for what a loss cannot have where ranks compute it of other data, or one stage alone does."""
+    if any(size > 1 for axis, size in sizes.items() if axis != "tp"):
+        require_no_parameters(loss, model)
 
 
 def require_axes_for(

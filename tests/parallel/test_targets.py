@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel import WholeModel
+from detrain_nb.parallel.losses import require_no_parameters
 
 
 class Labelled(nn.Linear):
@@ -158,3 +159,25 @@ def test_model_may_write_into_its_microbatch(count: int) -> None:
     expected = torch.autograd.grad(F.mse_loss(model.modules[0](x.clone()), y), list(model.parameters()))
     model.train_step(x, y)
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], [*expected])
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.scale * (output - target).square().mean()
+
+
+def test_loss_that_trains_a_parameter_of_its_own_is_refused() -> None:
+    """Wherever it is: what is the model's, or is not trained, may be there."""
+    model, loss = nn.Linear(4, 4), Weighted()
+    for given in (loss, loss.forward, partial(loss), lambda output, target: 2 * loss(output, target)):
+        with pytest.raises(SpecError, match=r"the loss has a parameter that the model has not, Weighted\.scale: "):
+            require_no_parameters(given, model)
+    loss.requires_grad_(False)
+    for given in (loss, nn.MSELoss(), F.mse_loss, model.forward, lambda output, target: loss(model(output), target)):
+        require_no_parameters(given, model)

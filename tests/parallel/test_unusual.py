@@ -58,3 +58,9 @@ def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None
     require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)
     message = "rank 1: the tensor plan is for 4 ranks, and the mesh has tp=2"
     require_refusal(ranks, "unusual_ranks.plan_alone(1, is_refused=True)", message)
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "pp"])
+def test_loss_with_a_parameter_of_its_own_is_refused(ranks: Session, axis: str) -> None:
+    code = f"unusual_ranks.lay_out(unusual_ranks.Switching(), {{{axis!r}: 2}}, loss=unusual_ranks.SCALED)"
+    require_refusal(ranks, code, r"a parameter that the model has not, Scaled\.scale: .* make it part of the model")

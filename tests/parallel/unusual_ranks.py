@@ -146,3 +146,17 @@ def plan_alone(edited_on: int, *, is_refused: bool = False) -> None:
         plan = par.tp_plan(model, draw(2, 8), tp=4) if is_refused else plan
         plan.replicate("0")
     lay_out(model, {"tp": 2}, tp=plan)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.scale * F.mse_loss(output, target)
+
+
+SCALED = Scaled()

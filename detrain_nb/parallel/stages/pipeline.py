@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from ...errors import SessionError, SpecError
 from ..deferred import fill, is_deferred, require_values
+from ..losses import require_no_parameters
 from ..mesh import can_send_from
 from ..microbatches import Loss, Passage
 from ..model import Arrangement, ParallelModel
@@ -69,6 +70,8 @@ class PipelineStages(ParallelModel):
         """
         self._group = group.get_group() if isinstance(group, DeviceMesh) else group or _all_ranks()
         num_ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        if num_ranks > 1:
+            require_no_parameters(loss, found.model)
         self.schedule = find_schedule(schedule)
         self.num_stages = found.num_stages
         self.indices = self.schedule.stages_of_rank(rank, num_ranks=num_ranks, num_stages=self.num_stages)
