@@ -21,16 +21,15 @@ from torch.utils._pytree import tree_leaves
 from ..errors import SpecError
 from .arguments import require_model
 from .model import usual_device
-from .module_copies import ghost_of, replace_tensors
+from .module_copies import ghost_of, replace_tensors, zeros_without_memory
 from .recording import TensorMemo
-from .stages.stubs import zeros_without_memory
 from .tape import Place, Tape
 from .tape_recorder import TapeRecorder
 from .tensor.apply import from_saved_order
 from .tensor.plan import TensorPlan
 from .tensor.ranks import bounds
 
-__all__ = ["deferred", "fill", "is_deferred", "materialize", "require_values", "stand_in", "tapes_of"]
+__all__ = ["deferred", "fill", "find_value", "is_deferred", "materialize", "require_values", "stand_in", "tapes_of"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -122,6 +121,12 @@ def require_values(model: nn.Module) -> None:
             raise SpecError(f"{name!r} was tied to {other!r} behind deferred(): tie them in what it calls")
         if tensor._version or tuple(tensor.shape) != value.place.size:
             raise SpecError(f"{name!r} was changed behind deferred(), where it has no values: do it in what it calls")
+
+
+def find_value(module: nn.Module, key: str) -> Callable[[], Tensor] | None:
+    """What computes the value of a deferred tensor of ``module``; None of one that has its value."""
+    value = _values_of(module).get(key)
+    return None if value is None else value.compute
 
 
 def tapes_of(model: nn.Module) -> list[Tape]:

@@ -16,7 +16,7 @@ from .blocks import StandIn
 from .compiled import leave_as_written
 from .recording import TensorMemo
 
-__all__ = ["follow_copies", "ghost_of", "replace_tensors", "shallow_copy"]
+__all__ = ["follow_copies", "ghost_of", "replace_tensors", "shallow_copy", "zeros_without_memory"]
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -28,7 +28,15 @@ def shallow_copy(module: nn.Module) -> nn.Module:
             for key, value in module.__dict__.items()
         }
     )
+    for slot in _slots_of(module.__class__):
+        if hasattr(module, slot):
+            setattr(copied, slot, getattr(module, slot))
     return copied
+
+
+def _slots_of(owner: type) -> list[str]:
+    members = (each for base in owner.__mro__ for each in vars(base).items())
+    return [name for name, each in members if isinstance(each, types.MemberDescriptorType)]
 
 
 def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module]) -> None:
@@ -38,9 +46,12 @@ def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module
     """
 
     def follow(leaf: Any) -> Any:
-        if isinstance(leaf, types.MethodType) and found.get(id(leaf.__self__)) is leaf.__self__:
-            return getattr(copies[id(leaf.__self__)], leaf.__func__.__name__, leaf)
-        return copies[id(leaf)] if leaf is not None and found.get(id(leaf)) is leaf else leaf
+        if isinstance(leaf, types.MethodType) and id(leaf.__self__) in found:
+            made, name = copies[id(leaf.__self__)], getattr(leaf.__func__, "__name__", "")
+            if isinstance(made, StandIn) and getattr(type(leaf.__self__), name, None) is leaf.__func__:
+                return getattr(made, name)
+            return types.MethodType(leaf.__func__, made)
+        return copies[id(leaf)] if id(leaf) in found else leaf
 
     for made in copies.values():
         for key, value in list(vars(made).items()):
@@ -94,3 +105,8 @@ def replace_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> No
 def _as_ghost(tensor: Tensor) -> Tensor:
     made = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
+def zeros_without_memory(like: Tensor, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # they are kept, and a training pass may save them
+        return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)

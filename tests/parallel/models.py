@@ -453,3 +453,87 @@ class ReadsNext(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.head(self.body(x * self.head.weight[0]).tanh())
         return result
+
+
+class ReadsOfOthers(nn.Module):
+    """Its own code, and each block, reads what other blocks have beside parameters: buffers, tensors, by a property."""
+
+    class Block(nn.Module):
+        def __init__(self, first: ReadsOfOthers.Block | None) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.first = [first or self]
+            self.scale: Tensor
+            self.register_buffer("scale", torch.tensor(3.0))
+            self.shift = torch.linspace(0, 1, 8)
+            self.nothing = [None]
+
+        @property
+        def both(self) -> Tensor:
+            return self.scale + self.shift
+
+        def scaled(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.first[0]
+            return torch.tanh(first.scaled(self.linear(x)) + first.shift + first.both)
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = self.Block(None)
+        self.blocks = nn.ModuleList([first, *(self.Block(first) for _ in range(3))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.blocks[3].scale
+        for block in self.blocks:
+            x = block(x)
+        return x * self.blocks[0].scale + self.blocks[0].shift
+
+
+class WithSlots(nn.Module):
+    """Blocks keep what they need in slots."""
+
+    class Block(nn.Linear):
+        __slots__ = ("factor",)
+        factor: float
+
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.factor = 1.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(self.Block() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks(x)
+        return result
+
+
+class _Acts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def act(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+class BasesMethod(_Acts):
+    """A method of the class that it inherits from is kept as an attribute, beside its own of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = super().act
+
+    def act(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.kept(layer(x))
+        return x

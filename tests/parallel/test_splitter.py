@@ -21,6 +21,7 @@ from detrain_nb.parallel.stages.boundaries import Boundaries
 from .models import (
     GPT,
     AroundNames,
+    BasesMethod,
     Checkpointed,
     Collecting,
     Counts,
@@ -30,11 +31,13 @@ from .models import (
     Masked,
     ReadsInside,
     ReadsNext,
+    ReadsOfOthers,
     Recurrent,
     Rescales,
     Skips,
     TwoNames,
     UNet,
+    WithSlots,
     WithToken,
     Writes,
 )
@@ -94,6 +97,8 @@ FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
     "recurrent": (Recurrent, (TOKENS[:, :6] % 11,), (TOKENS[:1, :5] % 11,), 4),
     "reads inside": (ReadsInside, (batch(3, 8),), (batch(2, 8),), 4),
     "reads next": (ReadsNext, (batch(3, 8),), (batch(2, 8),), 2),
+    "reads of others": (ReadsOfOthers, (batch(3, 8),), (batch(2, 8),), 4),
+    "base's method": (BasesMethod, (batch(3, 8),), (batch(2, 8),), 3),
     "counts": (Counts, (batch(3, 8),), (batch(2, 8),), 2),
     "in containers": (InContainers, (batch(3, 8),), (batch(2, 8),), 2),
     "experts": (Experts, (batch(2, 6, 8),), (batch(1, 4, 8),), 3),
@@ -130,6 +135,11 @@ def test_hooks_of_the_model_itself_run_on_what_it_is_called_with_and_on_what_it_
     result = chain(found, x)
     assert seen == [(3, 4, 16)]
     torch.testing.assert_close(result, whole(x), rtol=0, atol=0)
+
+
+def test_stages_have_what_a_layer_keeps_in_slots() -> None:
+    model, x = made(WithSlots()), batch(3, 8)  # torch copies no slots, so that there is no whole model to compare with
+    torch.testing.assert_close(chain(split(model, x, 2), x), model(x), rtol=0, atol=0)
 
 
 def test_hook_of_the_model_that_is_always_called_sees_a_failure() -> None:

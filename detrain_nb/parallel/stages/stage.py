@@ -8,6 +8,7 @@ those of the whole model. The user's model is left as it is; a stage shares its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils import swap_tensors
 
 from ...errors import SpecError
 from ..compiled import compile_again, run_before
+from ..deferred import find_value
 from ..module_copies import follow_copies, ghost_of, shallow_copy
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
 from .root_hooks import RootHooks
@@ -117,6 +119,7 @@ def build_stage(
         is_end = bool(name) and name == cut_out and name not in holding
         if is_end or name in replaceable and name not in needed:
             ghost = ghost_of(module)
+            _note_originals(state, ghost, module)
             made: nn.Module = End(name, ghost, state) if is_end else stub_of(name, ghost, state)
         else:
             made = shallow_copy(module)
@@ -143,6 +146,19 @@ def build_stage(
     if cut_in is not None:
         run_before(stage.get_submodule(cut_in), _Inject(state))
     return stage
+
+
+def _note_originals(state: StageState, ghost: nn.Module, module: nn.Module) -> None:
+    """Of a ``module`` that zeros stand for its parameters alone are another stage's: any code may read the rest."""
+    for copied, part in zip(ghost.modules(), module.modules()):
+        for key, tensor in (*part._buffers.items(), *vars(part).items()):
+            if isinstance(tensor, Tensor):
+                own = copied._buffers.get(key, vars(copied).get(key))
+                state.originals[id(own)] = find_value(part, key) or functools.partial(_itself, tensor)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _Inject:

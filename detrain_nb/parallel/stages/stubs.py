@@ -6,8 +6,9 @@ What a stub gives is never looked at by what counts; it has to have the right sh
 from __future__ import annotations
 
 import contextlib
+import types
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ...errors import SpecError
 from ..blocks import StandIn
 from ..compiled import leave_as_written
 from ..kept import State, state_kept
-from ..module_copies import shallow_copy
+from ..module_copies import shallow_copy, zeros_without_memory
 from ..recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
 from .root_hooks import RootHooks
 
@@ -29,7 +30,6 @@ __all__ = [
     "Stub",
     "stop_at",
     "stub_of",
-    "zeros_without_memory",
 ]
 
 
@@ -65,6 +65,7 @@ class StageState:
         self.received: Tensor | None = None
         self.is_taken = False
         self._modes_met: set[bool] = set()
+        self.originals: dict[int, Callable[[], Tensor]] = {}  # buffers of the model, by those of the ghosts
         self._left_out: list[tuple[nn.Module, str]] = []  # tensors of other stages, as zeros
 
     def leave_out(self, module: nn.Module, kind: str, key: str) -> None:
@@ -126,9 +127,14 @@ class Stub(StandIn):
     give finds as many as in the whole model, each in its place.
     """
 
+    _tensors: dict[tuple[str, torch.device], Tensor]
+    _readable: dict[torch.device, nn.Module]
+
     def __init__(self, name: str, ghost: nn.Module, state: StageState) -> None:
         super().__init__()
-        self.__dict__.update(_name=name, _ghost=ghost, _state=state, _known={}, _unfolded=None, _kept=None)
+        self.__dict__.update(
+            _name=name, _ghost=ghost, _state=state, _known={}, _tensors={}, _readable={}, _unfolded=None, _kept=None
+        )
         self.__dict__.update({kind: ghost.__dict__[kind].copy() for kind in _SEEING})
         self.training = ghost.training
 
@@ -199,7 +205,34 @@ class Stub(StandIn):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return self._stand_for(name, getattr(self.__dict__["_ghost"], name))
+            ghost = self.__dict__["_ghost"]
+            if isinstance(ghost._buffers.get(name, ghost.__dict__.get(name)), Tensor):
+                return self._own_tensor(name)
+            if isinstance(getattr(type(ghost), name, None), (property, types.FunctionType)):
+                return getattr(self._with_tensors(), name)  # its code reads what any code may
+            return self._stand_for(name, getattr(ghost, name))
+
+    def _own_tensor(self, name: str) -> Tensor:
+        """A buffer, or a tensor that is none: code of any stage may read it."""
+        device = self._state.device
+        if (name, device) not in self._tensors:
+            found = self._ghost._buffers.get(name, self._ghost.__dict__.get(name))
+            original = self._state.originals.get(id(found))
+            tensor = original() if original is not None else found
+            is_known = not tensor.is_meta or device.type == "meta"
+            self._tensors[name, device] = tensor.to(device) if is_known else self._state.zeros(tensor, device)
+        return self._tensors[name, device]
+
+    def _with_tensors(self) -> nn.Module:
+        """The module for code of its own that is no forward pass: with its tensors, zeros as parameters, and stubs."""
+        device = self._state.device
+        if device not in self._readable:
+            made = self._readable[device] = shallow_copy(self._ghost)
+            made.__dict__.update({key: self._state.zeros(each, device) for key, each in _there(made._parameters)})
+            made._parameters.clear()
+            made._buffers.update({key: self._own_tensor(key) for key, _ in _there(made._buffers)})
+            made._modules.update({key: self._stand_for(key, child) for key, child in _there(made._modules)})
+        return self._readable[device]
 
     def _stand_for(self, name: Any, found: Any) -> Any:
         """What code that asks for a part of the module gets: it may compute with its tensors."""
@@ -208,6 +241,10 @@ class Stub(StandIn):
         if isinstance(found, nn.Module):
             return stub_of(f"{self._name}.{name}", found, self._state)
         return found
+
+
+def _there(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, each) for key, each in entries.items() if each is not None]
 
 
 class _ListStub(Stub):
@@ -295,8 +332,3 @@ def _look_of_leaf(leaf: Any) -> tuple[Any, ...]:
 
 def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta")
-
-
-def zeros_without_memory(like: Tensor, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # they are kept, and a training pass may save them
-        return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)
