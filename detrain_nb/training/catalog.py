@@ -36,6 +36,7 @@ __all__ = [
     "prune",
     "read_files",
     "read_note",
+    "remove_files",
     "require_no_link",
     "step_folder",
 ]
@@ -219,9 +220,9 @@ def clear_leftovers(place: Location) -> None:
     for each in list_checkpoints(place):
         folder = step_folder(place, each.step)
         if each.is_unfinished:
-            _remove_files(folder, list(read_files(folder)))
+            remove_files(folder, list(read_files(folder)))
         else:
-            _remove_files(folder, list(each.leftovers))
+            remove_files(folder, list(each.leftovers))
 
 
 def prune(place: Location, keep: int | None) -> None:
@@ -236,10 +237,10 @@ def prune(place: Location, keep: int | None) -> None:
     for each in found:
         if kept and 0 <= each.serial < kept[0].serial:
             folder = step_folder(place, each.step)
-            _remove_files(folder, [NOTE, *(name for name in read_files(folder) if name != NOTE)])
+            remove_files(folder, [NOTE, *(name for name in read_files(folder) if name != NOTE)])
 
 
-def _remove_files(folder: Location, names: list[str]) -> None:
+def remove_files(folder: Location, names: list[str]) -> None:
     """Of ours only, in this order; then the folder, if nothing else is in it. What a link leads to is left alone."""
     ours = [name for name in names if _OURS.fullmatch(name)]
     with foreign_errors(folder.name, "cleared"):

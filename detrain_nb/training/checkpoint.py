@@ -210,8 +210,9 @@ def load(
     its random numbers go on; else all are seeded alike, and a note says so.
 
     Before anything is changed the names and shapes of the whole model are compared, and all that is wanted is read and
-    compared with its digests. Then the model's part is read once more, into its place: no more memory is taken.
-    Checkpoints of before there were digests are taken as they are. Nothing that is read is unpickled or run: who can
+    compared with its digests; the scheduler's state is compared with its own. Then the model's part is read once more,
+    into its place: memory is taken for a second state of the optimizer, and for no second model. Older checkpoints,
+    without digests, are taken as they are. Nothing that is read is unpickled or run: who can
     write there decides the numbers, and nothing else. Collective: all ranks. Raises: SpecError for what is not there or
     is another model's, DetrainError for what cannot be read.
     """

@@ -1,8 +1,8 @@
 """CRC-32 of what a checkpoint has: of each MiB of a tensor, of the headers of its files, and of its JSON.
 
 They find what a disk, a memory or a transfer has damaged, and files that were mixed up. They are no signature: who can
-write there can make them fit. zlib's is in every Python, and faster than disks are (4 GB/s; xxhash and isal, which a
-node would have to install, 10 to 12).
+write there can make them fit. zlib's is in every Python, and about as fast as a disk (4 to 5 GB/s; xxhash and isal,
+which a node would have to install, 10 to 12).
 """
 
 from __future__ import annotations

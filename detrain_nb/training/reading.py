@@ -1,7 +1,8 @@
 """One checkpoint into what is given: all that is wanted of it is read and compared, on all ranks, before any changes.
 
 The optimizer's state is read into new tensors, which it takes later. The model's part is read twice: once to be
-compared, and kept nowhere, then into its place. So a load needs no more memory than what is loaded.
+compared, and kept nowhere, then into its place. So a load needs memory for a second state of the optimizer, and for no
+second model.
 """
 
 from __future__ import annotations

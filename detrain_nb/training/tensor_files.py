@@ -138,8 +138,8 @@ def make_header(
 def write_file(place: Location, header: bytes, tensors: Iterable[Tensor]) -> list[str]:
     """Write a new file of what `make_header` gave and the tensors, in its order; a machine that goes down keeps it.
 
-    Return the digests of each tensor, of what is written while it is. On this machine its folder has to be no link:
-    where a group can write, others may have put it there.
+    Return the digests of each tensor: of the bytes that were in memory when they were written. On this machine its
+    folder has to be no link: where a group can write, others may have put it there.
     """
     with foreign_errors(place.name, "written"):
         to = whole_file(place.path, may_be_link=False) if is_local(place.files) else place.files.open(place.path, "wb")

@@ -6,6 +6,7 @@ own storage keeps its index as a pickle, which runs what it says when it is read
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..errors import DetrainError, SpecError
-from ..storage import Location
+from ..storage import Location, is_local
 from ..wire import count_values
 from . import catalog
 from .digests import digest, seal
@@ -121,10 +122,23 @@ class StepWriter(StorageWriter):
                     f"{self._folder.name}: of {name}, {size_bytes} bytes, rank 0 sees {seen.get(name, 0)}: give a "
                     "place that all hosts share"
                 )
-        index_name, text = f"index-{self._token}.json", json.dumps(index, separators=(",", ":")).encode()
-        if count_values(text, most=MOST_INDEX_VALUES) > MOST_INDEX_VALUES:
+        index_name, index_text = f"index-{self._token}.json", json.dumps(index, separators=(",", ":")).encode()
+        if count_values(index_text, most=MOST_INDEX_VALUES) > MOST_INDEX_VALUES:
             raise SpecError(f"the index of its tensors has more than {MOST_INDEX_VALUES:,} values, and cannot be read")
-        (self._folder / index_name).write(text, may_be_link=False)
+        note = self._make_note(len(results), index_name, index_text, sizes)
+        (self._folder / index_name).write(index_text, may_be_link=False)
+        try:
+            (self._folder / catalog.NOTE).write(note, may_be_link=False)
+        except DetrainError:  # a full disk: without its index the next save takes it for what it is, and removes it
+            if is_local(self._folder.files):  # elsewhere the note may have arrived
+                with contextlib.suppress(DetrainError):
+                    catalog.remove_files(self._folder, [index_name])
+            raise
+        catalog.clear_leftovers(self._place)
+        catalog.prune(self._place, self._keep)
+
+    def _make_note(self, world_size: int, index_name: str, index_text: bytes, sizes: Mapping[str, int]) -> bytes:
+        """Raises: SpecError, DetrainError for what nobody could read, before the index makes a checkpoint of it."""
         there = catalog.list_checkpoints(self._place)
         unread = sum(each.serial < 0 and each.name != self._folder.name for each in there)  # any may be the last
         serial = 1 + max([0, *(each.serial for each in there)]) + unread
@@ -138,10 +152,10 @@ class StepWriter(StorageWriter):
             **self._note,
             "serial": serial,
             "saved_at": time.time(),
-            "world_size": len(results),
+            "world_size": world_size,
             "index": index_name,
-            "index_crc32": digest(text),
-            "files": {**sizes, index_name: len(text)},
+            "index_crc32": digest(index_text),
+            "files": {**sizes, index_name: len(index_text)},
         }
         text = seal(json.dumps(note, indent=1).encode())
         if len(text) > catalog.MOST_NOTE_BYTES:
@@ -154,9 +168,7 @@ class StepWriter(StorageWriter):
                 f"data_position, extra and scheduler have more than {most:,} values: keep tensors in the "
                 "state of the model or of the optimizer, or in a file of your own"
             )
-        (self._folder / catalog.NOTE).write(text, may_be_link=False)
-        catalog.clear_leftovers(self._place)
-        catalog.prune(self._place, self._keep)
+        return text
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

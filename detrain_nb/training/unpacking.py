@@ -1,7 +1,8 @@
 """What a loader gives: what the model is called with, and the loss's target.
 
 Dicts are taken as transformers' users have them: the model is called with keywords, and the target is what is called
-`labels`, or the like. It stays in the call where the model makes the loss itself.
+`labels`, or the like. It stays in the call where the model makes the loss itself: of labels, or, as those that answer
+questions, of `start_positions`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MADE_OF = ("labels", "start_positions")  # a model of transformers that takes t
 
 
 def usual_loss(model: nn.Module) -> Loss | None:
-    """`own_loss` of a model that is called with labels, as transformers' models with a head are; else None."""
+    """`own_loss` of a model that is called with labels or the like, as transformers' with a head are; else None."""
     return own_loss if any(name in _parameters(model) for name in _MADE_OF) else None
 
 

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -596,6 +597,27 @@ def test_store_that_does_not_answer_is_no_damage(saved: Path, silent: str, error
     assert training.load(str(saved), model, step=2, files=files).step == 2
     files.silent = "nothing"
     assert training.load(str(saved), model, files=files).step == 3
+
+
+@pytest.mark.parametrize("is_told_before", [True, False])
+def test_save_whose_note_cannot_be_written_goes_with_the_next(
+    tmp_path: Path, is_told_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has all tensors, and would stay for ever with an index."""
+    most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as limited:
+        if is_told_before:
+            limited.setattr(catalog, "MOST_NOTE_BYTES", 100_000)
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            with pytest.raises(DetrainError, match=r"File too large|and 100000 can be kept"):
+                training.save(str(tmp_path), nn.Linear(2, 2), step=1, extra="x" * 10**6)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    assert [each.is_unfinished for each in training.checkpoints(str(tmp_path))] == [True]
+    training.save(str(tmp_path), nn.Linear(2, 2), step=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.slow
