@@ -21,10 +21,10 @@ __all__ = ["name_of_torchs", "require_loss", "require_no_parameters", "require_t
 _OF_CLASSES = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
 _CLASS_NUMBERS = (torch.int64, torch.uint8)
 _OF_NUMBERS = {
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
-    *("MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "KLDivLoss", "BCELoss", "BCEWithLogitsLoss"),
+    *("huber_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("HuberLoss", "KLDivLoss", "BCELoss", "BCEWithLogitsLoss"),
 }
+_SUBTRACTING = {"l1_loss", "L1Loss"}  # takes ints, as mse_loss does, and no bool
 _BACKWARD_TAKES_ONE_DTYPE = {"huber_loss", "binary_cross_entropy", "HuberLoss", "BCELoss"}
 
 
@@ -103,15 +103,21 @@ def require_target_of(name: str, target: Any) -> None:
     if not isinstance(target, Tensor):
         return
     dtype = str(target.dtype).removeprefix("torch.")
-    is_share = target.is_floating_point() and target.dim() > 1  # of each class
+    is_share = target.is_floating_point() and (target.dim() > 1 or _adds_up_to_one(target))  # of each class
     if name in _OF_CLASSES and target.dtype not in _CLASS_NUMBERS and not is_share:
         other = ", or take a loss of numbers, such as mse_loss" if target.is_floating_point() else ""
         raise SpecError(f"{name} takes numbers of classes, and the targets are {dtype}: give target.long(){other}")
-    if name in _OF_NUMBERS and not (target.is_floating_point() or target.is_complex()):
+    takes_none_but_float = name in _OF_NUMBERS or name in _SUBTRACTING and target.dtype == torch.bool
+    if takes_none_but_float and not (target.is_floating_point() or target.is_complex()):
         raise SpecError(
             f"{name} takes floating-point numbers, and the targets are {dtype}: give target.float(), or take a loss of "
             "classes, such as cross_entropy"
         )
+
+
+def _adds_up_to_one(target: Tensor) -> bool:
+    """As the shares of one row without a batch do; numbers of classes, given as float, hardly ever."""
+    return target.dim() == 1 and not target.is_meta and bool((target >= 0).all() & ((target.sum() - 1).abs() < 1e-3))
 
 
 def told(loss: Any) -> Any:

@@ -67,7 +67,8 @@ INTS, FLOATS = torch.zeros(6, dtype=torch.long), torch.zeros(6)
             r"cross_entropy takes numbers of classes, and the targets are int32: .*long\(\)$",
         ),
         (partial(F.cross_entropy, label_smoothing=0.1), INTS.bool(), "and the targets are bool"),
-        (F.mse_loss, INTS, r"mse_loss takes floating-point numbers, and the targets are int64: give target.float\(\)"),
+        (F.huber_loss, INTS, r"huber_loss takes floating-point numbers, and the targets are int64: give target\.fl"),
+        (nn.L1Loss(), INTS.bool(), "L1Loss takes floating-point numbers, and the targets are bool: give target.float"),
         (
             nn.BCEWithLogitsLoss(),
             INTS.bool(),
@@ -99,6 +100,9 @@ def test_target_that_is_none_for_this_loss_is_told(loss: Any, target: Tensor, me
         (F.cross_entropy, torch.full((6, 2), 0.5)),
         (F.cross_entropy, torch.full((6, 2), 0.5).double()),
         (F.mse_loss, torch.zeros(6, 2).double()),
+        (nn.MSELoss(), INTS[:, None].expand(6, 2)),
+        (F.l1_loss, INTS[:, None].expand(6, 2).int()),
+        (F.smooth_l1_loss, INTS[:, None].expand(6, 2).bool()),
         (lambda output, target: F.mse_loss(output[:, 0], target.float()), INTS),
     ],
 )
@@ -106,6 +110,13 @@ def test_target_that_torch_takes_is_taken(loss: Any, target: Tensor) -> None:
     model, x = WholeModel(nn.Linear(3, 2), loss=loss, device="cpu"), torch.randn(6, 3)
     found = model.train_step(x, target)
     assert found is not None and torch.equal(found, loss(model.modules[0](x), target).detach())
+
+
+def test_shares_of_classes_need_no_batch() -> None:
+    model, x, shares = WholeModel(nn.Linear(3, 2), loss=F.cross_entropy, device="cpu"), torch.randn(3), torch.rand(2)
+    shares /= shares.sum()
+    found = model.train_step(x, shares)
+    assert found is not None and torch.equal(found, F.cross_entropy(model.modules[0](x), shares).detach())
 
 
 def test_loss_of_a_tensor_says_where_the_models_output_has_one() -> None:
