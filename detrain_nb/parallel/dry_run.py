@@ -147,7 +147,7 @@ class _Layout:
     def try_with(self, model: nn.Module, example_inputs: ExampleInputs, target: Any) -> tuple[RankMemory, ...]:
         """Try every place of the pipeline. Raises: SpecError for code that looks at values, where there are none."""
         try:
-            return self._try(Actor(model, example_inputs, target, has_values=False), example_inputs)
+            return self._try(Actor(model, example_inputs, target, self.loss, has_values=False), example_inputs)
         except (DataDependentOutputException, DynamicOutputShapeException) as exc:
             tensors = [*model.parameters(), *model.buffers(), *tree_leaves((example_inputs, target))]
             if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
@@ -155,7 +155,7 @@ class _Layout:
                     f"the model, or its loss, looks at values of tensors ({exc.func}), which none have on the meta "
                     "device: give real parameters and inputs"
                 ) from exc
-        return self._try(Actor(model, example_inputs, target, has_values=True), example_inputs)
+        return self._try(Actor(model, example_inputs, target, self.loss, has_values=True), example_inputs)
 
     def _try(self, actor: Actor, example_inputs: ExampleInputs) -> tuple[RankMemory, ...]:
         num_ranks = self.sizes.get("pp", 1)
@@ -263,7 +263,7 @@ class _Layout:
             found=None if found is None else replace(found, model=model),
             schedule=self.order,
             num_microbatches=self._played_microbatches,
-            loss=self.loss,
+            loss=actor.copy_of_loss(),
             loss_parallel=self.loss_parallel,
             example_inputs=example_inputs,
             device=torch.device("cpu"),

@@ -21,13 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .costs.profiler import ExampleInputs, as_call
 from .interrupts import HeldInterrupts
 from .kept import State
-from .microbatches import Passage
+from .microbatches import Loss, Passage
 from .model import ParallelModel
 from .module_copies import ghost_of, replace_tensors
 from .recording import TensorMemo
 from .stages.boundaries import Boundaries
 from .stages.splitter import Split
 from .storages import Peak, Storages
+from .writes import writes_undone
 
 __all__ = ["Actor", "fake_ranks"]
 
@@ -51,26 +52,38 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 class Actor:
-    """A model and its inputs without memory; or, ``has_values``, copies of them, for code that looks at values."""
+    """A model, its inputs and loss without memory; or, ``has_values``, copies, for code that looks at values."""
 
-    def __init__(self, model: nn.Module, example_inputs: ExampleInputs, target: Any, *, has_values: bool) -> None:
+    def __init__(
+        self, model: nn.Module, example_inputs: ExampleInputs, target: Any, loss: Loss, *, has_values: bool
+    ) -> None:
         self._fakes = None
         if not has_values:
             self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
             self._fakes.fake_tensor_converter = _Forgetful()
-        self.model = model
-        self._state = State(model, example_inputs, target)
+        self.model, self._loss = model, loss
+        self._state = State(model, example_inputs, target, loss)
         self._boundaries: Boundaries | None = None
         self._example, self._target = as_call(example_inputs), target
 
-    def model_kept(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def model_kept(self) -> Iterator[None]:
         """In here copies run, which have in common with the user's model what is no tensor and no container."""
-        return self._state.kept()
+        written = writes_undone(self._state.tensors) if self._fakes is None else contextlib.nullcontext()
+        with self._state.kept(), written:
+            yield
 
     def copy(self) -> nn.Module:
         """Of the model, to be laid out."""
+        return self._copy_of(self.model)
+
+    def copy_of_loss(self) -> Loss:
+        """One that is no module has what it keeps as the user's, which is put back."""
+        return self._copy_of(self._loss) if isinstance(self._loss, nn.Module) else self._loss
+
+    def _copy_of(self, module: nn.Module) -> nn.Module:
         made = TensorMemo(self._copy)
-        copied = ghost_of(self.model, made)
+        copied = ghost_of(module, made)
         for part in copied.modules():  # recurrent layers have their parameters in a list too
             replace_tensors(part, lambda tensor: made(tensor) if made.has(tensor) or tensor.is_meta else tensor)
         return copied

@@ -323,6 +323,39 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.equal(torch.random.get_rng_state(), state) and torch.equal(model(x), expected)
 
 
+class Centering(nn.Module):
+    """A loss that keeps an average of what it is given, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(8))
+        self.calls, self.seen = 0, list[torch.Tensor]()
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(output.detach())
+        loss = (output - self.center - target).square().mean()
+        if self.calls % 2:
+            self.center.lerp_(output.detach().mean(0), 0.1)
+        self.center = self.center + float(output.detach().mean()) * 0 if LOOKS[0] else self.center * 0.9
+        return loss
+
+
+LOOKS = [False]
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_the_loss_is_left_as_it_was(looks: bool) -> None:
+    """Also where it looks at values, and runs with some."""
+    LOOKS[0] = looks
+    loss, model = Centering(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    center = loss.center
+    for given in (loss, lambda output, target: loss(output, target) * 2):
+        dry_run(model, {"dp_shard": 2}, example_inputs=torch.randn(3, 8), target=torch.zeros(3, 8), loss=given)
+        assert loss.center is center and not center.any() and type(center) is torch.Tensor
+        assert not loss.calls and not loss.seen
+
+
 def test_what_parallelize_refuses_in_parts_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(16, 8, max_norm=1.0), nn.Linear(8, 8))
     with pytest.raises(SpecError, match="0 writes into its weight"):
