@@ -60,6 +60,7 @@ _MOST_BYTES, _MOST_DIMENSIONS = 1 << 63, 64  # of a file, and of a tensor: torch
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _MOST_HEADER_VALUES = 1 << 23  # of half a million tensors
 _OF_BROKEN_FILES = (ValueError, RecursionError, FileNotFoundError)
+_TEXT_BYTES = 1 << 20  # at once, of what is read to its end: Python takes memory for all that is asked for
 _READ_BYTES = 16 << 20  # at once: each read is a request where the file is far away
 
 
@@ -185,7 +186,7 @@ def read_whole(place: Location, *, limit_bytes: int, may_be_link: bool = False) 
     """Read a small file. Raises: Damaged where it has more than ``limit_bytes`` or is not there, else DetrainError."""
     data = bytearray()
     with foreign_errors(place.name, "read"), place.open(may_be_link=may_be_link) as file:
-        while chunk := file.read(min(_READ_BYTES, limit_bytes + 1 - len(data))):
+        while chunk := file.read(min(_TEXT_BYTES, limit_bytes + 1 - len(data))):
             data += chunk
             if len(data) > limit_bytes:
                 raise ValueError(f"it has more than {limit_bytes} bytes")

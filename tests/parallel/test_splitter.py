@@ -290,6 +290,32 @@ def test_containers_with_nothing_in_them_are_copied() -> None:
     assert first.options == [None] and first.names == {"act": None, "layers": (None, 2)}
 
 
+class _InOrder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for number in order:
+            x = self.layers[number](x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "order, stage, name",
+    [([3, 2, 1, 0], 1, "layers.1.weight"), ([0, 1, 2, 3], 1, "layers.3.weight"), ([0, 2, 1], 1, "layers.1.weight")],
+)
+def test_batch_that_has_layers_run_in_another_order_is_refused(order: list[int], stage: int, name: str) -> None:
+    x = batch(3, 8)
+    found = split(made(_InOrder()), {"x": x, "order": [0, 1, 2]}, at=["layers.2"])
+    with pytest.raises(
+        SpecError, match=f"with this batch stage {stage} uses {name}, which it did not with the example"
+    ):
+        Boundaries(found).find((x,), {"order": order}, is_training=True)
+    with pytest.raises(SpecError, match=r"'layers\.\d' of another stage was called in this one: with this batch"):
+        chain(split(made(_InOrder()), {"x": x, "order": [0, 1, 2, 3]}, at=["layers.2"]), x, [1, 3, 2, 0])
+
+
 class _Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -70,22 +70,6 @@ def test_model_that_makes_its_loss_of_labels_needs_none() -> None:
     assert scores == {"loss": pytest.approx(float(expected))}, "over rows, also of a last batch that is shorter"
 
 
-def test_model_that_makes_its_loss_of_positions_needs_none() -> None:
-    """As those of transformers that answer questions: nothing in the dict is called as a target is."""
-
-    class Answering(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def forward(self, x: Tensor, start_positions: Tensor | None = None) -> dict[str, Tensor]:
-            return {"loss": F.cross_entropy(self.net(x), start_positions)}
-
-    samples = [{"x": each["x"], "start_positions": each["y"]} for each in SAMPLES]
-    found = trainer(Answering(), samples).fit()
-    assert found.losses == by_hand(Headed(), [{"x": each["x"], "labels": each["y"]} for each in SAMPLES])
-
-
 def test_loss_that_is_given_is_of_the_labels_alone() -> None:
     """The model is not called with them then."""
     samples = [{"x": each["x"], "labels": each["y"]} for each in SAMPLES]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import SpecError
 from ..compiled import as_written
-from ..costs.profiler import profile_call
+from ..costs.profiler import ModelProfile, profile_call
 from ..kept import state_kept
 from ..module_copies import ghost_of
 from ..recording import device_of, first_float_tensor, modules_around
@@ -28,6 +28,7 @@ class Boundaries:
         """``dtype``: of float tensors at the boundaries, where it is not the model's own."""
         self._dtype = dtype
         self._cuts = found.cuts
+        self._uses = [found.uses(stage) for stage in range(found.num_stages)]
         self._ghost = ghost_of(found.model)
         self._on_zeros = _build_on_zeros(found) if found.cuts else None
         self.rewrites_parameters = found.profile.rewrites_parameters  # in some mode that was met
@@ -51,7 +52,20 @@ class Boundaries:
                 f"with this batch{when} the model cannot be cut at {gone[0]!r}: {why}; "
                 "split it with example inputs of that kind"
             )
+        self._require_same_stages(found)
         return [self._on_meta(by_cut[cut].input_shape, by_cut[cut].input_dtype) for cut in self._cuts]
+
+    def _require_same_stages(self, found: ModelProfile) -> None:
+        """Raises: SpecError where this batch has a stage use what another one has: its layers run in another order."""
+        stage = 0
+        for unit in found.units:
+            stage = self._cuts.index(unit.cut) + 1 if unit.cut in self._cuts else stage
+            if others := [name for name in unit.parameters if name not in self._uses[stage]]:
+                raise SpecError(
+                    f"with this batch stage {stage} uses {others[0]}, which it did not with the example inputs: its "
+                    "layers run in another order, or other ones do; split it with example inputs of that kind, or keep the "
+                    "argument that decides it as it is there"
+                )
 
     def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:
         """Run the model's own code on this batch, with zeros for what it would compute, as far as the last cut."""
@@ -95,6 +109,7 @@ def _build_on_zeros(found: Split) -> nn.Module:
         runs={outer for cut in found.cuts for outer in modules_around(cut)},
         holds=set(),
         outputs=found.profile.outputs,
+        is_on_zeros=True,
     )
 
 

@@ -84,6 +84,10 @@ class Split:
             written_elsewhere={name for name, stage in self.written_buffers().items() if stage != index},
         )
 
+    def uses(self, stage: int) -> set[str]:
+        """The parameters of a stage, by first name: those that it used in the example, and some that nobody did."""
+        return set(self._used(stage)) | self._unused_of(stage)
+
     def _used(self, stage: int) -> dict[str, None]:
         units = self.profile.units[self.bounds[stage] : self.bounds[stage + 1]]
         return dict.fromkeys(name for unit in units for name in unit.parameters)
@@ -95,7 +99,7 @@ class Split:
         do so by any of them.
         """
         entered = {name for unit in self.profile.units for name in unit.modules}
-        used = set(self._used(stage)) | self._unused_of(stage)
+        used = self.uses(stage)
         names_of: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names_of.setdefault(id(parameter), []).append(name)

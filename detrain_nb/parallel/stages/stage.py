@@ -71,7 +71,7 @@ class _StageForward(nn.Module):
             state.require_taken()
             return reached.tensor
         finally:
-            state.received = None
+            state.received, state.is_taken = None, False
 
 
 def _put_back(buffers: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
@@ -101,17 +101,20 @@ def build_stage(
     holds: set[str],
     outputs: Mapping[str, ModuleOutput],
     written_elsewhere: Collection[str] = (),
+    is_on_zeros: bool = False,
 ) -> nn.Module:
     """``replaceable``: modules that zeros can stand for; ``runs``: those that are in this stage, and what is around.
 
     ``holds`` are the parameters that it has, ``outputs`` what modules gave in the example, where that is needed.
     ``written_elsewhere``: buffers that are another stage's to write; this one gets tensors of its own in their place.
+    ``is_on_zeros``: it computes nothing, and is there for its shapes.
     """
     holding = {outer for name in holds for outer in modules_around(name)}
     needed = runs | holding
     copies: dict[int, nn.Module] = {}
     found: dict[int, nn.Module] = {}
     state = StageState(cut_in=cut_in, cut_out=cut_out, replaceable=replaceable, outputs=outputs)
+    state.is_on_zeros = is_on_zeros
 
     def build(name: str, module: nn.Module) -> nn.Module:
         if id(module) in copies:

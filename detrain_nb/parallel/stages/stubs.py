@@ -46,7 +46,8 @@ class StageState:
 
     ``is_careful``: the forward writes into what it is given, so that zeros have memory of their own, and what is
     received is copied. ``hooks``: of the model itself. ``replaceable``: the modules that zeros can stand for.
-    ``outputs``: what modules gave in the example, where they could not be asked without values.
+    ``outputs``: what modules gave in the example, where they could not be asked without values. ``is_on_zeros``:
+    nothing that it computes counts. ``is_taken``: from here on, in this run, the stage computes.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class StageState:
     ) -> None:
         self.cut_in, self.cut_out = cut_in, cut_out
         self.replaceable, self.outputs = replaceable, dict(outputs)
-        self.is_careful = False
+        self.is_careful = self.is_on_zeros = False
         self.hooks = RootHooks()
         self.device = torch.device("cpu")
         self.received: Tensor | None = None
@@ -106,6 +107,14 @@ class StageState:
         for module, key in self._left_out:
             module.__dict__[key] = self.zeros(module.__dict__[key], self.device)
 
+    def require_own(self, name: str) -> None:
+        """Raises: SpecError where what this stage computes would come of zeros."""
+        if self.is_taken and not self.is_on_zeros:
+            raise SpecError(
+                f"{name!r} of another stage was called in this one: with this batch layers run in another order, or "
+                "other ones do, than with the example inputs; split it with example inputs of that kind"
+            )
+
     def require_taken(self) -> None:
         """Raises: SpecError."""
         if not self.is_taken:
@@ -144,6 +153,7 @@ class Stub(StandIn):
         return type(self) if ghost is None or isinstance(ghost, _LISTS) else type(ghost)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._state.require_own(self._name)
         key = (self.training, *_look_of(args, kwargs))
         if key not in self._known:
             self._known[key] = self._ask(args, kwargs)
