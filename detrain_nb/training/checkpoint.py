@@ -289,6 +289,8 @@ def _choose(
         else:
             return each, note, index, wrong
     others = ", ".join(str(each.step) for each in there if each.is_complete and each.name not in wrong) or "none"
+    if not there and NOTE in place.names():
+        raise SpecError(f"{place.name} is the folder of one checkpoint: give the folder that it is in, with step=")
     if step is None:
         raise SpecError(f"{place.name} has no checkpoint that can be loaded{_reasons(wrong)}")
     if not found:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import SpecError
 from ..storage import Location
 from . import saving
+from .arguments import number_of
 from .ranks import Ranks
 from .state import ModelState
 from .tensor_files import bytes_of, foreign_errors, locate_safetensors, make_header, open_whole, read_whole
@@ -66,6 +67,8 @@ def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000
     located: list[tuple[Location, str | None]] = []
 
     def describe() -> tuple[list[_Entry], list[tuple[str, ...]]]:
+        if (most := number_of(most_file_bytes)) is None or not most >= 1:
+            raise SpecError(f"most_file_bytes={most_file_bytes!r}: give a number of bytes, 1 or more")
         located[:] = [locate_safetensors(url, files=files)]
         states[:] = [ModelState(model)]
         tensors = states[0].tensors

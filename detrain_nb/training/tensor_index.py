@@ -89,15 +89,15 @@ class TensorIndex:
         for fqn, shape in shapes.items():
             if sum(math.prod(piece.shape) for _, _, piece in chunks[fqn]) != math.prod(shape):
                 raise ValueError(f"of {fqn!r} parts are missing")
+            filled = [(file, piece.begin) for _, file, piece in chunks[fqn] if piece.end > piece.begin]
+            if len(set(filled)) < len(filled):  # a small file would make a tensor of any size
+                raise ValueError(f"parts of {fqn!r} are the same bytes")
             parts = []
             for offsets, file_name, piece in chunks[fqn]:
                 if any(begin + size > whole for begin, size, whole in zip(offsets, piece.shape, shape)):
                     raise ValueError(f"a part of {fqn!r} is outside of it")
                 parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.shape)))
                 pieces[MetadataIndex(fqn, offsets)] = file_name, piece
-            filled = [(file, piece.begin) for _, file, piece in chunks[fqn] if piece.end > piece.begin]
-            if len(set(filled)) < len(filled):  # a small file would make a tensor of any size
-                raise ValueError(f"parts of {fqn!r} are the same bytes")
             _require_no_overlap(fqn, shape, parts)
             properties = TensorProperties(chunks[fqn][0][2].dtype)
             kept[fqn] = TensorStorageMetadata(properties, torch.Size(shape), parts)

@@ -133,6 +133,8 @@ class Trainer:
         require_loader("train", train, is_unpacked_by_user=is_unpacked_by_user)
         if evaluate is not None:
             require_loader("evaluate", evaluate, is_unpacked_by_user=is_unpacked_by_user)
+            if _length_of(evaluate) == 0:
+                raise SpecError("the evaluation has not one batch")
         if save_every is not None and checkpoint is None:
             raise SpecError(f"save_every={save_every} says when, and checkpoint= does not say where: give it a URL")
         if evaluate_every is not None and evaluate is None:

@@ -1196,7 +1196,9 @@ def test_url_or_step_that_is_not_there(saved: Path) -> None:
     (saved / "empty").mkdir()
     with pytest.raises(SpecError, match="empty has no checkpoint that can be loaded"):
         training.load(str(saved / "empty"), filled(0))
-    for wrong in ({"step": -1}, {"step": 1.5}, {"step": 1, "keep": 0}):
+    with pytest.raises(SpecError, match="step-00000002 is the folder of one checkpoint: give the folder that it is in"):
+        training.load(str(saved / "step-00000002"), filled(0))
+    for wrong in ({"step": -1}, {"step": 1.5}, {"step": 10**19}, {"step": 1, "keep": 0}, {"step": 1, "keep": 2.0}):
         with pytest.raises(SpecError):
             training.save(str(saved), filled(0), **wrong)
     with pytest.raises(SpecError, match="cannot be kept: the safetensors format has"):
@@ -1361,6 +1363,12 @@ def test_index_of_files_that_is_none_is_told(tmp_path: Path, index: Any) -> None
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(DetrainError, match="cannot be read: it has no weight_map, of the file of each tensor"):
         training.import_safetensors(str(tmp_path), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("most", ["5GB", None, 0, float("nan")])
+def test_size_that_files_cannot_have_is_told(tmp_path: Path, most: Any) -> None:
+    with pytest.raises(SpecError, match=r"most_file_bytes=.*: give a number of bytes, 1 or more"):
+        training.export_safetensors(str(tmp_path), filled(0), most_file_bytes=most)
 
 
 def test_export_removes_what_an_earlier_one_has_written_and_nothing_else(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_whole_numbers_may_be_floats_and_of_numpy(tmp_path: Path) -> None:
     ours.fit()
     assert len(list((tmp_path / "saved").iterdir())) == 2
     assert [type(each) for each in (ours.steps, ours.keep, ours.save_every, ours.clip)] == [int, int, int, float]
-    assert trainer(steps=None, epochs=2.0, evaluate=[], evaluate_every=np.int8(2)).evaluate_every == 2
+    assert trainer(steps=None, epochs=2.0, evaluate=[1], evaluate_every=np.int8(2)).evaluate_every == 2
 
 
 def test_tensors_are_batches_of_one_who_unpacks_them() -> None:
@@ -412,6 +412,7 @@ def _step_lr(optimizer: Any) -> Any:
         ({"train": 5}, "train=5 cannot be iterated"),
         ({"evaluate": classes(4)}, "evaluate is a TensorDataset, which gives samples"),
         ({"train": [], "steps": None, "epochs": 2}, "the training data have not one batch"),
+        ({"evaluate": DataLoader([])}, "the evaluation has not one batch"),
         ({"loss": "mse"}, "loss='mse' is a str: give a function of the output and the target"),
         ({"loss": nn.MSELoss}, r"loss=MSELoss is a class: make one, MSELoss\(\)"),
         ({"model": nn.Linear}, "the model is the class Linear: make one"),
