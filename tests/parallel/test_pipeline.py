@@ -382,6 +382,26 @@ def test_training_without_gradients_is_told(session: Session) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        (
+            "loss = lambda output, target: F.mse_loss(output.detach(), target)",
+            "element 0 of tensors does not require grad",
+        ),
+        ("model.requires_grad_(False)", "does not require grad: all parameters of the model are frozen"),
+    ],
+)
+def test_what_has_nothing_to_train_is_told_as_torch_does(session: Session, code: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        session.run_cell(
+            "from on_ranks import *\n"
+            f"model, loss = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), F.mse_loss\n{code}\n"
+            "stages = par.PipelineStages(par.split(model, draw(2, 8), 2), loss=loss, device='cpu')\n"
+            "stages.train_step(draw(4, 8), draw(4, 8))"
+        )
+
+
 def test_pipeline_without_ranks_is_told() -> None:
     with pytest.raises(SessionError, match="a pipeline needs a process group: start the session with one"):
         PipelineStages(split(GPT(), TOKENS, 2))

@@ -63,8 +63,7 @@ class Boundaries:
             if others := [name for name in unit.parameters if name not in self._uses[stage]]:
                 raise SpecError(
                     f"with this batch stage {stage} uses {others[0]}, which it did not with the example inputs: its "
-                    "layers run in another order, or other ones do; split it with example inputs of that kind, or keep "
-                    "the argument that decides it as it is there"
+                    "layers run in another order, or other ones do; split it with example inputs of that kind"
                 )
 
     def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:

@@ -170,6 +170,8 @@ class PipelineStages(ParallelModel):
 
     def _send(self, passage: Passage, *, is_training: bool) -> None:
         key = self._key_of(passage.parts[0], len(passage.parts), is_training=is_training)
+        if is_training and key not in self._plans and not self._has_trainable():
+            raise RuntimeError("element 0 of tensors does not require grad: all parameters of the model are frozen")
         plan = self._plan_for(key, passage.parts[0], len(passage.parts), is_training=is_training)
         try:
             plan.step(passage)
@@ -189,6 +191,13 @@ class PipelineStages(ParallelModel):
         kind = self._device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         return repr(tree_map(look_of, part)), count, is_training, autocast
+
+    def _has_trainable(self) -> bool:
+        """Collective: all ranks of the pipeline."""
+        own = any(parameter.requires_grad for parameter in self.parameters())
+        every = [own] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, own, group=self._group)
+        return any(every)
 
     def _plan_for(self, key: tuple[Any, ...], part: tuple[Any, Any], count: int, *, is_training: bool) -> Plan:
         if key in self._plans:
