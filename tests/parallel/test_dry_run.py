@@ -161,11 +161,11 @@ def test_five_hundred_gpus_on_one_machine() -> None:
     """A model of 8 billion parameters, with no memory for one of them."""
     with torch.device("meta"):
         model = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(4096, 32, 16384, 0.0, batch_first=True, norm_first=True),
-            40,
+            nn.TransformerEncoderLayer(8192, 64, 32768, 0.0, batch_first=True, norm_first=True),
+            10,
             enable_nested_tensor=False,
         )
-        example = torch.empty(1, 2048, 4096)
+        example = torch.empty(1, 2048, 8192)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert whole > 32e9
     found = dry_run(model, {"pp": 2, "dp_replicate": 4, "dp_shard": 64}, example_inputs=example, activations="full")
@@ -370,7 +370,7 @@ def test_what_parallelize_refuses_in_parts_is_refused() -> None:
         dry_run(nn.Sequential(Normalizing(8, 8)), {"dp_shard": 2}, example_inputs=torch.zeros(2, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_llama_3_of_8_billion_on_8_gpus() -> None:
     """Between 80 and 92 GiB: 50 GiB are the products of matrices that "selective" keeps of 2 x 8192 tokens, 23 are
     logits over 128,256 classes, in bf16 and float32, with their gradients, 11 are weights and the optimizer's state.
