@@ -144,6 +144,7 @@ def test_the_largest_parameters_are_told_as_a_rank_has_them(session: Session) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # four ranks start, and a loaded machine takes its time
 def test_it_says_what_stages_of_parts_hold() -> None:
     axes = {"pp": 2, "tp": 2}
     for four_ranks in _start(4):
