@@ -43,6 +43,10 @@ __all__ = [
 
 NOTE = "checkpoint.json"
 _FORMAT = 2
+_KEYS = (  # of all that a note may have
+    *("step", "serial", "saved_at", "world_size", "index", "index_crc32", "files"),
+    *("optimizer", "scheduler_kind", "scheduler", "data_position", "extra"),
+)
 _FOLDER = re.compile(r"step-(\d{8,19})")
 _INDEX = re.compile(r"index-[0-9a-f]+\.json")
 _OURS = re.compile(
@@ -209,7 +213,7 @@ def read_note(folder: Location) -> dict[str, Any]:
             raise ValueError("what is in it is not of this format")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise Damaged(f"{NOTE} cannot be read: {shown(str(exc))}") from exc
-    return dict(note)
+    return {key: note[key] for key in _KEYS if key in note}
 
 
 # ---- what goes

@@ -58,7 +58,7 @@ def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000
     In a folder there are `model.safetensors`, or, where that would have more than ``most_file_bytes``, several with an
     index; and what ``model.config.save_pretrained`` writes, where there is one: transformers' ``from_pretrained`` takes
     it. Of tied parameters the first name is in it. Each file is there whole, or not at all; the index comes last. Then
-    `model.safetensors`, the index and the files that it names, as an earlier export has left them, go: no others.
+    the index and the files that it names, as an earlier export has left them, go, and no others.
 
     Collective: all ranks. Raises: SpecError, DetrainError.
     """
@@ -79,6 +79,8 @@ def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000
     [(place, name)] = located
     parts = _cut(entries, most_file_bytes if name is None else None)
     names = _file_names(len(parts)) if name is None else [name]
+    if name is None and len(parts) > 1:
+        ranks.first(lambda: _require_no_whole(place))
     with torch.no_grad():
         tensors = states[0].in_saved_order()
         for file_name, part in zip(names, parts):
@@ -204,7 +206,13 @@ def _earlier(place: Location) -> set[str]:
         text = read_whole(place / INDEX, limit_bytes=MOST_INDEX_BYTES, may_be_link=True)
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):  # no index of ours
             parts = {name for name in json.loads(text)["weight_map"].values() if _PART.fullmatch(name)}
-    return there & {ONE_FILE, INDEX, *parts}
+    return there & {INDEX, *parts}
+
+
+def _require_no_whole(place: Location) -> None:
+    """Raises: SpecError where a file of a whole model is there: others read it, and not several with an index."""
+    if (place / ONE_FILE).exists():
+        raise SpecError(f"{place.name} has a {ONE_FILE}, which would be read in the place of several files: remove it")
 
 
 def _remove(place: Location, names: set[str]) -> None:

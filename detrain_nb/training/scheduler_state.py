@@ -29,7 +29,7 @@ def require_state(scheduler: Any, kind: str | None, saved: Any, name: str) -> No
     if kind is not None and kind != here:
         raise SpecError(f"{name} has {shown(str(kind), most=40)}, and a {here} was given")
     if wrong := _misfit(scheduler, scheduler.state_dict(), saved):
-        raise SpecError(f"{name} has {wrong}, which the {here} that was given does not save")
+        raise SpecError(f"{name} has {wrong}: that is no state of the {here} that was given")
 
 
 def _misfit(scheduler: Any, own: Any, saved: Any) -> str:

@@ -315,6 +315,11 @@ def test_note_that_only_one_rank_could_keep_is_an_error_of_all(session: Session,
     body = text[: text.rindex(b",\n")].replace(b'"extra": null', b'"extra": ' + b"[" * depth + b"]" * depth)
     note.write_bytes(digests.seal(body + b"\n}"))
     told = session.run_cell(f"on_ranks.load_damaged('fsdp', {str(tmp_path)!r}, 2)").values
+    if depth == 900:
+        unread = body.replace(b'"extra": ', b'"more": null,\n "extra": null,\n "even more": ')
+        note.write_bytes(digests.seal(unread + b"\n}"))
+        found = session.run_cell(f"on_ranks.load_whole('fsdp', {str(tmp_path)!r})").values
+        assert all(step == 2 and is_step for step, _, is_step in found.values()), "what nobody reads does not travel"
     assert all(is_unchanged and said.startswith("DetrainError") for said, is_unchanged in told.values())
 
 
@@ -999,7 +1004,7 @@ def test_note_of_others_sets_no_attribute_of_a_schedule_but_its_state(tmp_path: 
         (note["scheduler"]["_schedulers"][1] if is_nested else note["scheduler"])["optimizer"] = "hijacked"
 
     rewrite(tmp_path, 1, note=hijack)
-    with pytest.raises(SpecError, match="step-00000001 has 'optimizer' of a scheduler, which the"):
+    with pytest.raises(SpecError, match="step-00000001 has 'optimizer' of a scheduler: that is"):
         training.load(str(tmp_path), model, sgd, schedule)
     assert all(each.optimizer is sgd for each in inner)
 
@@ -1038,7 +1043,7 @@ def test_state_of_another_kind_of_scheduler_changes_nothing(tmp_path: Path, has_
             if kind == saved_kind:
                 assert training.load(str(tmp_path), other, by, scheduler).step == 1 and not is_as_before()
                 continue
-            said = f"has {saved_kind}, and a {kind} was given" if has_kind else f"which the {kind} that was given does"
+            said = f"has {saved_kind}, and a {kind} was given" if has_kind else f"no state of the {kind} that was given"
             with pytest.raises(SpecError, match=said):
                 training.load(str(tmp_path), other, by, scheduler)
             assert is_as_before()
@@ -1063,7 +1068,7 @@ def test_state_that_no_scheduler_has_changes_nothing(tmp_path: Path, said: Any) 
     rewrite(tmp_path, 1, note=lambda note: note.update(scheduler=forged, scheduler_kind=type(scheduler).__name__))
     nn.init.zeros_(model[0].weight)
     is_as_before = unchanged(model, sgd, scheduler)
-    with pytest.raises(SpecError, match="of a scheduler, which the") as error:
+    with pytest.raises(SpecError, match="of a scheduler: that is no state of the") as error:
         training.load(str(tmp_path), model, sgd, scheduler)
     assert is_as_before() and str(error.value).isprintable()
 
@@ -1378,9 +1383,15 @@ def test_export_removes_what_an_earlier_one_has_written_and_nothing_else(tmp_pat
         (tmp_path / name).write_bytes(b"the only copy")
     (tmp_path / "model-old.safetensors").mkdir()
     kept = {*theirs, "model-old.safetensors"}
-    for size in (80, 10**9, 80):
+    for size in (80, 40, 10**9):
         names = training.export_safetensors(str(tmp_path), model, most_file_bytes=size)
         assert set(os.listdir(tmp_path)) == {*names, *kept}
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(SpecError, match=r"has a model\.safetensors, which would be read in the place of several files"):
+        training.export_safetensors(str(tmp_path), filled(2), most_file_bytes=80)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    (tmp_path / "model.safetensors").unlink()
+    names = training.export_safetensors(str(tmp_path), model, most_file_bytes=80)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     kept |= {name for name in names if "-of-" in name}  # nobody can say whose they are
     names = training.export_safetensors(str(tmp_path), model)
