@@ -19,9 +19,11 @@ __all__ = ["HeldInterrupts", "OperatorMode"]
 
 _SOON_S = 0.001
 _CALLED_BY_OPERATORS = {"__torch_dispatch__", "find_torch_dispatch_rule", "pack"}
+_CALLED_AT_AN_END = {"__del__", "remove", "_leave"}  # of an object; `remove` is what weak dictionaries have
 # Decorators of these. The middle one is also around what a model has told torch not to compile.
 _AROUND_THESE = ("torch/utils/_stats.py", "torch/_dynamo/eval_frame.py", "torch/_compile.py")
 _ENTERS_OR_LEAVES = {"__enter__", "__exit__"}
+_WAITED_FOR = {*_CALLED_BY_OPERATORS, *_CALLED_AT_AN_END, *_ENTERS_OR_LEAVES}
 
 
 class HeldInterrupts:
@@ -29,7 +31,8 @@ class HeldInterrupts:
 
     Then too it waits for the end of what an operator calls in Python, as the `__torch_dispatch__` of a mode: operators
     do so in places where torch takes no exception, but ends the process. And for the end of each `__enter__` and
-    `__exit__`: what is begun there would stay, as a mode of torch, for nobody has it yet to end it.
+    `__exit__`: what is begun there would stay, as a mode of torch, for nobody has it yet to end it. Where Python calls
+    what is to be told of an object's end it takes no exception either, and only prints it.
     """
 
     def __init__(self) -> None:
@@ -123,7 +126,7 @@ def _is_to_wait(frame: types.FrameType | None, user: types.FrameType | None) -> 
     is_of_torch = True  # what runs, as far as to here
     while frame is not None and frame is not user:
         code = frame.f_code
-        if code.co_name in _CALLED_BY_OPERATORS or code.co_name in _ENTERS_OR_LEAVES:
+        if code.co_name in _WAITED_FOR:
             return True
         is_of_torch = is_of_torch and "/torch/" in code.co_filename and "/torch/nn/" not in code.co_filename
         if is_of_torch and code.co_filename.endswith(_AROUND_THESE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,9 +134,9 @@ class Storages(OperatorMode):
         key = storage._cdata
         stay = _Stay(storage.nbytes(), len(self._phases) - 1, kind)
         self._changes.append((stay, stay.size_bytes))
-        self._here[key] = weakref.ref(storage, lambda _: self._leave(key)), stay
+        self._here[key] = weakref.ref(storage, functools.partial(self._leave, key)), stay
 
-    def _leave(self, key: int) -> None:
+    def _leave(self, key: int, _: object = None) -> None:
         _, stay = self._here.pop(key)
         stay.end = len(self._phases) - 1
         self._changes.append((stay, -stay.size_bytes))

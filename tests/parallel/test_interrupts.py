@@ -97,6 +97,20 @@ def test_interrupt_comes_after_what_is_entered() -> None:
     assert begins.state == "ended"
 
 
+def test_interrupt_comes_after_what_is_called_at_the_end_of_an_object() -> None:
+    """Python would only print it, and go on."""
+
+    class Ends:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts() as interrupts:
+        interrupts.let_through()
+        Ends()
+        signal.sigtimedwait([], 10)
+        pytest.fail("the interrupt was lost")
+
+
 def test_interrupt_is_not_held_by_what_is_around_its_user() -> None:
     done = list[str]()
 
