@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 __all__ = ["RunningBuffers"]
@@ -18,7 +20,11 @@ class RunningBuffers:
     """Knows which buffers of some modules are no longer what they were."""
 
     def __init__(self, modules: Sequence[nn.Module], *, device: torch.device) -> None:
-        """``device``: from which is sent."""
+        """``device``: from which is sent.
+
+        What buffers were is known by digests: a write through ``.data``, and those of torch's kernels for BatchNorm, do
+        not raise a tensor's version, and a tensor made in inference mode has none.
+        """
         self._modules, self._device = modules, device
         self._note(self._places())
 
@@ -50,18 +56,25 @@ class RunningBuffers:
         return list(found.values())
 
     def _note(self, places: Sequence[Place]) -> None:
-        self._known = {(id(part), key): (buffer, buffer._version) for part, key, buffer in places}
+        self._known = {(id(part), key): (buffer, _digest(buffer)) for part, key, buffer in places}
 
     def _is_changed(self, part: nn.Module, key: str, buffer: Tensor) -> bool:
-        known, version = self._known.get((id(part), key), (None, 0))
-        of_norm = isinstance(part, nn.modules.batchnorm._NormBase)  # whose kernels do not count what they write
-        return of_norm or buffer is not known or buffer._version != version
+        known, digest = self._known.get((id(part), key), (None, ""))
+        return buffer is not known or _digest(buffer) != digest
+
+
+def _digest(buffer: Tensor) -> str:
+    """Of its values, where it has some that can be sent."""
+    if buffer.is_meta or isinstance(buffer, FakeTensor) or buffer.layout != torch.strided or not buffer.numel():
+        return ""
+    values = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
+    return hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()
 
 
 def _of_first(buffer: Tensor, replicas: Sequence[dist.ProcessGroup]) -> Tensor:
     """The same tensor, with the values of the first replica; another one where nobody can write into it."""
     with torch.no_grad():
-        own = buffer if buffer.is_contiguous() else buffer.contiguous()
+        own = buffer.clone() if buffer.is_inference() else buffer.contiguous()
         sent = torch.view_as_real(own) if own.is_complex() else own
         for group in replicas:
             dist.broadcast(sent, group_src=0, group=group)
