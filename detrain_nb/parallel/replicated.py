@@ -81,15 +81,16 @@ def averaged(parameters: Sequence[nn.Parameter], replicas: Sequence[dist.Process
         parameter.grad = None
     try:
         yield
+        for parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = parameter.detach().new_zeros(())
+            _average(local_part(parameter.grad), replicas)
     except BaseException:  # what there was before is not lost with what failed
         for parameter, earlier in zip(trained, before):
             parameter.grad = earlier
         raise
     for parameter, earlier in zip(trained, before):
-        if parameter.grad is None:
-            parameter.grad = parameter.detach().new_zeros(())
-        _average(local_part(parameter.grad), replicas)
-        if earlier is not None:
+        if earlier is not None and parameter.grad is not None:
             parameter.grad = earlier.add_(parameter.grad)
 
 

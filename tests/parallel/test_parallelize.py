@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from detrain_nb import Session
 from detrain_nb import parallel as par
 from detrain_nb.errors import RankError
+from detrain_nb.parallel.replicated import averaged
 
 from .models import GPT
 
@@ -316,6 +319,29 @@ def test_losses_with_arguments_are_weighed(two_ranks: Session, kind: str) -> Non
 def test_replicas_evaluate_with_the_same_statistics(two_ranks: Session, precision: str | None) -> None:
     found = two_ranks.run_cell(f"mixed_ranks.normalize({precision!r})", timeout_s=60).values
     assert found[0] == found[1] and found[0][0] != 0
+
+
+@pytest.mark.parametrize("way", ["plain", "data", "batch_norm"])
+def test_replicas_share_buffers_that_a_model_writes_itself(two_ranks: Session, way: str) -> None:
+    found = two_ranks.run_cell(f"mixed_ranks.average({way!r})", timeout_s=60).values
+    assert found[0] == found[1] and any(found[0])
+
+
+def test_gradients_are_what_they_were_when_an_average_of_new_ones_fails() -> None:
+    parameters = [nn.Parameter(torch.zeros((), dtype=dtype)) for dtype in (torch.float32, torch.float8_e5m2)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 5)
+    before = [parameter.grad for parameter in parameters]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        # Gloo takes the first, and not the other's type.
+        with pytest.raises(RuntimeError, match="scalar type"), averaged(parameters, [dist.group.WORLD]):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+    finally:
+        dist.destroy_process_group()
+    assert all(parameter.grad is grad for parameter, grad in zip(parameters, before))
+    assert float(before[0]) == 5
 
 
 def test_replicas_are_saved_with_the_same_statistics(two_ranks: Session, tmp_path: Path) -> None:
