@@ -68,9 +68,12 @@ class Actor:
 
     @contextlib.contextmanager
     def model_kept(self) -> Iterator[None]:
-        """In here copies run, which have in common with the user's model what is no tensor and no container."""
-        written = writes_undone(self._state.tensors) if self._fakes is None else contextlib.nullcontext()
-        with self._state.kept(), written:
+        """In here copies run, which have in common with the user's model what is no parameter and no buffer."""
+        copied = {
+            *map(id, (*self.model.parameters(), *self.model.buffers(), *tree_leaves((self._example, self._target))))
+        }
+        shared = [tensor for tensor in self._state.tensors if id(tensor) not in copied]
+        with self._state.kept(), writes_undone(shared) if shared else contextlib.nullcontext():
             yield
 
     def copy(self) -> nn.Module:

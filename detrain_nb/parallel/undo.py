@@ -1,32 +1,32 @@
-"""What is noted of a place that code may write into; each note gives what puts it back.
-
-What is not the model's own may say what was done once and for all: of it only what tensors came to is put back.
-"""
+"""What is noted of a place that code may write into; each note gives what puts it back."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import array
 import functools
 import itertools
 import operator
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = [
+    "ARRAYS",
     "MISSING",
     "REFILLED",
-    "Dict",
+    "FoundDict",
+    "Rule",
     "StandIns",
     "Undo",
     "attributes_of",
     "contents_of",
+    "contents_of_slot",
+    "note_array",
     "note_cell",
     "note_class",
     "note_dicts",
@@ -34,17 +34,31 @@ __all__ = [
     "note_names",
     "note_slot",
     "note_tensor",
+    "tensors_came",
+    "whatever_came",
 ]
 
 Undo = Callable[[], None]
+Rule = Callable[[Iterable[Any]], bool]  # whether a place is put back, by the values that came to it
 
 MISSING: Any = object()
-REFILLED = (list, set, deque, bytearray)
+REFILLED = (list, set, deque)
+ARRAYS = (bytearray, array.array)
 _OF_EVERY_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl", "__slotnames__")
 
 
+def whatever_came(_: Iterable[Any]) -> bool:
+    """The rule for what is the model's own."""
+    return True
+
+
+def tensors_came(values: Iterable[Any]) -> bool:
+    """The rule for what others may use too, or that may say what was done once and for all."""
+    return any(map(_has_tensor, values))
+
+
 class StandIns:
-    """For what cannot be put back: an empty cache, or an iterator that goes on from the same place."""
+    """Used during the run in the place of what could not be put back: an empty cache, a copy of an iterator."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Any, Any]] = {}  # the original too, so that its id stays its own
@@ -54,7 +68,7 @@ class StandIns:
         if type(value) not in _WITH_STAND_IN:
             return value
         if id(value) not in self._made:
-            self._made[id(value)] = value, _make_stand_in(value)
+            self._made[id(value)] = value, self._make(value)
         return self._made[id(value)][1]
 
     def of_all(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -64,44 +78,102 @@ class StandIns:
         made = {key: self.of(value) for key, value in values.items()}
         return {key: each for key, each in made.items() if each is not values[key]}
 
+    def warn_of_moved(self) -> None:
+        for value, made in self._made.values():
+            if isinstance(made, _Watched) and made.is_moved:
+                place = f" of line {value.gi_code.co_firstlineno}" if isinstance(value, types.GeneratorType) else ""
+                name = getattr(value, "__qualname__", "")
+                warnings.warn(
+                    f"the model takes from a {type(value).__name__} {name}{place}, which has gone on and cannot be put "
+                    "back: give the model an iterator that can be copied, as of a list",
+                    stacklevel=2,
+                )
 
-_COUNTING: tuple[type, ...] = (itertools.count, itertools.repeat, type(iter(())), type(iter([])), type(iter(range(0))))
-_WITH_STAND_IN = frozenset((functools._lru_cache_wrapper, staticmethod, classmethod, property, *_COUNTING))
+    def _make(self, value: Any) -> Any:
+        if isinstance(value, functools._lru_cache_wrapper):
+            made: Any = functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
+            vars(made).update(vars(value))
+            return made
+        if isinstance(value, (staticmethod, classmethod)):
+            inner = self.of(value.__wrapped__)
+            return value if inner is value.__wrapped__ else type(value)(inner)
+        if isinstance(value, property):
+            inner = self.of(value.fget)
+            return value if inner is value.fget else value.getter(inner)
+        return self._copy(value)
 
-
-def _make_stand_in(value: Any) -> Any:
-    if isinstance(value, functools._lru_cache_wrapper):
-        made: Any = functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
-        vars(made).update(vars(value))
+    def _copy(self, iterator: Any) -> Any:
+        """With copies of those that it takes from, which `copy.copy` would move on."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                kind, args, *states = iterator.__reduce__()
+        except TypeError:  # a generator; and a later Python copies none of itertools
+            return _Watched(iterator)
+        made = kind(*map(self.of, args))
+        for state in states:
+            parts = tuple(map(self.of, state)) if isinstance(state, tuple) else state
+            if isinstance(iterator, itertools.cycle):
+                parts = [*parts[0]], parts[1]  # else both would add to one list
+            made.__setstate__(parts)
         return made
-    if isinstance(value, (staticmethod, classmethod)):
-        inner = _make_stand_in(value.__wrapped__)
-        return value if inner is value.__wrapped__ else type(value)(inner)
-    if isinstance(value, property):
-        inner = _make_stand_in(value.fget)
-        return value if inner is value.fget else value.getter(inner)
-    if isinstance(value, _COUNTING):
-        with contextlib.suppress(TypeError), warnings.catch_warnings():  # a later Python copies none
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return copy.copy(value)
-    return value
 
 
-Dict = tuple[Any, Any, bool]  # its class that changes it, the dictionary, and whether it is the model's own
+class _Watched:
+    """A generator, and whether it was asked for anything."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+        self.is_moved = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.is_moved = True
+        return next(self._original)
+
+    def __getattr__(self, name: str) -> Any:  # as send
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self.is_moved = True
+        return getattr(self._original, name)
 
 
-def note_dicts(dicts: Sequence[Dict], stand_ins: StandIns) -> Undo:
+_EMPTY: dict[Any, Any] = {}
+_ITERATORS = (
+    *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
+    *map(type, itertools.tee(())),
+    *(enumerate, filter, map, zip, reversed, types.GeneratorType),
+    *(type(iter(kind())) for kind in (tuple, list, set, dict, deque, str, bytes, bytearray)),
+    *map(type, (iter(range(0)), iter(_EMPTY.values()), iter(_EMPTY.items()), iter(int, 0), iter(array.array("b")))),
+    *map(
+        type, (reversed([]), reversed(_EMPTY), reversed(_EMPTY.values()), reversed(_EMPTY.items()), reversed(deque()))
+    ),
+)
+_WITH_STAND_IN = frozenset((functools._lru_cache_wrapper, staticmethod, classmethod, property, *_ITERATORS))
+
+
+class FoundDict(NamedTuple):
+    """``base``: its class that changes it."""
+
+    base: Any
+    value: Any
+    rule: Rule
+
+
+def note_dicts(dicts: Sequence[FoundDict], stand_ins: StandIns) -> Undo:
     """Of many, most of which are empty, as those of hooks are."""
-    empty, notes = list[Dict](), list[Undo]()
-    for base, value, is_own in dicts:
-        if base.__len__(value):
-            notes.append(_note_dict(base, value, stand_ins, is_own=is_own))
+    empty, notes = list[FoundDict](), list[Undo]()
+    for found in dicts:
+        if found.base.__len__(found.value):
+            notes.append(_note_dict(found, stand_ins))
         else:
-            empty.append((base, value, is_own))
+            empty.append(found)
 
     def undo() -> None:
-        for base, value, is_own in empty:
-            if base.__len__(value) and (is_own or _has_tensor(value)):
+        for base, value, rule in empty:
+            if base.__len__(value) and rule(base.values(value)):
                 base.clear(value)
         for each in notes:
             each()
@@ -109,7 +181,8 @@ def note_dicts(dicts: Sequence[Dict], stand_ins: StandIns) -> Undo:
     return undo
 
 
-def _note_dict(base: Any, value: Any, stand_ins: StandIns, *, is_own: bool) -> Undo:
+def _note_dict(found: FoundDict, stand_ins: StandIns) -> Undo:
+    base, value, rule = found
     was = dict(base.items(value))
     for key, stand_in in stand_ins.of_all(was).items():
         base.__setitem__(value, key, stand_in)
@@ -120,7 +193,7 @@ def _note_dict(base: Any, value: Any, stand_ins: StandIns, *, is_own: bool) -> U
         if is_same and all(map(operator.is_, base.keys(value), was)):
             return
         now = dict(base.items(value))
-        if is_own or _has_tensor([each for key, each in now.items() if each is not given.get(key, MISSING)]):
+        if rule(each for key, each in now.items() if each is not given.get(key, MISSING)):
             base.clear(value)
             for key, each in was.items():
                 base.__setitem__(value, key, each)
@@ -132,17 +205,30 @@ def _note_dict(base: Any, value: Any, stand_ins: StandIns, *, is_own: bool) -> U
     return undo
 
 
-def note_items(base: Any, value: Any, *, is_own: bool) -> Undo:
+def note_items(base: Any, value: Any, rule: Rule, stand_ins: StandIns) -> Undo:
     was = list(base.__iter__(value))
+    made = stand_ins.of_all(dict(enumerate(was))) if base is not set else {}
+    for index, stand_in in made.items():
+        base.__setitem__(value, index, stand_in)
+    known = {*map(id, was), *map(id, made.values())}
 
     def undo() -> None:
         now = list(base.__iter__(value))
         if len(now) == len(was) and all(map(operator.is_, now, was)):
             return
-        ids = set(map(id, was))
-        if is_own or _has_tensor([each for each in now if id(each) not in ids]):
+        if made or rule(each for each in now if id(each) not in known):
             base.clear(value)
             (base.update if base is set else base.extend)(value, was)
+
+    return undo
+
+
+def note_array(value: Any) -> Undo:
+    was = value[:]
+
+    def undo() -> None:
+        if bytes(value) != bytes(was):
+            value[:] = was
 
     return undo
 
@@ -152,8 +238,13 @@ def note_tensor(tensor: Tensor) -> Undo:
     is_leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     grad, hooks = (tensor.grad, tensor._backward_hooks) if is_leaf else (None, None)
     writes = None if tensor.is_inference() else tensor._version
+    place_undone = _note_place(tensor) if _has_place(tensor) else None
 
     def undo() -> None:
+        if is_leaf and not tensor.is_leaf:  # something with a gradient was written into it
+            tensor.detach_()
+        if place_undone is not None:
+            place_undone()
         if writes is not None and tensor._version != writes:
             torch._C._autograd._unsafe_set_version_counter((tensor,), (writes,))
         if not is_leaf:
@@ -168,7 +259,30 @@ def note_tensor(tensor: Tensor) -> Undo:
     return undo
 
 
-def note_class(owner: type, stand_ins: StandIns, *, is_own: bool) -> Undo:
+def _has_place(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def _note_place(tensor: Tensor) -> Undo:
+    """Where it is in memory: as ``tensor.data = other`` and operators such as ``resize_`` change it."""
+    alias, was = tensor.detach(), _place_of(tensor)
+    size_bytes = alias.untyped_storage().nbytes()
+
+    def undo() -> None:
+        storage = alias.untyped_storage()
+        if storage.nbytes() != size_bytes:
+            storage.resize_(size_bytes)
+        if _place_of(tensor) != was:
+            tensor.data = alias
+
+    return undo
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def note_class(owner: type, rule: Rule, stand_ins: StandIns) -> Undo:
     was = attributes_of(owner)
     given = {**was, **(made := stand_ins.of_all(was))}
     for name, each in made.items():
@@ -178,19 +292,21 @@ def note_class(owner: type, stand_ins: StandIns, *, is_own: bool) -> Undo:
         now = attributes_of(owner)
         for name in (*now, *(was.keys() - now.keys())):
             found = now.get(name, MISSING)
-            if found is was.get(name, MISSING) or not (is_own or found is given.get(name) or _has_tensor(found)):
+            if found is was.get(name, MISSING) or not (found is given.get(name) or rule([found])):
                 continue
             type.__setattr__(owner, name, was[name]) if name in was else type.__delattr__(owner, name)
 
     return undo
 
 
-def note_slot(value: Any, slot: str, _: StandIns) -> Undo:
-    was = getattr(value, slot, MISSING)
+def note_slot(value: Any, slot: types.MemberDescriptorType, stand_ins: StandIns) -> Undo:
+    was = contents_of_slot(value, slot)
+    if (stand_in := stand_ins.of(was)) is not was:
+        slot.__set__(value, stand_in)
 
     def undo() -> None:
-        if getattr(value, slot, MISSING) is not was:
-            object.__delattr__(value, slot) if was is MISSING else object.__setattr__(value, slot, was)
+        if contents_of_slot(value, slot) is not was:
+            slot.__delete__(value) if was is MISSING else slot.__set__(value, was)
 
     return undo
 
@@ -212,7 +328,7 @@ def note_names(namespace: dict[str, Any], names: Sequence[str], stand_ins: Stand
     def undo() -> None:
         for name, each in given.items():
             now = namespace.get(name, MISSING)
-            if now is each and each is was[name] or now is not each and not _has_tensor(now):
+            if now is each and each is was[name] or now is not each and not tensors_came([now]):
                 continue
             if was[name] is MISSING:
                 del namespace[name]
@@ -224,6 +340,14 @@ def note_names(namespace: dict[str, Any], names: Sequence[str], stand_ins: Stand
 
 def attributes_of(owner: type) -> dict[str, Any]:
     return {name: each for name, each in vars(owner).items() if name not in _OF_EVERY_CLASS}
+
+
+def contents_of_slot(value: Any, slot: types.MemberDescriptorType) -> Any:
+    """Past a property that hides it."""
+    try:
+        return slot.__get__(value)
+    except AttributeError:  # it is empty
+        return MISSING
 
 
 def contents_of(cell: types.CellType) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from .interrupts import OperatorMode
@@ -51,9 +51,12 @@ class _Values:
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()
-        self._was = self._storage.clone()
+        with _disable_current_modes():  # without values nothing would be copied
+            self._was = self._storage.clone()
 
     def put_back(self) -> None:
+        if self._storage.nbytes() != self._was.nbytes():  # a tensor on it was resized
+            self._storage.resize_(self._was.nbytes())
         self._storage.copy_(self._was)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import itertools
 import random
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -33,7 +34,7 @@ class Slots:
     __slots__ = ("seen", "tensor")
 
     def __init__(self) -> None:
-        self.seen = list[int]()
+        self.seen: Any = list[int]()
 
 
 class Containers(Body):
@@ -170,6 +171,53 @@ class Writes(Body):
         return self.go(x, self.mean + self.plain)
 
 
+class Replaces(Body):
+    """What its tensors are in memory, beside their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_taken, self.turned, self.deeper = torch.zeros(3), torch.zeros(3, 4), nn.Parameter(torch.zeros(2))
+        self.mean, self.calls = torch.zeros(8), [0]
+        self[2].weight.grad = torch.ones(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        if bool(x.isfinite().all()):
+            self[0].weight.data = self[0].weight.data / self[0].weight.data.norm()
+            self.deeper.data.unsqueeze_(0)
+        self.is_taken.set_(torch.ones(5))
+        self.turned.t_()
+        self.turned.resize_(2, 2)
+        if self[2].weight.grad is not None:
+            self[2].weight.grad.zero_()
+        made = self.go(x)
+        if self.mean.is_leaf:
+            self.mean.mul_(0.9).add_(made.mean(0))  # with its gradient
+        return made
+
+
+class Iterates(Body):
+    """Through what goes on with each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_slots = Slots()
+        self.in_slots.seen = itertools.islice(range(99), 98)
+        self.cycle, self.twice = itertools.cycle([1, 2, 3]), itertools.chain([1], range(9))
+        self.pairs, self.counted = zip(iter([5, 6, 7, 8, 9] * 9), range(99)), enumerate(range(5, 99))
+        self.of_a_dict, self.mapped = iter(dict.fromkeys(range(99))), map(str, range(99))
+        self.in_a_list, self.numbers = [iter(range(99)), iter(deque(range(99)))], array.array("d", [0.5])
+        next(self.cycle)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in (*vars(self).values(), *self.in_a_list, self.in_slots.seen):
+            if isinstance(each, Iterator):
+                next(each)
+        self.numbers[0] += 1
+        self.numbers.append(2)
+        return self.go(x)
+
+
 class Notes(Body):
     """Where values decide."""
 
@@ -185,6 +233,6 @@ class Notes(Body):
 
 
 FORGETFUL: dict[str, Callable[[], nn.Module]] = {
-    **{kind.__name__.lower(): kind for kind in (Containers, Hooks, Caches, Draws, Writes)},
+    **{kind.__name__.lower(): kind for kind in (Containers, Hooks, Caches, Draws, Writes, Replaces, Iterates)},
     **{f"{kind.__name__.lower()} by values": lambda kind=kind: Notes(kind()) for kind in (Containers, Hooks, Caches)},
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from detrain_nb import parallel as par
@@ -19,6 +21,7 @@ from .families import OF_TRANSFORMERS, draw, tokens
 from .forgetful import FORGETFUL
 from .untouched import assert_untouched, look_of
 
+THERE: Any = None  # a module, or a function of it: what a test puts into this file for a while
 CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "profile": par.profile,
     "measure": lambda model, inputs: par.profile(model, inputs, measure=True),
@@ -67,6 +70,141 @@ def test_what_stands_for_another_stage_leaves_nothing_in_caches() -> None:
     before = look_of(model)
     stage(draw(2, 8), inputs)
     assert_untouched(model, before)
+
+
+class GrowsTable(forgetful.Body):
+    """With its storage, which is moved when it does; and where a value decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table.resize_(len(self.table) + 3, 8).zero_()
+        if bool(x.isfinite().all()):
+            self.table.add_(1)
+        return self.go(x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tensor_that_grows_has_its_size_and_values_again(name: str) -> None:
+    model = GrowsTable()
+    storage_bytes = model.table.untyped_storage().nbytes()
+    with contextlib.suppress(SpecError):
+        CALLS[name](model, draw(2, 8))
+    assert torch.equal(model.table, torch.ones(2, 8))
+    assert model.table.untyped_storage().nbytes() == storage_bytes
+
+
+class WritesView(forgetful.Body):
+    """With a gradient: torch makes no leaf of a view again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.row = 0, torch.zeros(2, 8)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        made = self.go(x)
+        self.row.mul_(0.9).add_(made.mean(0))
+        return made
+
+
+def test_what_cannot_be_put_back_is_told_and_all_else_is_put_back() -> None:
+    model = WritesView()
+    with pytest.raises(SpecError, match=r"could not be undone \(RuntimeError: Can't detach views"):
+        par.profile(model, draw(2, 8))
+    assert model.calls == 0
+
+
+def test_generator_that_went_on_is_named() -> None:
+    class Takes(forgetful.Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = (index for index in range(99))
+            self.both = zip(range(99), (index for index in range(99)))
+            self.unused = self.parameters()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.go(x, next(self.noise) + next(self.both)[1])
+
+    model = Takes()
+    before = look_of(model)
+    with pytest.warns(UserWarning, match="takes from a generator .*Takes.__init__.* and cannot be put back") as told:
+        par.profile(model, draw(2, 8))
+    assert len(told) == 2
+    assert_untouched(model, before)
+
+
+HELPERS = """
+import functools, threading
+import torch
+
+@functools.lru_cache
+def table_of(size):
+    return torch.ones(size)
+
+KEPT = {}
+
+def add_kept(x):
+    if len(x) not in KEPT:
+        KEPT[len(x)] = torch.ones(x.shape[-1])
+    return x + KEPT[len(x)] + table_of(x.shape[-1])
+
+class Rope:
+    def __init__(self):
+        self.lock, self.cache, self.uses = threading.Lock(), {}, 0
+
+    def add(self, x):
+        with self.lock:
+            self.uses += 1
+            if len(x) not in self.cache:
+                self.cache[len(x)] = torch.ones(x.shape[-1])
+            return x + self.cache[len(x)]
+"""
+
+
+@pytest.fixture
+def helpers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package beside that of the model."""
+    package, inner = types.ModuleType("helpful"), types.ModuleType("helpful.inner")
+    vars(package)["inner"] = inner
+    exec(HELPERS, vars(inner))
+    for module in (package, inner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return package
+
+
+@pytest.mark.parametrize("name", ["profile", "tp_plan", "dry_run of pp"])
+@pytest.mark.parametrize("way", ["function", "module", "import", "lock"])
+def test_helpers_of_another_package_keep_no_tensors_of_ours(
+    name: str, way: str, helpers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model(forgetful.Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rope = helpers.inner.Rope()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if way == "function":
+                x = THERE(x)
+            elif way == "module":
+                x = THERE.inner.add_kept(x)
+            elif way == "import":
+                from helpful.inner import add_kept  # type: ignore[import-not-found]
+
+                x = add_kept(x)
+            else:
+                x = self.rope.add(x)
+            return self.go(x)
+
+    there = {"function": helpers.inner.add_kept, "module": helpers}
+    monkeypatch.setitem(globals(), "THERE", there.get(way))
+    model, inputs = Model(), draw(2, 8)
+    CALLS[name](model, inputs)
+    assert type(model(inputs)) is Tensor
+    kept = [*helpers.inner.KEPT.values(), *model.rope.cache.values(), helpers.inner.table_of(8)]
+    assert [*map(type, kept)] == [Tensor, Tensor]
 
 
 # ---- transformers

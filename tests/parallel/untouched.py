@@ -6,6 +6,7 @@ no tensor: only digests of values.
 
 from __future__ import annotations
 
+import array
 import functools
 import gc
 import hashlib
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["Look", "assert_untouched", "look_of"]
 
@@ -90,7 +92,9 @@ class _Look:
             return f"{id(value)} with {_kept_in(value)}"
         if isinstance(value, (frozenset, set)):
             return f"{id(value)} {sorted(map(_name_of_item, value))}"
-        if type(value).__module__ == "itertools":
+        if isinstance(value, Iterator) and (state := _state_of(value)):
+            return f"{id(value)} {state}"
+        if isinstance(value, array.array):
             return f"{id(value)} {value!r}"
         if isinstance(value, types.MethodType):  # made anew at every look at an instance
             return ""
@@ -192,6 +196,16 @@ def _parts_of_function(function: Any) -> Iterator[tuple[str, Any]]:
         is_of_the_file = isinstance(value, types.FunctionType) and value.__module__ == function.__module__
         if is_of_the_file or isinstance(value, (functools._lru_cache_wrapper, dict, list, set)):
             yield f".<global {name}>", value
+
+
+def _state_of(value: Any) -> str:
+    """Of an iterator, and of those that it takes from."""
+    try:
+        parts = value.__reduce__()
+    except TypeError:
+        return ""
+    leaves = tree_leaves(parts)
+    return " ".join(_state_of(each) if isinstance(each, Iterator) else repr(each) for each in leaves)
 
 
 def _kept_in(cache: Any) -> str:

@@ -181,18 +181,12 @@ def profile_call(
     """As ``profile``, with the arguments apart. ``device``: what the tensors say where they are: autocast asks them."""
     _require_hooks(model)
     num_rows = count_rows((args, kwargs))
-    try:
-        with state_kept(model, args, kwargs), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-            return _make_profile(record(model, args, kwargs, functools.partial(_fake, device=device)), num_rows)
-    except RuntimeError as exc:  # it looks at values, or what it calls wants them
-        tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
-        if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
-            if not isinstance(exc, (DataDependentOutputException, DynamicOutputShapeException)):
-                raise
-            raise SpecError(
-                f"the model looks at values of tensors ({exc.func}), which none have on the meta device: "
-                "profile it with real parameters and inputs, or name the cuts"
-            ) from exc
+    with state_kept(model, args, kwargs):
+        try:
+            with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+                return _make_profile(record(model, args, kwargs, functools.partial(_fake, device=device)), num_rows)
+        except (RuntimeError, AssertionError) as exc:  # it looks at values, or what it calls wants them
+            _require_values(model, args, kwargs, exc)
     place = device_of([*model.parameters(), *model.buffers()])
     args, kwargs = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     with state_kept(model, args, kwargs, device=place) as tensors, writes_undone(tensors):
@@ -233,6 +227,18 @@ def _require_hooks(model: nn.Module) -> None:
         raise SpecError("the model is compiled: split the one that was given to torch.compile, and compile its stages")
     if any(is_lazy(parameter) for parameter in model.parameters()):
         raise SpecError("the model has lazy parameters, without a shape: call it once, with inputs of the right shape")
+
+
+def _require_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], exc: Exception) -> None:
+    """Raise ``exc``, or what it means, where a pass that computes would not help."""
+    tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
+    if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
+        if not isinstance(exc, (DataDependentOutputException, DynamicOutputShapeException)):
+            raise exc
+        raise SpecError(
+            f"the model looks at values of tensors ({exc.func}), which none have on the meta device: "
+            "profile it with real parameters and inputs, or name the cuts"
+        ) from exc
 
 
 def _fake(tensor: Tensor, *, device: torch.device) -> Tensor:
