@@ -233,7 +233,7 @@ def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> Itera
         return
     usual = sizes.most_common(1)[0][0]
     for name, part in unit.named_modules():
-        own = {p.dtype for p in part.parameters(recurse=False) if p.requires_grad and p.dim()}
+        own = {p.dtype for p in part.parameters(recurse=False) if p.requires_grad and p.dim() and p.numel()}
         if id(part) in others or own <= {usual}:
             continue
         if len(own) > 1 or part is unit:

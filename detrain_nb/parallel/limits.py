@@ -66,7 +66,9 @@ def require_unwritten(written: Collection[str], model: nn.Module, *, axis: str, 
     ``cut``: those, by name; under "dp_shard" all that have a dimension.
     """
     named = dict(model.named_parameters())
-    lost = sorted(name for name in written if (named[name].dim() if axis == "dp_shard" else name in cut))
+    lost = sorted(
+        name for name in written if (named[name].dim() and named[name].numel() if axis == "dp_shard" else name in cut)
+    )
     if lost:
         more = f" and {len(lost) - 1} more" if lost[1:] else ""
         raise SpecError(

@@ -257,7 +257,8 @@ class Recorder(OperatorMode):
         storage = _storage_of(tensor)
         if storage not in self._saved and self.ops:
             self._saved.add(storage)
-            self.ops[-1].saved_bytes += tensor.untyped_storage().nbytes()
+            is_strided = tensor.layout == torch.strided
+            self.ops[-1].saved_bytes += tensor.untyped_storage().nbytes() if is_strided else 0
 
     def checkpoint(self) -> int:
         """Which torch.utils.checkpoint the code is in, that will run again in the backward pass; 0 for none."""
@@ -312,7 +313,8 @@ def _unpack(packed: None) -> Tensor:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """A sparse tensor, which is kept as long as this is of use, has none that could be asked for."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
 
 
 def _count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:

@@ -1,4 +1,7 @@
-"""Parameters without a dimension beside shards: whole on every rank, with the mean of the gradients of all replicas."""
+"""Parameters that cannot be cut beside shards: whole on every rank, with the mean of the gradients of all replicas.
+
+These have no dimension, or no element.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +33,7 @@ def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
         (name, key, parameter)
         for name, part in modules.items()
         for key, parameter in part._parameters.items()
-        if parameter is not None and not parameter.dim()
+        if parameter is not None and _is_uncut(parameter)
     ]
     made: dict[int, nn.Parameter] = {}
     region = Region(None)
@@ -45,9 +49,13 @@ def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
 
 
 class _ScalarRanks(MeshRanks):
-    def local(self, parameter: nn.Parameter) -> Tensor | None:
-        """Nothing for what has a dimension: FSDP2 itself, which asks the module for its shards too, makes it whole."""
-        return None if parameter.dim() else super().local(parameter)
+    def local(self, parameter: Tensor, dim: int | None) -> Tensor | None:
+        """Nothing for what is cut: FSDP2 itself, which asks the module for its shards too, makes it whole."""
+        return super().local(parameter, dim) if _is_uncut(parameter) else None
+
+
+def _is_uncut(parameter: Tensor) -> bool:
+    return not parameter.dim() or not parameter.numel()
 
 
 def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -62,7 +70,7 @@ def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 def replicated_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Those of `replicate_scalars`."""
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
-    return [p for p in parameters if isinstance(p, DTensor) and not p.dim() and "dp_shard" in _axes(p)]
+    return [p for p in parameters if isinstance(p, DTensor) and _is_uncut(p) and "dp_shard" in _axes(p)]
 
 
 def _axes(parameter: DTensor) -> Sequence[str]:
@@ -83,7 +91,7 @@ def averaged(parameters: Sequence[nn.Parameter], replicas: Sequence[dist.Process
         yield
         for parameter in trained:
             if parameter.grad is None:
-                parameter.grad = parameter.detach().new_zeros(())
+                parameter.grad = torch.zeros_like(parameter.detach())
             _average(local_part(parameter.grad), replicas)
     except BaseException:  # what there was before is not lost with what failed
         for parameter, earlier in zip(trained, before):

@@ -32,7 +32,10 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
     more = [f"values of {len(tape)} operations ({tape.fingerprint()[:8]})" for tape in tapes]
     lines, lines_without_code = ([*_describe(model, has_code=has_code), *more] for has_code in (True, False))
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-    figures = [*map(_figures, tensors), *(tape.drawn_from() for tape in tapes)]
+    figures = [
+        *(_figures(part) for tensor in tensors for part in _dense_parts(tensor)),
+        *(tape.drawn_from() for tape in tapes),
+    ]
     kinds = tuple(_digest("\n".join(each)) for each in (lines, lines_without_code))
     every = _gather(mesh, (sys.version_info[:2], *kinds, _digest(" ".join(figures))))
     pythons, with_code, without_code, values = (set(each) for each in zip(*every.values()))
@@ -41,6 +44,8 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
     if len(with_code) > 1:
         _raise_difference(mesh, lines, "the model", "run the same code with the same data on all")
     if len(values) > 1:
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            raise SpecError("ranks have other values, of sparse tensors too, which cannot be sent: seed them alike")
         with torch.no_grad():
             for tensor in tensors:
                 tensor.copy_(_of_first(mesh, tensor.detach(), device))
@@ -131,6 +136,18 @@ def _look_of(tensor: Any) -> str:
         return "none"
     frozen = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
     return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Of a sparse one its values, and where they are."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def _figures(tensor: Tensor) -> str:

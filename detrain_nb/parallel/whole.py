@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import SpecError
+from .costs.profiler import require_known
 from .deferred import fill, is_deferred, require_values
 from .microbatches import Loss, Passage
 from .model import Arrangement, ParallelModel, autocast_left
@@ -69,7 +70,10 @@ class WholeModel(ParallelModel):
     def _send(self, passage: Passage, *, is_training: bool) -> None:
         for index, (args, kwargs) in enumerate(passage.parts):
             with self._in_sync(is_last=index + 1 == len(passage.parts)):
-                passage.take(index, self._called(*args, **kwargs))
+                output = self._called(*args, **kwargs)
+                if self._called is not self.modules[0] or isinstance(self._called, FSDPModule):
+                    require_known(output)  # its gradients go by what is found in it
+                passage.take(index, output)
                 if is_training:
                     with autocast_left(self._device):
                         passage.weighted_loss(index).backward()

@@ -48,7 +48,7 @@ def test_parameters_that_forward_writes_into_are_not_sharded(ranks: Session, mod
 @pytest.mark.parametrize("model", WRITING)
 @pytest.mark.parametrize("axis", ["tp", "dp_replicate"])
 def test_parameters_that_forward_writes_into_are_whole_on_every_rank(ranks: Session, axis: str, model: str) -> None:
-    code = f"unusual_ranks.apart_after_steps(unusual_ranks.{model}, {{{axis!r}: 2}})"
+    code = f"unusual_ranks.apart_after_steps(lambda: unusual_ranks.{model}, {{{axis!r}: 2}})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-6
 
@@ -64,3 +64,25 @@ def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None
 def test_loss_with_a_parameter_of_its_own_is_refused(ranks: Session, axis: str) -> None:
     code = f"unusual_ranks.lay_out(unusual_ranks.Switching(), {{{axis!r}: 2}}, loss=unusual_ranks.SCALED)"
     require_refusal(ranks, code, r"a parameter that the model has not, Scaled\.scale: .* make it part of the model")
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp_shard", "dp_replicate"])
+@pytest.mark.parametrize(
+    "model", ["Penalized()", "Functional()", "OfTwoBases()", "Sparse('coo')", "Sparse('csr')", "Empty()"]
+)
+def test_model_of_unusual_parts_is_right(ranks: Session, axis: str, model: str) -> None:
+    code = f"unusual_ranks.apart_after_steps(lambda: unusual_ranks.{model}, {{{axis!r}: 2}})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 2e-6
+
+
+def test_code_that_mixes_parameters_in_parts_with_others_is_told(ranks: Session) -> None:
+    code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Penalized(is_added=True), {'tp': 2})"
+    require_refusal(ranks, code, r"parameters\(\), say, where each is a DTensor: read self\.weight, or return")
+
+
+@pytest.mark.parametrize("axis", ["pp", "dp_shard", "dp_replicate"])
+@pytest.mark.parametrize("kind", ["slots", "namespace"])
+def test_output_in_which_nobody_finds_tensors_is_refused(ranks: Session, axis: str, kind: str) -> None:
+    code = f"unusual_ranks.train_once(unusual_ranks.Wrapped({kind!r}), {{{axis!r}: 2}})"
+    require_refusal(ranks, code, r"the model returns a (Slotted|SimpleNamespace), and what is in it is not known: ")

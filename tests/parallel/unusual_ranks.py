@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import copy
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ from meshes import mesh_of
 from on_ranks import draw, made
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from detrain_nb import parallel as par
 
@@ -119,23 +123,124 @@ class Following(Normalizing):
         return super().forward(x)
 
 
-def apart_after_steps(model: nn.Module, axes: dict[str, int]) -> float:
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)])
+        self.head = nn.Linear(8, 8)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.run(x))
+
+
+class Penalized(Layers):
+    """Gives a penalty on all of its parameters too; ``is_added``: in the same tensor."""
+
+    def __init__(self, is_added: bool = False) -> None:
+        super().__init__()
+        self.is_added = is_added
+
+    def forward(self, x: Tensor) -> Any:
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        return super().forward(x) + penalty if self.is_added else (super().forward(x), penalty)
+
+
+class Functional(Layers):
+    """Calls its head with what it makes of the head's parameters."""
+
+    def forward(self, x: Tensor) -> Any:
+        scaled = {name: each / (1 + each.norm()) for name, each in self.head.named_parameters()}
+        return torch.func.functional_call(self.head, scaled, (self.run(x),))
+
+
+class OfTwoBases(Layers):
+    """Has a module whose class has another base before nn.Module, as torch's FakeQuantize has."""
+
+    class Part(abc.ABC, nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = self.Part()
+
+
+class Sparse(Layers):
+    """Mixes columns by a sparse table."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        table = torch.eye(8).roll(1, 0)
+        self.register_buffer("table", table.to_sparse() if layout == "coo" else table.to_sparse_csr())
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward((self.table @ x.T).T)
+
+
+class Empty(Layers):
+    """Has parameters without an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 8))
+        self.narrow = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 8))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x + self.none.sum(0) + self.narrow(x))
+
+
+class Slotted:
+    __slots__ = ("logits",)
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class Wrapped(Layers):
+    """Gives an object."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return Slotted(logits) if self.kind == "slots" else types.SimpleNamespace(logits=logits)
+
+
+def train_once(model: nn.Module, axes: dict[str, int]) -> None:
+    laid_out = lay_out(model, axes, loss=lambda output, target: F.mse_loss(output.logits, target))
+    laid_out.train_step(draw(4, 8), draw(4, 8, seed=2))
+
+
+def total(output: Any, target: Tensor) -> Tensor:
+    first, *others = output if isinstance(output, tuple) else (output,)
+    return F.mse_loss(first, target) + 0.01 * sum(others, torch.zeros(()))
+
+
+def apart_after_steps(make: Callable[[], nn.Module], axes: dict[str, int]) -> float:
     """The largest difference of a parameter, or of a prediction, from the whole model's, after two steps of each."""
-    model = made(model)
-    whole = copy.deepcopy(model)
-    laid_out, x, y = lay_out(model, axes), draw(4, 8), draw(4, 8, seed=2)
+    model, whole = made(make()), made(make())
+    laid_out, x, y = lay_out(model, axes, loss=total), draw(4, 8), draw(4, 8, seed=2)
     optimizers = [torch.optim.SGD(list(each.parameters()), lr=0.1) for each in (laid_out, whole)]
     for _ in range(2):
         laid_out.train_step(x, y)
-        F.mse_loss(whole(x), y).backward()
+        total(whole(x), y).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     references = dict(whole.named_parameters())
     named = laid_out.named_parameters()
-    most = max(float((full(each.detach()) - references[name]).abs().max()) for name, each in named)
+    apart = [(full(each.detach()) - references[name]).abs() for name, each in named]
+    most = max(float(each.max()) for each in apart if each.numel())
     with torch.no_grad():
-        return max(most, float((laid_out.predict(x) - whole.eval()(x)).abs().max()))
+        found, expected = tree_leaves(laid_out.predict(x)), tree_leaves(whole.eval()(x))
+        return max(most, *(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)))
 
 
 def plan_alone(edited_on: int, *, is_refused: bool = False) -> None:

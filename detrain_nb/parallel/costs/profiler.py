@@ -50,6 +50,7 @@ __all__ = [
     "modules_around",
     "profile",
     "profile_call",
+    "require_known",
     "shared_inputs",
 ]
 
@@ -222,6 +223,23 @@ def shared_inputs(example_inputs: ExampleInputs) -> frozenset[str]:
     )
 
 
+def require_known(outputs: Any) -> None:
+    """Raises: SpecError for an object with tensors in it that nobody finds: gradients of them would be missed."""
+    for leaf in tree_leaves(outputs):
+        held = {**getattr(leaf, "__dict__", {}), **{key: getattr(leaf, key, None) for key in _slots_of(leaf)}}
+        if not isinstance(leaf, Tensor) and any(isinstance(each, Tensor) for each in tree_leaves(held)):
+            more = "register_dataclass" if dataclasses.is_dataclass(leaf) else "register_pytree_node"
+            raise SpecError(
+                f"the model returns a {type(leaf).__name__}, and what is in it is not known: return a tuple or a dict, "
+                f"or make it known with torch.utils._pytree.{more}"
+            )
+
+
+def _slots_of(value: Any) -> list[str]:
+    slots = [getattr(base, "__slots__", ()) for base in type(value).__mro__]
+    return [key for each in slots for key in ((each,) if isinstance(each, str) else each)]
+
+
 def _require_hooks(model: nn.Module) -> None:
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise SpecError("the model is compiled: split the one that was given to torch.compile, and compile its stages")
@@ -264,12 +282,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _make_profile(recording: Recording, num_rows: int) -> ModelProfile:
-    for leaf in tree_leaves(recording.outputs):
-        if dataclasses.is_dataclass(leaf):
-            raise SpecError(
-                f"the model returns a {type(leaf).__name__}, and what is in it is not known: return a tuple or a dict, "
-                "or make it known with torch.utils._pytree.register_dataclass"
-            )
+    require_known(recording.outputs)
     written = find_written_buffers(recording)
     found = find_cuts(recording, written)
     begins = [cut.index for cut in found.cuts]

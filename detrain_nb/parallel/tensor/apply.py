@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import SpecError
 from ..limits import require_fit
@@ -64,8 +65,17 @@ def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, 
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
     lay_out(module, plan, MeshRanks(mesh), distribute, seed=_agree_on_seed(module, mesh) + replica * 0xD1B54A32D192ED03)
+    if plan.shard_head is None:
+        module.register_forward_hook(_give_plain)
     module.__dict__[_PLAN] = plan
     return module
+
+
+def _give_plain(module: nn.Module, args: Any, output: Any) -> Any:
+    """What the model's code has made of ``parameters()``, such as a penalty, is a DTensor until here."""
+    if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(output)):
+        return output
+    return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, output)
 
 
 def plan_of(module: nn.Module) -> TensorPlan | None:

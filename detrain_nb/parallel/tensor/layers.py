@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...errors import SpecError
 from ..recording import without_fused_layers
 from .plan import Layout
 from .ranks import TensorRanks, add_up, add_up_gradients, bounds, once, put_together
@@ -47,7 +48,16 @@ class Region:
     def _begun(self, module: nn.Module) -> Iterator[None]:
         is_training = module.training and torch._C._current_graph_task_id() == -1
         with without_fused_layers(), self._seeded(module) if is_training else contextlib.nullcontext():
-            yield
+            try:
+                yield
+            except RuntimeError as exc:
+                if "mixed torch.Tensor and DTensor" not in str(exc):
+                    raise
+                raise SpecError(
+                    "the model's code computes with parameters that it has not read as attributes of a module, but "
+                    "from parameters(), say, where each is a DTensor: read self.weight, or return what is made of "
+                    "these apart from the rest"
+                ) from exc
 
     @contextlib.contextmanager
     def _seeded(self, module: nn.Module) -> Iterator[None]:
@@ -93,9 +103,9 @@ class Share:
     num_rows: int = 0
     running: int = 0
 
-    def see(self, name: str, parameter: nn.Parameter) -> Tensor:
+    def see(self, name: str, parameter: Tensor) -> Tensor:
         """What the code of the model gets for a parameter while it runs."""
-        local = self.ranks.local(parameter)
+        local = self.ranks.local(parameter, self.cuts[name][0].dim if name in self.cuts else None)
         if local is None:
             return parameter
         if name in self.cuts:
@@ -131,7 +141,7 @@ class _Part(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if isinstance(value, nn.Parameter):
+        if isinstance(value, Tensor) and name in self._parameters:  # also what functional_call puts in its place
             share: Share = self.__dict__["_share"]
             if share.region.depth:
                 return share.see(name, value)
@@ -232,4 +242,10 @@ def change_class(module: nn.Module, share: Share) -> None:
         kind = _ChangedPart
     if (kind, base) not in _CLASSES:
         _CLASSES[kind, base] = type(base.__name__, (kind, base), {"__module__": base.__module__})
-    module.__class__ = _CLASSES[kind, base]
+    try:
+        module.__class__ = _CLASSES[kind, base]
+    except TypeError as exc:  # objects of classes that have another before nn.Module, as ABC, are laid out otherwise
+        if kind is not _Part or module._parameters:
+            raise SpecError(
+                f"a {base.__name__} cannot run in parts ({exc}): make nn.Module the first base of its class"
+            ) from exc

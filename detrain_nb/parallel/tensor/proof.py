@@ -142,7 +142,7 @@ def _reference_in_modes(whole: nn.Module, modes: list[bool], evaluated: Run) -> 
     if not any(modes):
         return []
     _set_modes(whole, modes)
-    with values_kept(list(whole.buffers())):
+    with values_kept([buffer for buffer in whole.buffers() if buffer.layout == torch.strided]):
         try:
             with torch.no_grad():
                 first = evaluated.again(whole).look()

@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .plan import Packed
 
@@ -32,8 +32,11 @@ class TensorRanks(Protocol):
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, of one shape, by rank. Collective."""
 
-    def local(self, parameter: nn.Parameter) -> Tensor | None:
-        """What of a parameter this rank computes with; None where these ranks did not lay it out, or do not hold it."""
+    def local(self, parameter: Tensor, dim: int | None) -> Tensor | None:
+        """What of a parameter this rank computes with; None where these ranks did not lay it out, or do not hold it.
+
+        ``dim``: in which it is cut.
+        """
 
     def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:
         """What the model gives where each rank keeps its part, of ``total`` in the last dimension."""
@@ -58,9 +61,11 @@ class MeshRanks:
         gathered = _arrived(_all_gather(tensor.contiguous(), 0, self._group))
         return list(gathered.chunk(self.size))
 
-    def local(self, parameter: nn.Parameter) -> Tensor | None:
+    def local(self, parameter: Tensor, dim: int | None) -> Tensor | None:
         if not isinstance(parameter, DTensor):
             return None
+        if not isinstance(parameter, nn.Parameter) and parameter.device_mesh == self.mesh:  # made of parameters
+            parameter = parameter.redistribute(placements=[Replicate() if dim is None else Shard(dim)])
         if parameter.device_mesh != self.mesh and not all(each.is_replicate() for each in parameter.placements):
             return None  # as it lies in the shards of FSDP2, say
         return parameter.to_local(grad_placements=parameter.placements)

@@ -84,7 +84,7 @@ class _NoRanks:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor] * self.size
 
-    def local(self, parameter: nn.Parameter) -> Tensor | None:
+    def local(self, parameter: Tensor, dim: int | None) -> Tensor | None:
         return parameter
 
     def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 __all__ = ["Meeting", "ThreadRanks"]
 
@@ -46,7 +46,7 @@ class ThreadRanks:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return self._meeting.exchange(self.rank, "gather", tensor)
 
-    def local(self, parameter: nn.Parameter) -> Tensor | None:
+    def local(self, parameter: Tensor, dim: int | None) -> Tensor | None:
         return parameter
 
     def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:
