@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,7 +17,14 @@ from .blocks import StandIn
 from .compiled import leave_as_written
 from .recording import TensorMemo
 
-__all__ = ["follow_copies", "ghost_of", "replace_tensors", "shallow_copy", "zeros_without_memory"]
+__all__ = [
+    "follow_copies",
+    "ghost_of",
+    "holds_words_alone",
+    "replace_tensors",
+    "shallow_copy",
+    "zeros_without_memory",
+]
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -55,13 +63,23 @@ def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module
 
     for made in copies.values():
         for key, value in list(vars(made).items()):
-            if key in _OF_MODULES or isinstance(value, _PLAIN) or isinstance(made, StandIn):
+            if key in _OF_MODULES or isinstance(value, _PLAIN) or isinstance(made, StandIn) or holds_words_alone(value):
                 continue
             leaves = tree_leaves(value)
             if any(follow(leaf) is not leaf for leaf in leaves):
                 made.__dict__[key] = tree_map(follow, value)
 
 
+def holds_words_alone(value: Any) -> bool:
+    """Whether a container has nothing but words and numbers in it, or rows of these, as a vocabulary has."""
+    if type(value) not in (list, tuple, dict, set, frozenset):
+        return False
+    held = value.values() if isinstance(value, dict) else value
+    rows = [each for each in held if type(each) not in _WORDS]
+    return all(type(each) in (list, tuple) for each in rows) and _WORDS.issuperset(map(type, itertools.chain(*rows)))
+
+
+_WORDS = frozenset((bool, int, float, str, bytes, type(None)))
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 _OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children: these have been copied
 
@@ -98,7 +116,9 @@ def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
 def replace_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """In all attributes, and in what these contain: recurrent layers have their parameters in a list too."""
     for key, value in module.__dict__.items():
-        if any(isinstance(leaf, Tensor) and change(leaf) is not leaf for leaf in tree_leaves(value)):
+        if not holds_words_alone(value) and any(
+            isinstance(leaf, Tensor) and change(leaf) is not leaf for leaf in tree_leaves(value)
+        ):
             module.__dict__[key] = tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel.tensor import proof
+from detrain_nb.parallel.tensor import copies, proof
 from detrain_nb.parallel.tensor.layout import lay_out
 from detrain_nb.parallel.tensor.plan import ByHead, Layout, Pair, TensorPlan
 from detrain_nb.parallel.tensor.planner import tp_plan
@@ -572,6 +572,17 @@ class TakesLock(nn.Sequential):
         with lock:
             result: Tensor = super().forward(x)
         return result
+
+
+def test_a_vocabulary_is_not_copied_for_each_rank_of_a_proof() -> None:
+    """Nor looked through, word by word; what tensors are in, or what is small, is of each copy alone."""
+    model = Numbered(0)
+    model.vocabulary = {str(each): each for each in range(2000)}
+    model.pairs = [(str(each), each) for each in range(2000)]
+    model.tables, model.counts = [torch.ones(1) for _ in range(2000)], {"calls": 0}
+    made = copies.copied(model)
+    assert made.vocabulary is model.vocabulary and made.pairs is model.pairs
+    assert made.tables[0] is not model.tables[0] and made.counts is not model.counts
 
 
 def test_arguments_that_cannot_be_copied_are_taken_as_they_are() -> None:

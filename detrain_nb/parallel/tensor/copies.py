@@ -10,19 +10,27 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..module_copies import holds_words_alone
+
 __all__ = ["copied", "copied_or_shared"]
 
 Value = TypeVar("Value")
+_MOST_COPIED = 1000  # words
 
 
 def copied(module: nn.Module, *, shared: Iterable[Tensor] = ()) -> nn.Module:
     """A copy of ``module``, but for the tensors in ``shared``.
 
     A tensor that its code has kept from a pass, as an auxiliary loss is, has no gradient in the copy; a lock is a lock
-    of its own, as the ranks of a proof are threads; another attribute that cannot be copied is in both.
+    of its own, as the ranks of a proof are threads; another attribute that cannot be copied, and a vocabulary, is in
+    both.
     """
     known: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     for value in _attributes_of(module):
+        if holds_words_alone(value):
+            if len(value) > _MOST_COPIED:
+                known[id(value)] = value
+            continue
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor) and not leaf.is_leaf:
                 known[id(leaf)] = leaf.detach().clone()
