@@ -114,11 +114,18 @@ def _of_look(name: str) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            left, is_all_refused = look(name)
+            left, refused = look(name)
     finally:
         logging.disable(disabled)
     if not left:
-        return Outcome("refused", "every call") if is_all_refused else Outcome("right")
+        if "profile" in refused:
+            return Outcome("refused", ", ".join(sorted(refused)))
+        is_one = ("split" in refused) == ("dry_run" in refused)
+        return (
+            Outcome("right")
+            if is_one
+            else Outcome("wrong", f"{' '.join(refused & {'split', 'dry_run'})} alone refuses")
+        )
     is_raw = all(how.startswith("raises ") for how in left.values())
     return Outcome("error" if is_raw else "wrong", "; ".join(f"{what}: {how}" for what, how in left.items()))
 
