@@ -74,9 +74,15 @@ class Recording:
 
 
 def record(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], copy: Callable[[Tensor], Tensor]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    copy: Callable[[Tensor], Tensor],
+    around: Callable[[Recorder, Entries], contextlib.AbstractContextManager[None]] = (
+        lambda recorder, entries: contextlib.nullcontext()
+    ),
 ) -> Recording:
-    """Run ``model`` on what ``copy`` makes of its tensors, and of its inputs', under `state_kept`."""
+    """Run ``model`` on what ``copy`` makes of its tensors, and of its inputs', ``around`` it, under `state_kept`."""
     made = TensorMemo(copy)
     parameters, buffers = tensors_in(model, "_parameters", made), tensors_in(model, "_buffers", made)
     args, kwargs = tree_map(made, args), tree_map(made, kwargs)
@@ -85,6 +91,7 @@ def record(
     storages = {name: _storage_of(tensor) for name, tensor in parameters.items()}
     with (
         entries.watched(),
+        around(recorder, entries),
         without_fused_layers(),
         as_written(),
         torch.enable_grad(),
@@ -251,6 +258,10 @@ class Recorder(OperatorMode):
             self.looks.append(_look_at(tensor))
             self.is_computed.append(False)
         return self._numbers[id(tensor)]
+
+    def computed(self) -> set[int]:
+        """The ids of tensors that depend on a parameter."""
+        return {id(tensor) for tensor, is_computed in zip(self._kept, self.is_computed) if is_computed}
 
     def save(self, tensor: Tensor) -> None:
         """Called by autograd for what it keeps; several tensors on one storage are kept once."""

@@ -290,6 +290,60 @@ def test_containers_with_nothing_in_them_are_copied() -> None:
     assert first.options == [None] and first.names == {"act": None, "layers": (None, 2)}
 
 
+class _Keeps(nn.Module):
+    """Something is kept from one call to the next, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.way, self.step, self.log = way, 0, list[Tensor]()
+        self.memory: Tensor | None = None
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way in ("from the end", "of a layer") and self.memory is not None:
+            x = x + self.memory
+        if self.way == "warm-up":
+            x = x * min(1.0, (1 + self.step) / 3)
+        if self.table is None:
+            self.table = torch.ones(8)
+        for number, layer in enumerate(self.layers):
+            x = layer(x * self.table)
+            if self.way == "of a layer" and number == 2:
+                self.memory = x.detach()
+            if self.way == "to the end" and number == 1:
+                kept, self.memory = self.memory, x.detach()
+        if self.way == "to the end" and kept is not None:
+            x = x + kept
+        if self.way == "from the end":
+            self.memory = x.detach()
+        if self.way == "captured":
+            self.log.append(x)
+            self.memory = x
+        self.step += 1
+        return x
+
+
+@pytest.mark.parametrize(
+    "way, name, cuts",
+    [
+        ("from the end", "memory", ()),
+        ("of a layer", "memory", (3,)),
+        ("warm-up", "step", ()),
+        ("captured", "", (1, 2, 3)),
+        ("none", "", (1, 2, 3)),
+    ],
+)
+def test_what_a_model_keeps_for_its_next_call_is_in_one_stage(way: str, name: str, cuts: tuple[int, ...]) -> None:
+    model = _Keeps(way)
+    found = profile(model, batch(3, 8))
+    assert found.cuts == tuple(f"layers.{number}" for number in cuts)
+    if name:
+        why = f"{name}, which the model keeps for its next call, is read before it and written behind it"
+        assert found.hindrances["layers.1"] == why
+    assert (model.step, model.memory, model.table, model.log, type(model)) == (0, None, None, [], _Keeps)
+
+
 class _InOrder(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ..blocks import names_of_blocks, parts_of_blocks
 from ..compiled import parts_of_compiled
 from ..recording import Entries, Recorder, Recording, TensorLook, modules_around
+from .carried_attributes import CarriedAttribute
 from .written_buffers import WrittenBuffer
 
 __all__ = ["Cut", "Cuts", "find_cuts", "find_replaceable"]
@@ -35,21 +36,22 @@ class Cuts:
     why_no_more: str
 
 
-def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
+def find_cuts(recording: Recording, written: Sequence[WrittenBuffer], carried: Sequence[CarriedAttribute] = ()) -> Cuts:
     """Where one tensor is all that is left of what was computed so far, in the order of the pass.
 
     Of modules that are entered at the same place the outermost counts. One that runs twice is no cut, nor one in the
     middle of a checkpoint, that begins again with what it was given. Nor may a module around it have looked at a value
     before: its code runs again where the model goes on, and there is nothing to look at; nor have a hook on its
     backward pass, which would run in each stage. Nor may one stage write a buffer, as ``written`` says, that another
-    one reads. One whose argument is used again after it was left (``x + block(x)``) is a cut only where it is no part
-    of a block: a block stays whole.
+    one reads, nor what the model keeps for its next call, as ``carried`` says. One whose argument is used again after
+    it was left (``x + block(x)``) is a cut only where it is no part of a block: a block stays whole.
     """
     recorder, entries = recording.recorder, recording.entries
     last = _last_reads(recorder, recording.outputs)
     entered: dict[int, list[tuple[str, int | None]]] = {}
     for index, name, number in entries.entered:
         entered.setdefault(index, []).append((name, number))
+    place_of = {name: place for place, (_, name, _) in enumerate(entries.entered)}
     in_blocks = parts_of_blocks(entries.model)
     in_compiled = parts_of_compiled(entries.model)
     with_backward_hooks = {
@@ -71,6 +73,8 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer]) -> Cuts:
         if hooked := [outer for outer in around if outer in with_backward_hooks]:
             return f"{hooked[0] or 'the model'} has a hook on its backward pass, and would be in two stages"
         if why := next(filter(None, (buffer.hinders(index, around) for buffer in written)), ""):
+            return why
+        if why := next(filter(None, (each.hinders(place_of[name], around) for each in carried)), ""):
             return why
         if others := live - {number}:
             return f"beside what comes into it {_name(others, makers, recorder.looks)} still needed behind it"

@@ -7,12 +7,12 @@ far: whoever has it, and the model's inputs, can go on from there. Between two c
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import html
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ from ..recording import (
 )
 from ..writes import writes_undone
 from .block_use import BlockUse, find_block_use
+from .carried_attributes import CarriedAttribute, changed_attributes, find_carried, note_attributes
 from .cuts import Cut, find_cuts, find_replaceable
 from .measuring import measure_units
 from .written_buffers import WrittenBuffer, find_written_buffers
@@ -185,14 +186,29 @@ def profile_call(
     with state_kept(model, args, kwargs):
         try:
             with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-                return _make_profile(record(model, args, kwargs, functools.partial(_fake, device=device)), num_rows)
+                recording, carried = _record(model, args, kwargs, functools.partial(_fake, device=device))
+                return _make_profile(recording, num_rows, carried)
         except (RuntimeError, AssertionError) as exc:  # it looks at values, or what it calls wants them
             _require_values(model, args, kwargs, exc)
     place = device_of([*model.parameters(), *model.buffers()])
     args, kwargs = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     with state_kept(model, args, kwargs, device=place) as tensors, writes_undone(tensors):
-        recording = record(model, args, kwargs, _copy)
-    return dataclasses.replace(_make_profile(recording, num_rows), outputs=recording.entries.outputs)
+        recording, carried = _record(model, args, kwargs, _copy)
+    return dataclasses.replace(_make_profile(recording, num_rows, carried), outputs=recording.entries.outputs)
+
+
+def _record(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], copy: Callable[[Tensor], Tensor]
+) -> tuple[Recording, list[CarriedAttribute]]:
+    before = note_attributes(model)
+    recording = record(model, args, kwargs, copy)
+    changed = changed_attributes(model, before)
+    if not changed:
+        return recording, []
+    left = recording.recorder.computed()
+    with contextlib.suppress(RuntimeError):  # another one would fail in the same way
+        return recording, find_carried(model, changed, left, functools.partial(record, model, args, kwargs, copy))
+    return recording, []
 
 
 def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -269,7 +285,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Where torch cannot run an operator without values it logs a traceback; here the error itself is dealt with."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -281,10 +297,10 @@ def _quiet() -> Iterator[None]:
         logger.disabled = was_disabled
 
 
-def _make_profile(recording: Recording, num_rows: int) -> ModelProfile:
+def _make_profile(recording: Recording, num_rows: int, carried: Sequence[CarriedAttribute]) -> ModelProfile:
     require_known(recording.outputs)
     written = find_written_buffers(recording)
-    found = find_cuts(recording, written)
+    found = find_cuts(recording, written, carried)
     begins = [cut.index for cut in found.cuts]
     written = [dataclasses.replace(each, unit=bisect.bisect_right(begins, each.last_write)) for each in written]
     return ModelProfile(

@@ -1,0 +1,159 @@
+"""Plain attributes in which a model keeps something from one call to the next: one stage has to write and read it.
+
+A second pass shows it, which finds what the first one has left, and in which those attributes are watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..recording import Recording
+
+__all__ = ["CarriedAttribute", "changed_attributes", "find_carried", "note_attributes"]
+
+Changed = Mapping[str, Mapping[str, Any]]  # by module and attribute, what was left there
+
+
+@dataclass(frozen=True)
+class CarriedAttribute:
+    """``reads`` of what an earlier call left, and ``writes``: after how many entries of modules; inside which of them.
+
+    ``is_computed``: what is kept depends on parameters. Without ``writes`` nobody knows where it is kept.
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[tuple[int, tuple[str, ...]], ...]
+    is_computed: bool
+
+    def hinders(self, entry: int, around: Collection[str]) -> str:
+        """Why there is no cut where the module comes that is entered after ``entry`` others; empty where there may be.
+
+        What is written behind a cut is not seen by the stage before it; what is written before one comes of zeros in
+        the stage behind it, or is not written there at all.
+        """
+        kept = f"{self.name}, which the model keeps for its next call,"
+        if not self.writes:
+            return f"{kept} is no buffer"
+        if self.reads[0] <= entry < self.writes[-1][0]:
+            return f"{kept} is read before it and written behind it"
+        gone = (place for place, inside in self.writes if self.is_computed or not set(inside) <= set(around))
+        if self.reads[-1] > entry and any(place <= entry for place in gone):
+            return f"{kept} is written before it and read behind it"
+        return ""
+
+
+def note_attributes(model: nn.Module) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """What is there before a pass, by module and attribute; of a container what is in it."""
+    return {name: {key: (each, _contents(each)) for key, each in _plain(part)} for name, part in model.named_modules()}
+
+
+def changed_attributes(model: nn.Module, before: Mapping[str, Mapping[str, tuple[Any, Any]]]) -> Changed:
+    found: dict[str, dict[str, Any]] = {}
+    for name, part in model.named_modules():
+        for key, each in _plain(part):
+            was, contents = before.get(name, {}).get(key, (None, None))
+            if each is not was or _is_other(_contents(each), contents):
+                found.setdefault(name, {})[key] = each
+    return found
+
+
+def find_carried(
+    model: nn.Module, changed: Changed, left: Collection[int], run: Callable[[Callable[..., Any]], Recording]
+) -> list[CarriedAttribute]:
+    """``run`` makes the second pass, under what it is given. ``left``: ids of tensors that the first one computed."""
+    watch = _Watch()
+    recording = run(lambda recorder, entries: watch.watched(model, changed, recorder, entries))
+    recorder = recording.recorder
+    found = []
+    for name, keys in changed.items():
+        for key, value in keys.items():
+            events = watch.events.get((name, key), [])
+            if not events or events[0].is_write:
+                continue
+            first = next((number for number, event in enumerate(events) if event.is_write), len(events))
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            writes = tuple((event.entry, event.inside) for event in events[first:] if event.is_write)
+            is_computed = any(id(leaf) in left for leaf in tensors)
+            if not writes and not (is_computed and _is_read(recorder, tensors, left)):
+                continue  # made once, as tables are, or only added to
+            reads = tuple(event.entry for event in events[:first])
+            found.append(CarriedAttribute(f"{name}.{key}" if name else key, reads, writes, is_computed))
+    return found
+
+
+@dataclass(frozen=True)
+class _Event:
+    is_write: bool
+    entry: int
+    inside: tuple[str, ...]
+
+
+@dataclass
+class _Watch:
+    events: dict[tuple[str, str], list[_Event]] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def watched(self, model: nn.Module, changed: Changed, recorder: Any, entries: Any) -> Iterator[None]:
+        was: list[tuple[nn.Module, type[nn.Module]]] = []
+
+        def note(name: str, key: str, *, is_write: bool) -> None:
+            event = _Event(is_write, len(entries.entered), recorder.inside)
+            self.events.setdefault((name, key), []).append(event)
+
+        try:
+            for name, keys in changed.items():
+                part = model.get_submodule(name)
+                with contextlib.suppress(TypeError):  # a class that none can be made of
+                    made = _watching(type(part), name, frozenset(keys), note)
+                    was.append((part, type(part)))
+                    part.__class__ = made
+            yield
+        finally:
+            for part, owner in was:
+                part.__class__ = owner
+
+
+def _watching(base: type[nn.Module], name: str, keys: Collection[str], note: Callable[..., None]) -> type[nn.Module]:
+    def get(self: nn.Module, key: str) -> Any:
+        if key in keys:
+            note(name, key, is_write=False)
+        return base.__getattribute__(self, key)
+
+    def put(self: nn.Module, key: str, value: Any) -> None:
+        if key in keys:
+            note(name, key, is_write=True)
+        base.__setattr__(self, key, value)
+
+    return type(base.__name__, (base,), {"__getattribute__": get, "__setattr__": put, "__module__": base.__module__})
+
+
+def _is_read(recorder: Any, tensors: Collection[Tensor], left: Collection[int]) -> bool:
+    kept = {recorder.number(leaf) for leaf in tensors if id(leaf) in left}
+    return any(not kept.isdisjoint(op.reads) for op in recorder.ops)
+
+
+def _plain(part: nn.Module) -> list[tuple[str, Any]]:
+    return [(key, each) for key, each in vars(part).items() if key not in _OF_MODULES]
+
+
+def _contents(value: Any) -> list[Any] | None:
+    if isinstance(value, dict):
+        return list(dict.values(value))
+    return list(value) if isinstance(value, (list, deque)) else None
+
+
+def _is_other(now: list[Any] | None, was: list[Any] | None) -> bool:
+    if now is None or was is None:
+        return now is not was
+    return len(now) != len(was) or any(each is not other for each, other in zip(now, was))
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
