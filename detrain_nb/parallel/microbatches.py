@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from .losses import name_of_torchs, require_loss, require_target_of, told
 from .mesh import replica_number
 from .tensor.apply import loss_on_parts
 
-__all__ = ["Loss", "Objective", "Passage", "cut_batch", "rows_of"]
+__all__ = ["Loss", "Objective", "Passage", "cut_batch", "lists_in", "require_rows_in_tensors", "rows_of"]
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -187,7 +187,11 @@ class Passage:
         """Of all parts; None where no last stage is. Of a number without rows, as a loss, the mean over the parts."""
         if not self._outputs:
             return None
-        return tree_map(_joined, *(self._outputs[index] for index in range(len(self.parts))))
+        outputs = [self._outputs[index] for index in range(len(self.parts))]
+        if len(outputs) == 1:
+            return outputs[0]
+        _require_rows_first(outputs[0], count_rows(self.parts[0]))
+        return tree_map(_joined, *outputs)
 
     def take(self, index: int, output: Any) -> None:
         """What the model gave for a part; with a target the loss is what stays of it."""
@@ -212,6 +216,50 @@ def rows_of(tree: Any) -> int:
     if not rows:
         raise SpecError("a batch without rows, or without a tensor: there is nothing to cut into microbatches")
     return rows
+
+
+def require_rows_in_tensors(tree: Any, *, rows: int, lengths: Mapping[str, int] | None = None) -> None:
+    """``lengths``: of the lists in the example. Raises: SpecError for a list that has an entry for each row.
+
+    Only tensors are cut: every microbatch would get all of it.
+    """
+    for place, found in lists_in(tree):
+        is_other = lengths is not None and len(found) != lengths.get(place, len(found))
+        is_of_tensors = any(isinstance(each, Tensor) and each.dim() for each in found)
+        if is_other or len(found) == rows > 1 and not is_of_tensors:
+            kind = type(found).__name__
+            raise SpecError(
+                f"the batch has a {kind} of {len(found)} entries ({place or 'its arguments'}), one for each of "
+                f"its {rows} rows, and only tensors are cut into microbatches: give a tensor (padded where rows "
+                "differ), a tuple where it is not of the rows, or num_microbatches=1"
+            )
+
+
+def lists_in(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Lists and numpy arrays, by where they are."""
+    if isinstance(tree, Mapping):
+        for key, each in tree.items():
+            yield from lists_in(each, f"{place}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        if isinstance(tree, list):
+            yield place, tree
+        for number, each in enumerate(tree):
+            yield from lists_in(each, f"{place}[{number}]")
+    elif type(tree).__name__ == "ndarray" and tree.ndim:
+        yield place, tree
+
+
+def _require_rows_first(output: Any, rows: int) -> None:
+    """Raises: SpecError for what cannot be put together from what the parts of ``rows`` gave."""
+    for path, leaf in tree_flatten_with_path(output)[0]:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            continue
+        if len(leaf) % rows or len(leaf) != rows and leaf.dim() > 1 and leaf.shape[1] == rows:
+            raise SpecError(
+                f"output{keystr(path)} of the model is {tuple(leaf.shape)} for {rows} rows: outputs of microbatches "
+                "are put together along the first dimension, which is not that of the rows: return it with the rows "
+                "first, or use num_microbatches=1"
+            )
 
 
 def cut_batch(tree: Any, *, rows: int, count: int, shared: Collection[str] = ()) -> list[Any]:

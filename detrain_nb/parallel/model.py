@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import SpecError
 from .costs.profiler import ExampleInputs, as_call
-from .microbatches import Loss, Objective, Passage, cut_batch, rows_of
+from .microbatches import Loss, Objective, Passage, cut_batch, require_rows_in_tensors, rows_of
 from .replicated import averaged, replicated_in
 from .running import RunningBuffers
 
@@ -58,6 +58,7 @@ class ParallelModel(abc.ABC):
     called: tuple[nn.Module, ...]  # in their place
     num_microbatches: int
     tied_names: Sequence[Sequence[str]] = ()  # of one parameter, in the whole model
+    list_lengths: Mapping[str, int] | None = None  # of those in the example
     called_with: frozenset[str] | None = None  # the keywords of the example that it was laid out with, if there was one
 
     def __init__(
@@ -235,6 +236,9 @@ class ParallelModel(abc.ABC):
         target = tree_map(self._place, target)
         rows = rows_of((args, kwargs))
         count = self._count_microbatches(self.objective.common_rows(rows)) if self.num_microbatches > 1 else 1
+        if count > 1:
+            require_rows_in_tensors((args, kwargs), rows=rows, lengths=self.list_lengths)
+            require_rows_in_tensors(target, rows=rows)
         parts = cut_batch((args, kwargs), rows=rows, count=count, shared=self._shared_inputs)
         targets = cut_batch(target, rows=rows, count=count)
         has_loss = has_loss and self.is_last

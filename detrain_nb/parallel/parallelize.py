@@ -21,7 +21,7 @@ from .deferred import fill, is_deferred, require_values, stand_in
 from .limits import require_fit, require_unwritten, written_parameters
 from .losses import require_no_parameters
 from .mesh import AXES
-from .microbatches import Loss
+from .microbatches import Loss, lists_in
 from .model import Arrangement, ParallelModel, usual_device
 from .sameness import plan_of_all, require_same_model
 from .stages.boundaries import Boundaries
@@ -196,6 +196,7 @@ def lay_out_all(
     else:
         inputs = shared_inputs(example_inputs)
         laid_out = WholeModel(model, num_microbatches=num_microbatches or 1, shared_inputs=inputs, **common)
+    laid_out.list_lengths = {place: len(found) for place, found in lists_in(as_call(example_inputs))}
     laid_out.called_with = frozenset(as_call(example_inputs)[1])
     return laid_out
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -320,7 +321,10 @@ class Recorder(OperatorMode):
 
 
 def _unpack(packed: None) -> Tensor:
-    raise AssertionError("there is no backward pass")
+    raise SpecError(
+        "the model takes gradients in its own forward (torch.autograd.grad), which a pass without a backward one "
+        "cannot follow: keep it whole (dp_replicate), without pp and tp"
+    )
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -350,6 +354,7 @@ class Entries:
         self.given: dict[str, list[int]] = {}  # tensors that it returned, by number
         self.outputs: dict[str, ModuleOutput] = {}  # of modules that give tensors alone
         self.calls: dict[str, int] = {}
+        self.time_first: list[tuple[str, tuple[int, ...]]] = []  # layers that want (T, B, D), and what they get
         self.buffers_left: dict[str, Tensor] = {}  # as they are when the model returns
 
     @contextlib.contextmanager
@@ -369,7 +374,11 @@ class Entries:
             self.calls[name] = self.calls.get(name, 0) + 1
             self._recorder.inside = (*self._recorder.inside, name)
             argument = first_float_tensor(args, kwargs)
+            if argument is not None and is_functorch_wrapped_tensor(argument):  # in torch.vmap: one row of it
+                argument = None
             number = None if argument is None else self._recorder.number(argument)
+            if argument is not None and _takes_time_first(module) and argument.dim() == 3:
+                self.time_first.append((name, tuple(argument.shape)))
             self.entered.append((len(self._recorder.ops), name, number))
             if argument is not None and argument.requires_grad and not torch.is_grad_enabled():
                 self.reentrant.add(name)
@@ -390,13 +399,18 @@ class Entries:
             if not name:
                 self.buffers_left = tensors_in(module, "_buffers", lambda buffer: buffer)
             leaves = tree_leaves(output)
-            given = (self._recorder.number(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+            tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+            given = (self._recorder.number(leaf) for leaf in tensors if not is_functorch_wrapped_tensor(leaf))
             self.given.setdefault(name, []).extend(given)
             if argument is not None and all(isinstance(leaf, (Tensor, type(None))) for leaf in leaves):
                 self.outputs[name] = ModuleOutput(tuple(argument.shape), tree_map(_look_at, output))
             return output
 
         return note
+
+
+def _takes_time_first(module: nn.Module) -> bool:
+    return isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and not module.batch_first
 
 
 def _look_at(leaf: Any) -> Any:

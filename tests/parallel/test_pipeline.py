@@ -402,6 +402,15 @@ def test_what_has_nothing_to_train_is_told_as_torch_does(session: Session, code:
         )
 
 
+def test_batch_that_would_be_cut_along_time_is_refused(session: Session) -> None:
+    with pytest.raises(RankError, match=r"0\.self_attn has batch_first=False, and gets the first dimension .* as time"):
+        session.run_cell(
+            "from on_ranks import *\n"
+            "model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)))\n"
+            "par.PipelineStages(par.split(model, draw(6, 2, 8), 2), device='cpu')"
+        )
+
+
 def test_pipeline_without_ranks_is_told() -> None:
     with pytest.raises(SessionError, match="a pipeline needs a process group: start the session with one"):
         PipelineStages(split(GPT(), TOKENS, 2))

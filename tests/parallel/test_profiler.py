@@ -376,3 +376,37 @@ class PassesOn(nn.Module):
 
 def test_what_passes_on_its_argument_without_gradients_may_be_written_into() -> None:
     assert profile(PassesOn(), torch.zeros(2, 4)).units
+
+
+def test_layer_that_takes_rows_for_time_is_named() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rnn = nn.Linear(4, 4), nn.LSTM(4, 4)
+
+        def forward(self, x: Tensor, is_turned: bool) -> Tensor:
+            x = self.first(x.transpose(0, 1) if is_turned else x)
+            result: Tensor = self.rnn(x)[0]
+            return result
+
+    assert profile(Recurrent(), (torch.ones(3, 5, 4), False)).cut_along_time == "rnn"
+    assert profile(Recurrent(), (torch.ones(3, 5, 4), True)).cut_along_time == ""
+
+
+def test_model_that_takes_gradients_in_its_forward_is_refused() -> None:
+    class Energy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
+
+    with pytest.raises(SpecError, match=r"the model takes gradients in its own forward \(torch.autograd.grad\)"):
+        profile(Energy(4, 4), torch.ones(2, 4))
+
+
+def test_layers_that_are_mapped_over_rows_are_no_cuts() -> None:
+    class Mapped(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = torch.vmap(self[2])(self[1](self[0](x)))
+            return result
+
+    assert profile(Mapped(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(2, 4)).cuts == ("1",)

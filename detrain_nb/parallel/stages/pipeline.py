@@ -77,6 +77,12 @@ class PipelineStages(ParallelModel):
         self.indices = self.schedule.stages_of_rank(rank, num_ranks=num_ranks, num_stages=self.num_stages)
         self.num_microbatches = num_microbatches or self.schedule.num_microbatches(self.num_stages)
         self.schedule.require_microbatches(self.num_microbatches, num_stages=self.num_stages)
+        if self.num_microbatches > 1 and (layer := found.profile.cut_along_time):
+            raise SpecError(
+                f"{layer} has batch_first=False, and gets the first dimension of the inputs as time: a batch is cut "
+                "along its first dimension; make the layer with batch_first=True, give inputs of (batch, time, ...) "
+                "that the model transposes, or num_microbatches=1"
+            )
         shared_inputs = found.profile.shared_inputs
         super().__init__(loss, loss_weight, device=device, arrangement=arrangement, shared_inputs=shared_inputs)
         self._require_same_cuts(found)
