@@ -70,13 +70,16 @@ class WholeModel(ParallelModel):
     def _send(self, passage: Passage, *, is_training: bool) -> None:
         for index, (args, kwargs) in enumerate(passage.parts):
             with self._in_sync(is_last=index + 1 == len(passage.parts)):
-                output = self._called(*args, **kwargs)
-                if self._called is not self.modules[0] or isinstance(self._called, FSDPModule):
-                    require_known(output)  # its gradients go by what is found in it
-                passage.take(index, output)
+                passage.take(index, self._known(self._called(*args, **kwargs)))  # and nobody else keeps it
                 if is_training:
                     with autocast_left(self._device):
                         passage.weighted_loss(index).backward()
+
+    def _known(self, output: Any) -> Any:
+        """An output in which DDP and FSDP2 find all tensors: their gradients go by these. Raises: SpecError."""
+        if isinstance(self._called, (FSDPModule, DistributedDataParallel)):
+            require_known(output)
+        return output
 
     def _in_sync(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Replicas exchange gradients once, when those of all microbatches are there."""

@@ -32,7 +32,6 @@ from ..recording import (
     TensorLook,
     device_of,
     fails_with_inputs,
-    modules_around,
     record,
 )
 from ..writes import writes_undone
@@ -48,7 +47,6 @@ __all__ = [
     "Unit",
     "as_call",
     "count_rows",
-    "modules_around",
     "profile",
     "profile_call",
     "require_known",
