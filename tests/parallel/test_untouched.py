@@ -52,7 +52,7 @@ def test_model_that_writes_is_left_as_it_was(kind: str, is_used: bool) -> None:
 def is_left_alone(name: str, model: nn.Module, inputs: Any) -> bool:
     """Whether the call ended without an error; if not, the model is as it was too."""
     before, is_ended = look_of(model), False
-    with contextlib.suppress(SpecError, RuntimeError):
+    with contextlib.suppress(SpecError, RuntimeError, AssertionError):
         CALLS[name](model, inputs)
         is_ended = True
     try:

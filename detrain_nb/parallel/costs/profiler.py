@@ -92,8 +92,8 @@ class ModelProfile:
     another. ``computing`` are the modules all of whose outputs depend on parameters, or on random numbers; ``outputs``
     what modules gave, where they need values. ``hindrances``: why other modules that run are no cuts;
     ``why_no_more``: of a block, if there is such a one. ``rewrites_parameters``: its forward does, from nothing but
-    these, as RWKV's when it begins to evaluate; ``written_parameters``: all that it writes into, by first name. ``cut_along_time``:
-    a layer that takes the rows of a batch for steps in time.
+    these, as RWKV's when it begins to evaluate; ``written_parameters``: all that it writes into, by first name.
+    ``cut_along_time``: a layer that takes the rows of a batch for steps in time.
     """
 
     units: tuple[Unit, ...]
