@@ -269,7 +269,7 @@ def _slots_of(owner: type) -> tuple[types.MemberDescriptorType, ...]:
     return tuple(
         each
         for base in owner.__mro__
-        if _root_of(base) not in _NOT_THE_MODELS
+        if _root_of(base) not in _NOT_THE_MODELS and "__slots__" in vars(base)  # members of C may be for reading alone
         for each in vars(base).values()
         if isinstance(each, types.MemberDescriptorType)
     )

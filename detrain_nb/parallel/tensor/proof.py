@@ -111,6 +111,8 @@ class Proof:
             if reference is not None:
                 modes = [part.training for part in self._module.modules()]
                 self._references = [reference, *_reference_in_modes(self._whole, modes, reference)]
+        if self._references:
+            self._whole.to(self._references[0].dtype)  # it was put back in that in which it was tried first
 
 
 def _reference(whole: nn.Module, call: Call, unread: Collection[int]) -> tuple[Run | None, str]:
