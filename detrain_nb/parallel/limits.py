@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -48,7 +49,8 @@ def written_parameters(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, 
     """Those that its forward writes into, as the model is and evaluating, by first name; none where nobody can look."""
     args, kwargs = call
     try:
-        with fails_with_inputs(args, kwargs):
+        with fails_with_inputs(args, kwargs), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch tells of this look is told when the model runs
             found = profile_call(model, args, kwargs).written_parameters
             if model.training:
                 place = device_of([*model.parameters(), *model.buffers()])
