@@ -394,15 +394,18 @@ class ReadsInside(nn.Module):
 
 
 class Counts(nn.Module):
-    """It counts its calls in a buffer, and writes then into what a layer gave, as nobody may into what a stage gets."""
+    """It counts its calls, and writes then into what a layer gave, as nobody may into what a stage gets."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.last = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)
         self.calls: Tensor
         self.register_buffer("calls", torch.zeros(()))
+        self.times, self.log = 0, list[str]()
 
     def forward(self, x: Tensor) -> Tensor:
+        self.times += 1
+        self.log.append("called")
         x = self.first(x)
         y = self.second(x)
         self.calls += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -261,8 +262,10 @@ def test_stage_that_has_to_run_again_counts_once() -> None:
     model, x = made(Counts()), batch(3, 8)
     stage = split(model, x, at=["second"]).stage(1)
     received = model.first(x).detach().requires_grad_()  # as a rank gets it: nobody may write into it
-    torch.testing.assert_close(stage(received, x), model(x), rtol=0, atol=0)
+    result = stage(received, x)
+    torch.testing.assert_close(result, model(x), rtol=0, atol=0)
     assert model.calls == 2, "once by the stage, once by the model"
+    assert (stage.times, model.times, len(model.log)) == (1, 1, 2), "the list is the one of the model"
 
 
 def test_refusal_says_what_hinders_a_block() -> None:
@@ -576,6 +579,13 @@ def test_layers_that_are_called_by_another_name_are_told() -> None:
         found.stage(0)(batch(2, 8))
     with pytest.raises(SpecError, match="what was received has gone nowhere: 'b' was not called by the name"):
         found.stage(1)(batch(2, 8), batch(2, 8))
+
+
+def test_forward_that_was_replaced_on_the_object_is_told() -> None:
+    model = GPT()
+    model.forward = types.MethodType(lambda self, tokens: 3 * GPT.forward(self, tokens), model)  # type: ignore[method-assign]
+    with pytest.raises(SpecError, match="the forward of the model was replaced on the object"):
+        split(model, TOKENS, 2)
 
 
 def test_stage_that_is_not_there_is_told() -> None:

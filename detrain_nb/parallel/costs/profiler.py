@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import html
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -287,12 +288,17 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Where torch cannot run an operator without values it logs a traceback; here the error itself is dealt with."""
+    """Where torch cannot run an operator without values it logs a traceback; here the error itself is dealt with.
+
+    Nor does it matter here what torch says of the gradient of a tensor that is no leaf, as a model may keep one.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = logger.disabled
     logger.disabled = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
+            yield
     finally:
         logger.disabled = was_disabled
 

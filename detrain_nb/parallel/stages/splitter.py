@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ...errors import SpecError
-from ..arguments import require_names, require_whole
+from ..arguments import require_model, require_names, require_whole
 from ..costs.partitioner import Partition, StageNode, partition
 from ..costs.profiler import ExampleInputs, ModelProfile, profile
 from ..recording import modules_around
@@ -151,7 +151,13 @@ def split(
     ``example_inputs``: of one microbatch, as ``profile`` has them. ``nodes``: what runs each stage, as ``partition``
     has them. The model may be on the meta device. Raises: SpecError, which says where the model can be cut.
     """
+    require_model(model)
     require_whole(stages=stages)
+    if "forward" in vars(model):
+        raise SpecError(
+            "the forward of the model was replaced on the object, which leads around its stages: put it into its "
+            "class, or take it back (del model.forward)"
+        )
     found = profile_of_model or profile(model, example_inputs)
     if at is not None:
         require_names(at=at)

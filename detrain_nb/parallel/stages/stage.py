@@ -9,7 +9,7 @@ those of the whole model. The user's model is left as it is; a stage shares its 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -41,14 +41,14 @@ class _StageForward(nn.Module):
         if state.cut_in is not None:
             received, *rest = args
             args = tuple(rest)
-        kept = state.keep_buffers(self)
+        put_back = state.keep(self)
         try:
             result = self._run(received, args, kwargs)
         except RuntimeError as exc:
             if state.is_careful or not any(words in str(exc) for words in _OF_WRITING):
                 raise
+            put_back()
             state.be_careful()
-            _put_back(kept)
             result = self._run(received, args, kwargs)
         return _own(result) if isinstance(result, Tensor) else result
 
@@ -72,13 +72,6 @@ class _StageForward(nn.Module):
             return reached.tensor
         finally:
             state.received, state.is_taken = None, False
-
-
-def _put_back(buffers: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
-    for part, key, buffer, values in buffers:
-        with torch.no_grad():
-            buffer.copy_(values)
-        part._buffers[key] = buffer
 
 
 # What torch says of zeros without memory, and of an input, that are written into.

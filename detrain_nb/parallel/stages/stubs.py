@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -81,17 +81,34 @@ class StageState:
             self.device = device
             self._make_zeros()
 
-    def keep_buffers(self, stage: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
-        """Those of a stage that has not run so far in its mode, and may fail half-way and run again: as they were."""
+    def keep(self, stage: nn.Module) -> Callable[[], None]:
+        """Note what a stage is that may fail half-way and run again; what is returned puts it back.
+
+        One that has run in its mode so far does not fail any more.
+        """
         if self.is_careful or stage.training in self._modes_met:
-            return []
+            return lambda: None
         self._modes_met.add(stage.training)
-        return [
-            (part, key, buffer, buffer.clone())
-            for part in stage.modules()
-            for key, buffer in part._buffers.items()
-            if buffer is not None
+        parts = list(stage.modules())
+        buffers = [
+            (buffer, buffer.clone()) for part in parts for buffer in part._buffers.values() if buffer is not None
         ]
+        dicts: list[tuple[dict[str, Any], dict[str, Any]]]
+        dicts = [(each, each.copy()) for part in parts for each in (part._buffers, part.__dict__)]
+        lists = [(each, list(each)) for _, was in dicts for each in was.values() if type(each) in (list, deque)]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)
+            for found, was in dicts:
+                found.clear()
+                found.update(was)
+            for sequence, items in lists:
+                sequence.clear()
+                sequence.extend(items)
+
+        return put_back
 
     def be_careful(self) -> None:
         self.is_careful = True
