@@ -540,3 +540,30 @@ class BasesMethod(_Acts):
         for layer in self.layers:
             x = self.kept(layer(x))
         return x
+
+
+class SharesByDict(nn.Module):
+    """A layer leaves in a dict what a later one reads, as Gemma 3n's do with keys and values."""
+
+    class Layer(nn.Module):
+        def __init__(self, *, leaves: bool) -> None:
+            super().__init__()
+            self.linear, self.leaves = nn.Linear(8, 8), leaves
+
+        def forward(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
+            y: Tensor = self.linear(x)
+            if self.leaves:
+                shared["kept"] = y
+            return torch.tanh(y + shared["kept"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(leaves=number == 0) for number in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared: dict[str, Tensor] = {}
+        for layer in self.layers:
+            x = layer(x, shared)
+        result: Tensor = self.head(x)
+        return result

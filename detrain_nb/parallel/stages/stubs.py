@@ -203,11 +203,11 @@ class Stub(StandIn):
             with self._ghost_kept(args, kwargs), torch.no_grad():
                 self._ghost.__dict__["_forward_hooks"] = OrderedDict[int, Any]()  # what they see is given in the end
                 known = self._ghost(*on_meta, **kwargs_on_meta)
-        except RuntimeError as exc:  # it looks at values, as a mixture of experts does, or wants them
+        except (RuntimeError, LookupError) as exc:  # it looks at values, or for what another stub has not left
             known = self._answer_without_meta(args, kwargs, exc)
         return tree_map(lambda leaf: zeros_without_memory(leaf, device) if isinstance(leaf, Tensor) else leaf, known)
 
-    def _answer_without_meta(self, args: Any, kwargs: Any, why: RuntimeError) -> Any:
+    def _answer_without_meta(self, args: Any, kwargs: Any, why: Exception) -> Any:
         """As it was in the example; or of its own code, that runs on zeros; or else what it gets."""
         argument = first_float_tensor(args, kwargs)
         example = self._state.outputs.get(self._name)
