@@ -201,8 +201,11 @@ class Generation:
         """Make the default group anew, as torch's ``init_process_group`` would be asked to.
 
         Collective. The session knows rank, world size and the store's address; what the call says of them is ignored
-        with a note on rank 0.
+        with a note on rank 0. A "fake" group, in which nobody is, is torch's own: of a dry run.
         """
+        if backend == "fake":
+            self._torch_init(backend, init_method, **options)
+            return
         given = {"init_method": init_method, **{name: options.pop(name, None) for name in _KNOWN_BY_THE_SESSION}}
         ignored = [name for name, value in given.items() if value not in (None, -1)]
         if ignored and self._rank == 0:

@@ -254,7 +254,7 @@ def _require_rows_first(output: Any, rows: int) -> None:
     for path, leaf in tree_flatten_with_path(output)[0]:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             continue
-        if len(leaf) % rows or len(leaf) != rows and leaf.dim() > 1 and leaf.shape[1] == rows:
+        if len(leaf) % rows or len(leaf) != rows and leaf.dim() > 2 and leaf.shape[1] == rows:
             raise SpecError(
                 f"output{keystr(path)} of the model is {tuple(leaf.shape)} for {rows} rows: outputs of microbatches "
                 "are put together along the first dimension, which is not that of the rows: return it with the rows "

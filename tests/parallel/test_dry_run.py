@@ -437,3 +437,27 @@ def test_options_of_a_mesh_without_the_axis_are_refused_as_parallelize_does() ->
         dry_run(GPT(), {"dp_shard": 2}, example_inputs=TOKENS, sequence_parallel=True)
     with pytest.raises(SpecError, match="cp=2: torch's context parallel"):
         dry_run(GPT(), {"cp": 2}, example_inputs=TOKENS)
+
+
+@pytest.mark.slow  # a session of its own
+def test_rank_without_a_group_has_dry_runs(session_of_one: Session) -> None:
+    [told] = session_of_one.run_cell(_DRY_RUN).values.values()
+    assert told == [4, 1, False]
+
+
+@pytest.fixture
+def session_of_one() -> Iterator[Session]:
+    with Session.start(ranks=1, device="cpu", init=False) as started:
+        yield started
+
+
+_DRY_RUN = """
+import torch, torch.distributed as dist
+from detrain_nb import parallel as par
+model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+found = par.dry_run(model, {"pp": 2, "dp_shard": 2}, example_inputs=torch.zeros(2, 4))
+ranks = sum(len(row.ranks) for row in found.rows)
+is_left = dist.is_initialized()
+dist.init_process_group()
+[ranks, dist.get_world_size(), is_left]
+"""
