@@ -23,7 +23,7 @@ from .losses import require_no_parameters
 from .mesh import AXES
 from .microbatches import Loss, lists_in
 from .model import Arrangement, ParallelModel, usual_device
-from .sameness import plan_of_all, require_same_model
+from .sameness import plan_of_all, require_same_model, require_same_options
 from .stages.boundaries import Boundaries
 from .stages.pipeline import PipelineStages
 from .stages.schedules import Schedule, find_schedule
@@ -100,6 +100,17 @@ def parallelize(
         named = f"has {unknown[0]!r}, which" if mesh.mesh_dim_names else "has axes without names, which"
         raise SpecError(f"the mesh {named} says nothing to us: name them {', '.join(AXES)}, as make_mesh does")
     require_axes_for(sizes, pp, nodes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    require_same_options(
+        mesh,
+        fsdp=fsdp,
+        reshard_after_forward=reshard_after_forward,
+        precision=precision,
+        activations=activations,
+        compile=compile,
+        comm_hook=comm_hook,
+        sequence_parallel=sequence_parallel,
+        loss_parallel=loss_parallel,
+    )
     is_pipeline = sizes.get("pp", 1) > 1
     order = find_schedule(schedule)
     require_loss_fits(loss, model, sizes)

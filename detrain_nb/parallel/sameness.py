@@ -17,7 +17,7 @@ from ..errors import SpecError
 from .deferred import tapes_of
 from .tensor.plan import TensorPlan
 
-__all__ = ["plan_of_all", "require_same_model"]
+__all__ = ["plan_of_all", "require_same_model", "require_same_options"]
 
 _PIECE = 1 << 22  # elements
 
@@ -51,6 +51,13 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
                 tensor.copy_(_of_first(mesh, tensor.detach(), device))
         for tape in tapes:
             tape.states = _of_first(mesh, tape.states, device).cpu()
+
+
+def require_same_options(mesh: DeviceMesh, **options: Any) -> None:
+    """Compare what a model is laid out with. Collective: all ranks of ``mesh``. Raises: SpecError."""
+    lines = [f"{name}={value!r}" for name, value in options.items()]
+    if len(set(map(tuple, _gather(mesh, lines).values()))) > 1:
+        _raise_difference(mesh, lines, "what is asked for", "give the same on all ranks")
 
 
 def plan_of_all(mesh: DeviceMesh, make: Callable[[], TensorPlan | None]) -> TensorPlan | None:

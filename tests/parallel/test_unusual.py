@@ -60,6 +60,12 @@ def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None
     require_refusal(ranks, "unusual_ranks.plan_alone(1, is_refused=True)", message)
 
 
+@pytest.mark.parametrize("axis", ["pp", "dp_shard"])
+def test_precision_of_one_rank_alone_is_told_on_all(ranks: Session, axis: str) -> None:
+    message = "what is asked for on rank 1 is another one: there it has precision='bf16', on rank 0 precision=None"
+    require_refusal(ranks, f"unusual_ranks.lay_out_alone({axis!r})", message)
+
+
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "pp"])
 def test_loss_with_a_parameter_of_its_own_is_refused(ranks: Session, axis: str) -> None:
     code = f"unusual_ranks.lay_out(unusual_ranks.Switching(), {{{axis!r}: 2}}, loss=unusual_ranks.SCALED)"

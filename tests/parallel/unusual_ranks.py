@@ -253,6 +253,12 @@ def plan_alone(edited_on: int, *, is_refused: bool = False) -> None:
     lay_out(model, {"tp": 2}, tp=plan)
 
 
+def lay_out_alone(axis: str) -> None:
+    """One rank alone wants bf16."""
+    model = made(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
+    lay_out(model, {axis: 2}, precision="bf16" if dist.get_rank() else None)
+
+
 class Scaled(nn.Module):
     """A loss with a parameter of its own."""
 
