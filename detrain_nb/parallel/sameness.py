@@ -113,7 +113,7 @@ def _raise_difference(mesh: DeviceMesh, lines: list[str], what: str, instead: st
     else:
         difference = f"there it has {one[at]}, on rank {first} {usual[at]}"
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
-    raise SpecError(f"{what} on {named} is another one: {difference}; {instead}")
+    raise SpecError(f"{what} on {named} differs: {difference}; {instead}")
 
 
 def _describe(model: nn.Module, *, has_code: bool) -> Iterator[str]:

@@ -271,7 +271,7 @@ def test_ddp_that_was_asked_for_is_refused_on_all_ranks(
 
 def test_rank_with_another_model_is_named(two_ranks: Session) -> None:
     code = "mixed_ranks.lay_out(mixed_ranks.Other() if rank == 1 else mixed_ranks.Small(), {'dp_shard': 2})"
-    with pytest.raises(RankError, match="the model on rank 1 is another one: there it has the model: Other") as caught:
+    with pytest.raises(RankError, match="the model on rank 1 differs: there it has the model: Other") as caught:
         two_ranks.run_cell(code, timeout_s=30)
     assert sorted(caught.value.errors) == [0, 1], "nobody is left waiting"
 

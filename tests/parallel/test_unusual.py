@@ -54,7 +54,7 @@ def test_parameters_that_forward_writes_into_are_whole_on_every_rank(ranks: Sess
 
 
 def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:
-    message = "the tensor plan on rank 1 is another one: there it has 0: whole, on rank 0 0: colwise; give all ranks"
+    message = "the tensor plan on rank 1 differs: there it has 0: whole, on rank 0 0: colwise; give all ranks"
     require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)
     message = "rank 1: the tensor plan is for 4 ranks, and the mesh has tp=2"
     require_refusal(ranks, "unusual_ranks.plan_alone(1, is_refused=True)", message)
@@ -62,7 +62,7 @@ def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None
 
 @pytest.mark.parametrize("axis", ["pp", "dp_shard"])
 def test_precision_of_one_rank_alone_is_told_on_all(ranks: Session, axis: str) -> None:
-    message = "what is asked for on rank 1 is another one: there it has precision='bf16', on rank 0 precision=None"
+    message = "what is asked for on rank 1 differs: there it has precision='bf16', on rank 0 precision=None"
     require_refusal(ranks, f"unusual_ranks.lay_out_alone({axis!r})", message)
 
 
