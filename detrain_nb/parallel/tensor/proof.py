@@ -23,7 +23,7 @@ from ..writes import values_kept
 from .copies import copied, copied_or_shared
 from .layout import lay_out
 from .plan import Layout, TensorPlan
-from .proof_runs import TOLERANCES, Call, Run
+from .proof_runs import OTHER_OUTPUT, TOLERANCES, Call, Run
 from .ranks import cut
 from .shapes import Shapes, in_short
 from .thread_ranks import Meeting, ThreadRanks
@@ -95,7 +95,10 @@ class Proof:
         with ThreadPoolExecutor(plan.tp) as pool:
             faults = list(pool.map(lambda rank: _fault_of_rank(runs[rank], meeting, plan, rank), range(plan.tp)))
         found = [fault for fault in faults if fault is not None]
-        return next((fault for fault in found if fault != _LEFT_ALONE), found[0]) if found else None
+        if not found:
+            return None
+        fault = next((fault for fault in found if fault != _LEFT_ALONE), found[0])
+        return _DRAWS if fault == OTHER_OUTPUT and _draws(whole, reference) else fault
 
     def _run_whole(self) -> None:
         if self._whole is not None or self._fault:
@@ -156,6 +159,12 @@ def _reference_in_modes(whole: nn.Module, modes: list[bool], evaluated: Run) -> 
     return [found] if _are_equal(first, found) else []
 
 
+def _draws(whole: nn.Module, reference: Run) -> bool:
+    """Whether the whole module gives something else each time: no part of it could be compared."""
+    with torch.no_grad(), values_kept(list(whole.buffers())):
+        return not _are_equal(reference.again(whole).look(), reference)
+
+
 def _are_equal(one: Run, other: Run) -> bool:
     return all(torch.equal(*pair) for pair in zip(one.outputs, other.outputs))
 
@@ -165,6 +174,7 @@ def _set_modes(module: nn.Module, modes: Sequence[bool]) -> None:
         part.training = is_training
 
 
+_DRAWS = "it draws random numbers that are no dropout's, and gives another output each time"
 _LEFT_ALONE = "another rank stopped"
 
 

@@ -19,7 +19,9 @@ from .layer_flow import float_outputs
 from .plan import Layout, TensorPlan
 from .ranks import cut
 
-__all__ = ["TOLERANCES", "Call", "Run"]
+__all__ = ["OTHER_OUTPUT", "TOLERANCES", "Call", "Run"]
+
+OTHER_OUTPUT = "its output differs"
 
 # Relative to the largest; models compute in float32 in places, whatever they are in, and are off by 1e-7 then.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -97,10 +99,10 @@ class Run:
         """What is not as in the whole module."""
         assert self.reference is not None
         if not self._looks.are_like(self.reference._looks):
-            return "its code looks at a value, which is another of a part"
+            return "its code looks at a value, which differs in a part"
         for output, expected in zip(self.outputs, self.reference.outputs):
             if not _is_close(output, expected, self.dtype):
-                return "its output is another"
+                return OTHER_OUTPUT
         layouts = _layouts_by_name(plan)
         gradients = [each for each in self.reference.gradients.values() if each is not None and each.numel()]
         least = _ZERO_BUT_FOR_ROUNDING * max((float(each.abs().max()) for each in gradients), default=0.0)
@@ -109,7 +111,7 @@ class Run:
             if gradient is not None and layout is not None:
                 mine = cut(gradient, layout.dim, rank=rank, size=plan.tp, packed=layout.packed)
             if not _is_close(self.gradients.get(name), mine, self.dtype, least=least):
-                return f"the gradient of {name} is another"
+                return f"the gradient of {name} differs"
         return None
 
 
