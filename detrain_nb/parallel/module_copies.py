@@ -48,10 +48,11 @@ def _slots_of(owner: type) -> list[str]:
 
 
 def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module]) -> None:
-    """Have the attributes of ``copies`` lead to these too, where they led to ``found``, the modules that were copied.
+    """Have the attributes and hooks of ``copies`` lead to these too, where they led to ``found``, which were copied.
 
-    In containers, and as the one whose a method is; what a function of the model's maker leads to stays as it is.
+    In containers, as the one whose a method is, and in what a function has of where it was made.
     """
+    functions: dict[int, types.FunctionType] = {}
 
     def follow(leaf: Any) -> Any:
         if isinstance(leaf, types.MethodType) and id(leaf.__self__) in found:
@@ -59,15 +60,55 @@ def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module
             if isinstance(made, StandIn) and getattr(type(leaf.__self__), name, None) is leaf.__func__:
                 return getattr(made, name)
             return types.MethodType(leaf.__func__, made)
+        if isinstance(leaf, types.FunctionType):
+            return follow_function(leaf) if _leads_to(leaf, found, set()) else leaf
         return copies[id(leaf)] if id(leaf) in found else leaf
 
+    def follow_function(function: types.FunctionType) -> types.FunctionType:
+        if id(function) not in functions:
+            cells = function.__closure__ or ()
+            own = tuple(types.CellType() if _leads_to(_in(cell), found, set()) else cell for cell in cells)
+            made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, own)
+            functions[id(function)] = made  # which may be in a cell of its own
+            made.__defaults__ = function.__defaults__ and tuple(map(follow, function.__defaults__))
+            made.__kwdefaults__ = function.__kwdefaults__
+            made.__dict__.update(function.__dict__)
+            for cell, mine in zip(cells, own):
+                if mine is not cell:
+                    mine.cell_contents = follow(_in(cell))
+        return functions[id(function)]
+
     for made in copies.values():
+        if isinstance(made, StandIn):
+            continue
         for key, value in list(vars(made).items()):
-            if key in _OF_MODULES or isinstance(value, _PLAIN) or isinstance(made, StandIn) or holds_words_alone(value):
+            if key in _OF_MODULES or isinstance(value, _PLAIN) or holds_words_alone(value):
+                if key in _HOOKS:
+                    value.update({number: follow(hook) for number, hook in value.items()})
                 continue
             leaves = tree_leaves(value)
             if any(follow(leaf) is not leaf for leaf in leaves):
                 made.__dict__[key] = tree_map(follow, value)
+
+
+def _leads_to(value: Any, found: Mapping[int, nn.Module], seen: set[int]) -> bool:
+    """Whether it is one of ``found``, or a function of them."""
+    if isinstance(value, types.MethodType):
+        return id(value.__self__) in found
+    if not isinstance(value, types.FunctionType):
+        return id(value) in found
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    held = (*map(_in, value.__closure__ or ()), *(value.__defaults__ or ()))
+    return any(_leads_to(each, found, seen) for each in held)
+
+
+def _in(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is there so far
+        return None
 
 
 def holds_words_alone(value: Any) -> bool:
@@ -82,6 +123,7 @@ def holds_words_alone(value: Any) -> bool:
 _WORDS = frozenset((bool, int, float, str, bytes, type(None)))
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 _OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children: these have been copied
+_HOOKS = frozenset(key for key in _OF_MODULES if key.endswith("_hooks"))
 
 # A ghost has its own of these too: its code may write into those of the module, which are the user's.
 _OPEN = (list, dict, set, deque)

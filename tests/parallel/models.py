@@ -207,18 +207,42 @@ class Noisy(nn.Module):
         return result
 
 
+class Holder:
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.layers = layers
+
+
 class AroundNames(nn.Module):
-    """Calls its layers by a function that was made with it."""
+    """Calls its layers by an object that is no module."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.layers = lambda: [self.a, self.b]
+        self.holder = Holder([self.a, self.b])
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers():
+        for layer in self.holder.layers:
             x = layer(x)
         return x
+
+
+class ByFunctions(nn.Module):
+    """Calls its layers by functions that were made with it, one of which calls itself; a hook of a layer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.outputs: dict[str, Tensor] = {}
+        self.b.register_forward_hook(lambda module, args, output: self.outputs.update(b=output))
+
+        def go(x: Tensor, number: int = 0) -> Tensor:
+            layers = (self.a, self.b, self.c)
+            return x if number == len(layers) else go(layers[number](x), number + 1)
+
+        self.go, self.last = go, lambda layer=self.b: layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.go(x) + self.outputs.pop("b") * self.last().bias
 
 
 class InContainers(nn.Module):

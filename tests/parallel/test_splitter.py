@@ -23,6 +23,7 @@ from .models import (
     GPT,
     AroundNames,
     BasesMethod,
+    ByFunctions,
     Checkpointed,
     Collecting,
     Counts,
@@ -573,6 +574,12 @@ def test_parameters_that_the_example_did_not_need_are_with_their_module() -> Non
     for index in range(3):
         names = {name for name, _ in found.stage(index).named_parameters()}
         assert names == {name for name, _ in model.named_parameters() if name.startswith(f"blocks.{index}.")}
+
+
+@pytest.mark.parametrize("at", ["b", "c"])
+def test_functions_and_hooks_that_were_made_with_a_model_lead_to_its_stages(at: str) -> None:
+    model, x = made(ByFunctions()), batch(3, 8)
+    torch.testing.assert_close(chain(split(model, x, at=[at]), x), model(x), rtol=0, atol=0)
 
 
 def test_layers_that_are_called_by_another_name_are_told() -> None:

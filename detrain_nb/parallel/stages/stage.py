@@ -133,8 +133,8 @@ def build_stage(
         return made
 
     stage = build("", model)
-    state.hooks = RootHooks(stage)
     follow_copies(copies, found)
+    state.hooks = RootHooks(stage)
     stage.__class__ = _stage_class(type(model))
     stage.__dict__["_state"] = state
     if cut_out is not None and cut_out in holding:  # its code does not run, but that of others reads its parameters

@@ -40,6 +40,5 @@ WHOLE = {
 
 # What is wrong still, by name and layout: a pattern of the outcome. Whoever mends one takes its line away.
 FAULTS: Outcomes = {
-    "extracting hook": {"looks": r"dry_run, new: raises KeyError: 'middle'"},
     "sparse gradients": {"looks": r"dry_run, new: raises NotImplementedError: Cannot access storage of Sparse"},
 }
