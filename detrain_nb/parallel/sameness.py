@@ -17,7 +17,7 @@ from ..errors import SpecError
 from .deferred import tapes_of
 from .tensor.plan import TensorPlan
 
-__all__ = ["plan_of_all", "require_same_model", "require_same_options"]
+__all__ = ["dense_parts", "plan_of_all", "require_same_model", "require_same_options"]
 
 _PIECE = 1 << 22  # elements
 
@@ -33,7 +33,7 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
     lines, lines_without_code = ([*_describe(model, has_code=has_code), *more] for has_code in (True, False))
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     figures = [
-        *(_figures(part) for tensor in tensors for part in _dense_parts(tensor)),
+        *(_figures(part) for tensor in tensors for part in dense_parts(tensor)),
         *(tape.drawn_from() for tape in tapes),
     ]
     kinds = tuple(_digest("\n".join(each)) for each in (lines, lines_without_code))
@@ -145,7 +145,7 @@ def _look_of(tensor: Any) -> str:
     return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
 
 
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
+def dense_parts(tensor: Tensor) -> list[Tensor]:
     """Of a sparse one its values, and where they are."""
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:

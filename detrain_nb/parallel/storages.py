@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 
 from .interrupts import OperatorMode
+from .sameness import dense_parts
 
 __all__ = ["KINDS", "Peak", "Storages"]
 
@@ -122,6 +123,10 @@ class Storages(OperatorMode):
     def _note(self, tensor: Tensor, kind: str = "") -> None:
         place = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if place.type == "meta":  # what stands for other stages asks shapes there
+            return
+        if tensor.layout != torch.strided:
+            for part in dense_parts(tensor):
+                self._note(part, kind)
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
