@@ -32,7 +32,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     copied: nn.Module = module.__class__.__new__(module.__class__)
     copied.__dict__.update(
         {
-            key: value.copy() if key.startswith("_") and isinstance(value, (dict, set)) else value
+            key: _own(value) if key.startswith("_") and isinstance(value, (dict, set)) else value
             for key, value in module.__dict__.items()
         }
     )
@@ -40,6 +40,14 @@ def shallow_copy(module: nn.Module) -> nn.Module:
         if hasattr(module, slot):
             setattr(copied, slot, getattr(module, slot))
     return copied
+
+
+def _own(container: Any) -> Any:
+    """Another one with the same in it, and the same attributes; itself, where its class lets nobody set items."""
+    try:
+        return copy.copy(container)
+    except Exception:  # noqa: BLE001 - as the configurations of diffusers do
+        return container
 
 
 def _slots_of(owner: type) -> list[str]:
@@ -142,7 +150,7 @@ def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
         if id(inner) not in copies:
             found[id(inner)] = inner
             ghost = copies[id(inner)] = shallow_copy(inner)
-            own = {key: copy.copy(value) for key, value in ghost.__dict__.items() if isinstance(value, _OPEN)}
+            own = {key: _own(value) for key, value in ghost.__dict__.items() if isinstance(value, _OPEN)}
             ghost.__dict__.update(own)
             ghost._modules.update({key: copied(child) for key, child in inner._modules.items() if child is not None})
             for tensors in (ghost._parameters, ghost._buffers):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -204,6 +206,34 @@ class Noisy(nn.Module):
         noise = torch.rand(x.shape)
         x = self.b(self.a(x) * noise) * noise
         result: Tensor = self.c(x)
+        return result
+
+
+class Frozen(OrderedDict[str, float]):
+    """As the configurations of diffusers are: items are attributes too, and nobody sets them later."""
+
+    def __init__(self, **items: float) -> None:
+        super().__init__(items)
+        self.__dict__.update(items, is_frozen=True)
+
+    def __setitem__(self, key: str, value: float) -> None:
+        if getattr(self, "is_frozen", False):
+            raise TypeError("it is frozen")
+        super().__setitem__(key, value)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Frozen:
+        return Frozen(**self)
+
+
+class Configured(nn.Sequential):
+    """Goes by a configuration that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+        self._config = Frozen(factor=3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x) * self._config.factor
         return result
 
 

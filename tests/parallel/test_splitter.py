@@ -26,6 +26,7 @@ from .models import (
     ByFunctions,
     Checkpointed,
     Collecting,
+    Configured,
     Counts,
     Experts,
     InContainers,
@@ -104,6 +105,7 @@ FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
     "base's method": (BasesMethod, (batch(3, 8),), (batch(2, 8),), 3),
     "shares by dict": (SharesByDict, (batch(3, 8),), (batch(2, 8),), 2),
     "counts": (Counts, (batch(3, 8),), (batch(2, 8),), 2),
+    "configured": (Configured, (batch(3, 8),), (batch(2, 8),), 2),
     "in containers": (InContainers, (batch(3, 8),), (batch(2, 8),), 2),
     "experts": (Experts, (batch(2, 6, 8),), (batch(1, 4, 8),), 3),
 }
