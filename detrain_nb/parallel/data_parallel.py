@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
@@ -103,6 +103,11 @@ class Sharding:
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # which FSDP2 refuses
                 parameter.data = parameter.data.contiguous()
+        for part in module.modules():
+            if isinstance(
+                part, nn.RNNBase
+            ):  # on a GPU it would move what FSDP2 puts together, and go on with old values
+                part.__dict__["flatten_parameters"] = _leave_where_they_are
         common: dict[str, Any] = {
             "mesh": self.mesh,
             "reshard_after_forward": self.reshard_after_forward,
@@ -122,9 +127,7 @@ class Sharding:
         for unit in units:
             fully_shard(unit, mp_policy=inside, **common)
         root = fully_shard(module, mp_policy=outside, **common)
-        root.set_reduce_scatter_unused_params(
-            True
-        )  # what a branch has not used on one replica is 0 there, not left out
+        _reduce_unused(root)
 
     def _replicate(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -143,6 +146,30 @@ class Sharding:
             hooks = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
             replica.register_comm_hook(group, hooks[self.comm_hook])
         return replica
+
+
+def _leave_where_they_are() -> None:
+    """In the place of a recurrent layer's ``flatten_parameters``: cuDNN copies the weights for each pass instead."""
+
+
+def _reduce_unused(root: FSDPModule) -> None:
+    """Have gradients of what a branch has not used on one replica be 0 there: left out, others would be added up."""
+    if hasattr(root, "set_reduce_scatter_unused_params"):
+        root.set_reduce_scatter_unused_params(True)
+        return
+    modules = root.modules()  # type: ignore[attr-defined]
+    states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+    for group in [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]:
+        with_zeros: Any = functools.partial(_reduce_with_zeros, group, group.post_backward)
+        group.post_backward = with_zeros  # type: ignore[method-assign]  # torch before 2.13 has no other way
+
+
+def _reduce_with_zeros(group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    for each in group.fsdp_params if group.reduce_grads else ():
+        is_known = hasattr(each, "_unsharded_param") and each.unsharded_param.requires_grad
+        if is_known and each.unsharded_accumulated_grad is None and each.unsharded_param.grad is None:
+            each.unsharded_param.grad = torch.zeros_like(each.unsharded_param)
+    reduce(*unused)
 
 
 def resolve_sharding(

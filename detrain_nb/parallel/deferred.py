@@ -177,11 +177,14 @@ def _with_value(
         return _like(tensor, made)
 
 
-def _like(tensor: Tensor, made: Tensor) -> Tensor:
-    """A parameter where ``tensor`` is one, with what was noted on it."""
+def _like(tensor: Tensor, made: Tensor, noted: Collection[str] | None = None) -> Tensor:
+    """A parameter where ``tensor`` is one, with its hooks and what was ``noted`` on it, by default all."""
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if hooks := getattr(tensor, kind, None):
+                setattr(made, kind, hooks)  # the same dict: whoever has a handle can still remove one
+    made.__dict__.update({key: vars(tensor)[key] for key in (vars(tensor) if noted is None else noted)})
     return made
 
 
@@ -252,10 +255,7 @@ def _leave_on_meta(model: nn.Module, recorder: TapeRecorder) -> None:
 
 def _on_meta(tensor: Tensor, noted: Collection[str]) -> Tensor:
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    made.__dict__.update({key: vars(tensor)[key] for key in noted})
-    return made
+    return _like(tensor, made, noted)
 
 
 def _name_of(make: Callable[..., Any]) -> str:

@@ -148,9 +148,11 @@ class _Layout:
         """Try every place of the pipeline. Raises: SpecError for code that looks at values, where there are none."""
         try:
             return self._try(Actor(model, example_inputs, target, self.loss, has_values=False), example_inputs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as exc:
+        except RuntimeError as exc:  # also of an operator that torch cannot run without memory
             tensors = [*model.parameters(), *model.buffers(), *tree_leaves((example_inputs, target))]
             if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
+                if not isinstance(exc, (DataDependentOutputException, DynamicOutputShapeException)):
+                    raise
                 raise SpecError(
                     f"the model, or its loss, looks at values of tensors ({exc.func}), which none have on the meta "
                     "device: give real parameters and inputs"

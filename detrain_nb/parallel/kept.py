@@ -46,7 +46,7 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
     of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
     is_other = device.type not in ("cpu", "meta")
     try:
-        with torch.random.fork_rng([device] if is_other else [], device_type=device.type if is_other else None):
+        with torch.random.fork_rng([device] if is_other else [], device_type=device.type if is_other else "cuda"):
             yield
     finally:
         random.setstate(of_python)

@@ -88,12 +88,12 @@ class Actor:
         made = TensorMemo(self._copy)
         copied = ghost_of(module, made)
         for part in copied.modules():  # recurrent layers have their parameters in a list too
-            replace_tensors(part, lambda tensor: made(tensor) if made.has(tensor) or tensor.is_meta else tensor)
+            replace_tensors(part, lambda tensor: tensor if tensor.is_cpu and not made.has(tensor) else made(tensor))
         return copied
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if self._fakes is None:
-            made = tensor.detach().clone()
+            made = tensor.detach().to("cpu", copy=True)
         else:
             with self._fakes:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

@@ -156,7 +156,7 @@ def _staged(state: dict[str, Any]) -> dict[str, Any]:
     """A copy in the CPU's memory, until the next save; what shares memory still does."""
     try:
         return _stager().stage(state)  # type: ignore[return-value]  # no future without async
-    except AssertionError:  # a storage has another size than at the last save
+    except (AssertionError, KeyError):  # a storage has another size than at the last save; torch 2.11 copies once
         _stager.cache_clear()
         return _stager().stage(state)  # type: ignore[return-value]
 

@@ -54,6 +54,27 @@ def assert_as_usual(make: Callable[[], nn.Module]) -> None:
             assert (tensor is found[other]) == (expected[name] is expected[other]), (name, other)
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_kept_where_their_values_come_from_elsewhere(kind: str) -> None:
+    def make() -> nn.Linear:
+        model = nn.Linear(3, 2)
+        hooks = {"register_hook": lambda gradient: 5 * gradient, "register_post_accumulate_grad_hook": _negate}
+        getattr(model.weight, kind)(hooks[kind])
+        return model
+
+    x, gradients = torch.ones(1, 3), list[Tensor | None]()
+    for model in (make(), materialize(deferred(make), device="cpu")):
+        model(x).sum().backward()
+        gradients.append(model.weight.grad)
+    assert gradients[0] is not None and gradients[1] is not None
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def _negate(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.neg_()
+
+
 class Initialized(nn.Module):
     """What constructors do to parameters."""
 

@@ -34,6 +34,12 @@ def test_the_models_own_train_and_eval_are_called(ranks: Session, axes: dict[str
         assert all(each < 1e-6 for each in apart), (rank, apart)
 
 
+def test_recurrent_layers_do_not_move_the_weights_that_shards_were_put_together_to(ranks: Session) -> None:
+    code = "unusual_ranks.apart_after_steps(unusual_ranks.Recurrent, {'dp_shard': 2})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-6
+
+
 WRITING = [*(f"Normalizing({way!r})" for way in ("data", "copy", "evaluating")), "Following()"]
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from meshes import mesh_of
 from on_ranks import draw, made
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +46,26 @@ class Switching(nn.Module):
         for layer in self.layers:
             x = layer(x).tanh()
         return x * self.temperature
+
+
+class Recurrent(nn.Module):
+    """Its layer does on the CPU what it does on a GPU, where cuDNN wants its weights side by side: they move."""
+
+    class Layer(nn.GRU):
+        def flatten_parameters(self) -> None:
+            with torch.no_grad():
+                for weight in self._flat_weights:
+                    if isinstance(weight, Tensor) and not isinstance(weight, (DTensor, FakeTensor)):
+                        weight.set_(weight.clone())  # type: ignore[call-overload]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = self.Layer(8, 16, batch_first=True), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.layer(x[:, None])
+        result: Tensor = self.last(states[:, 0])
+        return result
 
 
 def full(tensor: Tensor) -> Tensor:

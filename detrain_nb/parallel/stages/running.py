@@ -77,6 +77,7 @@ class TorchStage(PipelineStage):
         outputs = boundaries[index] if index + 1 < num_stages else torch.empty(1, device="meta", requires_grad=True)
         super().__init__(module, index, num_stages, link, input_args=inputs, output_args=(outputs,), group=group)
         self._promised = outputs
+        self._own_group = group
         self._device = device
         self._waits = waits
 
@@ -111,6 +112,14 @@ class TorchStage(PipelineStage):
                 "in a cache or a global: empty that, or make the model anew"
             )
 
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """Torch before 2.13 looks at what the last stage gives too, which is promised to nobody."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch before 2.13 lets neighbours greet each other, two on one rank too, which gloo cannot do."""
+        greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [each for each in greetings if each.peer != dist.get_rank()]
+
     # What is waited for is told by name where it does not come.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -126,7 +135,7 @@ class TorchStage(PipelineStage):
         return ops
 
     def _ask(self, kind: str, microbatch: int, what: str, other: int) -> None:
-        rank = self._resolve_peer_global_rank(other)
+        rank = dist.get_global_rank(self._own_group, self.stage_index_to_group_rank[other])
         words = f"stage {self.stage_index} waited for {what} from stage {other} on rank {rank}"
         self._waits.ask(kind, self.stage_index, microbatch, words)
 

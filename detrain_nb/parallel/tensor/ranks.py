@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..mesh import can_send_from
 from .plan import Packed
 
 __all__ = ["MeshRanks", "TensorRanks", "add_up", "add_up_gradients", "cut", "cut_own", "join", "once", "put_together"]
@@ -53,11 +55,17 @@ class MeshRanks:
         self.mesh = mesh
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._group = mesh.get_group()
+        # Where gloo has tensors of a GPU, torch's functional collectives end the process.
+        self._is_on_gloo = not can_send_from(mesh.device_type, self._group)
 
     def add_up(self, tensor: Tensor) -> Tensor:
+        if self._is_on_gloo:
+            return _add_up_on_gloo(tensor, self._group)
         return _arrived(collectives.all_reduce(tensor.contiguous(), "sum", self._group))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
+        if self._is_on_gloo:
+            return _gather_on_gloo(tensor, self._group)
         gathered = _arrived(_all_gather(tensor.contiguous(), 0, self._group))
         return list(gathered.chunk(self.size))
 
@@ -77,6 +85,20 @@ class MeshRanks:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshRanks:
         return self
+
+
+@torch.compiler.disable
+def _add_up_on_gloo(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+@torch.compiler.disable
+def _gather_on_gloo(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
 
 
 def _arrived(tensor: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..kept import state_kept
@@ -65,9 +67,22 @@ class Shapes:
             writes_undone(tensors),
             torch.no_grad(),
             without_fused_layers(),
+            _WithKeys(),
         ):
             outputs = float_outputs(module(*args, **kwargs))
         return [tuple(each.shape) for index, each in enumerate(outputs) if index not in self._unread]
+
+
+class _WithKeys(TorchFunctionMode):
+    """Attention without a head of keys is an error: torch before 2.13 divides by their number, and the process ends."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is functional.scaled_dot_product_attention and kwargs.get("enable_gqa"):
+            key = args[1] if len(args) > 1 else kwargs["key"]
+            if key.dim() > 2 and not key.shape[-3]:
+                raise ValueError("the attention has no head of keys")
+        return function(*args, **kwargs)
 
 
 class _NoRanks:
