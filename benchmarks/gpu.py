@@ -250,9 +250,10 @@ def main() -> int:
     entries = []
     with _running_alone() as folder:
         for number, check in enumerate(chosen):
-            print(f"{time.strftime('%H:%M:%S')}  {check.name}", file=sys.stderr, flush=True)
+            print(f"{time.strftime('%H:%M:%S')}  {check.name}", end="", file=sys.stderr, flush=True)
             place = Place(args.device, gpus, folder / str(number))
             entries.append(_run_or_say_why_not(check, place, about, folder / f"{number}.log"))
+            print(f": {entries[-1]['outcome']}", file=sys.stderr, flush=True)
     print(format_table(entries))
     if not any(entry["outcome"] in (PASSED, FAILED) for entry in entries):
         print("nothing was checked: the column why says what is missing here")

@@ -119,9 +119,14 @@ def _run(what: str, layout: Layout, place: Place, notes: Notes) -> list[dict[str
     if is_shared and errors and all(_is_not_supported(error["summary"]) for error in errors):
         raise NotPossible(f"ranks that share a GPU over gloo: {errors[0]['summary'][:500]}")
     if status or len(measured) != layout.ranks:
-        told = "\n".join(error["traceback"] for error in errors) or log
+        told = "\n".join(error["traceback"] for error in errors) or _without_torchrun(log)
         raise CheckFailed(f"torchrun ended with {status}:\n{told[-_SHOWN_CHARS:]}")
     return measured
+
+
+def _without_torchrun(log: str) -> str:
+    """What the ranks have said: torchrun tells at length that they have ended."""
+    return log.partition("torch/distributed/elastic/multiprocessing/api.py")[0].strip() or log
 
 
 def _is_not_supported(summary: str) -> bool:
@@ -140,7 +145,13 @@ def _start(arguments: list[str], ranks: int, folder: Path) -> tuple[int, str]:
         ended = subprocess.run(
             [*torchrun, f"--nproc-per-node={ranks}", _RANKS, *arguments],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"},
+            env={
+                **os.environ,
+                "PYTHONFAULTHANDLER": "1",
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NCCL_SOCKET_IFNAME": "=lo",
+            },
             stdout=log,
             stderr=log,
             timeout=_LIMIT_S,

@@ -10,14 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from detrain_nb import parallel as par
 
 
-def mesh_of(**axes: int) -> DeviceMesh:
-    """Return the mesh of these axes on the CPU; it is made once for each default process group.
+def mesh_of(device_type: str = "cpu", **axes: int) -> DeviceMesh:
+    """Return the mesh of these axes; it is made once for each default process group.
 
     Collective: all ranks.
     """
-    return _make(dist.group.WORLD, tuple(axes.items()))
+    return _make(dist.group.WORLD, device_type, tuple(axes.items()))
 
 
 @functools.cache
-def _make(world: dist.ProcessGroup, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
-    return par.make_mesh(**dict(axes), device_type="cpu")
+def _make(world: dist.ProcessGroup, device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    return par.make_mesh(**dict(axes), device_type=device_type)

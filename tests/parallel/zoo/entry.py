@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 Inputs = Callable[[int], dict[str, Any]]
 
@@ -68,6 +68,11 @@ def padding(rows: int, length: int = 8) -> Tensor:
     mask = torch.ones(rows, length, dtype=torch.long)
     mask[0, length // 2 :] = 0
     return mask
+
+
+def on(device: str, values: Any) -> Any:
+    """What a model is called with, with its tensors there."""
+    return tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, values)
 
 
 def float_leaves(output: Any) -> list[Tensor]:

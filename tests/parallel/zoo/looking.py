@@ -15,23 +15,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from detrain_nb import parallel as par
 from detrain_nb.errors import SpecError
 
-from .entry import Entry, float_leaves
+from .entry import float_leaves, on
 from .everything import ENTRIES
 from .looks import first_difference, look_at
 
 
-def look(name: str) -> tuple[dict[str, str], set[str]]:
+def look(name: str, device: str = "cpu") -> tuple[dict[str, str], set[str]]:
     """Profile, split, plan and try layouts of a new model, then of one that has run: what each left changed.
 
     Its attributes, tensors, and the generators; what it computes afterwards, bit for bit, and tensors without memory
     that are left anywhere. What is refused leaves nothing behind either; and which calls were refused.
     """
     entry, left, refused = ENTRIES[name], dict[str, str](), set[str]()
-    model, other, inputs = entry.model(), entry.model(), entry.inputs(2)
+    model, other, inputs = entry.model().to(device), entry.model().to(device), on(device, entry.inputs(2))
     for when in ("new", "used"):
         known = _without_memory()  # other tests' may be there
         for what, call in _LOOKS.items():
-            before = look_at(model, *_generators())
+            before = look_at(model, *_generators(device))
             try:
                 call(model, inputs)
             except SpecError:
@@ -39,11 +39,11 @@ def look(name: str) -> tuple[dict[str, str], set[str]]:
             except Exception as exc:  # noqa: BLE001  what a model raises is what is asked for
                 left[f"{what}, {when}"] = f"raises {type(exc).__name__}: {exc}"
                 continue
-            if difference := first_difference(before, look_at(model, *_generators())):
+            if difference := first_difference(before, look_at(model, *_generators(device))):
                 left[f"{what}, {when}"] = difference
         if more := len(_without_memory()) - len(known):
             left[f"all, {when}"] = f"{more} tensors without memory are left"
-        if difference := _compute_alike(model, other, entry):
+        if difference := _compute_alike(model, other, on(device, entry.inputs(3))):
             left[f"outputs, {when}"] = difference
     return left, refused
 
@@ -63,11 +63,12 @@ def _without_memory() -> list[FakeTensor]:
     return [each for each in fakes if each.fake_mode.shape_env is None]
 
 
-def _generators() -> tuple[Any, ...]:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+def _generators(device: str) -> tuple[Any, ...]:
+    of_gpu = [torch.cuda.get_rng_state(device)] if device != "cpu" else []
+    return torch.get_rng_state(), random.getstate(), np.random.get_state(), *of_gpu
 
 
-def _compute_alike(model: nn.Module, other: nn.Module, entry: Entry) -> str:
+def _compute_alike(model: nn.Module, other: nn.Module, inputs: dict[str, Any]) -> str:
     """In training and not, for the same seed."""
     for is_training in (True, False):
         results = []
@@ -76,7 +77,7 @@ def _compute_alike(model: nn.Module, other: nn.Module, entry: Entry) -> str:
             torch.manual_seed(7)
             if not is_training:
                 each.eval()
-            results.append(float_leaves(each(**entry.inputs(3))))
+            results.append(float_leaves(each(**inputs)))
             for module, mode in zip(each.modules(), modes):
                 module.training = mode
         found, expected = results

@@ -69,8 +69,12 @@ def _key(key: Any) -> str:
 def _look_of(tensor: Tensor) -> tuple[Any, ...]:
     plain = tensor.detach()
     values = "none"
-    if plain.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter) and plain.layout is torch.strided:
-        raw = plain.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    if (
+        plain.device.type in ("cpu", "cuda")
+        and type(tensor) in (Tensor, nn.Parameter)
+        and plain.layout is torch.strided
+    ):
+        raw = plain.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         values = hashlib.sha1(raw).hexdigest()
     hooks = len(tensor._backward_hooks or ())
     return (

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from detrain_nb import parallel as par
 from detrain_nb.parallel.tensor.apply import plan_of
 
-from .entry import Entry, float_leaves
+from .entry import Entry, float_leaves, on
 from .everything import ENTRIES
 from .looks import first_difference, look_at
 
@@ -21,14 +21,14 @@ ROWS = 4  # of a replica
 Part = tuple[dict[str, Any], Tensor]
 
 
-def train(name: str, axes: dict[str, int]) -> dict[str, Any]:
+def train(name: str, axes: dict[str, int], device: str = "cpu") -> dict[str, Any]:
     """Predict, train two steps and predict again: how far everything is apart from the whole model, relative.
 
     The whole model is given the same parts of the batch, one after the other; statistics of the first replica count.
     ``cut``: how many of its tensors tensor parallel ranks have parts of, and of how many.
     """
-    entry, mesh = ENTRIES[name], mesh_of(**axes)
-    model, whole = entry.model(), entry.model()
+    entry, mesh = ENTRIES[name], mesh_of(torch.device(device).type, **axes)
+    model, whole = entry.model(), entry.model().to(device)
     is_pipeline = axes.get("pp", 1) > 1
     before = look_at(model) if is_pipeline else {}
     laid_out = par.parallelize(
@@ -37,7 +37,7 @@ def train(name: str, axes: dict[str, int]) -> dict[str, Any]:
         example_inputs=entry.inputs(2),
         loss=weighted,
         num_microbatches=2 if is_pipeline else 1,
-        device="cpu",
+        device=device,
     )
     found: dict[str, Any] = {"output": 0.0, "loss": 0.0, "gradient": 0.0}
     if difference := first_difference(before, look_at(model) if is_pipeline else {}):
@@ -47,7 +47,7 @@ def train(name: str, axes: dict[str, int]) -> dict[str, Any]:
     optimizers = [_optimizer(entry, each) for each in (laid_out, whole)]
     for step in range(2):
         rows = ROWS * laid_out.num_replicas
-        batch, weights = entry.inputs(rows), torch.linspace(0.5, 1.5, rows) + step
+        batch, weights = on(device, (entry.inputs(rows), torch.linspace(0.5, 1.5, rows) + step))
         mine = _cut(batch, weights, laid_out.num_replicas)[me]
         output = laid_out.predict(mine[0])
         right = replicas.predict(_cut(*mine, laid_out.num_microbatches))
@@ -123,12 +123,12 @@ class _Replicas:
 
 def weighted(output: Any, weights: Tensor) -> Tensor:
     """Of every number in its own way: a mean would leave many gradients next to nothing."""
-    total = torch.zeros(())
+    total = weights.new_zeros(())
     for leaf in float_leaves(output):
         numbers = torch.view_as_real(leaf) if leaf.is_complex() else leaf.float()
         if numbers.dim() and len(numbers) == len(weights):
             of_rows = numbers.reshape(len(weights), -1)
-            scale = torch.linspace(-1, 1, of_rows.shape[1]).sin()
+            scale = torch.linspace(-1, 1, of_rows.shape[1], device=weights.device).sin()
             total = total + (((of_rows * scale).sum(1) + of_rows.square().mean(1)) * weights).mean()
         else:
             total = total + numbers.square().mean() * weights.mean()
@@ -136,7 +136,9 @@ def weighted(output: Any, weights: Tensor) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):  # from the CPU: gloo, where ranks share a GPU, fails on it
+        tensor = tensor.cpu().full_tensor().to(tensor.device)
+    whole = tensor
     return whole.to_dense() if whole.is_sparse else whole
 
 
@@ -187,7 +189,7 @@ def _apart(laid_out: par.ParallelModel, whole: nn.Module, of: Callable[[Tensor],
             most = max(most, float("inf") if expected is not None and expected.any() else 0.0)
             continue
         if plan is not None:
-            found = par.to_saved_order(name, found, plan)
+            found = par.to_saved_order(name, found.cpu(), plan).to(found.device)  # as in full
         found = full(found)
         expected = torch.zeros_like(found) if expected is None else expected
         most = max(most, _relative(found, expected, least=1e-2 * largest))

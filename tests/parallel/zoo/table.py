@@ -21,13 +21,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=ENTRIES, default=list(ENTRIES))
     parser.add_argument("--timeout-s", type=float, default=60.0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--part", default="1/1", metavar="N/M", help="every Mth of them, from the Nth on")
     given = parser.parse_args(arguments)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    number, count = map(int, given.part.split("/"))
+    names = given.only[number - 1 :: count]
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     print(f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {commit.stdout.strip()}", flush=True)
-    width = max(map(len, given.only))
+    width = max(map(len, names))
     sums: dict[str, Counter[str]] = {layout: Counter() for layout in given.layouts}
-    with Trials() as trials:
-        for name in given.only:
+    with Trials(given.device) as trials:
+        for name in names:
             for layout in given.layouts:
                 begun = time.monotonic()
                 outcome = trials.run(name, layout, timeout_s=given.timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections import Counter
@@ -12,7 +13,9 @@ from typing import Any
 
 from detrain_nb import Session
 from detrain_nb.errors import CellTimeout, RankError, RankLost
+from detrain_nb.node.gpus import count_gpus
 
+from .entry import on
 from .everything import ENTRIES, OF_TRANSFORMERS
 from .looking import look
 
@@ -25,12 +28,19 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 _LIMIT_S = 100.0  # of a hang; a loaded machine takes its time
 _IMPORT = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); from zoo import ranks"
+# Sums are those of float32; ranks that share a GPU are the session's on the CPU.
+_ON_GPU = """
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+there = f"cuda:{local_rank % torch.cuda.device_count()}"
+torch.cuda.set_device(there); torch.ones(1, device=there)
+"""
 _QUIET = "import logging, warnings; warnings.simplefilter('ignore'); logging.disable(logging.WARNING)"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``kind``: "right", "refused" (a SpecError, whose words are ``told``), "wrong", "error" or "hang".
+    """``kind``: "right", "refused" (a SpecError, whose words are ``told``), "wrong", "error", "hang", or "not possible
+    here" where the whole model does not run.
 
     ``cut``: how many of its tensors tensor parallel ranks have parts of, and of how many.
     """
@@ -44,9 +54,13 @@ class Outcome:
 
 
 class Trials:
-    """Sessions of 2 and 4 ranks, each started when it is wanted first, and anew after a hang."""
+    """Sessions of 2 and 4 ranks, each started when it is wanted first, and anew after a hang.
 
-    def __init__(self) -> None:
+    ``device``: of the models, "cpu" or "cuda": there ranks share a GPU, over gloo, where each cannot have its own.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._sessions: dict[int, Session] = {}
         self._with_transformers: set[Session] = set()
 
@@ -59,11 +73,13 @@ class Trials:
 
     def run(self, name: str, layout: str, *, timeout_s: float = _LIMIT_S) -> Outcome:
         axes = LAYOUTS[layout]
+        if self._device != "cpu" and (why := _why_it_does_not_run(name, self._device)):
+            return Outcome("not possible here", why)
         if not axes:
-            return _of_look(name)
+            return _of_look(name, self._device)
         session = self._session(axes, name)
         try:
-            values = session.run_cell(f"ranks.train({name!r}, {axes})", timeout_s=timeout_s).values
+            values = session.run_cell(f"ranks.train({name!r}, {axes}, there)", timeout_s=timeout_s).values
         except CellTimeout as exc:
             self._drop(session)
             told = " ".join(str(exc).split())
@@ -80,8 +96,10 @@ class Trials:
         for size in axes.values():
             count *= size
         if count not in self._sessions:
-            self._sessions[count] = Session.start(count, device="cpu")
-            self._sessions[count].run_cell(f"{_QUIET}\n{_IMPORT}", timeout_s=_LIMIT_S)
+            is_shared = self._device == "cuda" and count_gpus() < count
+            self._sessions[count] = Session.start(count, device="cpu" if is_shared else self._device)
+            there = _ON_GPU if self._device == "cuda" else "there = 'cpu'"
+            self._sessions[count].run_cell(f"{_QUIET}\n{_IMPORT}\n{there}", timeout_s=_LIMIT_S)
         session = self._sessions[count]
         if name in OF_TRANSFORMERS and session not in self._with_transformers:
             session.run_cell("import transformers.generation, transformers.modeling_utils", timeout_s=_LIMIT_S)
@@ -91,6 +109,17 @@ class Trials:
     def _drop(self, session: Session) -> None:
         self._sessions = {count: each for count, each in self._sessions.items() if each is not session}
         session.stop()
+
+
+@functools.cache
+def _why_it_does_not_run(name: str, device: str) -> str:
+    """Some models make tensors on the CPU, wherever their parameters are."""
+    entry = ENTRIES[name]
+    try:
+        entry.model().to(device)(**on(device, entry.inputs(2)))
+    except RuntimeError as exc:
+        return f"the model itself: {exc}"
+    return ""
 
 
 def _of_errors(exc: RankError) -> Outcome:
@@ -107,14 +136,14 @@ def _of_errors(exc: RankError) -> Outcome:
     return Outcome("error", f"{first.name}{partly}: {first.message}{alone}")
 
 
-def _of_look(name: str) -> Outcome:
+def _of_look(name: str, device: str) -> Outcome:
     """In this process, without a word: a dry run wants no process group."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            left, refused = look(name)
+            left, refused = look(name, device)
     finally:
         logging.disable(disabled)
     if not left:
