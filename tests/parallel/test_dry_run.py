@@ -40,7 +40,9 @@ def _start(ranks: int) -> Iterator[Session]:
         yield started
 
 
-@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"pp": 2}, {"tp": 2}])
+@pytest.mark.parametrize(
+    "axes", [{"dp_shard": 2}, {"pp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.thorough)], ids=str
+)
 def test_it_says_what_real_ranks_hold(session: Session, axes: dict[str, int]) -> None:
     """Of 97 rows the first rank has 49: a row of the table is that of its first rank."""
     held = session.run_cell(f"mixed_ranks.bytes_here({axes})").values
@@ -139,6 +141,7 @@ def require_largest(session: Session, axes: dict[str, int]) -> None:
     assert ends["embed.weight"] == ends["head.weight"] == (49, 32), "of 97 rows"
 
 
+@pytest.mark.thorough
 def test_the_largest_parameters_are_told_as_a_rank_has_them(session: Session) -> None:
     require_largest(session, {"tp": 2})
 
@@ -412,6 +415,7 @@ def test_a_loss_without_its_target_is_told() -> None:
         dry_run(GPT(), {"dp_shard": 2}, example_inputs=TOKENS, loss=nn.CrossEntropyLoss())
 
 
+@pytest.mark.thorough
 def test_stages_of_parts_of_the_sequence_and_of_the_classes() -> None:
     """A plan for both; the weights are cut as without."""
     axes, options = {"pp": 2, "tp": 2}, {"sequence_parallel": True, "loss_parallel": True}

@@ -392,7 +392,10 @@ def test_training_without_gradients_is_told(session: Session) -> None:
         ("model.requires_grad_(False)", "does not require grad: all parameters of the model are frozen"),
     ],
 )
-def test_what_has_nothing_to_train_is_told_as_torch_does(session: Session, code: str, message: str) -> None:
+def test_what_has_nothing_to_train_is_told_as_torch_does(
+    session: Session, code: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("detrain_nb.session.diagnosis.MESSAGE_LIMIT_S", 2.0)
     with pytest.raises(RankError, match=message):
         session.run_cell(
             "from on_ranks import *\n"

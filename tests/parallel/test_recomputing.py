@@ -12,7 +12,12 @@ from detrain_nb import Session
 
 from .test_parallelize import CLOSE
 
-AXES = [{"dp_shard": 2}, {"dp_replicate": 2}, {"tp": 2}, {"pp": 2}]
+AXES = [
+    {"dp_shard": 2},
+    pytest.param({"dp_replicate": 2}, marks=pytest.mark.thorough),
+    pytest.param({"tp": 2}, marks=pytest.mark.thorough),
+    {"pp": 2},
+]
 
 
 @pytest.fixture(scope="module")

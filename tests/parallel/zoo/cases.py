@@ -16,11 +16,8 @@ _TRAINED = ("pp", "tp", "dp_shard")
 _LOOKS = ("looks",)
 # What each kind of trouble looks like, and where a cut shows it, quick: nothing of transformers is among them.
 QUICK: dict[str, tuple[str, ...]] = {
-    "by value": ("pp", "dp_shard"),
-    "called twice": ("pp", "dp_shard"),
     "running buffers": (*_LOOKS, *_TRAINED),
-    "scalar parameters": _TRAINED,
-    "shared weights": _TRAINED,
+    "scalar parameters": ("dp_shard",),
     "skip outside": (*_LOOKS, *_TRAINED),
 }
 # Looks are of those that write while they run, or that look at what they hold; of transformers test_untouched has some.
