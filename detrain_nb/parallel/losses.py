@@ -16,7 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import SpecError
 
-__all__ = ["name_of_torchs", "require_loss", "require_no_parameters", "require_target_of", "told"]
+__all__ = [
+    "name_of_torchs",
+    "require_loss",
+    "require_no_parameters",
+    "require_one_number",
+    "require_target_of",
+    "told",
+]
 
 _OF_CLASSES = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
 _CLASS_NUMBERS = (torch.int64, torch.uint8)
@@ -37,6 +44,19 @@ def require_loss(loss: Any) -> None:
             f"loss={str(loss)[:40]!r} is a {type(loss).__name__}: give a function of the output and the target, such "
             "as torch.nn.functional.cross_entropy"
         )
+
+
+def require_one_number(loss: Any) -> Tensor:
+    """Return what a loss function gave. Raises: SpecError where that is no tensor of one number."""
+    if not isinstance(loss, Tensor):
+        raise SpecError(
+            f"the loss function gives {type(loss).__name__}, and not a tensor: return what is to be lowered"
+        )
+    if loss.numel() != 1:
+        raise SpecError(
+            f"the loss function gives {loss.numel()} numbers ({tuple(loss.shape)}), and not one: return their .mean()"
+        )
+    return loss
 
 
 def require_no_parameters(loss: Any, model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import (
 
 from ..errors import SpecError
 from .costs.profiler import count_rows
-from .losses import name_of_torchs, require_loss, require_target_of, told
+from .losses import name_of_torchs, require_loss, require_one_number, require_target_of, told
 from .mesh import replica_number
 from .tensor.apply import loss_on_parts
 
@@ -101,7 +101,7 @@ class Objective:
         assert self.compute is not None
         has_rows = any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(target))
         weight = torch.as_tensor(self._weight_of(target) if has_rows else rows).detach().float()
-        loss = _plain(self.compute(output, target).detach()).float()
+        loss = _plain(require_one_number(self.compute(output, target)).detach()).float()
         weight = weight.to(loss.device)
         return torch.where(weight > 0, loss if self._is_sum else loss * weight, 0.0), weight
 
@@ -201,7 +201,7 @@ class Passage:
         assert self._loss is not None
         weight = self._weights[index]
         if weight > 0:
-            self._losses[index] = self._loss(output, self._targets[index]) * weight
+            self._losses[index] = require_one_number(self._loss(output, self._targets[index])) * weight
         else:  # a mean of nothing, where all is ignored: its gradient would be no number
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             self._losses[index] = torch.stack([0.0 * leaf.nan_to_num().float().sum() for leaf in leaves]).sum()

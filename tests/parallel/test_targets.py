@@ -119,6 +119,21 @@ def test_shares_of_classes_need_no_batch() -> None:
     assert found is not None and torch.equal(found, F.cross_entropy(model.modules[0](x), shares).detach())
 
 
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        (lambda output, target: (output - target).square().mean(1), r"gives 6 numbers \(\(6,\)\), and not one"),
+        (lambda output, target: (output - target).square().mean().item(), "gives float, and not a tensor"),
+        (lambda output, target: None, "gives NoneType, and not a tensor: return what is to be lowered"),
+    ],
+)
+@pytest.mark.parametrize("call", ["train_step", "evaluate"])
+def test_loss_that_gives_no_number_is_told(loss: Any, message: str, call: str) -> None:
+    model = WholeModel(nn.Linear(3, 2), loss=loss, device="cpu")
+    with pytest.raises(SpecError, match=message):
+        getattr(model, call)(torch.ones(6, 3), torch.ones(6, 2))
+
+
 def test_loss_of_a_tensor_says_where_the_models_output_has_one() -> None:
     class Named(nn.Linear):
         def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]

@@ -60,12 +60,14 @@ class MeshRanks:
 
     def add_up(self, tensor: Tensor) -> Tensor:
         if self._is_on_gloo:
-            return _add_up_on_gloo(tensor, self._group)
+            total: Tensor = _add_up_on_gloo(tensor, self._group)
+            return total
         return _arrived(collectives.all_reduce(tensor.contiguous(), "sum", self._group))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         if self._is_on_gloo:
-            return _gather_on_gloo(tensor, self._group)
+            parts: list[Tensor] = _gather_on_gloo(tensor, self._group)
+            return parts
         gathered = _arrived(_all_gather(tensor.contiguous(), 0, self._group))
         return list(gathered.chunk(self.size))
 
@@ -87,14 +89,14 @@ class MeshRanks:
         return self
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _add_up_on_gloo(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _gather_on_gloo(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor.contiguous(), group=group)
