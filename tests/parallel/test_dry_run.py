@@ -111,7 +111,7 @@ def test_the_peak_is_that_of_real_ranks(session: Session) -> None:
     require_peaks(session, FIRST)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_peak_is_that_of_real_ranks_in_more_layouts(session: Session) -> None:
     require_peaks(session, MORE)
 
@@ -146,7 +146,7 @@ def test_the_largest_parameters_are_told_as_a_rank_has_them(session: Session) ->
     require_largest(session, {"tp": 2})
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)  # four ranks start, and a loaded machine takes its time
 def test_it_says_what_stages_of_parts_hold() -> None:
     axes = {"pp": 2, "tp": 2}

@@ -43,7 +43,7 @@ def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detrain_nb.parallel.costs.measuring._ENOUGH_S", 0.0)
 
 
-@pytest.mark.parametrize("is_used", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("is_used", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("kind", FORGETFUL)
 def test_model_that_writes_is_left_as_it_was(kind: str, is_used: bool) -> None:
     torch.manual_seed(0)

@@ -194,9 +194,8 @@ def test_layouts_of_parallelize_follow_each_other_as_one_run(four_ranks: Session
     go_on({"pp": 2, "tp": 2}, "one", "stages again")
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("Phi-3", marks=pytest.mark.slow), pytest.param("GPT-2", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["Phi-3", "GPT-2"])
 def test_fused_layers_in_parts_and_shards_are_saved_whole(four_ranks: Session, family: str, tmp_path: Path) -> None:
     """Their rows lie in another order on the ranks, and are in the file as in the whole model."""
     pytest.importorskip("transformers")

@@ -22,21 +22,15 @@ QUICK: dict[str, tuple[str, ...]] = {
 }
 # Looks are of those that write while they run, or that look at what they hold; of transformers test_untouched has some.
 SLOW: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("by value", "called twice"), (*_LOOKS, "tp")),
-    **dict.fromkeys(("scalar parameters", "shared weights"), _LOOKS),
-    **dict.fromkeys(("caches", "in place", "module hooks"), (*_LOOKS, *_TRAINED)),
-    "checkpointed, reentrant": _TRAINED,
-    "complex parameters": _TRAINED,
-    "gives hidden states": _TRAINED,
-    "LoRA": _TRAINED,
-    "mixed dtypes": _TRAINED,
+    "caches": _LOOKS,
+    "checkpointed, reentrant": ("pp",),
+    "LoRA": ("dp_shard",),
+    "mixed dtypes": ("dp_shard",),
+    "module hooks": ("pp",),
     "parameter hooks": _TRAINED,
-    "recurrent": ("pp", "dp_shard"),  # its tensor plan takes as long as five others
-    "sparse gradients": _TRAINED,
-    "weight outside": _TRAINED,
-    "BEiT": _TRAINED,
-    "Bart": _TRAINED,
-    "Mamba": _TRAINED,
+    "recurrent": ("dp_shard",),
+    "weight outside": ("dp_shard",),
+    "BEiT": ("pp",),
 }
 FOUR_RANKS = (
     "scalar parameters",

@@ -20,6 +20,8 @@ REFUSED: Outcomes = {
     "XLNet": {"pp": r"with this batch, evaluating, the model cannot be cut at .*: beside what comes into it"},
     "hooks behind accumulation": {"tp": _HOOK, "dp_shard": _HOOK},
     "max_norm": {"tp": _WRITTEN, "dp_shard": _WRITTEN},
+    # In evaluation it divides weights of later layers.
+    "RWKV": {"dp_shard": r"forward writes into its parameter rwkv\.blocks\.0\.attention\.output\.weight and 3 more"},
     "parameter hooks": {"tp": _HOOK, "dp_shard": _HOOK},
     "sparse gradients": {"dp_shard": _SPARSE},
 }
