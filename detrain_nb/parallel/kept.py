@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..errors import SpecError
 from .interrupts import HeldInterrupts
 from .search import Search
-from .undo import StandIns, Undo, note_dicts
+from .undo import NO_STAND_INS, StandIns, Undo, note_dicts
 
 __all__ = ["State", "random_state_kept", "state_kept"]
 
@@ -86,6 +87,11 @@ class State:
             finally:
                 _undo_all(undos)
         stand_ins.warn_of_moved()
+
+    def note(self) -> Undo:
+        """Return what puts back what it is now, but iterators: for code that may have to run again from its begin."""
+        undos = [note_dicts(self._found.dicts, NO_STAND_INS), *(note(NO_STAND_INS) for note in self._found.notes)]
+        return functools.partial(_undo_all, undos)
 
 
 def _undo_all(undos: Sequence[Undo]) -> None:

@@ -130,6 +130,15 @@ def holds_words_alone(value: Any) -> bool:
 
 _WORDS = frozenset((bool, int, float, str, bytes, type(None)))
 _PLAIN = (bool, int, float, str, type(None), Tensor)
+
+
+class OwnSubclass:
+    """First among the bases of a class that is made of a user's: the user's ``__init_subclass__`` is not for it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
 _OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children: these have been copied
 _HOOKS = frozenset(key for key in _OF_MODULES if key.endswith("_hooks"))
 

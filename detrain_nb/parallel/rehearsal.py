@@ -93,7 +93,7 @@ class Actor:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if self._fakes is None:
-            made = tensor.detach().to("cpu", copy=True)
+            made = tensor.detach().to("meta" if tensor.is_meta else "cpu", copy=True)
         else:
             with self._fakes:
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

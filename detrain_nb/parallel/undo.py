@@ -18,6 +18,7 @@ from torch import Tensor
 __all__ = [
     "ARRAYS",
     "MISSING",
+    "NO_STAND_INS",
     "REFILLED",
     "FoundDict",
     "Rule",
@@ -117,6 +118,19 @@ class StandIns:
                 parts = [*parts[0]], parts[1]  # else both would add to one list
             made.__setstate__(parts)
         return made
+
+
+class _NoStandIns(StandIns):
+    """What is used stays what it is."""
+
+    def of(self, value: Any) -> Any:
+        return value
+
+    def of_all(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {}
+
+
+NO_STAND_INS = _NoStandIns()
 
 
 class _Watched:

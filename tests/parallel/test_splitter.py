@@ -9,14 +9,14 @@ import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel import Split, StageNode, profile, split
+from detrain_nb.parallel import Split, StageNode, profile, split, tp_plan
 from detrain_nb.parallel.stages.boundaries import Boundaries
 
 from .models import (
@@ -350,6 +350,73 @@ def test_what_a_model_keeps_for_its_next_call_is_in_one_stage(way: str, name: st
         why = f"{name}, which the model keeps for its next call, is read before it and written behind it"
         assert found.hindrances["layers.1"] == why
     assert (model.step, model.memory, model.table, model.log, type(model)) == (0, None, None, [], _Keeps)
+
+
+class _Registered(nn.Module):
+    """Each class of the user's is noted once; its own ``__init_subclass__`` wants to know a kind."""
+
+    registry: ClassVar[dict[str, type[nn.Module]]] = {}
+
+    def __init_subclass__(cls, *, kind: str, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if kind in cls.registry:
+            raise ValueError(f"{kind} is there already")
+        cls.registry[kind] = cls
+
+
+class _Follows(_Registered, kind="follows"):
+    """Between its layers it reads what it has noted in the call before."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.keeps, self.before = keeps, torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.before
+        for layer in self.layers:
+            x = layer(x).tanh()
+        if self.keeps:
+            x = x + before
+            self.before = x.detach().mean()
+        return x
+
+
+def test_classes_made_of_the_users_are_not_shown_to_their_registry() -> None:
+    model = _Follows(keeps=True)
+    assert profile(model, batch(3, 8)).hindrances["layers.1"].startswith("before, which the model keeps for its next")
+    found = split(_Follows(keeps=False), batch(3, 8), 2)
+    torch.testing.assert_close(found.stage(1)(found.stage(0)(batch(3, 8)), batch(3, 8)), found.model(batch(3, 8)))
+    assert tp_plan(_Follows(keeps=False), batch(3, 8)).checked == "proved"
+    assert _Registered.registry == {"follows": _Follows}
+
+
+class _CountsAndWrites(nn.Module):
+    """A stage of it finds out on its way that it writes into what it is given, and runs again."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.way, self.in_a_dict, self.in_an_object = way, {"calls": [0]}, types.SimpleNamespace(calls=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "dict":
+            self.in_a_dict["calls"][0] += 1
+        else:
+            self.in_an_object.calls += 1
+        for layer in self.layers:
+            x = layer(x)
+            x.add_(1)
+        return x * (self.in_a_dict["calls"][0] + self.in_an_object.calls)
+
+
+@pytest.mark.parametrize("way", ["dict", "object"])
+def test_stage_that_runs_again_counts_once(way: str) -> None:
+    x, whole = batch(3, 8), _CountsAndWrites(way)
+    stages = [split(copy.deepcopy(whole), x, 2).stage(index) for index in range(2)]  # of two ranks
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(stages[1](stages[0](x), x), whole(x))
 
 
 class _InOrder(nn.Module):

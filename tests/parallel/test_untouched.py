@@ -100,6 +100,51 @@ def test_tensor_that_grows_has_its_size_and_values_again(name: str) -> None:
     assert model.table.untyped_storage().nbytes() == storage_bytes
 
 
+class Counts(forgetful.Body):
+    """In a plain tensor, with nothing that depends on the call: where nothing has values, this is computed still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.go(x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_plain_tensor_that_counts_has_its_values_again(name: str) -> None:
+    model = Counts()
+    CALLS[name](model, draw(2, 8))
+    assert torch.equal(model.calls, torch.zeros(3))
+
+
+class Lerps(forgetful.Body):
+    """A function that was made with the model writes into its buffer, also where a copy of the model runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean := torch.ones(8))
+
+        def update(x: Tensor) -> Tensor:
+            if self.training:
+                mean.lerp_(x.detach().mean(0), 0.1)
+            return x * mean
+
+        self.update = update
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.update(self.go(x))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_buffer_that_a_function_writes_into_has_its_values_again(name: str) -> None:
+    model = Lerps()
+    with contextlib.suppress(SpecError):
+        CALLS[name](model, draw(2, 8))
+    assert torch.equal(model.mean, torch.ones(8))
+
+
 class WritesView(forgetful.Body):
     """With a gradient: torch makes no leaf of a view again."""
 

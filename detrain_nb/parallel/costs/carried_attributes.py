@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..module_copies import OwnSubclass
 from ..recording import Recording
 
 __all__ = ["CarriedAttribute", "changed_attributes", "find_carried", "note_attributes"]
@@ -111,10 +112,9 @@ class _Watch:
         try:
             for name, keys in changed.items():
                 part = model.get_submodule(name)
-                with contextlib.suppress(TypeError):  # a class that none can be made of
-                    made = _watching(type(part), name, frozenset(keys), note)
-                    was.append((part, type(part)))
-                    part.__class__ = made
+                made = _watching(type(part), name, frozenset(keys), note)
+                was.append((part, type(part)))
+                part.__class__ = made
             yield
         finally:
             for part, owner in was:
@@ -132,7 +132,8 @@ def _watching(base: type[nn.Module], name: str, keys: Collection[str], note: Cal
             note(name, key, is_write=True)
         base.__setattr__(self, key, value)
 
-    return type(base.__name__, (base,), {"__getattribute__": get, "__setattr__": put, "__module__": base.__module__})
+    own = {"__getattribute__": get, "__setattr__": put, "__module__": base.__module__}
+    return type(base.__name__, (OwnSubclass, base), own)
 
 
 def _is_read(recorder: Any, tensors: Collection[Tensor], left: Collection[int]) -> bool:

@@ -184,7 +184,7 @@ def profile_call(
     """As ``profile``, with the arguments apart. ``device``: what the tensors say where they are: autocast asks them."""
     _require_hooks(model)
     num_rows = count_rows((args, kwargs))
-    with state_kept(model, args, kwargs):
+    with state_kept(model, args, kwargs) as tensors, writes_undone(tensors):  # operators on real tensors alone do run
         try:
             with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
                 recording, carried = _record(model, args, kwargs, functools.partial(_fake, device=device))

@@ -19,7 +19,7 @@ from torch.utils import swap_tensors
 from ...errors import SpecError
 from ..compiled import compile_again, run_before
 from ..deferred import find_value
-from ..module_copies import follow_copies, ghost_of, shallow_copy
+from ..module_copies import OwnSubclass, follow_copies, ghost_of, shallow_copy
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
 from .root_hooks import RootHooks
 from .stubs import End, Reached, StageState, stop_at, stub_of
@@ -135,7 +135,7 @@ def build_stage(
     stage = build("", model)
     follow_copies(copies, found)
     state.hooks = RootHooks(stage)
-    stage.__class__ = _stage_class(type(model))
+    stage.__class__ = _stage_class(type(model))  # type: ignore[arg-type]  # a class can be hashed
     stage.__dict__["_state"] = state
     if cut_out is not None and cut_out in holding:  # its code does not run, but that of others reads its parameters
         run_before(stage.get_submodule(cut_out), stop_at)
@@ -191,10 +191,6 @@ class _Become(torch.autograd.Function):
         return None, gradient
 
 
-_STAGE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@functools.lru_cache(maxsize=64)
 def _stage_class(base: type[nn.Module]) -> type[nn.Module]:
-    if base not in _STAGE_CLASSES:
-        _STAGE_CLASSES[base] = type(f"{base.__name__}Stage", (_StageForward, base), {})
-    return _STAGE_CLASSES[base]
+    return type(f"{base.__name__}Stage", (OwnSubclass, _StageForward, base), {})

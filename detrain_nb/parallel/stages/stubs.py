@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -89,24 +89,14 @@ class StageState:
         if self.is_careful or stage.training in self._modes_met:
             return lambda: None
         self._modes_met.add(stage.training)
-        parts = list(stage.modules())
-        buffers = [
-            (buffer, buffer.clone()) for part in parts for buffer in part._buffers.values() if buffer is not None
-        ]
-        dicts: list[tuple[dict[str, Any], dict[str, Any]]]
-        dicts = [(each, each.copy()) for part in parts for each in (part._buffers, part.__dict__)]
-        lists = [(each, list(each)) for _, was in dicts for each in was.values() if type(each) in (list, deque)]
+        buffers = [(buffer, buffer.clone()) for part in stage.modules() for buffer in part.buffers(recurse=False)]
+        undo = State(stage).note()
 
         def put_back() -> None:
+            undo()
             with torch.no_grad():
                 for buffer, values in buffers:
                     buffer.copy_(values)
-            for found, was in dicts:
-                found.clear()
-                found.update(was)
-            for sequence, items in lists:
-                sequence.clear()
-                sequence.extend(items)
 
         return put_back
 

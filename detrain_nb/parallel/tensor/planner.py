@@ -19,6 +19,7 @@ from ..costs.profiler import ExampleInputs, as_call
 from ..limits import written_parameters
 from ..module_copies import ghost_of, replace_tensors
 from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
+from ..writes import values_kept
 from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
 from .plan import EXPERTS, LINEAR, Pair, PlannedModule, TensorPlan
 from .proof import Proof, find_fault, is_on_meta, is_too_large, keep_call
@@ -78,20 +79,25 @@ def tp_plan(
     call = as_call(example_inputs)
     if is_on_meta(model):
         model = _all_on_meta(model)
-    with fails_with_inputs(*call):
-        planner = _Planner(model, call, tp)
-    planner.add_pairs()
-    planner.add_embeddings()
-    planner.add_experts()
-    planner.add_head(is_loss_parallel=loss_parallel)
-    planner.explain_the_rest()
-    planner.prove_whole()
-    if loss_parallel:
-        planner.require_head()
-    plan = planner.plan
-    for name in require:
-        _require_cut(plan, name)
-    return planner.with_sequence_parts() if sequence_parallel else plan
+    with values_kept(_buffers_of(model)):  # functions that were made with the model lead to them, in any thread
+        with fails_with_inputs(*call):
+            planner = _Planner(model, call, tp)
+        planner.add_pairs()
+        planner.add_embeddings()
+        planner.add_experts()
+        planner.add_head(is_loss_parallel=loss_parallel)
+        planner.explain_the_rest()
+        planner.prove_whole()
+        if loss_parallel:
+            planner.require_head()
+        plan = planner.plan
+        for name in require:
+            _require_cut(plan, name)
+        return planner.with_sequence_parts() if sequence_parallel else plan
+
+
+def _buffers_of(model: nn.Module) -> list[Tensor]:
+    return [each for each in model.buffers() if each.layout == torch.strided and not each.is_meta]
 
 
 def _require_cut(plan: TensorPlan, name: str) -> None:
