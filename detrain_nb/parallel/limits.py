@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from .kept import state_kept
 from .recording import device_of, fails_with_inputs
 from .writes import writes_undone
 
-__all__ = ["require_fit", "require_unwritten", "written_parameters"]
+__all__ = ["ParameterUse", "find_parameter_use", "require_fit", "require_read_as_attributes", "require_unwritten"]
 
 
 _OTHERWISE = "keep the model whole (dp_replicate in the place of {axis})"
@@ -45,21 +46,42 @@ def require_fit(model: nn.Module, *, axis: str) -> None:
             raise SpecError(f"{name} has a hook on its gradient, which {axis} would drop: {instead}, or {otherwise}")
 
 
-def written_parameters(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> frozenset[str]:
-    """Those that its forward writes into, as the model is and evaluating, by first name; none where nobody can look."""
+@dataclass(frozen=True)
+class ParameterUse:
+    """Parameters, by name: those that a forward writes into, and those that it reads past their modules."""
+
+    written: frozenset[str] = frozenset()
+    read_past: frozenset[str] = frozenset()
+
+
+def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> ParameterUse:
+    """What the forward does with them, as the model is and evaluating; nothing is told where nobody can look."""
     args, kwargs = call
     try:
         with fails_with_inputs(args, kwargs), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch tells of this look is told when the model runs
-            found = profile_call(model, args, kwargs).written_parameters
+            profiles = [profile_call(model, args, kwargs)]
             if model.training:
                 place = device_of([*model.parameters(), *model.buffers()])
                 with state_kept(model, device=place) as tensors, writes_undone(tensors):
                     model.eval()
-                    found |= profile_call(model, args, kwargs).written_parameters
-            return found
+                    profiles.append(profile_call(model, args, kwargs))
     except (SpecError, NotImplementedError):
-        return frozenset()
+        return ParameterUse()
+    written, read_past = ([getattr(each, key) for each in profiles] for key in ("written_parameters", "read_past"))
+    return ParameterUse(frozenset().union(*written), frozenset().union(*read_past))
+
+
+def require_read_as_attributes(read_past: Collection[str], *, axis: str) -> None:
+    """Raises: SpecError for a parameter that the model's code has elsewhere too, where it would not be trained."""
+    if read_past:
+        name, *others = sorted(read_past)
+        more = f" and {len(others)} more" if others else ""
+        raise SpecError(
+            f"the model's code reads its parameter {name}{more} from a list, a function or another object, where "
+            f"{axis} would leave the tensor that it was: read it as an attribute of its module, or "
+            f"{_OTHERWISE.format(axis=axis)}"
+        )
 
 
 def require_unwritten(written: Collection[str], model: nn.Module, *, axis: str, cut: Collection[str] = ()) -> None:

@@ -18,7 +18,7 @@ from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, shared_inputs
 from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
-from .limits import require_fit, require_unwritten, written_parameters
+from .limits import find_parameter_use, require_fit, require_read_as_attributes, require_unwritten
 from .losses import require_no_parameters
 from .mesh import AXES
 from .microbatches import Loss, lists_in
@@ -136,10 +136,11 @@ def parallelize(
     if is_pipeline:
         found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(sizes["pp"]))
     if sharding.kind == "fsdp" or isinstance(tp, TensorPlan):  # "auto" leaves whole what is written into
-        written = written_parameters(model, as_call(example_inputs))
-        require_unwritten(written, model, axis="tp", cut=plan.layouts if plan is not None else ())
+        use = find_parameter_use(model, as_call(example_inputs))
+        require_unwritten(use.written, model, axis="tp", cut=plan.layouts if plan is not None else ())
+        require_read_as_attributes(use.read_past, axis="tp" if plan is not None else "dp_shard")
     if sharding.kind == "fsdp":
-        require_unwritten(written, model, axis="dp_shard")
+        require_unwritten(use.written, model, axis="dp_shard")
         sharding = dataclasses.replace(sharding, block_use=_block_use(model, example_inputs, found))
     return lay_out_all(
         model,

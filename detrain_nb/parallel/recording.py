@@ -66,12 +66,17 @@ class TensorMemo:
 
 @dataclass(frozen=True)
 class Recording:
-    """``buffers``: by name, the tensors, by number, that each was when the pass began and when it ended."""
+    """``buffers``: by name, the tensors, by number, that each was when the pass began and when it ended.
+
+    ``read_past``: parameters that are trained, by name, of which the code reads the tensor itself: not as an attribute
+    of their module, but in a list, a closure or another object.
+    """
 
     recorder: Recorder
     entries: Entries
     outputs: Any
     buffers: Mapping[str, tuple[int, int]]
+    read_past: frozenset[str]
 
 
 def record(
@@ -105,7 +110,19 @@ def record(
     )
     after = {**buffers, **entries.buffers_left}
     numbers = {name: (recorder.number(buffers[name]), recorder.number(after[name])) for name in buffers}
-    return Recording(recorder, entries, outputs, numbers)
+    return Recording(recorder, entries, outputs, numbers, frozenset(_read_past(model, recorder, parameters)))
+
+
+def _read_past(model: nn.Module, recorder: Recorder, replaced: Mapping[str, Tensor]) -> Iterator[str]:
+    """Where a parameter is replaced in its module, as without values all are, one that is read was elsewhere."""
+    for prefix, part in model.named_modules():
+        if isinstance(part, nn.RNNBase):  # they have a list of their own, which follows where a parameter is set
+            continue
+        for key, parameter in part._parameters.items():
+            name = f"{prefix}.{key}" if prefix else key
+            is_trained = parameter is not None and parameter.requires_grad
+            if is_trained and replaced[name] is not parameter and recorder.has_read(parameter):
+                yield name
 
 
 @contextlib.contextmanager
@@ -259,6 +276,9 @@ class Recorder(OperatorMode):
             self.looks.append(_look_at(tensor))
             self.is_computed.append(False)
         return self._numbers[id(tensor)]
+
+    def has_read(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._numbers
 
     def computed(self) -> set[int]:
         """The ids of tensors that depend on a parameter."""

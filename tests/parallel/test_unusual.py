@@ -34,6 +34,20 @@ def test_the_models_own_train_and_eval_are_called(ranks: Session, axes: dict[str
         assert all(each < 1e-6 for each in apart), (rank, apart)
 
 
+@pytest.mark.parametrize("axis", ["pp", "tp", "dp_shard"])
+@pytest.mark.parametrize("way", ["list", "function", "partial"])
+def test_parameter_that_is_read_from_elsewhere_is_refused(ranks: Session, axis: str, way: str) -> None:
+    """There it would stay the tensor that it was, and nobody would train it."""
+    message = rf"reads its parameter scale from a list, a function or another object, where {axis} would leave the"
+    require_refusal(ranks, f"unusual_ranks.lay_out(unusual_ranks.Aside({way!r}), {{{axis!r}: 2}})", message)
+
+
+def test_parameter_that_is_read_from_elsewhere_is_trained_on_whole_replicas(ranks: Session) -> None:
+    code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Aside('list'), {'dp_replicate': 2})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-6
+
+
 def test_recurrent_layers_do_not_move_the_weights_that_shards_were_put_together_to(ranks: Session) -> None:
     code = "unusual_ranks.apart_after_steps(unusual_ranks.Recurrent, {'dp_shard': 2})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():

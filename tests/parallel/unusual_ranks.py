@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,26 @@ class Switching(nn.Module):
         for layer in self.layers:
             x = layer(x).tanh()
         return x * self.temperature
+
+
+class Aside(nn.Module):
+    """It reads a parameter of its own from somewhere else than itself."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        self.scale = scale = nn.Parameter(torch.ones(8))
+        self.read: Callable[[], Tensor] = {
+            "attribute": lambda: self.scale,
+            "list": [scale].__getitem__,
+            "function": lambda: scale,
+            "partial": functools.partial(torch.mul, scale, 1),
+        }[way]
+        self.arguments = (0,) if way == "list" else ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x) * self.read(*self.arguments)
+        return result
 
 
 class Recurrent(nn.Module):

@@ -93,7 +93,8 @@ class ModelProfile:
     another. ``computing`` are the modules all of whose outputs depend on parameters, or on random numbers; ``outputs``
     what modules gave, where they need values. ``hindrances``: why other modules that run are no cuts;
     ``why_no_more``: of a block, if there is such a one. ``rewrites_parameters``: its forward does, from nothing but
-    these, as RWKV's when it begins to evaluate; ``written_parameters``: all that it writes into, by first name.
+    these, as RWKV's when it begins to evaluate; ``written_parameters``: all that it writes into, by first name;
+    ``read_past``: those that it reads from a list, a closure or another object than their module.
     ``cut_along_time``: a layer that takes the rows of a batch for steps in time.
     """
 
@@ -107,6 +108,7 @@ class ModelProfile:
     why_no_more: str = field(default="", repr=False)
     rewrites_parameters: bool = field(default=False, repr=False)
     written_parameters: frozenset[str] = field(default=frozenset(), repr=False)
+    read_past: frozenset[str] = field(default=frozenset(), repr=False)
     cut_along_time: str = field(default="", repr=False)
     written_buffers: tuple[WrittenBuffer, ...] = field(default=(), repr=False)
     block_use: BlockUse = field(default=BlockUse(), repr=False)
@@ -318,6 +320,7 @@ def _make_profile(recording: Recording, num_rows: int, carried: Sequence[Carried
         why_no_more=found.why_no_more,
         rewrites_parameters=recording.recorder.rewrites_parameters,
         written_parameters=frozenset(recording.recorder.written_parameters),
+        read_past=recording.read_past,
         cut_along_time=_find_time_first(recording.entries, num_rows),
         written_buffers=tuple(written),
         block_use=find_block_use(recording),

@@ -14,6 +14,7 @@ from ...errors import SpecError
 from ..arguments import require_model, require_names, require_whole
 from ..costs.partitioner import Partition, StageNode, partition
 from ..costs.profiler import ExampleInputs, ModelProfile, profile
+from ..limits import require_read_as_attributes
 from ..recording import modules_around
 from .stage import build_stage
 
@@ -159,6 +160,7 @@ def split(
             "class, or take it back (del model.forward)"
         )
     found = profile_of_model or profile(model, example_inputs)
+    require_read_as_attributes(found.read_past, axis="pp")
     if at is not None:
         require_names(at=at)
         if stages is not None and stages != len(at) + 1:

@@ -16,7 +16,7 @@ from ...errors import SpecError
 from ..arguments import require_model, require_whole
 from ..blocks import looks_of, pattern_of
 from ..costs.profiler import ExampleInputs, as_call
-from ..limits import written_parameters
+from ..limits import find_parameter_use, require_read_as_attributes
 from ..module_copies import ghost_of, replace_tensors
 from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
 from ..writes import values_kept
@@ -113,7 +113,9 @@ class _Planner:
         self._call = _where_the_model_is(model, call)
         self._names = dict(model.named_modules())
         self.plan = TensorPlan(tp, known_modules(model))
-        self._written = self._modules_with(written_parameters(model, self._call))
+        use = find_parameter_use(model, self._call)
+        require_read_as_attributes(use.read_past, axis="tp")
+        self._written = self._modules_with(use.written)
         layers = [name for name, module in self.plan.modules.items() if module.kind in LINEAR]
         self._flow = watch_flow(model, *self._call, layers)
         self._entered = {*self._flow.entered}
