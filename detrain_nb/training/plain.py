@@ -82,6 +82,7 @@ def from_json(value: Any) -> Any:
 def parse_json(text: bytes, *, most_values: int) -> Any:
     """Of a file that others may have written. Raises: ValueError for more values than that, or what `json` raises.
 
+    It has to be UTF-8: `json` guesses at bytes, and values in UTF-16 or UTF-32 can be hidden from who counts them.
     Collections of garbage would take ten times as long meanwhile, and find none.
     """
     if count_values(text, most=most_values) > most_values:
@@ -89,7 +90,7 @@ def parse_json(text: bytes, *, most_values: int) -> Any:
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        return json.loads(text)
+        return json.loads(text.decode())
     finally:
         if is_collecting:
             gc.enable()

@@ -23,15 +23,17 @@ from ..errors import SpecError
 from ..storage import Location
 from . import saving
 from .arguments import number_of
+from .plain import parse_json
 from .ranks import Ranks
 from .state import ModelState
 from .tensor_files import bytes_of, foreign_errors, locate_safetensors, make_header, open_whole, read_whole
 
-__all__ = ["INDEX", "MOST_INDEX_BYTES", "ONE_FILE", "export_safetensors"]
+__all__ = ["INDEX", "MOST_INDEX_BYTES", "MOST_INDEX_VALUES", "ONE_FILE", "export_safetensors"]
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MOST_INDEX_BYTES = 1 << 28
+MOST_INDEX_VALUES = 1 << 23
 _PART = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 
@@ -205,7 +207,8 @@ def _earlier(place: Location) -> set[str]:
     if INDEX in there:
         text = read_whole(place / INDEX, limit_bytes=MOST_INDEX_BYTES, may_be_link=True)
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):  # no index of ours
-            parts = {name for name in json.loads(text)["weight_map"].values() if _PART.fullmatch(name)}
+            weight_map = parse_json(text, most_values=MOST_INDEX_VALUES)["weight_map"]
+            parts = {name for name in weight_map.values() if _PART.fullmatch(name)}
     return there & {INDEX, *parts}
 
 

@@ -15,7 +15,7 @@ from ..errors import DetrainError, SpecError
 from ..storage import Location, shown
 from . import saving
 from .plain import parse_json
-from .safetensors_export import INDEX, MOST_INDEX_BYTES, ONE_FILE
+from .safetensors_export import INDEX, MOST_INDEX_BYTES, MOST_INDEX_VALUES, ONE_FILE
 from .state import ModelState
 from .tensor_files import Piece, foreign_errors, locate_safetensors, read_header, read_whole
 from .tensor_index import TensorIndex
@@ -23,7 +23,6 @@ from .tensor_store import read_tensors
 
 __all__ = ["import_safetensors"]
 
-_MOST_INDEX_VALUES = 1 << 23
 _SHOWN = 4  # names in a message
 
 _Pieces = dict[str, tuple[str, Piece]]  # by name: the file, and where in it
@@ -93,7 +92,7 @@ def _list_files(place: Location) -> list[str]:
     if INDEX in names:
         with foreign_errors((place / INDEX).name, "read"):
             text = read_whole(place / INDEX, limit_bytes=MOST_INDEX_BYTES, may_be_link=True)
-            index = parse_json(text, most_values=_MOST_INDEX_VALUES)
+            index = parse_json(text, most_values=MOST_INDEX_VALUES)
             weight_map = index.get("weight_map") if isinstance(index, dict) else None
             if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
                 raise ValueError("it has no weight_map, of the file of each tensor")

@@ -26,7 +26,7 @@ from torch.optim import lr_scheduler as schedules
 from detrain_nb import Session, training
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.storage import Location, locate
-from detrain_nb.training import catalog, digests, tensor_files
+from detrain_nb.training import catalog, digests, safetensors_export, tensor_files
 from detrain_nb.training.plain import from_json, to_json
 from detrain_nb.transport.ssh import SshConnection, SshTarget
 
@@ -1360,6 +1360,34 @@ def test_header_that_is_none_is_told(tmp_path: Path, entries: Any, said: str, mo
     (tmp_path / "model.safetensors").write_bytes(header(entries, bytes(24)))
     with pytest.raises(DetrainError, match=f"model.safetensors cannot be read: {said}"):
         training.import_safetensors(str(tmp_path), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"])
+def test_header_or_index_in_another_encoding_is_told(tmp_path: Path, encoding: str) -> None:
+    text = json.dumps(OF_LINEAR).encode(encoding)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(24))
+    with pytest.raises(DetrainError, match="model.safetensors cannot be read: "):
+        training.import_safetensors(str(tmp_path), nn.Linear(2, 2))
+    file.write_bytes(header(OF_LINEAR, bytes(24)))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(json.dumps({"weight_map": dict.fromkeys(OF_LINEAR, file.name)}).encode(encoding))
+    with pytest.raises(DetrainError, match="model.safetensors.index.json cannot be read: "):
+        training.import_safetensors(str(tmp_path), nn.Linear(2, 2))
+
+
+@pytest.mark.timeout(60)
+def test_index_that_an_export_replaces_is_not_parsed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have written it; files that it names beyond any number of parts stay."""
+    monkeypatch.setattr(safetensors_export, "MOST_INDEX_VALUES", 1000)
+    part = tmp_path / "model-00009-of-00009.safetensors"
+    for rest, is_kept in (([[]] * 2000, True), ([], False)):
+        part.write_bytes(b"")
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": part.name}, "rest": rest})
+        )
+        training.export_safetensors(str(tmp_path), nn.Linear(2, 2))
+        assert part.exists() == is_kept
 
 
 @pytest.mark.parametrize("index", [[], {"weight_map": [1]}, {"weight_map": {"a": 1}}, {}])

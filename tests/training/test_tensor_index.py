@@ -112,6 +112,23 @@ def test_index_of_more_than_any_has_is_not_parsed(tmp_path: Path, text: str, mon
         TensorIndex.read(locate(str(tmp_path)), "index", {})
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32-le", "utf-32-be", "utf-32"])
+def test_values_are_not_hidden_in_another_encoding(encoding: str) -> None:
+    """One U+2200, or U+0022 that is no byte of its own, looks like the begin of a string."""
+    text = '["\u2200",' + ",".join(["[]"] * 2000) + "]"
+    with pytest.raises(ValueError):
+        plain.parse_json(text.encode(encoding), most_values=1000)
+    with pytest.raises(ValueError):
+        plain.parse_json("[1]".encode(encoding), most_values=1000)
+
+
+@pytest.mark.parametrize("text", [b"\xef\xbb\xbf[1]", b'["\xff"]', b'["\xed\xa0\x80"]'])
+def test_text_that_is_no_utf_8_is_not_taken(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"utf-8|UTF-8"):
+        plain.parse_json(text, most_values=1000)
+    assert plain.parse_json('["\u2200\u00e4"]'.encode(), most_values=1000) == ["\u2200\u00e4"]
+
+
 def test_name_of_a_dtype_imports_nothing() -> None:
     """torch imports some of its modules when they are asked for."""
     assert from_json({"$dtype": "bfloat16"}) is torch.bfloat16
