@@ -1146,6 +1146,46 @@ def test_option_that_one_group_alone_had_is_told(tmp_path: Path, is_first: bool)
         training.load(str(tmp_path), model, torch.optim.SGD(parameters, lr=0.1))
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(NAN, torch.tensor(NAN), torch.tensor([NAN, 1.0]), [1.0, NAN], (NAN,), {"a": {"b": NAN}}, {NAN}),
+        *([torch.ones(2)], {"a": torch.tensor(NAN)}, torch.tensor(NAN, dtype=torch.bfloat16), torch.tensor([True])),
+    ],
+    ids=repr,
+)
+def test_option_that_is_no_number_comes_back(tmp_path: Path, value: Any) -> None:
+    """A best loss of nan: it is not equal to itself."""
+    model = filled(1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    sgd.param_groups[0]["best"] = value
+    training.save(str(tmp_path), model, sgd, step=1)
+    sgd.param_groups[0]["best"] = 7
+    assert training.load(str(tmp_path), model, sgd).step == 1
+    assert repr(sgd.param_groups[0]["best"]) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        *((NAN, 1.0), (torch.tensor(NAN), torch.tensor(1.0)), (torch.ones(1), torch.ones(2)), (torch.ones(2), 1.0)),
+        *((1.0, torch.ones(2)), (torch.ones(1), torch.ones(1, dtype=torch.float64)), ([NAN], [NAN, NAN])),
+        *(({NAN}, {1.0}), ({"a": NAN}, {"b": NAN}), ([torch.ones(2)], [torch.zeros(2)]), ([1.0], (1.0,)), (NAN, "nan")),
+    ],
+    ids=repr,
+)
+def test_options_that_are_not_the_same_are_told(tmp_path: Path, first: Any, second: Any) -> None:
+    model = filled(1)
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:2], "best": first}, {"params": parameters[2:], "best": second}]
+    training.save(str(tmp_path), model, torch.optim.SGD(groups, lr=0.1), step=1)
+    with pytest.raises(SpecError, match="saved with other options each: make the groups as they were"):
+        training.load(str(tmp_path), model, torch.optim.SGD(parameters, lr=0.1))
+
+
 @pytest.mark.parametrize("rest", [[10**8, 0, 0.0], [-1, 0, 0.0], [625, 0, 0.0], [True, 0, 0.0], [3, 0, "x"], [3], 5])
 def test_place_in_random_numbers_that_none_has_is_told(saved: Path, rest: Any) -> None:
     """numpy takes any, and ends the process with the next number, or reads memory of others."""
@@ -1367,12 +1407,12 @@ def test_header_or_index_in_another_encoding_is_told(tmp_path: Path, encoding: s
     text = json.dumps(OF_LINEAR).encode(encoding)
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(24))
-    with pytest.raises(DetrainError, match="model.safetensors cannot be read: "):
+    with pytest.raises(DetrainError, match=r"model\.safetensors cannot be read: "):
         training.import_safetensors(str(tmp_path), nn.Linear(2, 2))
     file.write_bytes(header(OF_LINEAR, bytes(24)))
     index = tmp_path / "model.safetensors.index.json"
     index.write_bytes(json.dumps({"weight_map": dict.fromkeys(OF_LINEAR, file.name)}).encode(encoding))
-    with pytest.raises(DetrainError, match="model.safetensors.index.json cannot be read: "):
+    with pytest.raises(DetrainError, match=r"model\.safetensors\.index\.json cannot be read: "):
         training.import_safetensors(str(tmp_path), nn.Linear(2, 2))
 
 
