@@ -47,16 +47,17 @@ _KEYS = (  # of all that a note may have
     *("step", "serial", "saved_at", "world_size", "index", "index_crc32", "files"),
     *("optimizer", "scheduler_kind", "scheduler", "data_position", "extra"),
 )
-_FOLDER = re.compile(r"step-(\d{8,19})")
+_FOLDER = re.compile(r"step-([0-9]{8,19})")
 _INDEX = re.compile(r"index-[0-9a-f]+\.json")
 _OURS = re.compile(
-    r"(rank-\d+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.json|\.[0-9a-f]+\.detrain-part|checkpoint\.json)"
+    r"(rank-[0-9]+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.json|\.[0-9a-f]+\.detrain-part|checkpoint\.json)"
 )
 MOST_NOTE_BYTES = 64 << 20
 MOST_NOTE_VALUES = 1 << 23  # it takes a second to parse as many, and no other thread runs
 MOST_SAVES = 1 << 40
 MOST_STEPS = 10**18  # below that a folder's name has its number
 _UNFINISHED = "its save has not ended"
+_LINK = "is a link, and none is followed, as others may have put it there: copy the files here"
 _LAST_SECOND = 253402300799.0  # of the year 9999
 
 
@@ -116,7 +117,11 @@ def _size_text(size_bytes: int) -> str:
 
 
 def step_folder(place: Location, step: int) -> Location:
-    return place / f"step-{step:08d}"
+    return place / _folder_name(step)
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def list_checkpoints(place: Location) -> Checkpoints:
@@ -126,8 +131,10 @@ def list_checkpoints(place: Location) -> Checkpoints:
     """
     if not place.exists():
         return Checkpoints()
-    steps = {int(match[1]) for name in place.names() if (match := _FOLDER.fullmatch(name))}
-    found = [each for step in steps if (each := _read(step, step_folder(place, step))) is not None]
+    entries = _read_entries(place)
+    steps = {int(match[1]) for name in entries if (match := _FOLDER.fullmatch(name))}
+    kinds = {step: entries.get(_folder_name(step), ("directory", 0))[0] for step in steps}
+    found = [each for step in steps if (each := _read(step, step_folder(place, step), kinds[step])) is not None]
     return Checkpoints(sorted(found, key=lambda each: (each.serial, each.step)))
 
 
@@ -147,22 +154,24 @@ def _read_entries(folder: Location) -> dict[str, tuple[str, int]]:
     """By name whether it is a file, a directory, a link or something other, and its size in bytes."""
     with foreign_errors(folder.name, "listed"):
         folder.files.invalidate_cache()
-        return {
-            each["name"].rstrip("/").rpartition("/")[2]: (
-                "link" if each.get("islink") else str(each["type"]),
-                int(each["size"] or 0),
-            )
+        found = {
+            each["name"].rstrip("/"): ("link" if each.get("islink") else str(each["type"]), int(each["size"] or 0))
             for each in folder.files.ls(folder.path, detail=True)
         }
+        if found.pop(folder.path.rstrip("/"), ("directory", 0))[0] != "directory":
+            raise NotADirectoryError("it is a file")
+    return {path.rpartition("/")[2]: entry for path, entry in found.items()}
 
 
-def _read(step: int, folder: Location) -> Checkpoint | None:
-    """None for a folder that only has the name of one."""
+def _read(step: int, folder: Location, kind: str) -> Checkpoint | None:
+    """None for a folder of other files, which only has the name of one."""
     found = Checkpoint(step, -1, 0.0, 0, "", folder.name)
+    if kind != "directory":
+        return replace(found, wrong=f"it {_LINK}" if kind == "link" else "it is no folder")
     try:
         entries = _read_entries(folder)
         ours = [name for name in entries if _OURS.fullmatch(name)]
-        if not ours:
+        if entries and not ours:
             return None
         found = replace(found, size_bytes=sum(size for kind, size in entries.values() if kind == "file"))
         if NOTE not in entries and not any(_INDEX.fullmatch(name) for name in ours):
@@ -188,7 +197,7 @@ def _require_file(entries: Mapping[str, tuple[str, int]], name: str, size_bytes:
     if not kind:
         raise Damaged(f"{name} is missing" + (f", of {size_bytes}" if size_bytes is not None else ""))
     if kind == "link":
-        raise Damaged(f"{name} is a link, and none is followed, as others may have put it there: copy the files here")
+        raise Damaged(f"{name} {_LINK}")
     if kind != "file":
         raise Damaged(f"{name} is no file")
     if size_bytes is not None and size != size_bytes:

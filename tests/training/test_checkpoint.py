@@ -818,6 +818,44 @@ def test_step_that_is_a_link_is_not_written_through(saved: Path, tmp_path: Path)
     assert {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(
+    "harm, said",
+    [
+        *(("nothing in it", "its save has not ended"), ("file", "it is no folder"), ("pipe", "it is no folder")),
+        *(("link", "it is a link, and none is"), ("link to nothing", "it is a link, and none is")),
+    ],
+)
+def test_step_that_is_no_folder_with_files_is_told_of(saved: Path, tmp_path: Path, harm: str, said: str) -> None:
+    """The newest is not there any more; a link may have been put there by others."""
+    folder, outside = saved / "step-00000003", tmp_path / "outside"
+    folder.rename(outside)
+    if harm == "nothing in it":
+        folder.mkdir()
+    elif harm == "file":
+        folder.write_text("")
+    elif harm == "pipe":
+        os.mkfifo(folder)
+    else:
+        folder.symlink_to(outside if harm == "link" else "/nowhere")
+    before = sorted(outside.iterdir())
+    model = filled(0)
+    with pytest.warns(UserWarning, match=f"step-00000003 is passed over: {said}"):
+        assert training.load(str(saved), model).step == 2
+    with pytest.raises(DetrainError, match=f"step-00000003 is broken: {said}.*; complete are 1, 2"):
+        training.load(str(saved), model, step=3)
+    assert [each.step for each in training.checkpoints(str(saved)) if each.is_complete] == [1, 2]
+    training.save(str(saved), model, step=4, keep=1)
+    assert sorted(outside.iterdir()) == before
+    assert os.path.lexists(folder) == (harm != "nothing in it")
+    assert training.load(str(saved), model, step=4).notes == ()
+
+
+def test_folder_with_digits_of_another_script_is_none_of_ours(saved: Path) -> None:
+    shutil.copytree(saved / "step-00000003", saved / "step-0000000\u0664")
+    assert [each.step for each in training.checkpoints(str(saved))] == [1, 2, 3]
+    assert training.load(str(saved), filled(0)).notes == ()
+
+
 def test_checkpoint_and_safetensors_go_to_a_host_and_come_back(testbed: Testbed, tmp_path: Path) -> None:
     """By SFTP, whose files do not tell where a seek has led."""
     config, home = Path(testbed.inventory.ssh_config), f"{testbed.inventory.user_home}/{tmp_path.name}"
@@ -1257,7 +1295,8 @@ def test_error_in_the_background_is_raised_by_the_next_call(saved: Path) -> None
         failing.result(20)
     assert failing.is_done and "failed" in repr(failing)
     training.save(str(saved), filled(5), step=5, is_async=True)  # the error was told once
-    assert training.load(str(saved), filled(0)).step == 5  # the save was waited for
+    with pytest.warns(UserWarning, match="step-00000004 is passed over: it is no folder"):
+        assert training.load(str(saved), filled(0)).step == 5  # the save was waited for
     training.save(str(saved), filled(4), step=4, is_async=True)
     with pytest.raises(DetrainError, match="step-00000004"):
         training.save(str(saved), filled(6), step=6)
