@@ -7,6 +7,7 @@ all else is JSON. Who can write at the URL decides the numbers that are loaded, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..errors import DetrainError, SpecError
 from ..parallel import ParallelModel
+from ..parallel.interrupts import HeldInterrupts
 from ..storage import Location, locate, shown
 from . import saving
 from .catalog import MOST_STEPS, NOTE, Checkpoint, Checkpoints, list_checkpoints, read_note, step_folder
@@ -211,10 +213,11 @@ def load(
 
     Before anything is changed the names and shapes of the whole model are compared, and all that is wanted is read and
     compared with its digests; the scheduler's state is compared with its own. Then the model's part is read once more,
-    into its place: memory is taken for a second state of the optimizer, and for no second model. Older checkpoints,
-    without digests, are taken as they are. Nothing that is read is unpickled or run: who can
-    write there decides the numbers, and nothing else. Collective: all ranks. Raises: SpecError for what is not there or
-    is another model's, DetrainError for what cannot be read.
+    into its place: memory is taken for a second state of the optimizer, and for no second model. An interrupt meanwhile
+    is raised when all is loaded; with several ranks, load again after one. Older checkpoints, without digests, are
+    taken as they are. Nothing that is read is unpickled or run: who can write there decides the numbers, and nothing
+    else. Collective: all ranks. Raises: SpecError for what is not there or is another model's, DetrainError for what
+    cannot be read.
     """
     ranks = saving.begin()
     places: list[Location] = []
@@ -227,10 +230,12 @@ def load(
     chosen, note, reading, passed = _find_whole(
         ranks, places[0], step, (model, optimizer, scheduler), is_random_state_wanted
     )
-    reading.take()
     notes = tuple(f"{name} is passed over: {why}" for name, why in passed.items())
-    if is_random_state_wanted:
-        notes += _go_on_randomly(reading.random_values, note, ranks, reading.model_state)
+    # Not where there are other ranks: who waits for one that is gone has to be freed.
+    with contextlib.nullcontext() if ranks.group is not None else HeldInterrupts():
+        reading.take()
+        if is_random_state_wanted:
+            notes += _go_on_randomly(reading.random_values, note, ranks, reading.model_state)
     for each in notes if ranks.rank == 0 else ():
         warnings.warn(each, stacklevel=2)
     plain = {key: from_json(note[key]) for key in ("data_position", "extra")}

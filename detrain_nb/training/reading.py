@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DetrainError, SpecError
+from ..parallel.interrupts import HeldInterrupts
 from ..storage import Location, shown
 from .catalog import Checkpoint
 from .digests import Damaged
@@ -95,24 +96,50 @@ class Reading:
         """Have the model, the optimizer and the scheduler take what was read. Collective: all ranks.
 
         Raises: DetrainError where it has changed since it was compared; where the optimizer or the scheduler does not
-        take its state, before anything is changed.
+        take its state, before anything is changed. Stopped before the model is read, all have what they had.
         """
+        is_begun = False
 
         def read() -> None:
-            with torch.no_grad():
+            nonlocal is_begun
+            with torch.no_grad(), HeldInterrupts():
+                is_begun = True
                 read_tensors(self._folder, self._index, self._model_tensors)
 
-        self._take_beside_model()
+        put_back = self._keep_beside_model()
+        try:
+            self._take_beside_model()
+            self._read_model(read)
+        except BaseException:
+            if not is_begun:
+                with HeldInterrupts():
+                    put_back()
+            raise
+        self._ranks.gather(self._take_model)
+
+    def _read_model(self, read: Callable[[], None]) -> None:
         try:
             self._ranks.gather(read)
         except DetrainError as exc:
             raise DetrainError(f"{exc}; it was whole a moment ago, and the model has parts of it: load again") from exc
-        self._ranks.gather(self._take_model)
+
+    def _keep_beside_model(self) -> Callable[[], None]:
+        """Return what gives the optimizer and the scheduler back what they have now."""
+        scheduler = self._scheduler
+        earlier = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        put_optimizer_back = None if self._optimizer_state is None else self._optimizer_state.keep()
+
+        def put_back() -> None:
+            if put_optimizer_back is not None:
+                put_optimizer_back()
+            if scheduler is not None:
+                scheduler.load_state_dict(earlier)
+
+        return put_back
 
     def _take_beside_model(self) -> None:
-        """What torch and the user's classes take, or refuse; refused on one rank, all have what they had."""
+        """What torch and the user's classes take, or refuse, on any rank for all."""
         optimizer, scheduler = self._optimizer_state, self._scheduler
-        earlier = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
 
         def take() -> None:
             if optimizer is not None:
@@ -121,14 +148,9 @@ class Reading:
             if scheduler is not None:
                 scheduler.load_state_dict(from_json(self._note["scheduler"]))
 
-        put_back = None if optimizer is None else optimizer.keep()
         try:
             self._ranks.gather(take)
         except DetrainError as exc:
-            if put_back is not None:
-                put_back()
-            if scheduler is not None:
-                scheduler.load_state_dict(earlier)
             raise DetrainError(f"the optimizer or the scheduler does not take what was saved: {exc}") from exc
 
     def _read_beside_model(self, *, is_random_state_wanted: bool) -> None:

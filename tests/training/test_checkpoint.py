@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import pickle
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -26,8 +28,10 @@ from torch.optim import lr_scheduler as schedules
 from detrain_nb import Session, training
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.storage import Location, locate
-from detrain_nb.training import catalog, digests, safetensors_export, tensor_files
+from detrain_nb.training import catalog, checkpoint, digests, reading, safetensors_export, tensor_files
 from detrain_nb.training.plain import from_json, to_json
+from detrain_nb.training.ranks import Ranks
+from detrain_nb.training.state import ModelState, OptimizerState
 from detrain_nb.transport.ssh import SshConnection, SshTarget
 
 from ..testbed.testbed import Testbed
@@ -1133,6 +1137,81 @@ def test_scheduler_of_ones_own_that_does_not_take_its_state_changes_nothing(tmp_
         DetrainError, match="the optimizer or the scheduler does not take what was saved: LookupError: of"
     ):
         training.load(str(tmp_path), model, adam, own)
+    assert is_as_before()
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, at: int = 1) -> None:
+    """Send this process a SIGINT at the end of that call of a function."""
+    call, numbers = getattr(owner, name), itertools.count(1)
+
+    def then_interrupt(*args: Any, **kwargs: Any) -> Any:
+        given = call(*args, **kwargs)
+        if next(numbers) == at:
+            signal.raise_signal(signal.SIGINT)
+        return given
+
+    monkeypatch.setattr(owner, name, then_interrupt)
+
+
+def scheduled(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, schedules.StepLR]:
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = schedules.StepLR(optimizer, 1)
+    for _ in range(steps):
+        stepped(model, by=optimizer)
+        scheduler.step()
+    return optimizer, scheduler
+
+
+@pytest.mark.parametrize(
+    "owner, name, at",
+    [
+        *((OptimizerState, "take", 1), (schedules.StepLR, "load_state_dict", 1), (reading, "read_tensors", 3)),
+        *((ModelState, "take", 1), (checkpoint, "set_random_state", 1)),
+    ],
+)
+def test_interrupt_of_a_load_comes_when_all_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int
+) -> None:
+    model, other = filled(1), filled(0)
+    optimizer, scheduler = scheduled(model, 2)
+    training.save(str(tmp_path), model, optimizer, scheduler, step=1)
+    is_as_saved = unchanged(model, optimizer, scheduler)
+    others = scheduled(other, 5)
+    torch.rand(1)
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, owner, name, at=at)
+        with pytest.raises(KeyboardInterrupt):
+            training.load(str(tmp_path), other, *others)
+    model.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(others[0].state_dict())
+    scheduler.load_state_dict(others[1].state_dict())
+    assert is_as_saved()
+
+
+@pytest.mark.parametrize("at", ["scheduler", "exchange"])
+def test_stop_of_a_load_before_the_model_is_read_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """As it meets a rank, whose interrupts are not held while it waits for others."""
+    model, other = filled(1), filled(0)
+    training.save(str(tmp_path), model, *scheduled(model, 2), step=1)
+    others = scheduled(other, 5)
+    is_as_before = unchanged(other, *others)
+
+    def stop(scheduler: Any, state: Any) -> None:
+        scheduler.__dict__.update(state)
+        monkeypatch.undo()
+        if at == "scheduler":
+            raise KeyboardInterrupt
+        monkeypatch.setattr(Ranks, "_exchange", stop_exchange)
+
+    def stop_exchange(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(schedules.StepLR, "load_state_dict", stop)
+    with pytest.raises(KeyboardInterrupt):
+        training.load(str(tmp_path), other, *others)
     assert is_as_before()
 
 
