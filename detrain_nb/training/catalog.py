@@ -250,7 +250,8 @@ def prune(place: Location, keep: int | None) -> None:
     for each in found:
         if kept and 0 <= each.serial < kept[0].serial:
             folder = step_folder(place, each.step)
-            remove_files(folder, [NOTE, *(name for name in read_files(folder) if name != NOTE)])
+            # the note last: one that is stopped half-way can still be told to be old, and goes with the next save
+            remove_files(folder, [*(name for name in read_files(folder) if name != NOTE), NOTE])
 
 
 def remove_files(folder: Location, names: list[str]) -> None:

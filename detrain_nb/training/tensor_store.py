@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..errors import DetrainError, SpecError
+from ..parallel.interrupts import HeldInterrupts
 from ..storage import Location, is_local
 from ..wire import count_values
 from . import catalog
@@ -126,6 +127,12 @@ class StepWriter(StorageWriter):
         if count_values(index_text, most=MOST_INDEX_VALUES) > MOST_INDEX_VALUES:
             raise SpecError(f"the index of its tensors has more than {MOST_INDEX_VALUES:,} values, and cannot be read")
         note = self._make_note(len(results), index_name, index_text, sizes)
+        with HeldInterrupts():  # which would leave an index without its note, and nothing removes that
+            self._write_last(index_name, index_text, note)
+        catalog.clear_leftovers(self._place)
+        catalog.prune(self._place, self._keep)
+
+    def _write_last(self, index_name: str, index_text: bytes, note: bytes) -> None:
         (self._folder / index_name).write(index_text, may_be_link=False)
         try:
             (self._folder / catalog.NOTE).write(note, may_be_link=False)
@@ -134,8 +141,6 @@ class StepWriter(StorageWriter):
                 with contextlib.suppress(DetrainError):
                     catalog.remove_files(self._folder, [index_name])
             raise
-        catalog.clear_leftovers(self._place)
-        catalog.prune(self._place, self._keep)
 
     def _make_note(self, world_size: int, index_name: str, index_text: bytes, sizes: Mapping[str, int]) -> bytes:
         """Raises: SpecError, DetrainError for what nobody could read, before the index makes a checkpoint of it."""

@@ -628,6 +628,36 @@ def test_save_whose_note_cannot_be_written_goes_with_the_next(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_interrupt_of_a_save_leaves_no_index_without_its_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Nothing would remove that: it has all tensors."""
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, Location, "write", at=at)
+        with pytest.raises(KeyboardInterrupt):
+            training.save(str(tmp_path), nn.Linear(2, 2), step=1)
+    assert all(each.is_complete or each.is_unfinished for each in training.checkpoints(str(tmp_path)))
+    training.save(str(tmp_path), nn.Linear(2, 2), step=2, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_old_one_that_is_half_removed_goes_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    training.save(str(tmp_path), nn.Linear(2, 2), step=1)
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, os, "unlink", at=at)
+        patched.setattr(os, "supports_dir_fd", {os.unlink, *os.supports_dir_fd})
+        with pytest.raises(KeyboardInterrupt):
+            training.save(str(tmp_path), nn.Linear(2, 2), step=2, keep=1)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert training.load(str(tmp_path), nn.Linear(2, 2), step=2).step == 2
+    training.save(str(tmp_path), nn.Linear(2, 2), step=3, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("is_async", [False, True])
