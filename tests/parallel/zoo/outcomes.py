@@ -20,6 +20,11 @@ REFUSED: Outcomes = {
     "XLNet": {"pp": r"with this batch, evaluating, the model cannot be cut at .*: beside what comes into it"},
     "hooks behind accumulation": {"tp": _HOOK, "dp_shard": _HOOK},
     "max_norm": {"tp": _WRITTEN, "dp_shard": _WRITTEN},
+    "Encodec": {
+        "pp": r"output\['audio_codes'\] of the model is \(1, 2, 1, 64\) for 2 rows: .* return it with the rows"
+    },
+    # In evaluation it fills a cache of a layer, which another call reads.
+    "LeViT": {"pp": r"evaluating, .*attention_bias_cache, which the model keeps for its next call, is no buffer"},
     # In evaluation it divides weights of later layers.
     "RWKV": {"dp_shard": r"forward writes into its parameter rwkv\.blocks\.0\.attention\.output\.weight and 3 more"},
     "parameter hooks": {"tp": _HOOK, "dp_shard": _HOOK},
