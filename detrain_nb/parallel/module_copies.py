@@ -132,11 +132,17 @@ _WORDS = frozenset((bool, int, float, str, bytes, type(None)))
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 
 
-class OwnSubclass:
-    """First among the bases of a class that is made of a user's: the user's ``__init_subclass__`` is not for it."""
+class _OwnSubclass:
+    """Before a user's class among the bases of one that is made of it: its ``__init_subclass__`` is not for ours."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
+
+
+def make_subclass(base: type[nn.Module], name: str, own: dict[str, Any], *before: type[nn.Module]) -> type[nn.Module]:
+    """Return a class with what ``own`` has, and what ``before`` and ``base``, a user's class or made of one, have."""
+    first = () if issubclass(base, _OwnSubclass) else (_OwnSubclass,)
+    return type(name, (*before, *first, base), own)
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children: these have been copied

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..module_copies import OwnSubclass
+from ..module_copies import make_subclass
 from ..recording import Recording
 
 __all__ = ["CarriedAttribute", "changed_attributes", "find_carried", "note_attributes"]
@@ -133,7 +133,7 @@ def _watching(base: type[nn.Module], name: str, keys: Collection[str], note: Cal
         base.__setattr__(self, key, value)
 
     own = {"__getattribute__": get, "__setattr__": put, "__module__": base.__module__}
-    return type(base.__name__, (OwnSubclass, base), own)
+    return make_subclass(base, base.__name__, own)
 
 
 def _is_read(recorder: Any, tensors: Collection[Tensor], left: Collection[int]) -> bool:

@@ -19,7 +19,7 @@ from torch.utils import swap_tensors
 from ...errors import SpecError
 from ..compiled import compile_again, run_before
 from ..deferred import find_value
-from ..module_copies import OwnSubclass, follow_copies, ghost_of, shallow_copy
+from ..module_copies import follow_copies, ghost_of, make_subclass, shallow_copy
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
 from .root_hooks import RootHooks
 from .stubs import End, Reached, StageState, stop_at, stub_of
@@ -193,4 +193,4 @@ class _Become(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=64)
 def _stage_class(base: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{base.__name__}Stage", (OwnSubclass, _StageForward, base), {})
+    return make_subclass(base, f"{base.__name__}Stage", {}, _StageForward)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...errors import SpecError
-from ..module_copies import OwnSubclass
+from ..module_copies import make_subclass
 from ..recording import without_fused_layers
 from .plan import Layout
 from .ranks import TensorRanks, add_up, add_up_gradients, bounds, once, put_together
@@ -242,7 +242,7 @@ def change_class(module: nn.Module, share: Share) -> None:
     elif any((share.layouts, share.before, share.after, share.arguments, share.outputs, share.once)):
         kind = _ChangedPart
     if (kind, base) not in _CLASSES:
-        _CLASSES[kind, base] = type(base.__name__, (OwnSubclass, kind, base), {"__module__": base.__module__})
+        _CLASSES[kind, base] = make_subclass(base, base.__name__, {"__module__": base.__module__}, kind)
     try:
         module.__class__ = _CLASSES[kind, base]
     except TypeError as exc:  # objects of classes that have another before nn.Module, as ABC, are laid out otherwise
