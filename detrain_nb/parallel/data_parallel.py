@@ -104,9 +104,7 @@ class Sharding:
             if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # which FSDP2 refuses
                 parameter.data = parameter.data.contiguous()
         for part in module.modules():
-            if isinstance(
-                part, nn.RNNBase
-            ):  # on a GPU it would move what FSDP2 puts together, and go on with old values
+            if isinstance(part, nn.RNNBase):  # cuDNN moves what FSDP2 puts together, and goes on with old values
                 part.__dict__["flatten_parameters"] = _leave_where_they_are
         common: dict[str, Any] = {
             "mesh": self.mesh,

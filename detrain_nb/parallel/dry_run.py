@@ -24,7 +24,7 @@ from .costs.block_use import BlockUse
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, profile
 from .data_parallel import resolve_sharding
-from .limits import require_unwritten
+from .limits import ParameterUse, require_read_as_attributes, require_unwritten
 from .mesh import make_mesh, resolve_axes
 from .microbatches import Loss
 from .parallelize import (
@@ -120,7 +120,7 @@ def dry_run(
         loss_parallel,
         optimizer_states,
         costs.block_use,
-        costs.written_parameters,
+        ParameterUse(costs.written_parameters, costs.read_past),
     )
     rows = layout.try_with(model, example_inputs, target)
     return DryRun(sizes, order.name if found is not None else "no pipeline", rows, found, plan)
@@ -142,7 +142,7 @@ class _Layout:
     loss_parallel: bool
     optimizer_states: int
     block_use: BlockUse
-    written: frozenset[str]
+    use: ParameterUse
 
     def try_with(self, model: nn.Module, example_inputs: ExampleInputs, target: Any) -> tuple[RankMemory, ...]:
         """Try every place of the pipeline. Raises: SpecError for code that looks at values, where there are none."""
@@ -254,7 +254,8 @@ class _Layout:
         )
         require_cut_fits(actor.model, self.sizes, sharding)
         if sharding.kind == "fsdp":
-            require_unwritten(self.written, actor.model, axis="dp_shard")
+            require_unwritten(self.use.written, actor.model, axis="dp_shard")
+            require_read_as_attributes(self.use.read_past, axis="dp_shard")
             sharding = replace(sharding, block_use=self.block_use)
         model = actor.copy()
         laid_out = lay_out_all(

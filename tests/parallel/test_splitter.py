@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import gc
 import re
@@ -388,7 +389,23 @@ def test_classes_made_of_the_users_are_not_shown_to_their_registry() -> None:
     found = split(_Follows(keeps=False), batch(3, 8), 2)
     torch.testing.assert_close(found.stage(1)(found.stage(0)(batch(3, 8)), batch(3, 8)), found.model(batch(3, 8)))
     assert tp_plan(_Follows(keeps=False), batch(3, 8)).checked == "proved"
-    assert _Registered.registry == {"follows": _Follows}
+    assert _Registered.registry == {"follows": _Follows, "abstract": _FollowsAbstract}
+
+
+class _Abstract(abc.ABC, nn.Module):
+    """Objects of a class with another one before nn.Module cannot be of any that is made of it."""
+
+
+class _FollowsAbstract(_Abstract, _Follows, kind="abstract"):
+    pass
+
+
+@pytest.mark.parametrize("kind", [_FollowsAbstract, type("Plain", (abc.ABC, _Keeps), {})])
+def test_what_is_kept_by_an_abstract_class_is_found(kind: Any) -> None:
+    model = kind(keeps=True) if kind is _FollowsAbstract else kind("from the end")
+    found = profile(nn.Sequential(model, nn.Linear(8, 8)), batch(3, 8))
+    name = "0.before" if kind is _FollowsAbstract else "0.memory"
+    assert found.hindrances["0.layers.1"].startswith(f"{name}, which the model keeps for its next call")
 
 
 class _CountsAndWrites(nn.Module):

@@ -76,6 +76,10 @@ def find_carried(
     found = []
     for name, keys in changed.items():
         for key, value in keys.items():
+            full = f"{name}.{key}" if name else key
+            if name in watch.unwatched:
+                found.append(CarriedAttribute(full, (), (), is_computed=True))
+                continue
             events = watch.events.get((name, key), [])
             if not events or events[0].is_write:
                 continue
@@ -86,7 +90,7 @@ def find_carried(
             if not writes and not (is_computed and _is_read(recorder, tensors, left)):
                 continue  # made once, as tables are, or only added to
             reads = tuple(event.entry for event in events[:first])
-            found.append(CarriedAttribute(f"{name}.{key}" if name else key, reads, writes, is_computed))
+            found.append(CarriedAttribute(full, reads, writes, is_computed))
     return found
 
 
@@ -100,6 +104,7 @@ class _Event:
 @dataclass
 class _Watch:
     events: dict[tuple[str, str], list[_Event]] = field(default_factory=dict)
+    unwatched: set[str] = field(default_factory=set)  # modules of a class that none can be made of
 
     @contextlib.contextmanager
     def watched(self, model: nn.Module, changed: Changed, recorder: Any, entries: Any) -> Iterator[None]:
@@ -112,16 +117,30 @@ class _Watch:
         try:
             for name, keys in changed.items():
                 part = model.get_submodule(name)
-                made = _watching(type(part), name, frozenset(keys), note)
-                was.append((part, type(part)))
-                part.__class__ = made
+                base, own = type(part), _watching(type(part), name, frozenset(keys), note)
+                if not _take_class(part, make_subclass, base, own) and not _take_class(part, _make_plain, base, own):
+                    self.unwatched.add(name)
+                was.append((part, base))
             yield
         finally:
             for part, owner in was:
                 part.__class__ = owner
 
 
-def _watching(base: type[nn.Module], name: str, keys: Collection[str], note: Callable[..., None]) -> type[nn.Module]:
+def _take_class(part: nn.Module, make: Callable[..., type[nn.Module]], base: type[nn.Module], own: Any) -> bool:
+    """Whether there is such a class and ``part`` can be of it: not always, with another class before nn.Module."""
+    try:
+        part.__class__ = make(base, base.__name__, own)
+    except TypeError:
+        return False
+    return True
+
+
+def _make_plain(base: type[nn.Module], name: str, own: dict[str, Any]) -> type[nn.Module]:
+    return type(name, (base,), own)
+
+
+def _watching(base: type[nn.Module], name: str, keys: Collection[str], note: Callable[..., None]) -> dict[str, Any]:
     def get(self: nn.Module, key: str) -> Any:
         if key in keys:
             note(name, key, is_write=False)
@@ -132,8 +151,7 @@ def _watching(base: type[nn.Module], name: str, keys: Collection[str], note: Cal
             note(name, key, is_write=True)
         base.__setattr__(self, key, value)
 
-    own = {"__getattribute__": get, "__setattr__": put, "__module__": base.__module__}
-    return make_subclass(base, base.__name__, own)
+    return {"__getattribute__": get, "__setattr__": put, "__module__": base.__module__}
 
 
 def _is_read(recorder: Any, tensors: Collection[Tensor], left: Collection[int]) -> bool:
