@@ -234,6 +234,7 @@ class Op:
     is_look: bool  # the code asks for a value that was computed
     saved_bytes: int = 0
     writes: Sequence[int] = ()  # of those that it made, what was there before
+    call: tuple[Any, ...] = ()  # the operator, and what it was given beside tensors
 
 
 class Recorder(OperatorMode):
@@ -276,6 +277,15 @@ class Recorder(OperatorMode):
             self.looks.append(_look_at(tensor))
             self.is_computed.append(False)
         return self._numbers[id(tensor)]
+
+    def tensor(self, number: int) -> Tensor:
+        return self._kept[number]
+
+    def follow(self, tensor: Tensor) -> int:
+        """Note that a tensor is on other memory now."""
+        number = self.number(tensor)
+        self._on_storage.setdefault(_storage_of(tensor), []).append(number)
+        return number
 
     def has_read(self, tensor: Tensor) -> bool:
         return id(tensor) in self._numbers
@@ -322,7 +332,8 @@ class Recorder(OperatorMode):
             self.is_computed[number] |= is_drawn or is_from_computed
         is_look = torch.Tag.data_dependent_output in func.tags and is_from_computed
         flops = _count_flops(func, args, kwargs, result)
-        self.ops.append(Op(reads, makes, flops, moved_bytes, self.inside, is_look, writes=written))
+        call = (func, *(leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)))
+        self.ops.append(Op(reads, makes, flops, moved_bytes, self.inside, is_look, writes=written, call=call))
         return result
 
     def _is_of_parameters(self, written: Sequence[int], reads: Sequence[int]) -> bool:

@@ -669,11 +669,13 @@ def test_functions_and_hooks_that_were_made_with_a_model_lead_to_its_stages(at: 
 
 
 def test_layers_that_are_called_by_another_name_are_told() -> None:
-    found = split(AroundNames(), batch(2, 8), 2)
+    found = Split(AroundNames(), profile(AroundNames(), batch(2, 8)), (0, 1, 2))
     with pytest.raises(SpecError, match="the model returned, and never came to 'b', where its next stage begins"):
         found.stage(0)(batch(2, 8))
     with pytest.raises(SpecError, match="what was received has gone nowhere: 'b' was not called by the name"):
         found.stage(1)(batch(2, 8), batch(2, 8))
+    with pytest.raises(SpecError, match=r"into 1 at most .cuts: none; not at b: the model returned, and never came to"):
+        split(AroundNames(), batch(2, 8), 2)
 
 
 def test_forward_that_was_replaced_on_the_object_is_told() -> None:

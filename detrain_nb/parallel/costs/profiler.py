@@ -15,7 +15,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +51,14 @@ __all__ = [
     "profile",
     "profile_call",
     "require_known",
+    "run_without_memory",
     "shared_inputs",
 ]
 
 ExampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 _CPU = torch.device("cpu")
+Found = TypeVar("Found")
 # Of a device that is not known.
 FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11
 
@@ -83,6 +85,23 @@ class Unit:
     input_dtype: torch.dtype = torch.float32
     forward_s: float | None = None
     backward_s: float | None = None
+
+    def joined(self, other: Unit) -> Unit:
+        """Return what runs where the model is not cut before ``other``, the next unit."""
+        return dataclasses.replace(
+            self,
+            flops=self.flops + other.flops,
+            moved_bytes=self.moved_bytes + other.moved_bytes,
+            saved_bytes=self.saved_bytes + other.saved_bytes,
+            parameters=tuple(dict.fromkeys((*self.parameters, *other.parameters))),
+            modules=(*self.modules, *other.modules),
+            forward_s=_sum(self.forward_s, other.forward_s),
+            backward_s=_sum(self.backward_s, other.backward_s),
+        )
+
+
+def _sum(seconds: float | None, others: float | None) -> float | None:
+    return None if seconds is None or others is None else seconds + others
 
 
 @dataclass(frozen=True)
@@ -117,6 +136,21 @@ class ModelProfile:
     def cuts(self) -> tuple[str, ...]:
         """The modules at whose entry the model can be cut."""
         return tuple(unit.cut for unit in self.units if unit.cut is not None)
+
+    def without(self, cuts: Mapping[str, str]) -> ModelProfile:
+        """Return the profile of a model that cannot be cut there, for the reasons given."""
+        units: list[Unit] = []
+        place_of: list[int] = []
+        for unit in self.units:
+            units[-1:] = [units[-1].joined(unit)] if unit.cut in cuts else [*units[-1:], unit]
+            place_of.append(len(units) - 1)
+        return dataclasses.replace(
+            self,
+            units=tuple(units),
+            hindrances={**self.hindrances, **cuts},
+            why_no_more=self.why_no_more or next(f"{cut}: {why}" for cut, why in cuts.items()),
+            written_buffers=tuple(dataclasses.replace(each, unit=place_of[each.unit]) for each in self.written_buffers),
+        )
 
     def times(
         self, *, flops_per_s: float | None = None, bytes_per_s: float | None = None, is_training: bool = True
@@ -186,18 +220,38 @@ def profile_call(
     """As ``profile``, with the arguments apart. ``device``: what the tensors say where they are: autocast asks them."""
     _require_hooks(model)
     num_rows = count_rows((args, kwargs))
+
+    def look(copy: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
+        recording, carried = _record(model, args, kwargs, copy)
+        made = _make_profile(recording, num_rows, carried)
+        return dataclasses.replace(made, outputs=recording.entries.outputs) if copy is _copy else made
+
+    return run_without_memory(look, model, args, kwargs, device=device)
+
+
+def run_without_memory(
+    run: Callable[[Callable[[Tensor], Tensor], tuple[Any, ...], dict[str, Any]], Found],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device = _CPU,
+) -> Found:
+    """Give what ``run(copy, args, kwargs)`` does of a model, which is as it was afterwards.
+
+    ``copy`` gives what stands for a tensor: one without memory; or, where ``run`` wants values and there are such, a
+    copy, and of a parameter itself.
+    """
     with state_kept(model, args, kwargs) as tensors, writes_undone(tensors):  # operators on real tensors alone do run
         try:
             with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-                recording, carried = _record(model, args, kwargs, functools.partial(_fake, device=device))
-                return _make_profile(recording, num_rows, carried)
+                return run(functools.partial(_fake, device=device), args, kwargs)
         except (RuntimeError, AssertionError) as exc:  # it looks at values, or what it calls wants them
             _require_values(model, args, kwargs, exc)
     place = device_of([*model.parameters(), *model.buffers()])
     args, kwargs = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
     with state_kept(model, args, kwargs, device=place) as tensors, writes_undone(tensors):
-        recording, carried = _record(model, args, kwargs, _copy)
-    return dataclasses.replace(_make_profile(recording, num_rows, carried), outputs=recording.entries.outputs)
+        return run(_copy, args, kwargs)
 
 
 def _record(

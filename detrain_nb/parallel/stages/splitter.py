@@ -13,9 +13,10 @@ from torch import nn
 from ...errors import SpecError
 from ..arguments import require_model, require_names, require_whole
 from ..costs.partitioner import Partition, StageNode, partition
-from ..costs.profiler import ExampleInputs, ModelProfile, profile
+from ..costs.profiler import ExampleInputs, ModelProfile, as_call, profile
 from ..limits import require_read_as_attributes
 from ..recording import modules_around
+from .proof import find_difference
 from .stage import build_stage
 
 __all__ = ["Split", "split"]
@@ -165,13 +166,35 @@ def split(
         require_names(at=at)
         if stages is not None and stages != len(at) + 1:
             raise SpecError(f"{stages} stages and {len(at)} cuts: {len(at)} cuts make {len(at) + 1} stages")
-        return Split(model, found, _bounds_at(model, found, at))
+        made = Split(model, found, _bounds_at(model, found, at))
+        if wrong := _find_wrong(made, example_inputs):
+            _bounds_at(model, found.without(wrong), at)
+        return made
     if stages is None and nodes is None:
         raise SpecError("neither stages, nor cuts (at), nor nodes: give one of them")
     if stages is not None and nodes is not None and stages != len(nodes):
         raise SpecError(f"{stages} stages and {len(nodes)} nodes: give one node for each stage")
-    best = partition(found, nodes if nodes is not None else stages or 0)
-    return Split(model, found, best.bounds, best)
+    while True:
+        best = partition(found, nodes if nodes is not None else stages or 0)
+        made = Split(model, found, best.bounds, best)
+        if not (wrong := _find_wrong(made, example_inputs)):
+            return made
+        found = found.without(wrong)
+
+
+def _find_wrong(found: Split, example_inputs: ExampleInputs) -> dict[str, str]:
+    """The cuts at which stages would not compute what the model does, and why."""
+    if not found.cuts:
+        return {}
+    args, kwargs = as_call(example_inputs)
+    stages = [found.stage(index) for index in range(found.num_stages)]
+    written = found.written_buffers()
+    why = find_difference(found.model, stages, args, kwargs, cuts=found.cuts, written_buffers=written)
+    if not why or len(found.cuts) == 1:
+        return {cut: why for cut in found.cuts if why}
+    alone = (Split(found.model, found.profile, (0, bound, found.bounds[-1])) for bound in found.bounds[1:-1])
+    wrong = {cut: told for each in alone for cut, told in _find_wrong(each, example_inputs).items()}
+    return wrong or {found.cuts[0]: why}
 
 
 def _bounds_at(model: nn.Module, found: ModelProfile, at: Sequence[str]) -> tuple[int, ...]:

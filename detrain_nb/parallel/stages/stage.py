@@ -175,6 +175,7 @@ class _Inject:
             with torch.autograd._unsafe_preserve_version_counter(argument):
                 _Become.apply(argument, received)  # type: ignore[no-untyped-call]
         self._state.is_taken = True
+        self._state.on_taken(argument)
 
 
 class _Become(torch.autograd.Function):

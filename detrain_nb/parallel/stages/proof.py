@@ -1,0 +1,273 @@
+"""The proof of a split: its stages, one after the other, compute what the model does.
+
+The model runs once, and so does each stage, on tensors without memory. Each tensor gets the number of its expression:
+two have the same one if the same operators made them of the same parameters, buffers and inputs. So whatever goes past
+the arguments of modules, as through a hook or an object that two parts share, shows itself before a step is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ...errors import DetrainError
+from ..costs.profiler import run_without_memory
+from ..kept import State
+from ..recording import Entries, ModuleOutput, Op, Recorder, Recording, first_float_tensor, record
+from ..writes import writes_undone
+
+__all__ = ["find_difference"]
+
+
+def find_difference(
+    model: nn.Module,
+    stages: Sequence[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    cuts: Sequence[str],
+    written_buffers: Mapping[str, int],
+) -> str:
+    """Say what the stages of a model, cut at ``cuts``, would do that it does not; empty where there is nothing.
+
+    ``written_buffers``: in which stage those are, by name, that the forward writes.
+    """
+
+    def compare(copy: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        table = _Expressions(model, args, kwargs)
+        with _laid_out_as_sent(model, cuts):
+            whole = table.evaluate(model, copy, args, kwargs)
+        own: _Results | None = None
+        pairs = []
+        for index, stage in enumerate(stages):
+            vars(stage)["_state"].same_call = whole.of_modules
+            stage.be_careful()  # type: ignore[operator]  # else it notes all that it is, to run again where it writes
+            received = () if own is None else (own.given,)
+            expression = own.outputs[0] if own is not None else None
+            own = table.evaluate(stage, copy, (*received, *args), kwargs, received=expression)
+            here = [name for name, place in written_buffers.items() if place == index and name in own.buffers]
+            pairs += [(whole.buffers[name], own.buffers[name]) for name in here]
+        assert own is not None
+        if own.look != whole.look:
+            return f"the last stage would give {own.look} in the place of {whole.look}: {_OTHERWISE}"
+        pairs += zip(whole.outputs, own.outputs)
+        told = (table.tell(expected, found) for expected, found in pairs if expected != found)
+        return next((f"{each}: {_OTHERWISE}" for each in told), "")
+
+    try:
+        return run_without_memory(compare, model, args, kwargs)
+    except DetrainError as exc:
+        return str(exc)
+    except Exception as exc:  # noqa: BLE001 - the user's code fails in a stage, and does not in the model
+        return f"a stage would fail ({type(exc).__name__}: {str(exc).rstrip('.')}): {_OTHERWISE}"
+
+
+_OTHERWISE = (
+    "stages send the argument of a module alone, and nothing that a hook, a closure, a shared object or a __call__ "
+    "hands on: pass it as an argument"
+)
+
+
+@contextlib.contextmanager
+def _laid_out_as_sent(model: nn.Module, cuts: Sequence[str]) -> Iterator[None]:
+    """In here what comes to a cut is contiguous, as what a stage receives: by that torch chooses its operators."""
+    handles = [model.get_submodule(cut).register_forward_pre_hook(_make_contiguous, with_kwargs=True) for cut in cuts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _make_contiguous(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = first_float_tensor(args, kwargs)
+    if tensor is None or tensor.is_contiguous():
+        return None
+    made = tensor.contiguous()
+    args, kwargs = tree_map(lambda leaf: made if leaf is tensor else leaf, (args, kwargs))
+    return args, kwargs
+
+
+@dataclass(frozen=True)
+class _Results:
+    """What a module gave: its first tensor; how its outputs look, and their expressions; those of its buffers.
+
+    ``of_modules``: how the outputs of the modules in it look.
+    """
+
+    given: Tensor
+    look: str
+    outputs: tuple[int, ...]
+    buffers: Mapping[str, int]
+    of_modules: Mapping[str, ModuleOutput]
+
+
+# The same values, in another shape at most. Where memory is laid out otherwise torch takes another one of these.
+_aten = torch.ops.aten
+_SAME = {
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten.lift_fresh.default,
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.reshape.default,
+    _aten._reshape_alias.default,
+}
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Beyond this two constants are compared by their shape and place.
+_MOST_COMPARED_BYTES = 1 << 20
+
+
+class _Expressions:
+    """The expressions of all tensors, by number: what is made how, of which others."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._state = State(model, args, kwargs)
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._keys: list[tuple[tuple[Any, ...], tuple[int, ...]]] = []
+        self._places: list[str] = []
+        self._names: dict[int, tuple[str, str]] = {}
+        self._on_storage: dict[int, tuple[str, str]] = {}  # of what is read past its module
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            self._names.setdefault(id(buffer), ("buffer", name))
+            if buffer.layout == torch.strided:
+                self._on_storage.setdefault(int(buffer.untyped_storage()._cdata), ("buffer", name))
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), ("parameter", name))
+        leaves = enumerate(tree_flatten((args, kwargs))[0])
+        self._names.update({id(leaf): ("input", str(place)) for place, leaf in leaves if isinstance(leaf, Tensor)})
+
+    def evaluate(
+        self,
+        module: nn.Module,
+        copy: Callable[[Tensor], Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        received: int | None = None,
+    ) -> _Results:
+        """Run a model, or a stage; its first argument is then the expression ``received``."""
+        names = {id(buffer): ("buffer", name) for name, buffer in module.named_buffers()} | self._names
+        made: dict[int, tuple[Any, Tensor]] = {}  # by what it is, and the original: so that its id stays its own
+
+        def noted(tensor: Tensor) -> Tensor:
+            result = copy(tensor)
+            made[id(result)] = names.get(id(tensor)), tensor
+            return result
+
+        taken: list[tuple[int, int]] = []  # before which operator, and the tensor that it then is
+
+        @contextlib.contextmanager
+        def watched(recorder: Recorder, entries: Entries) -> Iterator[None]:
+            state = vars(module).get("_state")
+            if received is None or state is None:
+                yield
+                return
+            state.on_taken = lambda argument: taken.append((len(recorder.ops), recorder.follow(argument)))
+            try:
+                yield
+            finally:
+                del state.on_taken
+
+        with self._state.kept(), writes_undone(self._state.tensors):
+            recording = record(module, args, kwargs, noted, watched)
+        values: dict[int, int] = {}
+
+        def value(number: int) -> int:
+            if number not in values:
+                tensor = recording.recorder.tensor(number)
+                name, original = made.get(id(tensor), (None, None))
+                is_received = received is not None and original is args[0]
+                values[number] = received if is_received and received is not None else self._leaf(tensor, name)
+            return values[number]
+
+        for index, op in enumerate(recording.recorder.ops):
+            while taken and taken[0][0] <= index and received is not None:
+                values[taken.pop(0)[1]] = received
+            self._follow(op, recording, value, values)
+        if taken and received is not None:
+            values[taken[-1][1]] = received
+        return self._results(recording, value)
+
+    def _results(self, recording: Recording, value: Callable[[int], int]) -> _Results:
+        leaves, spec = tree_flatten(recording.outputs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        others = [
+            repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves if not isinstance(leaf, Tensor)
+        ]
+        outputs = tuple(value(recording.recorder.number(tensor)) for tensor in tensors)
+        buffers = {name: value(after) for name, (_, after) in recording.buffers.items()}
+        return _Results(tensors[0], f"{spec} {others}", outputs, buffers, recording.entries.outputs)
+
+    def _follow(self, op: Op, recording: Recording, value: Callable[[int], int], values: dict[int, int]) -> None:
+        func, *given = op.call
+        operands = tuple(map(value, op.reads))
+        looks = recording.recorder.looks
+        place = op.inside[-1] if op.inside else ""
+        if func in _SAME and len(op.makes) == 1 and len(op.reads) == 1:
+            (source,), (number,) = op.reads, op.makes
+            if looks[source].shape != looks[number].shape:
+                values[number] = self._number(("shape", looks[number].shape), operands, place)
+            else:
+                values[number] = operands[0]
+            return
+        plain = tuple(repr(each) if isinstance(each, _PLAIN) else type(each).__name__ for each in given)
+        made = self._number(("operator", func, plain), operands, place)
+        was = {number: value(number) for number in op.writes}
+        for position, number in enumerate(op.makes):
+            if number not in was:
+                values[number] = self._number(("result", position), (made,), place)
+        for number, before in was.items():
+            values[number] = self._number(("written",), (before, made), place)
+
+    def _leaf(self, tensor: Tensor, name: tuple[str, str] | None) -> int:
+        """What no operator made."""
+        if name is not None:
+            return self._number(name, (), "")
+        look = (tuple(tensor.shape), tensor.dtype)
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if not is_plain or tensor.is_meta or tensor.is_quantized:
+            return self._number(("constant", *look), (), "")
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._on_storage:
+            return self._number(self._on_storage[storage._cdata], (), "")
+        if tensor.numel() * tensor.element_size() > _MOST_COMPARED_BYTES:
+            return self._number(("constant", *look, storage._cdata), (), "")
+        with _disable_current_modes():
+            values = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+            content = bytes(values.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy())
+        return self._number(("constant", *look, content), (), "")
+
+    def _number(self, head: tuple[Any, ...], operands: tuple[int, ...], place: str) -> int:
+        key = (head, operands)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._keys)
+            self._keys.append(key)
+            self._places.append(place)
+        return self._numbers[key]
+
+    def tell(self, expected: int, found: int) -> str:
+        """Where two expressions differ first, from what they have in common."""
+        while True:
+            (head, operands), (other, others) = self._keys[expected], self._keys[found]
+            pairs = [pair for pair in zip(operands, others) if pair[0] != pair[1]]
+            if head != other or len(operands) != len(others) or not pairs:
+                return f"a stage would take {self._describe(found)} in the place of {self._describe(expected)}"
+            expected, found = pairs[0]
+
+    def _describe(self, number: int) -> str:
+        (kind, *more), operands = self._keys[number]
+        if kind in ("result", "written", "shape"):
+            return self._describe(operands[-1])
+        if kind == "operator":
+            return f"what {more[0]} gives in {self._places[number] or 'the code of the model itself'}"
+        if kind == "constant":
+            return f"a tensor {more[1]} {more[0]}".replace("torch.", "")
+        return f"the {kind} {more[0]}"
