@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from .interrupts import OperatorMode
 
-__all__ = ["values_kept", "writes_undone", "written_by"]
+__all__ = ["has_own_memory", "values_kept", "writes_undone", "written_by"]
 
 # Their schemas do not say that they write the running statistics.
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
@@ -46,6 +46,11 @@ def values_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
             each.put_back()
 
 
+def has_own_memory(tensor: Tensor) -> bool:
+    """Whether its values can be kept: not those of a sparse tensor, or of one that is made of others."""
+    return tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
+
+
 class _Values:
     """What is in a tensor's memory; that it was written into is not told by it."""
 
@@ -67,7 +72,7 @@ class _Writes(OperatorMode):
         super().__init__()
         self._on_storage: dict[int, list[Tensor]] = {}
         for tensor in tensors:
-            if tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor):
+            if has_own_memory(tensor):
                 self._on_storage.setdefault(_storage_of(tensor), []).append(tensor)
         self._kept: dict[int, _Values] = {}
 

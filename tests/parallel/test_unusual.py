@@ -48,6 +48,14 @@ def test_parameter_that_is_read_from_elsewhere_is_trained_on_whole_replicas(rank
         assert apart < 1e-6
 
 
+@pytest.mark.parametrize("axis", ["tp", "dp_shard"])
+def test_buffer_that_a_function_writes_into_is_that_of_the_whole_model(ranks: Session, axis: str) -> None:
+    for make in ("unusual_ranks.Averaging", "lambda: copy.deepcopy(unusual_ranks.Averaging())"):
+        code = f"import copy; unusual_ranks.apart_after_steps({make}, {{{axis!r}: 2}})"
+        for apart in ranks.run_cell(code, timeout_s=60).values.values():
+            assert apart < 1e-6, make
+
+
 def test_recurrent_layers_do_not_move_the_weights_that_shards_were_put_together_to(ranks: Session) -> None:
     code = "unusual_ranks.apart_after_steps(unusual_ranks.Recurrent, {'dp_shard': 2})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():

@@ -69,6 +69,29 @@ class Aside(nn.Module):
         return result
 
 
+class Averaging(nn.Module):
+    """A function that was made with it keeps an average, in a buffer, of what comes between its layers.
+
+    A copy of it has a buffer of its own, and the same function.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 8)])
+        self.register_buffer("average", average := torch.zeros(16))
+
+        def without_average(x: Tensor, is_training: bool) -> Tensor:
+            if is_training:
+                average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+            return x - average
+
+        self.without_average = without_average
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers[1](self.without_average(self.layers[0](x).tanh(), self.training))
+        return result
+
+
 class Recurrent(nn.Module):
     """Its layer does on the CPU what it does on a GPU, where cuDNN wants its weights side by side: they move."""
 

@@ -16,10 +16,11 @@ from ...errors import SpecError
 from ..arguments import require_model, require_whole
 from ..blocks import looks_of, pattern_of
 from ..costs.profiler import ExampleInputs, as_call
+from ..kept import State
 from ..limits import find_parameter_use, require_read_as_attributes
 from ..module_copies import ghost_of, replace_tensors
 from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
-from ..writes import values_kept
+from ..writes import has_own_memory, values_kept
 from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
 from .plan import EXPERTS, LINEAR, Pair, PlannedModule, TensorPlan
 from .proof import Proof, find_fault, is_on_meta, is_too_large, keep_call
@@ -79,7 +80,7 @@ def tp_plan(
     call = as_call(example_inputs)
     if is_on_meta(model):
         model = _all_on_meta(model)
-    with values_kept(_buffers_of(model)):  # functions that were made with the model lead to them, in any thread
+    with values_kept(_written_through_copies(model)):
         with fails_with_inputs(*call):
             planner = _Planner(model, call, tp)
         planner.add_pairs()
@@ -96,8 +97,13 @@ def tp_plan(
         return planner.with_sequence_parts() if sequence_parallel else plan
 
 
-def _buffers_of(model: nn.Module) -> list[Tensor]:
-    return [each for each in model.buffers() if each.layout == torch.strided and not each.is_meta]
+def _written_through_copies(model: nn.Module) -> list[Tensor]:
+    """What copies of the model may write into, in any thread: functions of theirs lead to the tensors that it has.
+
+    To those of another model too, where it is a copy itself. Parameters are no such: it is refused to read them so.
+    """
+    own = {id(tensor) for each in model.parameters() for tensor in (each, each.grad)}
+    return [each for each in State(model).tensors if id(each) not in own and has_own_memory(each)]
 
 
 def _require_cut(plan: TensorPlan, name: str) -> None:
