@@ -72,13 +72,13 @@ def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, 
     return ParameterUse(frozenset().union(*written), frozenset().union(*read_past))
 
 
-def require_read_as_attributes(read_past: Collection[str], *, axis: str) -> None:
-    """Raises: SpecError for a parameter that the model's code has elsewhere too, where it would not be trained."""
+def require_read_as_attributes(read_past: Collection[str], *, axis: str, kind: str = "parameter") -> None:
+    """Raises: SpecError for a tensor that the code of the model has elsewhere too, where it would stay as it was."""
     if read_past:
         name, *others = sorted(read_past)
         more = f" and {len(others)} more" if others else ""
         raise SpecError(
-            f"the model's code reads its parameter {name}{more} from a list, a function or another object, where "
+            f"the model's code reads its {kind} {name}{more} from a list, a function or another object, where "
             f"{axis} would leave the tensor that it was: read it as an attribute of its module, or "
             f"{_OTHERWISE.format(axis=axis)}"
         )

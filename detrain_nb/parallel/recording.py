@@ -68,8 +68,8 @@ class TensorMemo:
 class Recording:
     """``buffers``: by name, the tensors, by number, that each was when the pass began and when it ended.
 
-    ``read_past``: parameters that are trained, by name, of which the code reads the tensor itself: not as an attribute
-    of their module, but in a list, a closure or another object.
+    ``read_past``: parameters that are trained, or written, by name, of which the code reads the tensor itself: not as
+    an attribute of their module, but in a list, a closure or another object. ``buffers_read_past``: buffers likewise.
     """
 
     recorder: Recorder
@@ -77,6 +77,7 @@ class Recording:
     outputs: Any
     buffers: Mapping[str, tuple[int, int]]
     read_past: frozenset[str]
+    buffers_read_past: frozenset[str]
 
 
 def record(
@@ -110,18 +111,23 @@ def record(
     )
     after = {**buffers, **entries.buffers_left}
     numbers = {name: (recorder.number(buffers[name]), recorder.number(after[name])) for name in buffers}
-    return Recording(recorder, entries, outputs, numbers, frozenset(_read_past(model, recorder, parameters)))
+    read_past = (
+        frozenset(_read_past(model, kind, recorder, replaced))
+        for kind, replaced in (("_parameters", parameters), ("_buffers", buffers))
+    )
+    return Recording(recorder, entries, outputs, numbers, *read_past)
 
 
-def _read_past(model: nn.Module, recorder: Recorder, replaced: Mapping[str, Tensor]) -> Iterator[str]:
-    """Where a parameter is replaced in its module, as without values all are, one that is read was elsewhere."""
+def _read_past(model: nn.Module, kind: str, recorder: Recorder, replaced: Mapping[str, Tensor]) -> Iterator[str]:
+    """Where a tensor is replaced in its module, one that is read was elsewhere; it matters where it changes."""
     for prefix, part in model.named_modules():
         if isinstance(part, nn.RNNBase):  # they have a list of their own, which follows where a parameter is set
             continue
-        for key, parameter in part._parameters.items():
+        for key, tensor in getattr(part, kind).items():
             name = f"{prefix}.{key}" if prefix else key
-            is_trained = parameter is not None and parameter.requires_grad
-            if is_trained and replaced[name] is not parameter and recorder.has_read(parameter):
+            if tensor is None or replaced[name] is tensor or not recorder.has_read(tensor):
+                continue
+            if tensor.requires_grad or recorder.has_written(tensor) or recorder.has_written(replaced[name]):
                 yield name
 
 
@@ -289,6 +295,10 @@ class Recorder(OperatorMode):
 
     def has_read(self, tensor: Tensor) -> bool:
         return id(tensor) in self._numbers
+
+    def has_written(self, tensor: Tensor) -> bool:
+        number = self._numbers.get(id(tensor))
+        return any(number in op.writes for op in self.ops)
 
     def computed(self) -> set[int]:
         """The ids of tensors that depend on a parameter."""

@@ -35,11 +35,11 @@ def test_the_models_own_train_and_eval_are_called(ranks: Session, axes: dict[str
 
 
 @pytest.mark.parametrize("axis", ["pp", "tp", "dp_shard"])
-@pytest.mark.parametrize("way", ["list", "function", "partial"])
-def test_parameter_that_is_read_from_elsewhere_is_refused(ranks: Session, axis: str, way: str) -> None:
+@pytest.mark.parametrize("model", [*(f"Aside({way!r})" for way in ("list", "function", "partial")), "Looking('list')"])
+def test_parameter_that_is_read_from_elsewhere_is_refused(ranks: Session, axis: str, model: str) -> None:
     """There it would stay the tensor that it was, and nobody would train it."""
     message = rf"reads its parameter scale from a list, a function or another object, where {axis} would leave the"
-    require_refusal(ranks, f"unusual_ranks.lay_out(unusual_ranks.Aside({way!r}), {{{axis!r}: 2}})", message)
+    require_refusal(ranks, f"unusual_ranks.lay_out(unusual_ranks.{model}, {{{axis!r}: 2}})", message)
 
 
 def test_parameter_that_is_read_from_elsewhere_is_trained_on_whole_replicas(ranks: Session) -> None:
@@ -54,6 +54,12 @@ def test_buffer_that_a_function_writes_into_is_that_of_the_whole_model(ranks: Se
         code = f"import copy; unusual_ranks.apart_after_steps({make}, {{{axis!r}: 2}})"
         for apart in ranks.run_cell(code, timeout_s=60).values.values():
             assert apart < 1e-6, make
+
+
+def test_buffer_that_a_function_writes_into_is_refused_in_stages(ranks: Session) -> None:
+    """Each of them, on one rank too, would write into the same tensor, or into one of its own."""
+    message = "reads its buffer average from a list, a function or another object, where pp would leave the tensor"
+    require_refusal(ranks, "unusual_ranks.lay_out(unusual_ranks.Averaging(), {'pp': 2})", message)
 
 
 def test_recurrent_layers_do_not_move_the_weights_that_shards_were_put_together_to(ranks: Session) -> None:

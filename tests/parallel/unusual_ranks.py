@@ -69,6 +69,13 @@ class Aside(nn.Module):
         return result
 
 
+class Looking(Aside):
+    """It looks at a value too, so that it has to run with values to be known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 1 if bool(x.sum() > 1e9) else x)
+
+
 class Averaging(nn.Module):
     """A function that was made with it keeps an average, in a buffer, of what comes between its layers.
 

@@ -113,7 +113,8 @@ class ModelProfile:
     what modules gave, where they need values. ``hindrances``: why other modules that run are no cuts;
     ``why_no_more``: of a block, if there is such a one. ``rewrites_parameters``: its forward does, from nothing but
     these, as RWKV's when it begins to evaluate; ``written_parameters``: all that it writes into, by first name;
-    ``read_past``: those that it reads from a list, a closure or another object than their module.
+    ``read_past``: those that it reads from a list, a closure or another object than their module;
+    ``buffers_read_past``: buffers that it writes, likewise.
     ``cut_along_time``: a layer that takes the rows of a batch for steps in time.
     """
 
@@ -128,6 +129,7 @@ class ModelProfile:
     rewrites_parameters: bool = field(default=False, repr=False)
     written_parameters: frozenset[str] = field(default=frozenset(), repr=False)
     read_past: frozenset[str] = field(default=frozenset(), repr=False)
+    buffers_read_past: frozenset[str] = field(default=frozenset(), repr=False)
     cut_along_time: str = field(default="", repr=False)
     written_buffers: tuple[WrittenBuffer, ...] = field(default=(), repr=False)
     block_use: BlockUse = field(default=BlockUse(), repr=False)
@@ -339,7 +341,12 @@ def _fake(tensor: Tensor, *, device: torch.device) -> Tensor:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
+    """Of a parameter another one on its memory: who reads the parameter itself has it from elsewhere."""
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.detach().clone()
+    made = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+    vars(made).update(vars(tensor))
+    return made
 
 
 @contextlib.contextmanager
@@ -375,6 +382,7 @@ def _make_profile(recording: Recording, num_rows: int, carried: Sequence[Carried
         rewrites_parameters=recording.recorder.rewrites_parameters,
         written_parameters=frozenset(recording.recorder.written_parameters),
         read_past=recording.read_past,
+        buffers_read_past=recording.buffers_read_past,
         cut_along_time=_find_time_first(recording.entries, num_rows),
         written_buffers=tuple(written),
         block_use=find_block_use(recording),

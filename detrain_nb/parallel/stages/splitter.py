@@ -162,6 +162,7 @@ def split(
         )
     found = profile_of_model or profile(model, example_inputs)
     require_read_as_attributes(found.read_past, axis="pp")
+    require_read_as_attributes(found.buffers_read_past, axis="pp", kind="buffer")
     if at is not None:
         require_names(at=at)
         if stages is not None and stages != len(at) + 1:
