@@ -62,6 +62,15 @@ def test_buffer_that_a_function_writes_into_is_refused_in_stages(ranks: Session)
     require_refusal(ranks, "unusual_ranks.lay_out(unusual_ranks.Averaging(), {'pp': 2})", message)
 
 
+@pytest.mark.parametrize("axis", ["tp", "dp_shard"])
+@pytest.mark.parametrize("kind", ["function", "reentrant", "layers"])
+def test_checkpoint_of_a_function_reads_what_the_forward_read(ranks: Session, axis: str, kind: str) -> None:
+    """It runs again in the backward pass, in no module."""
+    code = f"unusual_ranks.apart_after_steps(lambda: unusual_ranks.Recomputing({kind!r}), {{{axis!r}: 2}})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-6
+
+
 def test_recurrent_layers_do_not_move_the_weights_that_shards_were_put_together_to(ranks: Session) -> None:
     code = "unusual_ranks.apart_after_steps(unusual_ranks.Recurrent, {'dp_shard': 2})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():

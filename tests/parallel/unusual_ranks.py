@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from detrain_nb import parallel as par
 
@@ -96,6 +97,28 @@ class Averaging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.layers[1](self.without_average(self.layers[0](x).tanh(), self.training))
+        return result
+
+
+class Recomputing(nn.Module):
+    """A checkpoint of a function reads its own parameters; ``kind``: or those of its layers, inside of each."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = checkpoint(lambda x: F.linear(x, self.weight, self.bias).tanh(), x, use_reentrant=False)
+            return result
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layer = self.Layer if kind == "layers" else nn.Linear
+        self.layers = nn.Sequential(layer(8, 16), nn.ReLU(), layer(16, 8))
+        self.weight, self.scale = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(()))
+        self.is_reentrant = kind == "reentrant"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        weighted = checkpoint(lambda x: F.linear(x, self.weight).tanh(), x, use_reentrant=self.is_reentrant)
+        result: Tensor = checkpoint(lambda x: x.tanh() * self.scale, weighted, use_reentrant=self.is_reentrant)
         return result
 
 

@@ -47,7 +47,7 @@ class Region:
 
     @contextlib.contextmanager
     def _begun(self, module: nn.Module) -> Iterator[None]:
-        is_training = module.training and torch._C._current_graph_task_id() == -1
+        is_training = module.training and not _is_in_backward()
         with without_fused_layers(), self._seeded(module) if is_training else contextlib.nullcontext():
             try:
                 yield
@@ -131,6 +131,10 @@ class Share:
         return tuple(given[place] for place in range(len(args))), {key: given[key] for key in kwargs}
 
 
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class _Part(nn.Module):
     """What the class of every module of the model has before the user's own."""
 
@@ -144,7 +148,7 @@ class _Part(nn.Module):
         value = super().__getattr__(name)
         if isinstance(value, Tensor) and name in self._parameters:  # also what functional_call puts in its place
             share: Share = self.__dict__["_share"]
-            if share.region.depth:
+            if share.region.depth or _is_in_backward():  # a checkpoint of a function runs that again, and no module
                 return share.see(name, value)
         return value
 
