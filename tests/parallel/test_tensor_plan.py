@@ -6,6 +6,7 @@ import copy
 import functools
 import html
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel.tensor import copies, proof
@@ -629,6 +631,51 @@ def test_plan_that_leaves_most_whole_says_what_and_why() -> None:
     )
     assert plan.what_is_whole in str(plan).splitlines()[0] and html.escape(plan.what_is_whole) in plan._repr_html_()
     assert planned().what_is_whole == ""
+
+
+def hooked(**hooks: Any) -> nn.Module:
+    """A block; ``hooks``: on the outputs of its layers."""
+    model = nn.Sequential(OrderedDict(up=nn.Linear(8, 16), act=nn.ReLU(), down=nn.Linear(16, 8)))
+    for name, hook in hooks.items():
+        model.get_submodule(name).register_forward_hook(hook)
+    return model
+
+
+def test_hook_that_does_something_else_on_parts_is_named() -> None:
+    plan = tp_plan(hooked(up=lambda module, args, output: output - output.mean(-1, keepdim=True)), torch.randn(2, 8))
+    told = "not proved: its output differs; without the hooks of up it is: remove them, or have them treat each column"
+    assert plan.reasons["up"].startswith(told) and told in plan.what_is_whole
+    assert {*tp_plan(hooked(up=lambda module, args, output: output * 2), torch.randn(2, 8)).roles} >= {"up", "down"}
+
+
+def test_hook_around_a_block_that_reads_a_layer_is_named() -> None:
+    body = hooked()
+    model = nn.Sequential(OrderedDict(body=body, last=nn.Sigmoid()))
+    model.register_forward_hook(lambda module, args, output: output * module.body.up.out_features)
+    told = "the model as a whole was not proved: its output differs; without the hooks of the model it is: remove them"
+    assert tp_plan(model, torch.randn(2, 8)).reasons["body.up"].startswith(told)
+
+
+def test_fault_is_told_with_the_module_whose_code_raised_it() -> None:
+    model = hooked()
+    model.act = Wide()
+    plan = tp_plan(model, torch.randn(2, 8))
+    assert plan.reasons["up"] == "not proved: ValueError: 8 columns (in act)"
+
+
+class Wide(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != 16:
+            raise ValueError(f"{x.shape[-1]} columns")
+        return x.tanh()
+
+
+def test_weights_that_are_made_anew_are_told_with_what_to_do() -> None:
+    model = hooked()
+    parametrize.register_parametrization(model.up, "weight", nn.Identity())
+    reasons = tp_plan(model, torch.randn(2, 8)).reasons
+    told = "up makes its weight anew at each call (parametrize), which cannot be cut: torch.nn.utils."
+    assert reasons["up"].startswith(told) and reasons["up.parametrizations.weight"].startswith(told)
 
 
 def test_replicated_block_takes_its_whole_pair_with_it() -> None:

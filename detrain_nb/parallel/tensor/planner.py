@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
 from ...errors import SpecError
@@ -23,7 +24,7 @@ from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modul
 from ..writes import has_own_memory, values_kept
 from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
 from .plan import EXPERTS, LINEAR, Pair, PlannedModule, TensorPlan
-from .proof import Proof, find_fault, is_on_meta, is_too_large, keep_call
+from .proof import Proof, find_fault, hooks_in, is_on_meta, is_too_large, keep_call, without_hooks
 from .proof_runs import Call
 from .proposals import (
     Between,
@@ -149,7 +150,9 @@ class _Planner:
                 continue
             verdict = self._judge(pair)
             if isinstance(verdict, str):
-                self.plan.reasons.update({name: verdict for name in pair.names if name not in used})
+                for name in pair.names:  # the first is the nearest
+                    if name not in used:
+                        self.plan.reasons.setdefault(name, verdict)
                 continue
             if self._written & verdict.members:
                 self.plan.reasons.update(dict.fromkeys(pair.names, _WRITTEN))
@@ -220,8 +223,21 @@ class _Planner:
             size = size_to_cut(modules[name], is_column=name in pair.columns)
             if size % self._tp:
                 return f"{size} {'outputs' if name in pair.columns else 'inputs'} do not divide by {self._tp}"
-        proof, faults = Proof(parent, call, unread=self._unread.get(kind, ())), []
         self._is_of_shapes |= is_too_large(parent)
+
+        def prove(parent: nn.Module) -> Pair | str:
+            return self._try(Proof(parent, call, unread=self._unread.get(kind, ())), parent, pair, modules, between)
+
+        found = prove(parent)
+        if not isinstance(found, str):
+            return found
+        no_heads = heads_that_do_not_divide(parent, pair, modules, self._tp)
+        return no_heads or f"not proved: {self._with_hooks(parent_name, found, prove)}"
+
+    def _try(
+        self, proof: Proof, parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule], between: Between
+    ) -> Pair | str:
+        faults = []
         for trial in trials_of(parent, pair, modules, self._tp, between):
             misfit = proof.shapes.find_fault(TensorPlan(self._tp, modules, [trial]))
             if misfit is not None:
@@ -232,7 +248,19 @@ class _Planner:
                 if fault is None:
                     return complete
                 faults.append(fault)
-        return heads_that_do_not_divide(parent, pair, modules, self._tp) or f"not proved: {faults[0]}"
+        return faults[0]
+
+    def _with_hooks(self, name: str, fault: str, prove: Callable[[nn.Module], Any]) -> str:
+        """The fault, and which hooks in the module ``name`` make it; ``prove`` gives a text for what has a fault."""
+        hooked = hooks_in(self._names[name])
+        try:
+            if not hooked or isinstance(prove(without_hooks(self._names[name])), str):
+                return fault
+        except Exception:  # noqa: BLE001 - an object of the user's that cannot be copied may raise anything
+            return fault
+        whole_names = (".".join(filter(None, (name, each))) for each in hooked)
+        named = ", ".join(dict.fromkeys(pattern_of(each) or "the model" for each in whole_names))
+        return f"{fault}; without the hooks of {named} it is: remove them, or have them treat each column by itself"
 
     def _parent_of(self, pair: Pair) -> str:
         """The innermost module that has all of them in it and that runs whenever one of them does."""
@@ -353,6 +381,8 @@ class _Planner:
                 if not _is_plain(self._names[name]):
                     self._is_of_shapes |= is_too_large(self._names[name])
                     fault = find_fault(self._names[name], relative, call)
+                    if fault:
+                        fault = self._with_hooks(name, fault, lambda bare: find_fault(bare, relative, call))
             if fault:
                 self.plan.replicate(name)
                 reason = f"not proved: {fault}"
@@ -366,7 +396,10 @@ class _Planner:
         for name, module in self.plan.modules.items():
             if name in members or name in self.plan.reasons:
                 continue
-            if module.kind == "other":
+            parametrized = _parametrized(name, self._names)
+            if parametrized:
+                reason = parametrized
+            elif module.kind == "other":
                 if all(len(shape) < 2 for *_, shape in module.parameters):
                     continue
                 reason = "its parameters are of no kind that can be cut"
@@ -382,10 +415,14 @@ class _Planner:
         if is_too_large(self._model) or numel > _PROVED_WHOLE_NUMEL:
             self.plan.checked = SHAPES_ALONE if self._is_of_shapes else "each kind of block was proved"
             return
-        fault = find_fault(self._model, replace(self.plan, shard_head=None), self.kept_call)
+
+        def prove(model: nn.Module) -> str | None:
+            return find_fault(model, replace(self.plan, shard_head=None), self.kept_call)
+
+        fault = prove(self._model)
         self.plan.checked = "proved"
         if fault:
-            reason = f"the model as a whole was not proved: {fault}"
+            reason = f"the model as a whole was not proved: {self._with_hooks('', fault, prove)}"
             self.plan.reasons.update(dict.fromkeys(self.plan.roles, reason))
             self.plan.pairs, self.plan.alone, self.plan.shard_head = [], {}, None
             self.plan.checked = reason
@@ -397,6 +434,20 @@ class _Planner:
 
     def _rows(self, name: str) -> int:
         return self.plan.modules[name].parameters[0][2][0]
+
+
+def _parametrized(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """What is to be told of a module whose weight is computed at each call, and of one that has what it is made of."""
+    owner, _, key = name.rpartition("parametrizations.") if "parametrizations." in name else (f"{name}.", "", "")
+    module = modules[owner[:-1]]
+    if not parametrize.is_parametrized(module):
+        return ""
+    made: Any = module.parametrizations
+    keys = [key] if key else list(made)
+    return (
+        f"{owner[:-1] or 'the model'} makes its {' and '.join(keys)} anew at each call (parametrize), which cannot be "
+        "cut: torch.nn.utils.parametrize.remove_parametrizations() leaves a plain one"
+    )
 
 
 def _look_of(argument: Any) -> Any:

@@ -28,7 +28,7 @@ from .ranks import cut
 from .shapes import Shapes, in_short
 from .thread_ranks import Meeting, ThreadRanks
 
-__all__ = ["Proof", "find_fault", "is_on_meta", "is_too_large", "keep_call"]
+__all__ = ["Proof", "find_fault", "hooks_in", "is_on_meta", "is_too_large", "keep_call", "without_hooks"]
 
 _MOST_MADE_UP = 20_000_000  # parameters of a block on the meta device that get values, in float64, for each rank
 
@@ -188,7 +188,7 @@ def _fault_of_rank(run: Run, meeting: Meeting, plan: TensorPlan, rank: int) -> s
         return _LEFT_ALONE
     except Exception as exc:  # noqa: BLE001 - whatever the user's code raises on parts is why they cannot be
         meeting.leave()
-        return in_short(exc)
+        return in_short(exc, run.module)
 
 
 def _copy_with_random_weights(module: nn.Module) -> nn.Module:
@@ -237,6 +237,24 @@ def _drawn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)
     is_drawn = tensor.is_floating_point() or tensor.is_complex()
     return made.normal_(generator=generator) if is_drawn else made
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """A copy, whose modules have none."""
+    made = copied(module)
+    for hooks in hooks_in(made).values():
+        for each in hooks:
+            each.clear()
+    return made
+
+
+def hooks_in(module: nn.Module) -> dict[str, list[dict[int, Any]]]:
+    """Those of the modules that have some, by name."""
+    found = {name: [getattr(part, key) for key in _HOOKS] for name, part in module.named_modules()}
+    return {name: hooks for name, hooks in found.items() if any(hooks)}
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def is_on_meta(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection
 from typing import Any
 
@@ -52,12 +53,13 @@ class Shapes:
             mine = cut(parameter.detach(), layout.dim, rank=0, size=plan.tp, packed=layout.packed)
             return nn.Parameter(mine, requires_grad=False)
 
+        module = None
         try:
             module = ghost_of(self._ghost)
             lay_out(module, plan, ranks, distribute)
             found = self._given_by(module)
         except Exception as exc:  # noqa: BLE001 - whatever the user's code raises on parts is why they cannot be
-            return in_short(exc)
+            return in_short(exc, module)
         return None if found == self._expected else f"it gives {found} in the place of {self._expected}"
 
     def _given_by(self, module: nn.Module) -> list[tuple[int, ...]]:
@@ -106,6 +108,10 @@ class _NoRanks:
         raise AssertionError("proofs are of whole outputs")
 
 
-def in_short(error: Exception) -> str:
+def in_short(error: Exception, module: nn.Module | None = None) -> str:
+    """What it says, and which of the modules in ``module`` raised it, if one did."""
     first_line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first_line[:120]}"
+    names = {id(part): name for name, part in module.named_modules()} if module is not None else {}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    where = next((name for frame in reversed(frames) if (name := names.get(id(frame.f_locals.get("self")), ""))), "")
+    return f"{type(error).__name__}: {first_line[:120]}" + (f" (in {where})" if where else "")
