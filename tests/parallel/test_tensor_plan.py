@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
 
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel.tensor import copies, proof
@@ -676,6 +676,26 @@ def test_weights_that_are_made_anew_are_told_with_what_to_do() -> None:
     reasons = tp_plan(model, torch.randn(2, 8)).reasons
     told = "up makes its weight anew at each call (parametrize), which cannot be cut: torch.nn.utils."
     assert reasons["up"].startswith(told) and reasons["up.parametrizations.weight"].startswith(told)
+
+
+class KeepsWeights(nn.Module):
+    """Makes each of its weights once in a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(parametrizations.weight_norm(nn.Linear(8, 8)) for _ in range(4)))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with parametrize.cached():
+            result: Tensor = self.head(self.layers(x))
+            return result
+
+
+def test_ranks_of_a_proof_share_no_weights_that_are_kept_in_a_call() -> None:
+    for _ in range(10):  # they would as threads meet
+        assert tp_plan(KeepsWeights(), torch.randn(2, 8)).checked == "proved"
+    assert (parametrize._cache_enabled, parametrize._cache) == (0, {})
 
 
 def test_replicated_block_takes_its_whole_pair_with_it() -> None:

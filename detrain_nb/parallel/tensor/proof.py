@@ -6,14 +6,16 @@ What is compared is every output, and the gradient of every input and of every p
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
 from ..kept import state_kept
@@ -92,7 +94,7 @@ class Proof:
             Run(_laid_out(whole, plan, meeting, rank), self._call, reference.dtype, self._unread, reference)
             for rank in range(plan.tp)
         ]
-        with ThreadPoolExecutor(plan.tp) as pool:
+        with _without_cached_weights(), ThreadPoolExecutor(plan.tp) as pool:
             faults = list(pool.map(lambda rank: _fault_of_rank(runs[rank], meeting, plan, rank), range(plan.tp)))
         found = [fault for fault in faults if fault is not None]
         if not found:
@@ -172,6 +174,23 @@ def _are_equal(one: Run, other: Run) -> bool:
 def _set_modes(module: nn.Module, modes: Sequence[bool]) -> None:
     for part, is_training in zip(module.modules(), modes):
         part.training = is_training
+
+
+class _KeepsNothing(dict[Any, Any]):
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def _without_cached_weights() -> Iterator[None]:
+    """Under ``parametrize.cached()`` a module and all its copies have one weight: here each rank makes its own."""
+    before = parametrize._cache
+    parametrize._cache = _KeepsNothing()
+    parametrize._cache_enabled += 1  # nobody who leaves ``cached()`` puts another one there
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled -= 1
+        parametrize._cache = before
 
 
 _DRAWS = "it draws random numbers that are no dropout's, and gives another output each time"
