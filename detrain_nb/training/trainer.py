@@ -215,12 +215,26 @@ class Trainer:
                         f"{name} is {known[name]} on rank {first} and {value} on rank {other}, and they would wait for "
                         "each other: give the same on all ranks, and as many batches where there are epochs="
                     )
+        self._require_same_optimizer(rank)
         lengths = self.model.gather(_length_of(self.train.loader), of_one_copy=True)
         if len(set(lengths)) > 1:
             raise SpecError(
                 f"the ranks of one copy of the model would see {', '.join(map(str, lengths))} batches in an epoch, and "
                 "wait for each other: give all of them the same loader"
             )
+
+    def _require_same_optimizer(self, rank: int) -> None:
+        """Raises: SpecError, on all ranks, where the same parameters would become others on one; stages may differ."""
+        names = tuple(name for name, _ in self.model.named_parameters())
+        known: dict[Any, tuple[int, dict[str, Any]]] = {}
+        for other, stage, told in self.model.gather((rank, names, _options_of(self.optimizer))):
+            first, options = known.setdefault(stage, (other, told))
+            for name in {**options, **told}:
+                if options.get(name) != told.get(name):
+                    raise SpecError(
+                        f"the optimizer has {name}={options.get(name)} on rank {first} and {told.get(name)} on rank "
+                        f"{other}, for the same parameters: give the same on all ranks"
+                    )
 
     def _train_to_the_end(self) -> None:
         bar = self._reports.bar(self.steps, initial=self.step)
@@ -425,6 +439,21 @@ def _warn_of_restarts() -> None:
             "in the wrong places: start it as  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ...",
             stacklevel=3,
         )
+
+
+_HOW_IT_COMPUTES = ("foreach", "fused", "capturable", "differentiable")
+
+
+def _options_of(optimizer: Optimizer) -> dict[str, str]:
+    """Its class, and the numbers and words that its groups have; a learning rate may be a tensor."""
+    found = {"class": type(optimizer).__name__}
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if name not in _HOW_IT_COMPUTES and isinstance(value, (bool, int, float, str, tuple, type(None))):
+                value = float(value) if isinstance(value, (bool, int)) else value  # 1 is 1.0
+                found[f"{name} of group {index}" if index else name] = repr(value)
+    return found
 
 
 def _length_of(loader: Iterable[Any]) -> int | None:

@@ -666,6 +666,17 @@ def test_ranks_that_would_make_unequal_numbers_of_steps_are_told(
     session.run_cell("1")
 
 
+@pytest.mark.parametrize("axes", ["dp_replicate", "dp_shard", "tp"])
+def test_ranks_that_would_make_other_parameters_of_the_same_ones_are_told(session: Session, axes: str) -> None:
+    told = r"the optimizer has lr=0\.5 on rank 0 and 0\.4 on rank 1, for the same parameters"
+    with pytest.raises(Exception, match=told):
+        session.run_cell(f"trainer_ranks.train_unequally({axes!r}, 'rate')", timeout_s=30)
+
+
+def test_stages_may_have_rates_of_their_own(session: Session) -> None:
+    session.run_cell("trainer_ranks.train_unequally('pp', 'rate')", timeout_s=30)
+
+
 def test_one_rank_may_stop_before_the_first_step(session: Session) -> None:
     assert session.run_cell("trainer_ranks.stop_at_once()", timeout_s=30).values == {0: 0, 1: 0}
 

@@ -85,12 +85,17 @@ def train_on_other_orders() -> None:
 
 
 def train_unequally(axes: str, kind: str) -> None:
-    """The second rank has a batch, an epoch's steps, or a step fewer than the first."""
+    """The second rank has a batch, an epoch's steps, or a step fewer than the first; or a lower rate."""
     mesh = par.make_mesh(**{axes: 2}, device_type="cpu")
     model = par.parallelize(net(), mesh, example_inputs=torch.zeros(2, 8), loss=F.cross_entropy, device="cpu")
     fewer = 5 - dist.get_rank()
-    batches = [(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))] * (5 if kind == "steps" else fewer)
-    how: dict[str, Any] = {"epochs": {"epochs": 1}, "steps": {"steps": fewer}, "batches": {"steps": 7}}[kind]
+    batches = [(torch.zeros(4, 8), torch.zeros(4, dtype=torch.long))] * (5 if kind in ("steps", "rate") else fewer)
+    how: dict[str, Any] = {
+        "epochs": {"epochs": 1},
+        "steps": {"steps": fewer},
+        "batches": {"steps": 7},
+        "rate": {"steps": 1, "optimizer_options": {"lr": fewer / 10, "eps": 1 if fewer == 5 else 1.0}},
+    }[kind]
     training.Trainer(model, train=batches, show_progress=False, **how).fit()
 
 
