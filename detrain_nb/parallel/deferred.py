@@ -178,12 +178,12 @@ def _with_value(
 
 
 def _like(tensor: Tensor, made: Tensor, noted: Collection[str] | None = None) -> Tensor:
-    """A parameter where ``tensor`` is one, with its hooks and what was ``noted`` on it, by default all."""
-    if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            if hooks := getattr(tensor, kind, None):
-                setattr(made, kind, hooks)  # the same dict: whoever has a handle can still remove one
+    """A parameter where ``tensor`` is one, with its gradient, its hooks and what was ``noted``, by default all."""
+    has_gradient = tensor.requires_grad and tensor.is_leaf
+    made = nn.Parameter(made, has_gradient) if isinstance(tensor, nn.Parameter) else made.requires_grad_(has_gradient)
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks") if has_gradient else ():
+        if hooks := getattr(tensor, kind, None):
+            setattr(made, kind, hooks)  # the same dict: whoever has a handle can still remove one
     made.__dict__.update({key: vars(tensor)[key] for key in (vars(tensor) if noted is None else noted)})
     return made
 
@@ -225,7 +225,7 @@ def _tensors_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
     """Parameters, buffers and other attributes: the name in the model, the module, its own name for it, the tensor."""
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers, module.__dict__):
-            for key, tensor in tensors.items():
+            for key, tensor in tuple(tensors.items()):  # the first may be noted in the last of these
                 if isinstance(tensor, Tensor):
                     yield f"{prefix}.{key}" if prefix else key, module, key, tensor
 

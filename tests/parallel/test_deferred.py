@@ -54,25 +54,48 @@ def assert_as_usual(make: Callable[[], nn.Module]) -> None:
             assert (tensor is found[other]) == (expected[name] is expected[other]), (name, other)
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_parameters_are_kept_where_their_values_come_from_elsewhere(kind: str) -> None:
-    def make() -> nn.Linear:
-        model = nn.Linear(3, 2)
-        hooks = {"register_hook": lambda gradient: 5 * gradient, "register_post_accumulate_grad_hook": _negate}
-        getattr(model.weight, kind)(hooks[kind])
-        return model
-
-    x, gradients = torch.ones(1, 3), list[Tensor | None]()
-    for model in (make(), materialize(deferred(make), device="cpu")):
-        model(x).sum().backward()
-        gradients.append(model.weight.grad)
-    assert gradients[0] is not None and gradients[1] is not None
-    assert torch.equal(gradients[0], gradients[1])
+def _negate(tensor: Tensor) -> None:
+    assert tensor.grad is not None
+    tensor.grad.neg_()
 
 
-def _negate(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.neg_()
+HOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "register_hook": lambda gradient: 5 * gradient,
+    "register_post_accumulate_grad_hook": _negate,
+}
+
+
+class Hooked(nn.Module):
+    """Of the tensors that have a gradient some are no parameters, and no module but this one may have any."""
+
+    def __init__(self, kind: str, *, has_parameter: bool) -> None:
+        super().__init__()
+        self.plain = torch.ones(3, requires_grad=True)
+        self.register_buffer("buffer", torch.ones(3).requires_grad_())
+        self.weight = nn.Parameter(torch.ones(3)) if has_parameter else None
+        for tensor in self.tensors():
+            getattr(tensor, kind)(HOOKS[kind])
+
+    def tensors(self) -> list[Tensor]:
+        found = (self.plain, self.get_buffer("buffer"), self.weight)
+        return [tensor for tensor in found if tensor is not None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for tensor in self.tensors():
+            x = x * tensor
+        return x
+
+
+@pytest.mark.parametrize("has_parameter", [True, False])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_gradients_and_hooks_of_tensors_are_those_of_the_usual_model(kind: str, has_parameter: bool) -> None:
+    usual = Hooked(kind, has_parameter=has_parameter)
+    late = materialize(deferred(Hooked, kind, has_parameter=has_parameter), device="cpu")
+    for model in (usual, late):
+        model(torch.arange(3.0)).sum().backward()
+    expected, found = ([tensor.grad for tensor in model.tensors()] for model in (usual, late))
+    assert not any(gradient is None for gradient in expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 class Initialized(nn.Module):
