@@ -48,7 +48,17 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         finally:
             interrupts.hold()
             dist.destroy_process_group()
+            _forget_collectives()
             sys.excepthook = excepthook
+
+
+def _forget_collectives() -> None:
+    """Of what torch keeps of operators on tensors without memory: of a group that has gone nobody asks again."""
+    for key in [key for key in FakeTensorMode.cache if getattr(key.key[0], "namespace", "") in _OF_COLLECTIVES]:
+        FakeTensorMode.cache.pop(key, None)
+
+
+_OF_COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 class Actor:

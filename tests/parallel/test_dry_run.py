@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from detrain_nb import Session
 from detrain_nb.errors import SpecError
@@ -465,3 +466,12 @@ is_left = dist.is_initialized()
 dist.init_process_group()
 [ranks, dist.get_world_size(), is_left]
 """
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_torch_keeps_no_more_of_each_further_call(axes: dict[str, int]) -> None:
+    sizes = []
+    for _ in range(3):
+        dry_run(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), axes, example_inputs=torch.ones(2, 8))
+        sizes.append(len(FakeTensorMode.cache))
+    assert sizes[1] == sizes[2]
