@@ -58,6 +58,7 @@ class Search:
         self._of_others: list[Any] = []
         self._waiting = self._own  # one of these two, with the rule for what is in it
         self._rule: Rule = whatever_came
+        self._slots: dict[type, tuple[types.MemberDescriptorType, ...]] = {}
         self._packages = set(_packages_with_torch(len(sys.modules)))  # whose globals are looked at
         self._names_of: dict[int, set[str]] = {}  # of a file, that are noted
         self._named = {"forward"}  # what code of the model calls by name, as far as it is known
@@ -93,6 +94,8 @@ class Search:
             self._add_of_numpy(value)
         elif isinstance(value, ARRAYS):
             self.notes.append(lambda _: note_array(value))
+        elif isinstance(value, memoryview):
+            self._add_memory(value)
         elif isinstance(value, dict):
             self._add_dict(value)
             self._add_attributes(value)
@@ -115,11 +118,22 @@ class Search:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and self._is_new(attributes):
             self._add_dict(attributes)
-        for slot in _slots_of(type(value)):  # type: ignore[arg-type]
+        for slot in self._slots_of(type(value)):
             self._waiting.append(contents_of_slot(value, slot))
             self.notes.append(functools.partial(note_slot, value, slot))
         if _root_of(type(value)) not in _NOT_THE_MODELS:
             self._waiting.append(type(value))
+
+    def _slots_of(self, owner: type) -> tuple[types.MemberDescriptorType, ...]:
+        if owner not in self._slots:
+            self._slots[owner] = tuple(
+                each
+                for base in owner.__mro__
+                if _root_of(base) not in _NOT_THE_MODELS and "__slots__" in vars(base)  # those of C may be for reading
+                for each in vars(base).values()
+                if isinstance(each, types.MemberDescriptorType)
+            )
+        return self._slots[owner]
 
     def _add_dict(self, value: dict[Any, Any]) -> None:
         base = OrderedDict if isinstance(value, OrderedDict) else dict
@@ -141,6 +155,12 @@ class Search:
             self.notes.append(lambda _: functools.partial(setattr, bits, "state", bits.state))
         elif type(value).__name__ == "ndarray" and value.flags.writeable and value.nbytes <= _MOST_OF_AN_ARRAY:
             self.notes.append(lambda _: functools.partial(value.__setitem__, ..., value.copy()))
+
+    def _add_memory(self, view: memoryview) -> None:
+        """Of an object, which may be of a kind that is not known here."""
+        self._waiting.append(view.obj)
+        if view.c_contiguous and not view.readonly and view.nbytes <= _MOST_OF_AN_ARRAY:
+            self.notes.append(lambda _: note_array(view.cast("B")))
 
     def _add_class(self, owner: type) -> None:
         """And those that it inherits from; of a module's those alone that are modules."""
@@ -213,7 +233,8 @@ _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, 
 _WITHOUT_TENSORS = ("huggingface_hub", "httpx", "httpx2", "packaging", "tqdm", "regex", "tokenizers", "yaml", "IPython")
 _NOT_THE_MODELS = {*sys.stdlib_module_names, "torch", "numpy", "detrain_nb", *_WITHOUT_TENSORS}
 _OF_TORCH = frozenset(map(id, (torch, nn, nn.functional, Tensor)))
-_HOLDERS = ("collections", "types", "argparse", "weakref", "functools")  # of the standard library: they hold values
+# Of the standard library: they hold values.
+_HOLDERS = ("collections", "types", "argparse", "weakref", "_weakrefset", "functools")
 _APART = (
     "torch.distributed",
     "torch._",
@@ -261,17 +282,6 @@ def _has_locks(value: Any) -> bool:
         isinstance(held, dict)
         and any(isinstance(each, _LOCKS) for each in held.values())
         and not isinstance(value, nn.Module)
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots_of(owner: type) -> tuple[types.MemberDescriptorType, ...]:
-    return tuple(
-        each
-        for base in owner.__mro__
-        if _root_of(base) not in _NOT_THE_MODELS and "__slots__" in vars(base)  # members of C may be for reading alone
-        for each in vars(base).values()
-        if isinstance(each, types.MemberDescriptorType)
     )
 
 

@@ -238,7 +238,7 @@ def note_items(base: Any, value: Any, rule: Rule, stand_ins: StandIns) -> Undo:
 
 
 def note_array(value: Any) -> Undo:
-    was = value[:]
+    was = bytes(value) if isinstance(value, memoryview) else value[:]  # of which a part is no copy
 
     def undo() -> None:
         if bytes(value) != bytes(was):

@@ -6,6 +6,7 @@ import array
 import functools
 import itertools
 import random
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -218,6 +219,27 @@ class Iterates(Body):
         return self.go(x)
 
 
+class Weakly(Body):
+    """Into memory of other objects, and into what keeps nothing alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bits, self.even = memoryview(bytearray(4)), memoryview(bytearray(4))[::2]
+        self.met: weakref.WeakSet[Any] = weakref.WeakSet(self)
+        self.times: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary({Body: 0})
+        self.named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary(first=self[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bits[0] += 1
+        self.even[1] += 1
+        self.met.discard(self[1])
+        self.met.add(self)
+        self.times[Body] += 1
+        self.times[Slots] = 1
+        self.named["x"], self.named["first"] = x, self[1]
+        return self.go(x, self.times[Body])
+
+
 class Notes(Body):
     """Where values decide."""
 
@@ -233,6 +255,6 @@ class Notes(Body):
 
 
 FORGETFUL: dict[str, Callable[[], nn.Module]] = {
-    **{kind.__name__.lower(): kind for kind in (Containers, Hooks, Caches, Draws, Writes, Replaces, Iterates)},
+    **{kind.__name__.lower(): kind for kind in (Containers, Hooks, Caches, Draws, Writes, Replaces, Iterates, Weakly)},
     **{f"{kind.__name__.lower()} by values": lambda kind=kind: Notes(kind()) for kind in (Containers, Hooks, Caches)},
 }

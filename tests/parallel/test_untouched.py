@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +145,30 @@ def test_buffer_that_a_function_writes_into_has_its_values_again(name: str) -> N
     with contextlib.suppress(SpecError):
         CALLS[name](model, draw(2, 8))
     assert torch.equal(model.mean, torch.ones(8))
+
+
+def test_classes_of_a_model_go_when_nobody_has_them() -> None:
+    kept = _use_classes()
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+def _use_classes() -> list[weakref.ref[type]]:
+    class Slots:
+        __slots__ = ("calls",)
+
+    class Model(forgetful.Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slots: Any = Slots()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.slots.calls = 1
+            return self.go(x)
+
+    for name in ("profile", "measure", "stages", "dry_run of pp"):
+        CALLS[name](Model(), draw(2, 8))
+    return [weakref.ref(Slots), weakref.ref(Model)]
 
 
 class WritesView(forgetful.Body):

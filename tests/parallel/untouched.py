@@ -13,6 +13,7 @@ import hashlib
 import random
 import sys
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -90,7 +91,9 @@ class _Look:
             return _digest(repr(value.get_state()))
         if isinstance(value, functools._lru_cache_wrapper):
             return f"{id(value)} with {_kept_in(value)}"
-        if isinstance(value, (frozenset, set)):
+        if isinstance(value, memoryview):
+            return f"{id(value)} {value.tobytes()!r}"
+        if isinstance(value, (frozenset, set, weakref.WeakSet)):
             return f"{id(value)} {sorted(map(_name_of_item, value))}"
         if isinstance(value, Iterator) and (state := _state_of(value)):
             return f"{id(value)} {state}"

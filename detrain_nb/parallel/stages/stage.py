@@ -135,7 +135,7 @@ def build_stage(
     stage = build("", model)
     follow_copies(copies, found)
     state.hooks = RootHooks(stage)
-    stage.__class__ = _stage_class(type(model))  # type: ignore[arg-type]  # a class can be hashed
+    stage.__class__ = _stage_class(type(model))
     stage.__dict__["_state"] = state
     if cut_out is not None and cut_out in holding:  # its code does not run, but that of others reads its parameters
         run_before(stage.get_submodule(cut_out), stop_at)
@@ -192,6 +192,5 @@ class _Become(torch.autograd.Function):
         return None, gradient
 
 
-@functools.lru_cache(maxsize=64)
 def _stage_class(base: type[nn.Module]) -> type[nn.Module]:
     return make_subclass(base, f"{base.__name__}Stage", {}, _StageForward)
