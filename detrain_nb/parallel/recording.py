@@ -389,6 +389,7 @@ class Entries:
         self.model = model
         self._recorder = recorder
         self.entered: list[tuple[int, str, int | None]] = []  # the operator that comes next, the module, its argument
+        self.inside: dict[str, tuple[str, ...]] = {}  # the modules whose code, or hook, has called it first
         self.checkpointed_with: set[str] = set()  # with what they are given: no place to go on from
         self.reentrant: set[str] = set()  # where no gradient is noted of what has one: a checkpoint does that later
         self.left: dict[str, int] = {}
@@ -403,7 +404,7 @@ class Entries:
         handles = []
         try:
             for name, module in self.model.named_modules():
-                handles.append(module.register_forward_pre_hook(self._on_entry(name), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(self._on_entry(name), prepend=True, with_kwargs=True))
                 handles.append(module.register_forward_hook(self._on_exit(name), with_kwargs=True))
             yield
         finally:
@@ -413,6 +414,7 @@ class Entries:
     def _on_entry(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.calls[name] = self.calls.get(name, 0) + 1
+            self.inside.setdefault(name, self._recorder.inside)
             self._recorder.inside = (*self._recorder.inside, name)
             argument = first_float_tensor(args, kwargs)
             if argument is not None and is_functorch_wrapped_tensor(argument):  # in torch.vmap: one row of it

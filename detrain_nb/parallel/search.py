@@ -39,11 +39,12 @@ from .undo import (
     note_names,
     note_slot,
     note_tensor,
+    slots_of,
     tensors_came,
     whatever_came,
 )
 
-__all__ = ["Search"]
+__all__ = ["Search", "has_state"]
 
 
 class Search:
@@ -113,27 +114,19 @@ class Search:
             self._add_attributes(value)
 
     def _add_attributes(self, value: Any) -> None:
-        if not _has_state(value):
+        if not has_state(value):
             return
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and self._is_new(attributes):
             self._add_dict(attributes)
-        for slot in self._slots_of(type(value)):
+        owner = type(value)
+        if owner not in self._slots:
+            self._slots[owner] = tuple(slots_of(owner))
+        for slot in self._slots[owner]:
             self._waiting.append(contents_of_slot(value, slot))
             self.notes.append(functools.partial(note_slot, value, slot))
-        if _root_of(type(value)) not in _NOT_THE_MODELS:
-            self._waiting.append(type(value))
-
-    def _slots_of(self, owner: type) -> tuple[types.MemberDescriptorType, ...]:
-        if owner not in self._slots:
-            self._slots[owner] = tuple(
-                each
-                for base in owner.__mro__
-                if _root_of(base) not in _NOT_THE_MODELS and "__slots__" in vars(base)  # those of C may be for reading
-                for each in vars(base).values()
-                if isinstance(each, types.MemberDescriptorType)
-            )
-        return self._slots[owner]
+        if _root_of(owner) not in _NOT_THE_MODELS:
+            self._waiting.append(owner)
 
     def _add_dict(self, value: dict[Any, Any]) -> None:
         base = OrderedDict if isinstance(value, OrderedDict) else dict
@@ -267,7 +260,7 @@ def _led_to_by(value: Any) -> Sequence[Any]:
     return ()
 
 
-def _has_state(value: Any) -> bool:
+def has_state(value: Any) -> bool:
     """Whether its attributes may be the model's."""
     if isinstance(value, nn.Module):
         return True

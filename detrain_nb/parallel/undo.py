@@ -35,6 +35,7 @@ __all__ = [
     "note_names",
     "note_slot",
     "note_tensor",
+    "slots_of",
     "tensors_came",
     "whatever_came",
 ]
@@ -354,6 +355,13 @@ def note_names(namespace: dict[str, Any], names: Sequence[str], stand_ins: Stand
 
 def attributes_of(owner: type) -> dict[str, Any]:
     return {name: each for name, each in vars(owner).items() if name not in _OF_EVERY_CLASS}
+
+
+def slots_of(owner: type) -> Iterator[types.MemberDescriptorType]:
+    """Those that code of Python gives a class; members of C may be for reading alone."""
+    for base in owner.__mro__:
+        if "__slots__" in vars(base):
+            yield from (each for each in vars(base).values() if isinstance(each, types.MemberDescriptorType))
 
 
 def contents_of_slot(value: Any, slot: types.MemberDescriptorType) -> Any:

@@ -69,7 +69,7 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer], carried: S
             return "no float tensor comes into it"
         if entries.calls[name] > 1:
             return f"it runs {entries.calls[name]} times"
-        around = modules_around(name)
+        around = dict.fromkeys((*modules_around(name), *entries.inside[name]))
         if hooked := [outer for outer in around if outer in with_backward_hooks]:
             return f"{hooked[0] or 'the model'} has a hook on its backward pass, and would be in two stages"
         if why := next(filter(None, (buffer.hinders(index, around) for buffer in written)), ""):

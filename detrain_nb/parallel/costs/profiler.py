@@ -418,10 +418,12 @@ def _make_units(recording: Recording, cuts: Sequence[Cut]) -> Iterator[Unit]:
 
 
 def _modules_by_cut(entries: Entries, cuts: Sequence[str]) -> dict[str | None, tuple[str, ...]]:
-    """Every module that is entered, by the cut that comes last before; a cut's own module is behind it."""
+    """Every module that is entered, by the cut that comes last before; a cut's own is behind it, with those around."""
     found: dict[str | None, dict[str, None]] = {None: {}, **{cut: {} for cut in cuts}}
     current: str | None = None
     for _, name, _ in entries.entered:
-        current = name if name in found else current
+        if name in found:
+            current = name
+            found[current].update(dict.fromkeys(entries.inside[name]))
         found[current][name] = None
     return {cut: tuple(names) for cut, names in found.items()}

@@ -46,11 +46,15 @@ class Boundaries:
         self.rewrites_parameters |= found.rewrites_parameters
         by_cut = {unit.cut: unit for unit in found.units}
         if gone := [cut for cut in self._cuts if cut not in by_cut]:
-            why = found.hindrances.get(gone[0], "it does not run")
             when = "" if is_training else ", evaluating,"
+            if why := found.hindrances.get(gone[0]):
+                raise SpecError(
+                    f"with this batch{when} the model cannot be cut at {gone[0]!r}: {why}; "
+                    "split it with example inputs of that kind"
+                )
             raise SpecError(
-                f"with this batch{when} the model cannot be cut at {gone[0]!r}: {why}; "
-                "split it with example inputs of that kind"
+                f"with this batch{when} the model does not call {gone[0]!r}, where a stage begins: if it is held by a "
+                "class or a global, call it as an attribute of its module; else split with example inputs of that kind"
             )
         self._require_same_stages(found)
         return [self._on_meta(by_cut[cut].input_shape, by_cut[cut].input_dtype) for cut in self._cuts]
@@ -75,7 +79,7 @@ class Boundaries:
         device = device_of((args, kwargs))
         buffers = {name: buffer.to(device, copy=True) for name, buffer in stage.named_buffers()}
         cuts = [
-            stage.get_submodule(cut).register_forward_pre_hook(_note(cut, reached), with_kwargs=True)
+            stage.get_submodule(cut).register_forward_pre_hook(_note(cut, reached), prepend=True, with_kwargs=True)
             for cut in self._cuts
         ]
         stage.train(is_training)

@@ -19,7 +19,8 @@ from torch.utils import swap_tensors
 from ...errors import SpecError
 from ..compiled import compile_again, run_before
 from ..deferred import find_value
-from ..module_copies import follow_copies, ghost_of, make_subclass, shallow_copy
+from ..holders import follow_copies
+from ..module_copies import ghost_of, make_subclass, shallow_copy
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
 from .root_hooks import RootHooks
 from .stubs import End, Reached, StageState, stop_at, stub_of

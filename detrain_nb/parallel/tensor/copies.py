@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..module_copies import holds_words_alone
+from ..holders import holds_words_alone
 
 __all__ = ["copied", "copied_or_shared"]
 
