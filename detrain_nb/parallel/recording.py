@@ -138,10 +138,11 @@ def fails_with_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator
         yield
     except (DetrainError, torch.OutOfMemoryError, NotImplementedError):  # an operator without fake tensors says so
         raise
-    except (RuntimeError, TypeError, ValueError, LookupError) as exc:
+    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as exc:
         given = [*map(_look_of, args), *(f"{name}={_look_of(value)}" for name, value in kwargs.items())]
         why = str(exc).rstrip(".")
-        why = f"{type(exc).__name__}: {why}" if isinstance(exc, LookupError) else why  # of which some say a name alone
+        if isinstance(exc, (LookupError, AssertionError)):  # some say a name alone, or nothing
+            why = f"{type(exc).__name__}: {why}".removesuffix(": ")
         raise SpecError(
             f"the model fails on the example inputs ({', '.join(given) or 'none'}): {why}: give what it is called "
             "with, of one microbatch"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from detrain_nb import parallel as par
 from detrain_nb.errors import SpecError
@@ -42,3 +42,41 @@ def test_wrong_inputs_are_told(take: Callable[..., Any], device: str, shape: Any
     with pytest.raises(SpecError, match=message) as caught:
         take(model, inputs)
     assert isinstance(caught.value.__cause__, (RuntimeError, TypeError)), "what torch says is not lost"
+
+
+class Asserts(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) == 3
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("take", GIVEN_TO.values(), ids=GIVEN_TO)
+def test_what_a_model_asserts_of_its_inputs_is_told(take: Callable[..., Any]) -> None:
+    with pytest.raises(
+        SpecError, match=r"(?s)on the example inputs \(float32 \(2, 8\)\): AssertionError.*: give what it"
+    ):
+        take(nn.Sequential(Asserts(8, 8), nn.Linear(8, 8)), torch.zeros(2, 8))
+
+
+class Resizes(nn.Sequential):
+    """Without values a tensor that has some cannot be resized."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.table = torch.ones(8, device="cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table.resize_(len(x) + 9)
+        result: Tensor = super().forward(x)
+        return result
+
+
+@pytest.mark.parametrize("take", [GIVEN_TO["split"], GIVEN_TO["dry_run"]], ids=["split", "dry_run"])
+def test_tensor_that_is_resized_wants_a_model_with_values(take: Callable[..., Any]) -> None:
+    take(Resizes(), torch.zeros(2, 8))
+    with torch.device("meta"):
+        model = Resizes()
+    with pytest.raises(
+        SpecError, match=r"resizes a tensor that is neither a parameter nor a buffer, .*: make it a buff"
+    ):
+        take(model, torch.zeros(2, 8))

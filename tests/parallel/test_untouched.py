@@ -96,8 +96,7 @@ class GrowsTable(forgetful.Body):
 def test_tensor_that_grows_has_its_size_and_values_again(name: str) -> None:
     model = GrowsTable()
     storage_bytes = model.table.untyped_storage().nbytes()
-    with contextlib.suppress(SpecError, AssertionError):  # as torch says that it has no values
-        CALLS[name](model, draw(2, 8))
+    CALLS[name](model, draw(2, 8))
     assert torch.equal(model.table, torch.ones(2, 8))
     assert model.table.untyped_storage().nbytes() == storage_bytes
 

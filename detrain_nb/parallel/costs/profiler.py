@@ -111,7 +111,7 @@ class ModelProfile:
     ``num_rows`` is the first dimension of the first example input that has one, ``shared_inputs`` are those that have
     another. ``computing`` are the modules all of whose outputs depend on parameters, or on random numbers; ``outputs``
     what modules gave, where they need values. ``hindrances``: why other modules that run are no cuts;
-    ``why_no_more``: of a block, if there is such a one. ``rewrites_parameters``: its forward does, from nothing but
+    ``why_no_more``: of a block, or where there is no cut. ``rewrites_parameters``: its forward does, from nothing but
     these, as RWKV's when it begins to evaluate; ``written_parameters``: all that it writes into, by first name;
     ``read_past``: those that it reads from a list, a closure or another object than their module;
     ``buffers_read_past``: buffers that it writes, likewise.
@@ -326,6 +326,11 @@ def _require_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Raise ``exc``, or what it means, where a pass that computes would not help."""
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
     if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
+        if isinstance(exc, AssertionError) and "non-Fake Tensor" in str(exc):
+            raise SpecError(
+                "the model resizes a tensor that is neither a parameter nor a buffer, which torch cannot follow where "
+                "others are on the meta device: make it a buffer, or profile with real parameters and inputs"
+            ) from exc
         if not isinstance(exc, (DataDependentOutputException, DynamicOutputShapeException)):
             raise exc
         raise SpecError(
