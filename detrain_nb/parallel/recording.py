@@ -10,7 +10,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,6 +70,9 @@ class Recording:
 
     ``read_past``: parameters that are trained, or written, by name, of which the code reads the tensor itself: not as
     an attribute of their module, but in a list, a closure or another object. ``buffers_read_past``: buffers likewise.
+    ``read_past``: parameters that are trained, by name, of which the code reads the tensor itself: not as an attribute
+    of their module, but in a list, a closure or another object. ``gathered``: by number, in which attributes of modules
+    the pass has left tensors that it made.
     """
 
     recorder: Recorder
@@ -78,6 +81,7 @@ class Recording:
     buffers: Mapping[str, tuple[int, int]]
     read_past: frozenset[str]
     buffers_read_past: frozenset[str]
+    gathered: Mapping[int, str] = field(default_factory=dict)
 
 
 def record(

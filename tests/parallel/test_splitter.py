@@ -294,6 +294,81 @@ def test_refusal_says_what_hinders_a_block() -> None:
         split(Remembers(), batch(2, 4), 3)
 
 
+class _AddsLoss(torch.autograd.Function):
+    """Gives a tensor on, and a loss its gradient, as mixtures of experts over stages do."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_ones(())
+
+
+class _Expert(nn.Linear):
+    """Of the losses that it adds to one list for all, keeps, or puts into what it returns."""
+
+    def __init__(self, way: str, losses: list[Tensor]) -> None:
+        super().__init__(4, 4)
+        self.way, self.losses = way, losses
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        loss = result.square().mean()
+        if self.way == "in one list":
+            self.losses.append(loss)
+        elif self.way == "by each":
+            self.loss = loss
+        else:
+            result = _AddsLoss.apply(result, loss)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Mixture(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.aux = way, list[Tensor]()
+        self.layers = nn.ModuleList(_Expert(way, self.aux) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux.clear()
+        for layer in self.layers:
+            x = layer(x)
+        losses = [layer.loss for layer in self.layers] if self.way == "by each" else self.aux
+        return x + sum(losses)
+
+
+@pytest.mark.parametrize("way, name", [("in one list", "aux"), ("by each", r"layers\.0\.loss")])
+def test_losses_that_a_model_gathers_are_named_with_what_to_do(way: str, name: str) -> None:
+    why = rf"float32 \(\) of layers\.0 is still needed behind it, kept in {name}, and one tensor alone goes to the next"
+    with pytest.raises(SpecError, match=rf"not at layers\.1: .* {why} stage: let each module put what it adds into"):
+        split(_Mixture(way), batch(2, 4), 2)
+
+
+def test_losses_that_are_put_into_what_layers_return_are_right_over_stages() -> None:
+    model, x = made(_Mixture("returned")), batch(2, 4)
+    whole = copy.deepcopy(model)
+    for result in (chain(split(model, x, 2), x), whole(x)):
+        result.sum().backward()
+    expected, found = ([parameter.grad for parameter in each.parameters()] for each in (whole, model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "model, why",
+    [
+        (nn.Linear(4, 4), "it calls no module, at which a stage could begin"),
+        (nn.Sequential(nn.Linear(4, 4)), "not at 0: what comes into it was not computed by the model"),
+        (nn.Sequential(nn.Dropout(), nn.Linear(4, 4)), r"not at 1: "),
+    ],
+    ids=["layer", "one", "two"],
+)
+def test_refusal_says_why_there_is_no_cut_at_all(model: nn.Module, why: str) -> None:
+    with pytest.raises(SpecError, match=rf"cut into 1 at most \(cuts: none; {why}.*\): use fewer"):
+        split(model.eval(), batch(2, 4), 2)
+
+
 def test_containers_with_nothing_in_them_are_copied() -> None:
     model, x = made(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))), batch(2, 4)
     model.options, model.names = [None], {"act": None, "layers": (None, 2)}  # type: ignore[assignment]
@@ -723,13 +798,10 @@ def test_layers_that_are_called_by_another_name_are_told() -> None:
         found.stage(0)(batch(2, 8))
     with pytest.raises(SpecError, match="what was received has gone nowhere: 'b' was not called by the name"):
         found.stage(1)(batch(2, 8), batch(2, 8))
-<<<<<<< HEAD
-    with pytest.raises(SpecError, match=r"into 1 at most .cuts: none; not at b: the model returned, and never came to"):
-        split(OfItsClass(), batch(2, 8), 2)
-=======
     with pytest.raises(SpecError, match=r"does not call 'b', .*: if it is held by a class or a global, call it as"):
         Boundaries(found).find((batch(2, 8),), {}, is_training=True)
->>>>>>> ee3293f (Objects, partials and containers that hold layers lead to those of a stage; hooks before a layer run in its stage)
+    with pytest.raises(SpecError, match=r"into 1 at most .cuts: none; not at b: the model returned, and never came to"):
+        split(OfItsClass(), batch(2, 8), 2)
 
 
 def test_forward_that_was_replaced_on_the_object_is_told() -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..module_copies import make_subclass
-from ..recording import Recording
+from ..recording import Recorder, Recording
 
-__all__ = ["CarriedAttribute", "changed_attributes", "find_carried", "note_attributes"]
+__all__ = ["CarriedAttribute", "changed_attributes", "find_carried", "find_gathered", "note_attributes"]
 
 Changed = Mapping[str, Mapping[str, Any]]  # by module and attribute, what was left there
 
@@ -63,6 +63,17 @@ def changed_attributes(model: nn.Module, before: Mapping[str, Mapping[str, tuple
             was, contents = before.get(name, {}).get(key, (None, None))
             if each is not was or _is_other(_contents(each), contents):
                 found.setdefault(name, {})[key] = each
+    return found
+
+
+def find_gathered(changed: Changed, recorder: Recorder) -> dict[int, str]:
+    """By number, where a pass has left tensors that it made: in which attribute, that of the outermost module first."""
+    found: dict[int, str] = {}
+    for name, keys in changed.items():
+        for key, value in keys.items():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor) and recorder.has_read(leaf):
+                    found.setdefault(recorder.number(leaf), f"{name}.{key}" if name else key)
     return found
 
 

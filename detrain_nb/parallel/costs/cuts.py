@@ -29,7 +29,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """``hindrances``: why other modules that run are no cuts, by name; ``why_no_more``: of a block, if there is one."""
+    """``hindrances``: why other modules that run are no cuts, by name; ``why_no_more``: of a block, or of all."""
 
     cuts: list[Cut]
     hindrances: dict[str, str]
@@ -77,9 +77,10 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer], carried: S
         if why := next(filter(None, (each.hinders(place_of[name], around) for each in carried)), ""):
             return why
         if others := live - {number}:
-            return f"beside what comes into it {_name(others, makers, recorder.looks)} still needed behind it"
+            told = f"beside what comes into it {_name(others, makers, recorder.looks)} still needed behind it"
+            return told + _told_of_gathered(others, recording.gathered)
         if number not in live:
-            return "what comes into it was not computed by the model"
+            return _NOT_COMPUTED
         if name in entries.checkpointed_with:
             return "it is in the middle of a checkpoint"
         if name in entries.reentrant:
@@ -102,15 +103,31 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer], carried: S
             assert number is not None
             cuts.append(Cut(index, name, number))
             found = name
-    return Cuts(cuts, hindrances, _why_no_more(hindrances, names_of_blocks(entries.model)))
+    return Cuts(cuts, hindrances, _why_no_more(hindrances, names_of_blocks(entries.model), is_whole=not cuts))
 
 
 _AT_THE_SAME_PLACE = "begins at the same place"
+_NOT_COMPUTED = "what comes into it was not computed by the model"  # as into the first
 
 
-def _why_no_more(hindrances: Mapping[str, str], blocks: Collection[str]) -> str:
-    told = ((name, hindrances.get(name, "")) for name in blocks)
-    return next((f"{name}: {why}" for name, why in told if why and not why.endswith(_AT_THE_SAME_PLACE)), "")
+def _why_no_more(hindrances: Mapping[str, str], blocks: Collection[str], *, is_whole: bool) -> str:
+    """Of the first block of which there is something to say; where there is no cut, of the last module otherwise."""
+    names = [*blocks, *([*hindrances][::-1] if is_whole else ())]
+    told = [(name, hindrances.get(name, "")) for name in names if name]
+    told = [(name, why) for name, why in told if why and not why.endswith(_AT_THE_SAME_PLACE)]
+    if not told:
+        return "it calls no module, at which a stage could begin" if is_whole else ""
+    name, why = min(told, key=lambda each: each[1] == _NOT_COMPUTED)
+    return f"not at {name}: {why}"
+
+
+def _told_of_gathered(numbers: set[int], gathered: Mapping[int, str]) -> str:
+    """Where the model keeps them, and what to do."""
+    name = next((gathered[number] for number in sorted(numbers) if number in gathered), "")
+    return name and (
+        f", kept in {name}, and one tensor alone goes to the next stage: let each module put what it adds into what it "
+        "returns"
+    )
 
 
 def _name(numbers: set[int], makers: Mapping[int, str], looks: Sequence[TensorLook]) -> str:

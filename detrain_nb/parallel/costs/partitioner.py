@@ -138,7 +138,7 @@ def partition(
     if len(given) > len(profile.units):
         count = len(profile.units)
         cuts = ", ".join(profile.cuts) or "none"
-        why = f"; not at {profile.why_no_more}" if profile.why_no_more else ""
+        why = f"; {profile.why_no_more}" if profile.why_no_more else ""
         raise SpecError(
             f"{len(given)} stages, and the model can be cut into {count} at most (cuts: {cuts}{why}): use fewer stages"
         )

@@ -37,7 +37,7 @@ from ..recording import (
 )
 from ..writes import writes_undone
 from .block_use import BlockUse, find_block_use
-from .carried_attributes import CarriedAttribute, changed_attributes, find_carried, note_attributes
+from .carried_attributes import CarriedAttribute, changed_attributes, find_carried, find_gathered, note_attributes
 from .cuts import Cut, find_cuts, find_replaceable
 from .measuring import measure_units
 from .written_buffers import WrittenBuffer, find_written_buffers
@@ -264,6 +264,7 @@ def _record(
     changed = changed_attributes(model, before)
     if not changed:
         return recording, []
+    recording = dataclasses.replace(recording, gathered=find_gathered(changed, recording.recorder))
     left = recording.recorder.computed()
     with contextlib.suppress(RuntimeError):  # another one would fail in the same way
         return recording, find_carried(model, changed, left, functools.partial(record, model, args, kwargs, copy))
