@@ -27,7 +27,7 @@ from .losses import name_of_torchs, require_loss, require_one_number, require_ta
 from .mesh import replica_number
 from .tensor.apply import loss_on_parts
 
-__all__ = ["Loss", "Objective", "Passage", "cut_batch", "lists_in", "require_rows_in_tensors", "rows_of"]
+__all__ = ["Loss", "Objective", "Passage", "cut_batch", "cut_call", "lists_in", "require_rows_in_tensors", "rows_of"]
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -89,9 +89,8 @@ class Objective:
         found = (self._weight_of(target) for target in targets)
         place = self._device if self.replicas else None  # None: where each is
         counts = torch.stack([torch.as_tensor(each, dtype=torch.double, device=place) for each in found])
-        whole = self._sum_over_replicas(counts.sum())
-        weights: list[float] = torch.where(whole > 0, counts * self.num_replicas / whole, 0.0).tolist()
-        return weights
+        whole = float(self._sum_over_replicas(counts.sum()))
+        return [each * self.num_replicas / whole if whole > 0 else 0.0 for each in counts.tolist()]
 
     def sums(self, output: Any, target: Any, *, rows: int) -> tuple[Tensor, Tensor]:
         """Return the loss of one part, as a sum over what counts in it, and how much that is; without gradients.
@@ -262,17 +261,44 @@ def _require_rows_first(output: Any, rows: int) -> None:
             )
 
 
-def cut_batch(tree: Any, *, rows: int, count: int, shared: Collection[str] = ()) -> list[Any]:
-    """``count`` equal parts; what does not have the batch's first dimension is in each.
+def cut_call(
+    args: Sequence[Any], kwargs: Mapping[str, Any], *, count: int, **options: Any
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of each part, cut as by `cut_batch`; of a flat call, as a rule, no tree is made."""
+    in_order = [cut_batch(value, count=count, place=f"[0][{number}]", **options) for number, value in enumerate(args)]
+    by_name = {key: cut_batch(value, count=count, place=f"[1][{key!r}]", **options) for key, value in kwargs.items()}
+    return [
+        (tuple(pieces[part] for pieces in in_order), {key: pieces[part] for key, pieces in by_name.items()})
+        for part in range(count)
+    ]
 
-    And so is what stands where ``shared`` says: a mask of (T, T), where T may be the number of rows too.
+
+def cut_batch(
+    tree: Any,
+    *,
+    rows: int,
+    count: int,
+    device: torch.device | None = None,
+    shared: Collection[str] = (),
+    place: str = "",
+) -> Sequence[Any]:
+    """``count`` equal parts, on ``device``; what does not have the batch's first dimension is in each.
+
+    And so is what stands where ``shared`` says, in a call that has ``tree`` at ``place``: a mask of (T, T), where T may
+    be the number of rows too.
     """
+
+    def cut(leaf: Any, where: str) -> Sequence[Any]:
+        if not isinstance(leaf, Tensor):
+            return [leaf] * count
+        leaf = leaf.to(device)
+        return _cut(leaf, count) if leaf.dim() and len(leaf) == rows and where not in shared else [leaf] * count
+
+    if isinstance(tree, Tensor):
+        return cut(tree, place)
     leaves, spec = tree_flatten(tree)
-    is_of_batch = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows for leaf in leaves]
-    if shared:
-        places = [keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
-        is_of_batch = [is_cut and place not in shared for is_cut, place in zip(is_of_batch, places)]
-    pieces = [_cut(leaf, count) if is_cut else [leaf] * count for leaf, is_cut in zip(leaves, is_of_batch)]
+    places = [place + keystr(path) for path, _ in tree_flatten_with_path(tree)[0]] if shared else [""] * len(leaves)
+    pieces = [cut(leaf, where) for leaf, where in zip(leaves, places)]
     return [tree_unflatten(each, spec) for each in zip(*pieces)] if pieces else [tree] * count
 
 

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
 
 from ..errors import SpecError
 from .costs.profiler import ExampleInputs, as_call
-from .microbatches import Loss, Objective, Passage, cut_batch, require_rows_in_tensors, rows_of
+from .microbatches import Loss, Objective, Passage, cut_batch, cut_call, require_rows_in_tensors, rows_of
 from .replicated import averaged, replicated_in
 from .running import RunningBuffers
 
@@ -232,15 +231,14 @@ class ParallelModel(abc.ABC):
 
     def _run(self, batch: ExampleInputs, target: Any, *, is_training: bool, has_loss: bool = True) -> Passage:
         self._set_mode(is_training=is_training)
-        args, kwargs = tree_map(self._place, as_call(batch))
-        target = tree_map(self._place, target)
+        args, kwargs = as_call(batch)
         rows = rows_of((args, kwargs))
         count = self._count_microbatches(self.objective.common_rows(rows)) if self.num_microbatches > 1 else 1
         if count > 1:
             require_rows_in_tensors((args, kwargs), rows=rows, lengths=self.list_lengths)
             require_rows_in_tensors(target, rows=rows)
-        parts = cut_batch((args, kwargs), rows=rows, count=count, shared=self._shared_inputs)
-        targets = cut_batch(target, rows=rows, count=count)
+        parts = cut_call(args, kwargs, rows=rows, count=count, device=self._device, shared=self._shared_inputs)
+        targets = cut_batch(target, rows=rows, count=count, device=self._device)
         has_loss = has_loss and self.is_last
         passage = Passage(parts, targets, self.objective.weigh(targets) if has_loss else [], self.objective.compute)
         try:
@@ -292,9 +290,6 @@ class ParallelModel(abc.ABC):
             for module in self.modules:
                 module.eval()
             self.share_statistics()
-
-    def _place(self, leaf: Any) -> Any:
-        return leaf.to(self._device) if isinstance(leaf, Tensor) else leaf
 
 
 def autocast_left(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel.microbatches import Passage, cut_batch, require_rows_in_tensors
+from detrain_nb.parallel.microbatches import Passage, cut_batch, cut_call, require_rows_in_tensors
 
 
 def test_writing_into_one_part_leaves_what_was_computed_of_another() -> None:
@@ -21,6 +21,17 @@ def test_writing_into_one_part_leaves_what_was_computed_of_another() -> None:
     loss.backward()
     assert weight.grad is not None and weight.grad.tolist() == [2, 2, 2]
     assert batch.tolist() == [[1, 1, 1]] * 2 + [[0, 0, 0]] * 2
+
+
+def test_arguments_that_are_shared_go_whole_to_every_microbatch() -> None:
+    mask, rows = torch.ones(4, 4), torch.arange(4)
+    args, kwargs = (rows, mask, {"masks": [mask, rows]}), {"mask": mask, "rows": rows, "scale": 2.0}
+    shared = {"[0][1]", "[0][2]['masks'][0]", "[1]['mask']"}
+    (first, named), (second, _) = cut_call(args, kwargs, rows=4, count=2, shared=shared)
+    assert first[0].tolist() == [0, 1] and second[0].tolist() == [2, 3]
+    assert first[1] is mask and first[2]["masks"][0] is mask and second[2]["masks"][1].tolist() == [2, 3]
+    assert named["mask"] is mask and named["rows"].tolist() == [0, 1] and named["scale"] == 2.0
+    assert [each for each, _ in cut_call((), {}, rows=4, count=2)] == [(), ()]
 
 
 @pytest.mark.parametrize(
