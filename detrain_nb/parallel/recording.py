@@ -70,9 +70,7 @@ class Recording:
 
     ``read_past``: parameters that are trained, or written, by name, of which the code reads the tensor itself: not as
     an attribute of their module, but in a list, a closure or another object. ``buffers_read_past``: buffers likewise.
-    ``read_past``: parameters that are trained, by name, of which the code reads the tensor itself: not as an attribute
-    of their module, but in a list, a closure or another object. ``gathered``: by number, in which attributes of modules
-    the pass has left tensors that it made.
+    ``gathered``: by number, in which attributes of modules the pass has left tensors that it made.
     """
 
     recorder: Recorder
@@ -115,11 +113,9 @@ def record(
     )
     after = {**buffers, **entries.buffers_left}
     numbers = {name: (recorder.number(buffers[name]), recorder.number(after[name])) for name in buffers}
-    read_past = (
-        frozenset(_read_past(model, kind, recorder, replaced))
-        for kind, replaced in (("_parameters", parameters), ("_buffers", buffers))
-    )
-    return Recording(recorder, entries, outputs, numbers, *read_past)
+    read_past = frozenset(_read_past(model, "_parameters", recorder, parameters))
+    buffers_read_past = frozenset(_read_past(model, "_buffers", recorder, buffers))
+    return Recording(recorder, entries, outputs, numbers, read_past, buffers_read_past)
 
 
 def _read_past(model: nn.Module, kind: str, recorder: Recorder, replaced: Mapping[str, Tensor]) -> Iterator[str]:
