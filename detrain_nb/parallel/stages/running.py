@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,10 @@ class Waits:
     """What the stages of this rank have asked others for, and do not have yet."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[str, int, int], str] = {}  # by kind, stage and microbatch: what it is
+        self._asked: dict[tuple[str, int, int], Callable[[], str]] = {}  # by kind, stage and microbatch: what it is
         self._idle_since_s = time.monotonic()
 
-    def ask(self, kind: str, stage: int, microbatch: int, what: str) -> None:
+    def ask(self, kind: str, stage: int, microbatch: int, what: Callable[[], str]) -> None:
         self._asked[kind, stage, microbatch] = what
 
     def take(self, kind: str, stage: int, microbatch: int) -> None:
@@ -48,7 +48,7 @@ class Waits:
         """What the schedule waits for: what it did not just ask for ahead, or that what it sent is taken."""
         ahead = {(kind, *key) for kind in ("fwd", "bwd") for key in getattr(schedule, f"{kind}_recv_ops", ())}
         now_s = time.monotonic() - self._idle_since_s
-        awaited = (what for key, what in self._asked.items() if key not in ahead)
+        awaited = (what() for key, what in self._asked.items() if key not in ahead)
         return f"{next(awaited, 'this rank waited for another to take what it sent')} for {now_s:.1f} s"
 
 
@@ -60,6 +60,7 @@ class TorchStage(PipelineStage):
     """
 
     passage: Passage
+    microbatch: int  # the one that goes forward
 
     def __init__(
         self,
@@ -81,8 +82,8 @@ class TorchStage(PipelineStage):
         self._device = device
         self._waits = waits
 
-    def forward_maybe_with_nosync(self, *received: Tensor, microbatch: Tensor) -> Any:
-        index = int(microbatch)
+    def forward_maybe_with_nosync(self, *received: Tensor) -> Any:
+        index = self.microbatch
         args, kwargs = self.passage.parts[index]
         here = (tensor.to(self._device) for tensor in received)
         output = super().forward_maybe_with_nosync(*here, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -125,22 +126,26 @@ class TorchStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         if ops:
-            self._ask("fwd", fwd_chunk_id, f"microbatch {fwd_chunk_id}", self.stage_index - 1)
+            self._ask("fwd", fwd_chunk_id, self.stage_index - 1)
         return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         if ops:
-            self._ask("bwd", bwd_chunk_id, f"the gradient of microbatch {bwd_chunk_id}", self.stage_index + 1)
+            self._ask("bwd", bwd_chunk_id, self.stage_index + 1)
         return ops
 
-    def _ask(self, kind: str, microbatch: int, what: str, other: int) -> None:
-        rank = dist.get_global_rank(self._own_group, self.stage_index_to_group_rank[other])
-        words = f"stage {self.stage_index} waited for {what} from stage {other} on rank {rank}"
+    def _ask(self, kind: str, microbatch: int, other: int) -> None:
+        def words() -> str:
+            rank = dist.get_global_rank(self._own_group, self.stage_index_to_group_rank[other])
+            what = f"{'the gradient of ' if kind == 'bwd' else ''}microbatch {microbatch}"
+            return f"stage {self.stage_index} waited for {what} from stage {other} on rank {rank}"
+
         self._waits.ask(kind, self.stage_index, microbatch, words)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._waits.take("fwd", self.stage_index, fwd_chunk_id)
+        self.microbatch = fwd_chunk_id
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._waits.begin()
         return output
@@ -191,7 +196,7 @@ class Plan:
             stage.passage = passage
         self._waits.clear()
         try:
-            self._schedule.step(microbatch=self._numbers, target=self._numbers, return_outputs=False)
+            self._schedule.step(target=self._numbers, return_outputs=False)
         except RuntimeError as exc:
             if exc.__cause__ is not None and "ailed to run" in str(exc):  # the user's own, without what torch adds
                 raise exc.__cause__ from None
