@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils._pytree import (
 
 from ..errors import SpecError
 from .costs.profiler import count_rows
+from .kept import random_state_kept
 from .losses import name_of_torchs, require_loss, require_one_number, require_target_of, told
 from .mesh import replica_number
 from .tensor.apply import loss_on_parts
@@ -60,6 +62,8 @@ class Objective:
                 "the loss gives a number for each target (reduction='none'): give one that adds or averages"
             )
         self._is_sum = reduction == "sum"
+        self._is_known = loss is None or self._is_sum or is_in_parts or bool(name_of_torchs(loss))
+        self._one_row: tuple[Any, Any] | None = None  # of the first part, where parts have no more
         self.ignore_index: int | None = _ignored_by(loss)
         self.replicas = replicas
         self.num_replicas = math.prod(dist.get_world_size(group) for group in replicas)
@@ -91,6 +95,46 @@ class Objective:
         counts = torch.stack([torch.as_tensor(each, dtype=torch.double, device=place) for each in found])
         whole = float(self._sum_over_replicas(counts.sum()))
         return [each * self.num_replicas / whole if whole > 0 else 0.0 for each in counts.tolist()]
+
+    def looker(self, num_parts: int) -> Callable[[Any, Any], None] | None:
+        """Return what looks at outputs and targets; None where it is known, or does not matter, what the loss is of."""
+        is_whole = num_parts * self.num_replicas == 1
+        return None if self._is_known or is_whole or self.replica else self._look
+
+    def _look(self, output: Any, target: Any) -> None:
+        """Warn of a loss that is, of a batch, not the mean of those of its parts."""
+        given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (output, target))
+        if self._is_known or any(isinstance(leaf, DTensor) for leaf in tree_leaves(given)):
+            return
+        rows = count_rows(target) or count_rows(output)
+        if rows == 1 and self._one_row is None:
+            self._one_row = given
+            return
+        if rows == 1:
+            given, rows = tree_map(_joined, self._one_row, given), 2
+        self._is_known, self._one_row = True, None
+        parts = [tree_map(functools.partial(_rows, rows=rows, part=part), given) for part in _halves(rows)]
+        try:
+            with torch.no_grad(), random_state_kept(torch.device(self._device)):
+                again = require_one_number(self.compute(*given))
+                whole = self.sums(*given, rows=rows)
+                sums, weights = (torch.stack(each) for each in zip(*(self.sums(*part, rows=rows) for part in parts)))
+        except Exception:  # noqa: BLE001 - it cannot be cut there: who trains with it sees that, or does not need it
+            return
+        found, expected = (float(total / weight) for total, weight in (whole, (sums.sum(), weights.sum())))
+        rough = (leaf.dtype in _ROUGH for leaf in tree_leaves((again, given)) if isinstance(leaf, Tensor))
+        is_rough = torch.is_autocast_enabled(torch.device(self._device).type) or any(rough)
+        is_close = math.isclose(found, expected, rel_tol=2e-2 if is_rough else 2e-4, abs_tol=1e-7)
+        is_random = not math.isclose(found, float(again), rel_tol=1e-6)
+        if is_close or is_random or not math.isfinite(found - expected):
+            return
+        warnings.warn(
+            f"the loss of a batch is not the mean of the losses of its parts: for {rows} rows it is {found:.5g}, from "
+            f"two parts of these {expected:.5g}. Each microbatch and each replica computes its own, so that something "
+            "else is trained than on one rank: give loss_weight= where targets count differently; where the loss "
+            "compares rows, keep them together (num_microbatches=1, and no dp axis)",
+            stacklevel=2,
+        )
 
     def sums(self, output: Any, target: Any, *, rows: int) -> tuple[Tensor, Tensor]:
         """Return the loss of one part, as a sum over what counts in it, and how much that is; without gradients.
@@ -132,6 +176,17 @@ class Objective:
         return self.add_up(value.detach().double().clone()) if self.replicas else value
 
 
+_ROUGH = (torch.bfloat16, torch.float16)
+
+
+def _halves(rows: int) -> tuple[slice, slice]:
+    return slice(0, rows // 2), slice(rows // 2, rows)
+
+
+def _rows(leaf: Any, *, rows: int, part: slice) -> Any:
+    return leaf[part] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == rows else leaf
+
+
 def _option(loss: Loss | None, name: str) -> Any:
     """What a loss was made with: a module, or a function with some of its arguments."""
     return loss.keywords.get(name) if isinstance(loss, functools.partial) else getattr(loss, name, None)
@@ -166,13 +221,19 @@ class Passage:
     """One batch on its way: its parts, and what the last stage makes of them."""
 
     def __init__(
-        self, parts: Sequence[Any], targets: Sequence[Any], weights: Sequence[float], loss: Loss | None
+        self,
+        parts: Sequence[Any],
+        targets: Sequence[Any],
+        weights: Sequence[float],
+        loss: Loss | None,
+        look: Callable[[Any, Any], None] | None = None,
     ) -> None:
-        """Without ``weights`` outputs are kept, and no loss is made of them."""
+        """Without ``weights`` outputs are kept, and no loss is made of them. ``look`` sees what a loss is made of."""
         self.parts = parts
         self._targets = targets
         self._weights = weights
         self._loss = loss
+        self._look = look
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
 
@@ -198,6 +259,8 @@ class Passage:
             self._outputs[index] = output
             return
         assert self._loss is not None
+        if self._look is not None:
+            self._look(output, self._targets[index])
         weight = self._weights[index]
         if weight > 0:
             self._losses[index] = require_one_number(self._loss(output, self._targets[index])) * weight

@@ -189,6 +189,13 @@ class ParallelModel(abc.ABC):
         with torch.no_grad():
             return self.objective.over_replicas(self._run(batch, target, is_training=False).loss)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, in a loop of one's own, where it is whole on each rank or in shards. Raises: SpecError."""
+        raise SpecError(
+            "the stages of a pipeline cannot be called: train_step runs a batch forward and backward, with loss= of "
+            "parallelize; evaluate and predict are without gradients"
+        )
+
     def predict(self, batch: ExampleInputs) -> Any:
         """What the model gives for this replica's batch on the last stage's rank, else None. As ``train_step``."""
         with torch.no_grad():
@@ -240,7 +247,8 @@ class ParallelModel(abc.ABC):
         parts = cut_call(args, kwargs, rows=rows, count=count, device=self._device, shared=self._shared_inputs)
         targets = cut_batch(target, rows=rows, count=count, device=self._device)
         has_loss = has_loss and self.is_last
-        passage = Passage(parts, targets, self.objective.weigh(targets) if has_loss else [], self.objective.compute)
+        weights, look = (self.objective.weigh(targets), self.objective.looker(count)) if has_loss else ([], None)
+        passage = Passage(parts, targets, weights, self.objective.compute, look)
         try:
             with self.surroundings():
                 self._send(passage, is_training=is_training)

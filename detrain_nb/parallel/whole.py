@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -54,6 +55,8 @@ class WholeModel(ParallelModel):
         self.modules = (model,)
         self._called = prepare(self.modules[0], True) if prepare is not None else self.modules[0]
         self.called = (self._called,)
+        if isinstance(self._called, DistributedDataParallel):
+            model.register_forward_pre_hook(_warn_of_call_past_ddp)
         self._note_layout()
 
     @property
@@ -63,6 +66,21 @@ class WholeModel(ParallelModel):
     @property
     def is_last(self) -> bool:
         return True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, in a loop of one's own: what this rank gives for its rows, with gradients as in torch.
+
+        ``backward()`` of a loss, a mean over rows as a rule, leaves the mean of the gradients of all replicas. Modes,
+        microbatches and weights are the caller's. Collective: all ranks of the model. Raises: SpecError for parameters
+        whose gradients ``train_step`` alone completes.
+        """
+        if self._replicated and torch.is_grad_enabled():
+            raise SpecError(
+                "the model has parameters without a dimension, whose gradients train_step alone averages over the "
+                "replicas: use train_step, give them one dimension, or take dp_replicate in the place of dp_shard"
+            )
+        with self.surroundings(), self._in_sync(is_last=True):
+            return self._known(self._called(*args, **kwargs))
 
     def _count_microbatches(self, rows: int) -> int:
         return next(number for number in range(min(self.num_microbatches, rows), 0, -1) if rows % number == 0)
@@ -90,6 +108,15 @@ class WholeModel(ParallelModel):
             no_sync: contextlib.AbstractContextManager[None] = self._called.no_sync()
             return no_sync
         return contextlib.nullcontext()
+
+
+def _warn_of_call_past_ddp(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if torch.is_grad_enabled() and DistributedDataParallel._get_active_ddp_module() is None:
+        warnings.warn(
+            f"{type(module).__name__} was called past what parallelize returned, and gradients are not averaged over "
+            "its replicas: call that in its place",
+            stacklevel=4,
+        )
 
 
 def _is_on(model: nn.Module, device: torch.device) -> bool:

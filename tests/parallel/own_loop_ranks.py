@@ -1,0 +1,111 @@
+"""What the ranks of a test do: two models that train each other in a loop of its own, and losses over whole batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from meshes import mesh_of
+from on_ranks import draw, made
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from detrain_nb import parallel as par
+
+Call = Callable[[Tensor], Tensor]
+
+
+def maker() -> nn.Module:
+    return made(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)))
+
+
+def judge() -> nn.Module:
+    return made(nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(), nn.Linear(16, 1)))
+
+
+def train_each_other(make: Call, judges: Call, parameters: tuple[Any, Any], rows: slice) -> None:
+    """Three steps, on ``rows`` of the batch."""
+    makes, tells = (torch.optim.SGD(each, lr=0.1) for each in parameters)
+    for step in range(3):
+        real, noise = draw(8, 8, seed=step)[rows], draw(8, 4, seed=10 + step)[rows]
+        tells.zero_grad()
+        (F.softplus(-judges(real)).mean() + F.softplus(judges(make(noise).detach())).mean()).backward()
+        tells.step()
+        makes.zero_grad()
+        F.softplus(-judges(make(noise))).mean().backward()
+        makes.step()
+
+
+def apart_after_own_loop(axes: dict[str, int]) -> float:
+    """The largest difference of a parameter from those of whole models that have seen all rows."""
+    mesh = mesh_of(**axes)
+    models, wholes = (maker(), judge()), (maker(), judge())
+    make, judges = (
+        par.parallelize(model, mesh, example_inputs=x, device="cpu")
+        for model, x in zip(models, (draw(2, 4), draw(2, 8)))
+    )
+    is_parted = "tp" not in axes
+    rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4) if is_parted else slice(8)
+    train_each_other(make, judges, (list(make.parameters()), list(judges.parameters())), rows)
+    train_each_other(*wholes, (wholes[0].parameters(), wholes[1].parameters()), slice(8))
+    pairs = (
+        (parameter.detach(), dict(whole.named_parameters())[name])
+        for laid_out, whole in zip((make, judges), wholes)
+        for name, parameter in laid_out.named_parameters()
+    )
+    return max(float((_full(own) - other).abs().max()) for own, other in pairs)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def told_of(act: Callable[[], Any]) -> list[str]:
+    """The warnings of ours; torch's schedules have some of their own."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [told for each in caught if "the loss of a batch" in (told := str(each.message)) or "called past" in told]
+
+
+def call_past(axes: dict[str, int]) -> list[str]:
+    model = maker()
+    par.parallelize(model, mesh_of(**axes), example_inputs=draw(2, 4), device="cpu")
+    return told_of(lambda: model(draw(4, 4)).sum().backward())
+
+
+def call_stages() -> None:
+    par.parallelize(maker(), mesh_of(pp=2), example_inputs=draw(2, 4), device="cpu")(draw(4, 4))
+
+
+WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 0.5, 3.0, 0.2, 1.5, 0.7])
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "contrastive": lambda output, target: F.cross_entropy(output @ output.T, torch.arange(len(output))),
+    "root": lambda output, target: (output[:, 0] - target).square().mean().sqrt(),
+    "weights": lambda output, target: F.cross_entropy(output, target, weight=WEIGHTS),
+    "sum": lambda output, target: F.cross_entropy(output, target, reduction="sum"),
+    "rows": lambda output, target: F.cross_entropy(1 * output, target),
+    "random": lambda output, target: F.cross_entropy(F.dropout(output), target),
+    "rough": lambda output, target: F.cross_entropy(output.bfloat16(), target),
+}
+
+
+def train_with(loss: str, axes: dict[str, int], num_microbatches: int, rows: int = 8) -> list[str]:
+    """Two steps; what is told in each."""
+    x, target = draw(rows, 4), torch.arange(rows) % 8
+    model = par.parallelize(
+        maker(),
+        mesh_of(**axes),
+        example_inputs=draw(1, 4),
+        loss=LOSSES[loss],
+        num_microbatches=num_microbatches,
+        device="cpu",
+    )
+    before = torch.get_rng_state()
+    told = told_of(lambda: model.evaluate(x, target))
+    assert loss == "random" or torch.equal(before, torch.get_rng_state())
+    return told + told_of(lambda: model.train_step(x, target))

@@ -1,0 +1,52 @@
+"""Models that are called in a loop of their own, and losses that are none of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.errors import RankError
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Session]:
+    with Session.start(2, device="cpu") as started:
+        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import own_loop_ranks")
+        yield started
+
+
+@pytest.mark.parametrize("axes", [{"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}], ids=str)
+def test_two_models_train_each_other_by_calls(ranks: Session, axes: dict[str, int]) -> None:
+    for apart in ranks.run_cell(f"own_loop_ranks.apart_after_own_loop({axes})", timeout_s=60).values.values():
+        assert apart < 1e-6
+
+
+def test_call_past_the_replicas_is_told(ranks: Session) -> None:
+    for told in ranks.run_cell("own_loop_ranks.call_past({'dp_replicate': 2})", timeout_s=60).values.values():
+        assert len(told) == 1 and "Sequential was called past what parallelize returned" in told[0]
+
+
+def test_stages_that_are_called_are_refused(ranks: Session) -> None:
+    with pytest.raises(RankError, match="the stages of a pipeline cannot be called: train_step runs a batch"):
+        ranks.run_cell("own_loop_ranks.call_stages()", timeout_s=60)
+
+
+LAYOUTS = ["{'dp_replicate': 2}, 1", "{'pp': 2}, 4", "{'pp': 2}, 8"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss", ["contrastive", "root", "weights", "sum"])
+def test_loss_that_is_none_of_rows_is_told_once(ranks: Session, loss: str, layout: str) -> None:
+    found = ranks.run_cell(f"own_loop_ranks.train_with({loss!r}, {layout})", timeout_s=60).values.values()
+    told = [each for every in found for each in every]
+    assert len(told) == 1 and told[0].startswith("the loss of a batch is not the mean of the losses of its parts: for")
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "{'tp': 2}, 1, 7"])
+@pytest.mark.parametrize("loss", ["rows", "random", "rough"])
+def test_loss_of_rows_is_not_told_of(ranks: Session, loss: str, layout: str) -> None:
+    found = ranks.run_cell(f"own_loop_ranks.train_with({loss!r}, {layout})", timeout_s=60)
+    assert list(found.values.values()) == [[], []]
