@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor
 from ..errors import SpecError
 from .interrupts import HeldInterrupts
 from .search import Search
-from .undo import NO_STAND_INS, StandIns, Undo, note_dicts
+from .undo import NO_STAND_INS, IteratorCopies, StandIns, Undo, note_dicts
 
 __all__ = ["State", "random_state_kept", "state_kept"]
 
@@ -89,9 +88,21 @@ class State:
         stand_ins.warn_of_moved()
 
     def note(self) -> Undo:
-        """Return what puts back what it is now, but iterators: for code that may have to run again from its begin."""
+        """Return what puts back what it is now: for code that may have to run again from its begin.
+
+        In attributes and dicts there are then copies of iterators, which have not gone on; others have.
+        """
         undos = [note_dicts(self._found.dicts, NO_STAND_INS), *(note(NO_STAND_INS) for note in self._found.notes)]
-        return functools.partial(_undo_all, undos)
+        iterators = IteratorCopies()
+        copies = [(base, value, iterators.of_all(dict(base.items(value)))) for base, value, _ in self._found.dicts]
+
+        def undo() -> None:
+            _undo_all(undos)
+            for base, value, made in copies:
+                for key, each in made.items():
+                    base.__setitem__(value, key, each)
+
+        return undo
 
 
 def _undo_all(undos: Sequence[Undo]) -> None:

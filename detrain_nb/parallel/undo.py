@@ -21,6 +21,7 @@ __all__ = [
     "NO_STAND_INS",
     "REFILLED",
     "FoundDict",
+    "IteratorCopies",
     "Rule",
     "StandIns",
     "Undo",
@@ -119,6 +120,14 @@ class StandIns:
                 parts = [*parts[0]], parts[1]  # else both would add to one list
             made.__setstate__(parts)
         return made
+
+
+class IteratorCopies(StandIns):
+    """Of iterators alone, where they can be copied, for code that may have to run again."""
+
+    def of(self, value: Any) -> Any:
+        made = super().of(value) if type(value) in _ITERATORS else value
+        return value if isinstance(made, _Watched) else made
 
 
 class _NoStandIns(StandIns):

@@ -493,10 +493,13 @@ class _CountsAndWrites(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.way, self.in_a_dict, self.in_an_object = way, {"calls": [0]}, types.SimpleNamespace(calls=0)
+        self.numbers, self.in_an_object.numbers = iter(range(99)), map(abs, iter([5, 6, 7, 8, 9, 10]))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.way == "dict":
             self.in_a_dict["calls"][0] += 1
+        elif self.way == "iterators":
+            self.in_a_dict["calls"] = [next(self.numbers) + next(self.in_an_object.numbers)]
         else:
             self.in_an_object.calls += 1
         for layer in self.layers:
@@ -505,7 +508,7 @@ class _CountsAndWrites(nn.Module):
         return x * (self.in_a_dict["calls"][0] + self.in_an_object.calls)
 
 
-@pytest.mark.parametrize("way", ["dict", "object"])
+@pytest.mark.parametrize("way", ["dict", "object", "iterators"])
 def test_stage_that_runs_again_counts_once(way: str) -> None:
     x, whole = batch(3, 8), _CountsAndWrites(way)
     stages = [split(copy.deepcopy(whole), x, 2).stage(index) for index in range(2)]  # of two ranks
