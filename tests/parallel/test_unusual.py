@@ -125,6 +125,16 @@ def test_model_of_unusual_parts_is_right(ranks: Session, axis: str, model: str) 
         assert apart < 2e-6
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["Held('objects')", "Held('partial')", "Held('cycle')", "Hooked('layer')", "Hooked('weight')", "Hooked('block')"],
+)
+def test_layers_that_are_called_by_what_holds_them_are_trained_over_stages(ranks: Session, model: str) -> None:
+    code = f"unusual_ranks.apart_after_steps(lambda: unusual_ranks.{model}, {{'pp': 2}})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 2e-6
+
+
 def test_code_that_mixes_parameters_in_parts_with_others_is_told(ranks: Session) -> None:
     code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Penalized(is_added=True), {'tp': 2})"
     require_refusal(ranks, code, r"parameters\(\), say, where each is a DTensor: read self\.weight, or return")
