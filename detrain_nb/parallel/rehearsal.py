@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeT
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .costs.profiler import ExampleInputs, as_call
+from .costs.profiler import ExampleInputs, as_call, quiet
 from .interrupts import HeldInterrupts
 from .kept import State
 from .microbatches import Loss, Passage
@@ -129,7 +129,7 @@ class Actor:
         storages.tell(tree_leaves((parts, targets)), "activations")
         weights = [1 / count] * count if laid_out.is_last else []
         passage = Passage(parts, targets, weights, _noted_loss(laid_out.objective.compute, storages))
-        with _noted_passes(laid_out, storages):
+        with quiet(), _noted_passes(laid_out, storages):
             laid_out.rehearse(passage, self._watched(storages))
         storages.let_go()
         storages.begin("optimizer")

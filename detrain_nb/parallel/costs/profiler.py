@@ -50,6 +50,7 @@ __all__ = [
     "count_rows",
     "profile",
     "profile_call",
+    "quiet",
     "require_known",
     "run_without_memory",
     "shared_inputs",
@@ -246,7 +247,7 @@ def run_without_memory(
     """
     with state_kept(model, args, kwargs) as tensors, writes_undone(tensors):  # operators on real tensors alone do run
         try:
-            with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+            with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
                 return run(functools.partial(_fake, device=device), args, kwargs)
         except (RuntimeError, AssertionError) as exc:  # it looks at values, or what it calls wants them
             _require_values(model, args, kwargs, exc)
@@ -356,7 +357,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Where torch cannot run an operator without values it logs a traceback; here the error itself is dealt with.
 
     Nor does it matter here what torch says of the gradient of a tensor that is no leaf, as a model may keep one.
