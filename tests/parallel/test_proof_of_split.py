@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -36,40 +35,38 @@ def layers(kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
     return nn.Sequential(*(kind(8, 8) for _ in range(4)))
 
 
-def doubling() -> nn.Module:
-    return layers(Doubling)
+def doubling(*places: int) -> nn.Module:
+    """With such layers at ``places``."""
+    model = layers()
+    for place in places:
+        model[place] = Doubling(8, 8)
+    return model
 
 
-def keeping(*, is_value: bool) -> nn.Module:
-    """A hook of one layer keeps something for a hook of a later one; a number, where it looks at a value."""
-    model, kept = layers(), dict[str, Any]()
+def keeping() -> nn.Module:
+    """A hook of one layer looks at a value, for a hook of a later one."""
+    model, kept = layers(), list[float]()
+    model[0].register_forward_hook(lambda module, args, output: kept.append(output.mean().item()))
+    model[2].register_forward_pre_hook(lambda module, args: (args[0] * kept.pop(),))
+    return model
 
-    def keep(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        kept["mean"] = output.mean().item() if is_value else output.mean().detach()
 
-    model[0].register_forward_hook(keep)
+def passing_on() -> nn.Module:
+    """A hook of one layer keeps a tensor for a hook of a later one."""
+    model, kept = layers(), dict[str, Tensor]()
+    model[0].register_forward_hook(lambda module, args, output: kept.update(mean=output.mean()))
     model[2].register_forward_pre_hook(lambda module, args: (args[0] * kept["mean"],))
     return model
 
 
-def setting() -> nn.Module:
-    """A hook of one layer sets an attribute of the next."""
-    model = layers()
-
-    def hand_on(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        model[2].scale = output.detach().mean()
-
-    model[1].register_forward_hook(hand_on)
-    model[2].register_forward_pre_hook(lambda module, args: (args[0] * module.scale,))
-    return model
+LENT: list[nn.Module] = []
 
 
 def borrowing() -> nn.Module:
-    """A hook computes with another layer, which an object has that nobody can look into."""
+    """A hook computes with another layer, which a global has."""
     model = layers()
-    others = iter(())
-    lend = functools.partial(next, others, model[0])
-    model[2].register_forward_pre_hook(lambda module, args: (args[0] + lend()(args[0]),))
+    LENT[:] = [model[0]]
+    model[2].register_forward_pre_hook(lambda module, args: (args[0] + LENT[0](args[0]),))
     return model
 
 
@@ -88,11 +85,9 @@ def whole_and_chain(make: Callable[[], nn.Module], at: str) -> tuple[Tensor, Ten
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a call of its own": (doubling, "in the place of what aten.mul.Tensor gives in the code of the model itself"),
-    "a hook that keeps": (lambda: keeping(is_value=False), "in the place of what"),
-    "a hook that looks": (lambda: keeping(is_value=True), "a stage would"),
-    "a hook that sets": (setting, "a stage would fail"),
-    "another's layer": (borrowing, "a stage would take a tensor float32 .8,. in the place of the parameter 0.bias"),
+    "a call of its own": (lambda: doubling(2), "in the place of what aten.mul.Tensor gives in the code of the model"),
+    "a hook that looks": (keeping, "a stage would"),
+    "another's layer": (borrowing, r"a stage would take a tensor float32 \(8,\) in the place of the parameter 0.bias"),
 }
 
 
@@ -103,16 +98,24 @@ def test_what_is_handed_on_past_arguments_is_refused_where_a_stage_would_miss_it
         whole_and_chain(make, at="2")
 
 
-@pytest.mark.parametrize("make", [lambda: layers(Passing), layers, lambda: keeping(is_value=False), twice_counting])
+RIGHT: list[Callable[[], nn.Module]] = [
+    layers,
+    lambda: layers(Passing),
+    passing_on,
+    lambda: doubling(2),
+    twice_counting,
+]
+
+
+@pytest.mark.parametrize("make", RIGHT)
 def test_what_a_stage_does_not_miss_is_right(make: Callable[[], nn.Module]) -> None:
     whole, parts = whole_and_chain(make, at="3")
     torch.testing.assert_close(parts, whole, rtol=0, atol=0)
 
 
 def test_cuts_that_are_chosen_leave_out_those_that_would_be_wrong() -> None:
-    model = keeping(is_value=False)
     x = torch.ones(4, 8)
-    assert profile(model, x).cuts == ("2", "3")
-    assert split(model, x, 2).cuts == ("3",)
-    with pytest.raises(SpecError, match=r"3 stages, and the model can be cut into 2 at most .*not at .*: "):
-        split(model, x, 3)
+    assert split(doubling(2), x, 3).cuts == ("1", "3")
+    assert len(profile(doubling(1, 2, 3), x).cuts) == 3
+    with pytest.raises(SpecError, match=r"2 stages, and the model can be cut into 1 at most .*cuts: none; .: a stage"):
+        split(doubling(1, 2, 3), x, 2)

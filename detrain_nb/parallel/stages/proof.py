@@ -102,7 +102,7 @@ class _Results:
     ``of_modules``: how the outputs of the modules in it look.
     """
 
-    given: Tensor
+    given: Tensor | None
     look: str
     outputs: tuple[int, ...]
     buffers: Mapping[str, int]
@@ -204,7 +204,7 @@ class _Expressions:
         ]
         outputs = tuple(value(recording.recorder.number(tensor)) for tensor in tensors)
         buffers = {name: value(after) for name, (_, after) in recording.buffers.items()}
-        return _Results(tensors[0], f"{spec} {others}", outputs, buffers, recording.entries.outputs)
+        return _Results(next(iter(tensors), None), f"{spec} {others}", outputs, buffers, recording.entries.outputs)
 
     def _follow(self, op: Op, recording: Recording, value: Callable[[int], int], values: dict[int, int]) -> None:
         func, *given = op.call
