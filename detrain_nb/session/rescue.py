@@ -187,7 +187,7 @@ class Rescue:
                     story.verdicts = self._judge(story)
                 return
             if run.running:
-                _show(run, story.describe_left())
+                _show(run, story.describe_left(is_cell_shown=True))
             is_any_reachable = any(self._ranks.is_reachable(rank) for rank in run.running)
             if time.monotonic() >= deadline or not is_any_reachable:
                 return
@@ -286,17 +286,20 @@ class _Story:
             return ""
         return describe_new_groups(self.stale, is_wanted=self.is_group_wanted)
 
-    def describe_left(self) -> str:
-        """The ranks that still run the cell, where they are, and what can be done."""
+    def describe_left(self, *, is_cell_shown: bool = False) -> str:
+        """The ranks that still run the cell, where they are, and what can be done.
+
+        ``is_cell_shown``: the notebook waits for them, else it has its prompt again, and its stop button does nothing.
+        """
         away = [rank for rank in self.run.running if not self._is_reachable(rank)]
         left = [rank for rank in self.run.running if rank not in away]
         if away:
             _, _, their, _ = _pronouns(away)
             words = f"{format_ranks(away)}: no connection to {their} node, the stop comes there when there is one again"
-            return f"{words}\n{self._describe_there(left)}" if left else words
-        return self._describe_there(left)
+            return f"{words}\n{self._describe_there(left, is_cell_shown=is_cell_shown)}" if left else words
+        return self._describe_there(left, is_cell_shown=is_cell_shown)
 
-    def _describe_there(self, left: Sequence[int]) -> str:
+    def _describe_there(self, left: Sequence[int], *, is_cell_shown: bool) -> str:
         verdicts = [self.verdicts[rank] for rank in left if rank in self.verdicts]
         unseen = [rank for rank in left if rank not in self.verdicts]
         seconds = max((verdict.evidence.seconds for verdict in verdicts), default=0.0)
@@ -316,10 +319,11 @@ class _Story:
                 f"kill -CONT PID lets {_pronouns(stopped)[1]} go on, and see the stop (%distributed status has its PID)"
             )
         kill = f"%distributed interrupt --kill {short_ranks(left)}"
+        press = "press stop again" if is_cell_shown else "run %distributed interrupt"
         if self.run.presses < 2:
-            advice = f"press stop again (%distributed interrupt) to free {them} without looking, {kill} replaces {them}"
+            advice = f"{press} to free {them} without looking, {kill} replaces {them}"
         else:
-            advice = f"press stop a third time while {they} run{s} cell {self.run.cell}, or {kill}, to replace {them}"
+            advice = f"{press} once more while {they} run{s} cell {self.run.cell}, or {kill}, to replace {them}"
         return f"{what} ({seconds:.0f} s): {why}; {advice}: {their} variables are lost"
 
 

@@ -348,6 +348,8 @@ def test_backward_on_the_cpu_is_interrupted_when_it_returns(
         equipped.run_cell(code, observer=watcher)
     assert "rank 1 is computing at line 4" in caught.value.note
     assert "rank 1 is computing at line 4" in "".join(watcher.waited), "said while it is waited for, too"
+    assert "press stop again to free it without looking" in "".join(watcher.waited), "the button works then"
+    assert "press stop" not in caught.value.note
     assert not _freed(caplog)
     assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
 
@@ -457,10 +459,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_presses_are_counted_when_the_prompt_has_come_back_too(equipped: Session, impatient: None) -> None:
     stopped = _stop(equipped, f"if rank == 1:\n    {_SWALLOWS.replace(chr(10), chr(10) + ' ' * 4)}")
     may = "may catch KeyboardInterrupt, or wait in C code"
-    assert re.search(rf"^rank 1 is at line \d \(\d+ s\): .* {may}; ", stopped.note), stopped.note
+    works = "run %distributed interrupt to free it without looking, "
+    assert re.search(rf"^rank 1 is at line \d \(\d+ s\): .* {may}; {works}", stopped.note), stopped.note
     [second] = equipped.stop_cells().values()
     assert "the process groups are made anew" in second
-    assert re.search(r"a third time while it runs cell \d+, or %distributed interrupt --kill 1, to replace it", second)
+    again = "run %distributed interrupt once more while it runs cell"
+    assert re.search(rf"; {again} \d+, or %distributed interrupt --kill 1, to replace it", second), second
     [third] = equipped.stop_cells().values()
     assert "rank 1 did not stop in time and had to be replaced" in third
     assert equipped.run_cell("'counter' in globals()").values == {0: True, 1: False}
