@@ -94,7 +94,9 @@ class SessionCommands:
     def _list(self, args: Any) -> None:
         own = self._holder.session.name if self._holder.session else None
         lines = [
-            f"{name}  {known}{'  (this notebook)' if name == own else ''}" for name, known in known_sessions().items()
+            f"{name}  {known}  "
+            + ("(this notebook)" if name == own else f"{known.own_end}; %distributed stop {name} ends it")
+            for name, known in known_sessions().items()
         ]
         if kept_s := seconds_kept():
             lines.append(

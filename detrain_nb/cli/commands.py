@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from .. import __version__
-from ..agents import running_sessions
 from ..errors import DetrainError, SpecError
 from .notebook_file import read_notebook, save, summary
 from .notebook_run import FAILED, NotebookRun
@@ -69,7 +68,13 @@ _seconds.__name__ = "number"  # argparse names it when the text is none
 
 
 def _list_sessions(args: argparse.Namespace) -> int:
-    lines = [f"{name}  agent pid {pid}" for name, pid in running_sessions().items()]
+    from ..deploy.known import known_sessions  # it takes its time, and nothing else here needs it
+
+    lines = [
+        f"{name}  {known}  {known.own_end}; kill {known.pid} ends it"
+        for name, known in known_sessions().items()
+        if not known.nodes
+    ]
     print("\n".join(lines) or "no session runs on this machine")
     return 0
 

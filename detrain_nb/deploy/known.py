@@ -81,6 +81,13 @@ class KnownSession:
             return f"agent pid {self.pid}"
         return f"on {', '.join(node.name for node in self.nodes)}"
 
+    @property
+    def own_end(self) -> str:
+        """When it ends by itself, in words: its ranks wait no longer for a notebook when theirs is gone."""
+        linger_s = self.started.linger_s if self.started else None
+        after = "some time" if linger_s is None else _duration(linger_s)
+        return f"without a notebook it ends by itself after {after}"
+
 
 def known_sessions() -> dict[str, KnownSession]:
     """By name. One on nodes may have ended meanwhile: who attaches to it is told."""
@@ -183,6 +190,14 @@ def _read(path: Path) -> KnownSession | None:
                 holder, nodes=nodes, started=_read_started(said), is_left=_is_left(said), left_by=_left_by(said)
             )
     return None
+
+
+def _duration(seconds: float) -> str:
+    """In minutes, hours or days where these are whole: 10 minutes."""
+    units = ((86_400, "day"), (3_600, "hour"), (60, "minute"))
+    size, unit = next((each for each in units if seconds and not seconds % each[0]), (1, "second"))
+    count = seconds / size
+    return f"{count:g} {unit}{'' if count == 1 else 's'}"
 
 
 def _is_left(said: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from detrain_nb.deploy.known import StartedWith, forget, known_sessions, remember, session_names
+from detrain_nb.deploy.known import KnownSession, StartedWith, forget, known_sessions, remember, session_names
 from detrain_nb.spec.node import Node
 
 _NODES = (Node(host="gpu1", ranks=2), Node(host="gpu2.example.org", name="right", user="alice", ranks=2))
@@ -31,6 +31,19 @@ def test_what_is_remembered_is_known(folder: Path) -> None:
     assert session_names() == ["train"]
     forget("train")
     assert (known_sessions(), session_names(), list(folder.iterdir())) == ({}, [], [])
+
+
+@pytest.mark.parametrize(
+    ("linger_s", "words"),
+    [
+        (600.0, "10 minutes"), (60, "1 minute"), (90, "90 seconds"), (5400, "90 minutes"), (7200, "2 hours"),
+        (86_400, "1 day"), (0, "0 seconds"), (0.5, "0.5 seconds"), (None, "some time"),
+    ],
+)  # fmt: skip
+def test_session_says_when_it_ends_by_itself(linger_s: float | None, words: str) -> None:
+    known = KnownSession("a notebook", 12, started=StartedWith(linger_s=linger_s))
+    assert known.own_end == f"without a notebook it ends by itself after {words}"
+    assert KnownSession("a notebook", 12).own_end.endswith("after some time"), "nobody has noted it"
 
 
 def test_only_this_user_can_read_it_and_nothing_lies_beside_it(folder: Path) -> None:

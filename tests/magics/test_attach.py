@@ -400,7 +400,8 @@ def test_detached_session_is_attached_to_by_the_same_kernel_and_by_another(start
         assert "no session runs" in front.run("%distributed status")
         assert front.run("%distributed attach shared") == "<Session 'shared': 2 ranks on cpu, running>\n"
     assert front.run("%distributed detach") == detached
-    assert re.search(r"^shared  agent pid \d+$", other.run("%distributed list"), re.MULTILINE)
+    ends = "without a notebook it ends by itself after 10 minutes; %distributed stop shared ends it"
+    assert re.search(rf"^shared  agent pid \d+  {ends}$", other.run("%distributed list"), re.MULTILINE)
     assert other.run("%distributed attach shared") == "<Session 'shared': 2 ranks on cpu, running>\n"
     assert re.search(r"^shared  agent pid \d+  \(this notebook\)$", other.run("%distributed list"), re.MULTILINE)
     assert "this notebook holds session 'shared' already" in other.run("%distributed attach shared")
@@ -424,7 +425,7 @@ def test_session_of_another_name_is_found_by_its_notebook_again(start_front: Any
     assert re.search(
         r"session tuesday of this notebook is there .*: %distributed attach tuesday .* stop tuesday ends", said
     )
-    assert start_front("/x/stranger.ipynb").run("%distributed list").count("tuesday") == 1
+    assert start_front("/x/stranger.ipynb").run("%distributed list").count("tuesday  agent pid") == 1
     assert "<Session 'tuesday'" in front.run("%distributed attach")
     code = "from detrain_nb import current_session\ncurrent_session().pull('x')"
     assert front.run(code) == "{0: 0, 1: 1}\n"
