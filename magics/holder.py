@@ -20,6 +20,7 @@ from .candidates import similar_nodes
 from .notebook import kernel_name, session_name
 from .options import Settings
 from .progress import redrawn_line
+from .waiting import describe_waiting, waiting_sessions
 
 if TYPE_CHECKING:
     from ..spec.node import Node
@@ -139,7 +140,10 @@ class SessionHolder:
             )
         if there and (wanted.fresh or is_left):
             if is_left and not wanted.fresh:
-                print(f"session {name!r}, from before this notebook's kernel was restarted, ends: its ranks begin anew")
+                print(
+                    f"session {name!r}, from before this notebook's kernel was restarted, ends: "
+                    "its ranks begin anew, and all their variables are lost"
+                )
             try:
                 end_session(name, holder=self.name, ask_passphrase=ask_passphrase)
             except SessionError as exc:  # another notebook holds it; or one on nodes has ended by itself
@@ -299,8 +303,9 @@ class SessionHolder:
     def running(self) -> Session:
         """The session. Raises: UsageError where there is none."""
         if self.session is None:
-            left = f"; {self.what_is_there}" if self.what_is_there else ""
-            raise UsageError(f"no session runs: start one with %%distributed or %distributed start{left}")
+            if there := self.what_is_there:
+                raise UsageError(f"no session runs in this notebook\n{there}")
+            raise UsageError("no session runs: start one with %%distributed or %distributed start")
         return self.session
 
     def for_cell(self, count: int | None, *, force: bool = False) -> Session:
@@ -332,23 +337,13 @@ class SessionHolder:
 
     @property
     def what_is_there(self) -> str:
-        """A line about this notebook's session that an earlier kernel has left; empty when there is none."""
-        name = self._left_behind
-        if self.session is not None or not name:
-            return ""
-        is_named = name != self.name
-        return (
-            f"session {name} of this notebook is there ({known_sessions().get(name, 'ended')}): "
-            f"%distributed attach{f' {name}' if is_named else ''} shows what was missed and goes on, "
-            + (f"%distributed stop {name} ends it" if is_named else "%distributed restart starts anew")
-        )
+        """Lines about this notebook's sessions that earlier kernels have left; empty when there are none."""
+        return "" if self.session is not None else "\n".join(describe_waiting(self.name))
 
     @property
     def _left_behind(self) -> str:
         """The session that an earlier kernel of this notebook has left: of the usual name, or of one it was given."""
-        there = known_sessions()
-        own = [self.name] if self.name in there else [name for name in there if there[name].holder == self.name]
-        return own[0] if own else ""
+        return next(iter(waiting_sessions(self.name)), "")
 
 
 def _holder_left_by(kernel: str) -> str:

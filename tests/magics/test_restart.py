@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,11 @@ _OPTIONS = "-n 2 --device cpu --backend gloo --no-init --no-sync --seed 7 --star
 _FEW = "-n 2 --no-init --seed 7"
 _LOOK = "import os\nprint(torch.initial_seed() - rank, dist.is_initialized(), os.environ.get('TOKEN'))"
 _ASKED = "{k: v for k, v in vars(get_ipython().detrain_nb_magics[0].holder._started_with).items() if v is not None}"
+_KEPT_BY_ATTACH = (
+    "to keep its variables, attach first: "
+    "the next %%distributed cell or %distributed start ends its ranks, and all their variables are lost\n"
+)
+_ENDS = "kernel was restarted, ends: its ranks begin anew, and all their variables are lost\n"
 _KEPT = {
     "count": 2, "device": "cpu", "backend": "gloo", "no_init": True, "no_sync": True,
     "seed": 7, "start": "exec", "linger": 30.0, "group_timeout": 90.0,
@@ -28,10 +34,13 @@ def _start(kernel: Any, options: str = _FEW) -> None:
     assert kernel.run("%%distributed\n" + _LOOK).text() == "[0-1] 7 False geheim\n"
 
 
-def _renew(kernel: Any) -> None:
+def _renew(kernel: Any) -> str:
+    """Restart the kernel; returns what is said when the extension is loaded again."""
     kernel.manager.restart_kernel(now=False)
     kernel.client.wait_for_ready(timeout=60)
-    assert "is there" in kernel.run("%load_ext detrain_nb").text()
+    said = str(kernel.run("%load_ext detrain_nb").text())
+    assert "is there" in said
+    return said
 
 
 def _asked(kernel: Any) -> dict[str, Any]:
@@ -92,9 +101,11 @@ def test_notebook_whose_kernel_was_restarted_runs_again_from_its_first_line(kern
     """Restart and Run All: ranks begin anew, as the variables of the notebook do."""
     assert kernel.run(line).status == "ok"
     assert kernel.run("%%distributed\nkept = 1").status == "ok"
-    _renew(kernel)
+    said = _renew(kernel)
+    assert said.count(_KEPT_BY_ATTACH) == 1, said
+    assert _KEPT_BY_ATTACH in kernel.run("%distributed status").error, "it advised to start one with a cell"
     again = kernel.run(line)
-    assert (again.status, again.text().count("kernel was restarted, ends: its ranks begin anew")) == ("ok", 1)
+    assert (again.status, again.text().count(_ENDS)) == ("ok", 1)
     assert kernel.run("%%distributed\n'kept' in globals()").rich() == [f"[0-1] {line.endswith('kept = 1')}"]
     assert kernel.run("%distributed stop").status == "ok"
 
@@ -117,6 +128,32 @@ def test_notebook_that_was_renamed_finds_its_ranks_after_a_restart(kernel: Any, 
         env["DETRAIN_NB_NOTEBOOK"] = before
 
 
+def test_every_session_that_waits_is_told_of_by_its_name(kernel: Any, request: pytest.FixtureRequest) -> None:
+    names = [f"{request.node.name[:12]}-{which}" for which in "ab"]
+    assert kernel.run(f"%distributed start -n 1 --no-init --name {names[0]}").status == "ok"
+    said = _renew(kernel)
+    assert re.search(
+        rf"^session {names[0]} of this notebook is there \(agent pid \d+\): "
+        rf"%distributed attach {names[0]} shows what was missed and goes on, %distributed stop {names[0]} ends it; "
+        rf"without a notebook it ends by itself after 10 minutes\n"
+        rf"to keep its variables, attach first: "
+        rf"%distributed start --name {names[0]} ends its ranks, and all their variables are lost\n"
+        rf"without an attach, the next %%distributed cell starts another session beside it\n",
+        said,
+    ), said
+    assert kernel.run(f"%distributed start -n 1 --no-init --name {names[1]}").status == "ok"
+    said = _renew(kernel)
+    assert all(f"session {name} of this notebook is there" in said for name in names), said
+    assert said.endswith("starts another session beside them\n")
+    assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
+    said = _renew(kernel)
+    assert said.count("of this notebook is there") == 3
+    assert _KEPT_BY_ATTACH in said and "beside" not in said, "the next cell ends the one of the notebook's own name"
+    for name in names:
+        assert kernel.run(f"%distributed stop {name}").status == "ok"
+    assert kernel.run("%distributed stop").status == "ok"
+
+
 def test_ranks_that_ran_a_cell_when_the_kernel_was_restarted_are_not_ended_by_a_start(kernel: Any) -> None:
     assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
     kernel.client.execute("%%distributed\nimport time\nfor step in range(1000): print(step); time.sleep(0.1)")
@@ -134,7 +171,8 @@ def test_ranks_of_a_kernel_that_died_are_not_ended_by_a_start(kernel: Any) -> No
     assert kernel.run("%distributed attach").status == "ok"
     kernel.manager.restart_kernel(now=True)
     kernel.client.wait_for_ready(timeout=60)
-    assert "is there" in kernel.run("%load_ext detrain_nb").text()
+    said = kernel.run("%load_ext detrain_nb").text()
+    assert "is there" in said and "are lost" not in said
     assert "runs already" in kernel.run("%distributed start -n 1 --no-init").error
     assert kernel.run("%distributed stop").status == "ok"
 
