@@ -20,7 +20,7 @@ from .candidates import similar_nodes
 from .notebook import kernel_name, session_name
 from .options import Settings
 from .progress import redrawn_line
-from .waiting import describe_waiting, waiting_sessions
+from .waiting import describe_beside, describe_waiting, waiting_sessions
 
 if TYPE_CHECKING:
     from ..spec.node import Node
@@ -148,6 +148,8 @@ class SessionHolder:
                 end_session(name, holder=self.name, ask_passphrase=ask_passphrase)
             except SessionError as exc:  # another notebook holds it; or one on nodes has ended by itself
                 refusal = exc
+        for words in describe_beside(self.name, name):
+            print(words)
         nodes = _read_nodes(wanted.nodes)
         try:
             with redrawn_line(self._ipython, is_live=self.settings.output == "live") as draw:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..deploy.known import KnownSession, known_sessions
 
-__all__ = ["describe_waiting", "waiting_sessions"]
+__all__ = ["describe_beside", "describe_waiting", "waiting_sessions"]
 
 
 def waiting_sessions(notebook: str) -> dict[str, KnownSession]:
@@ -22,6 +22,16 @@ def describe_waiting(notebook: str) -> list[str]:
         them = "it" if len(there) == 1 else "them"
         lines.append(f"without an attach, the next %%distributed cell starts another session beside {them}")
     return lines
+
+
+def describe_beside(notebook: str, started: str) -> list[str]:
+    """Say of each what to do, where ``notebook`` starts the session ``started`` beside them."""
+    return [
+        f"session {name} of this notebook stays beside the new one ({known}): %distributed detach, then "
+        f"%distributed attach {name} goes on with it; %distributed stop {name} ends it; {known.own_end}"
+        for name, known in waiting_sessions(notebook).items()
+        if name != started
+    ]
 
 
 def _describe(name: str, known: KnownSession, notebook: str) -> list[str]:

@@ -141,7 +141,8 @@ def test_every_session_that_waits_is_told_of_by_its_name(kernel: Any, request: p
         rf"without an attach, the next %%distributed cell starts another session beside it\n",
         said,
     ), said
-    assert kernel.run(f"%distributed start -n 1 --no-init --name {names[1]}").status == "ok"
+    beside = kernel.run(f"%distributed start -n 1 --no-init --name {names[1]}")
+    assert f"session {names[0]} of this notebook stays" in beside.text(), "whoever starts one is told"
     said = _renew(kernel)
     assert all(f"session {name} of this notebook is there" in said for name in names), said
     assert said.endswith("starts another session beside them\n")
@@ -151,6 +152,27 @@ def test_every_session_that_waits_is_told_of_by_its_name(kernel: Any, request: p
     assert _KEPT_BY_ATTACH in said and "beside" not in said, "the next cell ends the one of the notebook's own name"
     for name in names:
         assert kernel.run(f"%distributed stop {name}").status == "ok"
+    assert kernel.run("%distributed stop").status == "ok"
+
+
+def test_cell_that_starts_a_session_beside_one_that_waits_says_so(kernel: Any) -> None:
+    assert kernel.run("%distributed start -n 1 --no-init --name waits --linger 120").status == "ok"
+    assert kernel.run("%%distributed\nkept = 1").status == "ok"
+    _renew(kernel)
+    beside = kernel.run("%%distributed -n 1\n'kept' in globals()")
+    assert re.fullmatch(
+        r"session waits of this notebook stays beside the new one \(agent pid \d+\): %distributed detach, then "
+        r"%distributed attach waits goes on with it; %distributed stop waits ends it; "
+        r"without a notebook it ends by itself after 2 minutes\n",
+        beside.text(),
+    ), beside.text()
+    assert beside.rich() == ["[0] False"]
+    assert kernel.run("%%distributed\n1").text() == "", "it is told once"
+    assert kernel.run("%distributed detach\n%distributed attach waits").status == "ok"
+    assert kernel.run("%%distributed\nkept").rich() == ["[0] 1"]
+    again = kernel.run("%distributed restart").text()
+    assert "of this notebook stays beside" in again, "the one that was left for it"
+    assert kernel.run("%distributed stop").status == "ok"
     assert kernel.run("%distributed stop").status == "ok"
 
 
