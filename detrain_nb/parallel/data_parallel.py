@@ -97,6 +97,12 @@ class Sharding:
             )
         assert self.mesh is not None
         names = {id(block): name for name, block in module.named_modules()}
+        chosen = {
+            id(part): names[id(block)]
+            for block in blocks
+            if names[id(block)] in self.block_use.chosen
+            for part in block.modules()
+        }
         for block in blocks:
             if names[id(block)] in self.block_use.written_outside:
                 block.register_forward_hook(_give_no_view)
@@ -114,13 +120,16 @@ class Sharding:
         if self.dtype is not None:
             for part in module.modules():  # its running statistics are float32
                 if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, StandIn):
+                    _require_always_run(part, chosen)
                     fully_shard(part, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
         named = dict(module.named_parameters(remove_duplicate=False))
         shared = _shared_parameters(module, blocks)
         shared |= {id(named[name]) for name in self.block_use.read_outside if name in named}
-        units = [block for block in blocks if not shared.intersection(map(id, block.parameters()))]  # else the root's
+        alone = [block for block in blocks if id(block) not in chosen]
+        units = [block for block in alone if not shared.intersection(map(id, block.parameters()))]  # else the root's
         for unit in (*units, module):
             for part in _parts_of_other_dtypes(unit, units):
+                _require_always_run(part, chosen)
                 fully_shard(part, mp_policy=inside, **common)
         for unit in units:
             fully_shard(unit, mp_policy=inside, **common)
@@ -236,6 +245,15 @@ def _shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
 
 
 _OTHERWISE = "keep the model whole (dp_replicate in the place of dp_shard)"
+
+
+def _require_always_run(part: nn.Module, chosen: Mapping[int, str]) -> None:
+    """Raises: SpecError for what FSDP2 has to gather by itself, in a block that may not run on every rank."""
+    if name := chosen.get(id(part)):
+        raise SpecError(
+            f"{name} runs or not as values say, and has a {type(part).__name__} in another dtype than the rest of the "
+            f"model, which FSDP2 would wait for on all ranks: give all one dtype (precision='fp32'), or {_OTHERWISE}"
+        )
 
 
 def _give_no_view(module: nn.Module, args: Any, output: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
 from .arguments import require_mesh, require_model, require_names, require_whole
-from .costs.block_use import BlockUse
+from .costs.block_use import BlockUse, block_use_unseen
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, shared_inputs
 from .data_parallel import Sharding, resolve_sharding
@@ -216,8 +216,8 @@ def lay_out_all(
 def _block_use(model: nn.Module, example_inputs: ExampleInputs, found: Split | None) -> BlockUse:
     try:
         return (found.profile if found is not None else profile(model, example_inputs)).block_use
-    except SpecError:  # nobody can look into it
-        return BlockUse()
+    except SpecError as exc:  # nobody can look into it
+        return block_use_unseen(model, exc.__cause__)
 
 
 def require_cut_fits(model: nn.Module, sizes: Mapping[str, int], sharding: Sharding) -> None:

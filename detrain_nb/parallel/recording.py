@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
@@ -27,6 +29,7 @@ from .writes import written_by
 
 __all__ = [
     "Entries",
+    "ListMode",
     "ModuleOutput",
     "Op",
     "Recorder",
@@ -242,6 +245,8 @@ class Op:
     saved_bytes: int = 0
     writes: Sequence[int] = ()  # of those that it made, what was there before
     call: tuple[Any, ...] = ()  # the operator, and what it was given beside tensors
+    asks: Sequence[int] = ()  # of what it read, whose values the code gets to know: as such, or by how many there are
+    is_into: bool = False  # it puts others into a copy of the first that it read
 
 
 class Recorder(OperatorMode):
@@ -324,7 +329,12 @@ class Recorder(OperatorMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as exc:
+            if any(id(leaf) in self.computed() for leaf in tree_leaves((args, kwargs))):
+                exc.inside = self.inside  # type: ignore[union-attr]  # for what is told of the blocks there
+            raise
         reads = [self.number(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         makes = [self.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         moves = makes and not func.is_view  # else it asks for a device, or gives another view
@@ -343,9 +353,17 @@ class Recorder(OperatorMode):
             self.is_computed[number] |= is_drawn or is_from_computed
         is_look = torch.Tag.data_dependent_output in func.tags and is_from_computed
         flops = _count_flops(func, args, kwargs, result)
-        call = (func, *(leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)))
-        self.ops.append(Op(reads, makes, flops, moved_bytes, self.inside, is_look, writes=written, call=call))
+        op = Op(reads, makes, flops, moved_bytes, self.inside, is_look, writes=written)
+        op.call = (func, *(leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)))
+        op.asks = [self.number(leaf) for leaf in _asked_by(func, args, kwargs)]
+        op.is_into = func._overloadpacket.__name__ in _INTO_A_COPY
+        self.ops.append(op)
         return result
+
+    def look(self, tensor: Tensor) -> None:
+        """Note that the code gets to know a tensor's values otherwise than by an operator."""
+        number = self.number(tensor)
+        self.ops.append(Op([number], [], 0.0, 0, self.inside, self.is_computed[number], asks=[number]))
 
     def _is_of_parameters(self, written: Sequence[int], reads: Sequence[int]) -> bool:
         """Parameters are written, from nothing that was computed but themselves: every stage can do that to its own."""
@@ -360,6 +378,44 @@ class Recorder(OperatorMode):
             self.looks[self.number(leaf)] = _look_at(leaf)
         storages = dict.fromkeys(map(_storage_of, written))
         return [number for storage in storages for number in self._on_storage[storage]]
+
+
+class ListMode(TorchFunctionMode):
+    """Notes where the code makes lists of tensors, and arrays, which are no operators."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            self._recorder.look(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_INTO_A_COPY = frozenset(
+    {
+        *("index_put", "index_add", "index_copy", "index_fill", "index_reduce", "masked_scatter"),
+        *("scatter", "scatter_add", "scatter_reduce", "select_scatter", "slice_scatter", "diagonal_scatter"),
+    }
+)
+
+
+def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors whose values an operator tells: as such, or by the shape of what it makes."""
+    if func is torch.ops.aten.index.Tensor:
+        indices = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in indices if leaf.dtype in (torch.bool, torch.uint8)]  # of others it is their shape
+    if func is torch.ops.aten.masked_select.default:
+        return [args[1]]
+    if func.tags and not _TELLING.isdisjoint(func.tags):
+        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return []
+
+
+_TELLING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
 def _unpack(packed: None) -> Tensor:
@@ -396,6 +452,7 @@ class Entries:
         self.left: dict[str, int] = {}
         self.given: dict[str, list[int]] = {}  # tensors that it returned, by number
         self.outputs: dict[str, ModuleOutput] = {}  # of modules that give tensors alone
+        self.giving_others: set[str] = set()  # modules that return more than tensors
         self.calls: dict[str, int] = {}
         self.time_first: list[tuple[str, tuple[int, ...]]] = []  # layers that want (T, B, D), and what they get
         self.buffers_left: dict[str, Tensor] = {}  # as they are when the model returns
@@ -446,7 +503,9 @@ class Entries:
             tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = (self._recorder.number(leaf) for leaf in tensors if not is_functorch_wrapped_tensor(leaf))
             self.given.setdefault(name, []).extend(given)
-            if argument is not None and all(isinstance(leaf, (Tensor, type(None))) for leaf in leaves):
+            if not all(isinstance(leaf, (Tensor, type(None))) for leaf in leaves):
+                self.giving_others.add(name)
+            elif argument is not None:
                 self.outputs[name] = ModuleOutput(tuple(argument.shape), tree_map(_look_at, output))
             return output
 

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from meshes import mesh_of
-from models import GPT
+from models import GPT, Routed
 from on_ranks import IGNORED, TokenLoss, draw, made, tokens
 from tensor_models import Llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -269,6 +270,15 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.layers[1](self.layers[0](x))
         return result
+
+
+def shard_routed(way: str, *, has_norm: bool = False) -> list[str]:
+    """Which modules FSDP2 gathers by themselves. ``has_norm``: an expert has something that bf16 leaves in float32."""
+    model = made(Routed(way))
+    if has_norm:
+        model.experts[0][1] = nn.BatchNorm1d(8)  # type: ignore[index, operator]
+    laid_out = lay_out(model, {"dp_shard": 2}, precision="bf16" if has_norm else None)
+    return [name for name, part in laid_out.modules[0].named_modules() if isinstance(part, FSDPModule)]
 
 
 class Repeated(nn.Module):

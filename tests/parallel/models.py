@@ -134,6 +134,42 @@ class Experts(nn.Module):
         return x
 
 
+class Routed(nn.Module):
+    """Its experts stand in the model itself, and one runs only where it has rows; ``way``: how it finds these."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers, self.gate = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = x
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        weights = self.gate(hidden).softmax(-1)
+        chosen = weights.argmax(-1) if self.way != "batch" else (x[:, 0] > 0).long() + (x[:, 1] > 0)
+        result: Tensor = self.last(hidden + self.route(hidden, chosen) * weights.amax(-1, keepdim=True))
+        return result
+
+    def route(self, x: Tensor, chosen: Tensor) -> Tensor:
+        if self.way == "list":
+            order, rows = chosen.argsort(), chosen.tolist()
+            parts = x[order].split([rows.count(index) for index in range(3)])
+            given = [expert(part) for expert, part in zip(self.experts, parts) if len(part)]
+            return torch.cat(given)[order.argsort()]
+        result = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mine = chosen == index
+            if self.way == "nonzero":
+                places = mine.nonzero()[:, 0]
+                result = result.index_add(0, places, expert(x[places])) if len(places) else result
+            elif mine.any():
+                result[mine] = expert(x[mine])
+        return result
+
+
 class Writes(nn.Module):
     """Writes into what a layer gave, and into what a block is given."""
 

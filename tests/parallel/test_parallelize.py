@@ -299,6 +299,30 @@ def test_optimizer_may_be_made_after_an_evaluation_of_stages_of_shards(four_rank
         assert norm < 2e-6 and apart < 1e-6
 
 
+@pytest.mark.parametrize("way", ["any", "nonzero", "list", "batch"])
+def test_experts_in_the_model_itself_have_rows_on_some_replicas_alone(two_ranks: Session, way: str) -> None:
+    """Gathered each by itself, as layers are, they would be waited for on one rank."""
+    code = f"mixed_ranks.apart_from_whole(mixed_ranks.Routed({way!r}), {{'dp_shard': 2}})"
+    for apart in two_ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-4
+    units = two_ranks.run_cell(f"mixed_ranks.shard_routed({way!r})", timeout_s=60).values[0]
+    assert units == ["", "layers.0", "layers.1"]
+
+
+def test_expert_with_a_part_that_is_gathered_by_itself_is_refused(two_ranks: Session) -> None:
+    with pytest.raises(
+        RankError, match=r"experts\.0 runs or not as values say, and has a BatchNorm1d in another dtype"
+    ):
+        two_ranks.run_cell("mixed_ranks.shard_routed('any', has_norm=True)", timeout_s=60)
+
+
+@pytest.mark.slow
+def test_experts_in_a_stage_itself(four_ranks: Session) -> None:
+    code = "mixed_ranks.apart_from_whole(mixed_ranks.Routed('any'), {'pp': 2, 'dp_shard': 2}, pp=['layers.1'])"
+    for apart in four_ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-4
+
+
 @pytest.mark.parametrize("axes", [{"dp_replicate": 2}, {"dp_shard": 2}])
 @pytest.mark.parametrize("model", ["Branches", "Repeated"])
 def test_branches_and_layers_that_repeat(two_ranks: Session, axes: dict[str, int], model: str) -> None:

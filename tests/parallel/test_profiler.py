@@ -19,9 +19,22 @@ from torch.utils.checkpoint import checkpoint
 
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel import ModelProfile, partition, profile
+from detrain_nb.parallel.costs.block_use import block_use_unseen
 from detrain_nb.parallel.costs.profiler import profile_call
 
-from .models import GPT, Checkpointed, LooksAtValues, Masked, Noisy, Skips, TwoNames, UNet, WritesPart
+from .models import (
+    GPT,
+    Checkpointed,
+    Experts,
+    LooksAtValues,
+    Masked,
+    Noisy,
+    Routed,
+    Skips,
+    TwoNames,
+    UNet,
+    WritesPart,
+)
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
 
@@ -410,3 +423,51 @@ def test_layers_that_are_mapped_over_rows_are_no_cuts() -> None:
             return result
 
     assert profile(Mapped(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(2, 4)).cuts == ("1",)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("way", ["any", "nonzero", "list", "batch"])
+def test_blocks_that_the_model_chooses_by_values_are_told(way: str, rows: int) -> None:
+    """Also those that the example has no rows for; they are where they would have run."""
+    found = profile(Routed(way), torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)))
+    assert sorted(found.block_use.chosen) == ["experts.0", "experts.1", "experts.2"]
+    (unit,) = (unit for unit in found.units if "experts.0" in unit.modules)
+    assert {"experts.1", "experts.1.2", "experts.2"} <= {*unit.modules}
+
+
+class Looking(nn.Module):
+    """All its layers run, whatever it looks at."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layers = way, nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x > 0
+        if self.way == "mask" and not mask.all():  # once, before all of them
+            x = x * mask
+        for layer in self.layers:
+            if self.way == "drops" and torch.rand(()) < 0.0:  # replicas draw the same
+                continue
+            x = layer(x)
+        if self.way == "behind" and x.sum() > 0:
+            x = x * 2
+        return x
+
+
+@pytest.mark.parametrize("way", ["inside", "mask", "drops", "behind"])
+def test_blocks_that_all_run_are_not_told(way: str) -> None:
+    """Whatever is looked at inside of them, behind them, or once for all of them."""
+    model, shape = (Experts(), (2, 6, 8)) if way == "inside" else (Looking(way), (4, 8))
+    assert not profile(model, torch.randn(shape)).block_use.chosen
+
+
+def test_blocks_behind_a_look_of_a_model_without_values_are_told() -> None:
+    model = Routed("any").to("meta")
+    with pytest.raises(SpecError, match="looks at values") as caught:
+        profile(model, torch.zeros(2, 8, device="meta"))
+    assert "experts.0" in block_use_unseen(model, caught.value.__cause__).chosen
+    within = Experts().to("meta")
+    with pytest.raises(SpecError, match="looks at values") as caught:
+        profile(within, torch.zeros(2, 6, 8, device="meta"))
+    assert not block_use_unseen(within, caught.value.__cause__).chosen

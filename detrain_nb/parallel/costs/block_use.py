@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ..blocks import names_of_blocks
-from ..recording import Recording, modules_around
+from torch import nn
 
-__all__ = ["BlockUse", "find_block_use"]
+from ..blocks import names_of_blocks, pattern_of
+from ..recording import Op, Recording, modules_around
+
+__all__ = ["BlockUse", "block_use_unseen", "find_block_use"]
 
 
 @dataclass(frozen=True)
 class BlockUse:
     """``read_outside``: parameters of blocks that are read while their block does not run, by first name.
 
-    ``written_outside``: blocks whose outputs are written into, in place, by code outside of them.
+    ``written_outside``: blocks whose outputs are written into, in place, by code outside of them. ``chosen``: blocks
+    that may run for one batch and not for another, as experts that stand in the model itself. ``idle``: those of them
+    that did not run, with the operator that comes before the first place where they might have.
     """
 
     read_outside: frozenset[str] = frozenset()
     written_outside: frozenset[str] = frozenset()
+    chosen: frozenset[str] = frozenset()
+    idle: Mapping[str, int] = field(default_factory=dict)
 
 
 def find_block_use(recording: Recording) -> BlockUse:
     recorder, entries = recording.recorder, recording.entries
-    blocks = frozenset(names_of_blocks(entries.model))
+    blocks = dict.fromkeys(names_of_blocks(entries.model))
     block_of = {number: _block_around(name, blocks) for number, name in recorder.names.items()}
     giver_of = {number: name for name in blocks for number in entries.given.get(name, ())}
     read, written = set[str](), set[str]()
@@ -34,8 +40,95 @@ def find_block_use(recording: Recording) -> BlockUse:
             read.update(recorder.names[number] for number in outside)
         given = (giver_of[number] for number in op.writes if number in giver_of)
         written.update(block for block in given if block not in op.inside)
-    return BlockUse(frozenset(read), frozenset(written))
+    chosen, idle = _find_chosen(recording, blocks)
+    return BlockUse(frozenset(read), frozenset(written), frozenset(chosen), idle)
+
+
+def block_use_unseen(model: nn.Module, stopped_by: BaseException | None) -> BlockUse:
+    """Of a model without values, whose pass stops where its code asks for one: outside of blocks it may choose."""
+    inside, blocks = getattr(stopped_by, "inside", ()), frozenset(names_of_blocks(model))
+    return BlockUse(chosen=blocks) if inside and blocks.isdisjoint(inside) else BlockUse()
 
 
 def _block_around(name: str, blocks: Collection[str]) -> str:
     return next((outer for outer in modules_around(name) if outer in blocks), "")
+
+
+# ---- blocks that run or not
+
+
+def _find_chosen(recording: Recording, blocks: Collection[str]) -> tuple[set[str], dict[str, int]]:
+    """Blocks of which the code around may run others for another batch, as far as anybody can tell from this one.
+
+    One gets as many rows as values say; or the code has asked for values before, outside of all blocks. They come of
+    parameters, or anyhow of the batch. Of the latter those count that are asked for between blocks of a row, or where
+    one does not run: a mask that is looked at once, before all blocks, is looked at for something else.
+    """
+    traits = _Traits(recording)
+    calls: dict[str, list[int]] = {block: [] for block in blocks}
+    chosen: set[str] = set()
+    for index, name, number in recording.entries.entered:
+        if name in calls:
+            calls[name].append(index)
+            if number in traits.uncounted:
+                chosen.add(name)
+    asked: dict[str, list[tuple[int, Op]]] = {}
+    for index, op in enumerate(recording.recorder.ops):
+        if op.asks and not any(name in calls for name in op.inside):
+            for scope in traits.who_may_know(op):
+                asked.setdefault(scope, []).append((index, op))
+    idle: dict[str, int] = {}
+    for scope, questions in asked.items():
+        rows: dict[str, dict[str, list[int]]] = {}
+        for block in blocks:
+            if not scope or block.startswith(f"{scope}."):
+                rows.setdefault(pattern_of(block), {})[block] = calls[block]
+        for row in rows.values():
+            found = {*traits.chosen_by(questions, row)}
+            chosen |= found
+            last = questions[0][0]
+            for block, each in row.items():  # one that does not run is where the one before it was
+                last = max([last, *each])
+                if block in found and not each:
+                    idle[block] = last
+    return chosen, idle
+
+
+class _Traits:
+    """What tensors of a pass come of, by number."""
+
+    def __init__(self, recording: Recording) -> None:
+        recorder, self._entries = recording.recorder, recording.entries
+        self.of_parameters = set(recorder.names)
+        self.of_batch = set[int]()  # or of a buffer: it was there before
+        self.uncounted = set[int]()  # as long as values say
+        made = set[int]()
+        for op in recorder.ops:
+            self.of_batch.update(number for number in op.reads if number not in made and number not in recorder.names)
+            made.update(op.makes)
+            for kind in (self.of_parameters, self.of_batch):
+                if not kind.isdisjoint(op.reads):
+                    kind.update(op.makes)
+            if op.asks or not self.uncounted.isdisjoint(op.reads[:1] if op.is_into else op.reads):
+                self.uncounted.update(number for number in op.makes if number not in op.writes)
+
+    def who_may_know(self, op: Op) -> Iterator[str]:
+        """The modules whose code an operator's answer reaches: what a module gives as tensors has to be asked again."""
+        for name in reversed(op.inside):
+            yield name
+            if name not in self._entries.giving_others and self.uncounted.isdisjoint(self._entries.given[name]):
+                return
+
+    def chosen_by(self, questions: Sequence[tuple[int, Op]], calls: Mapping[str, Sequence[int]]) -> Iterator[str]:
+        """Of blocks in a row those that the code which has the answers may choose from."""
+        times = sorted(index for each in calls.values() for index in each)
+        of_parameters = [index for index, op in questions if not self.of_parameters.isdisjoint(op.asks)]
+        of_batch = [index for index, op in questions if not self.of_batch.isdisjoint(op.asks)]
+        since = of_parameters
+        if not all(calls.values()):
+            since = [index for index, _ in questions]
+        elif any(times[0] <= index < times[-1] for index in of_batch):
+            since = of_parameters + of_batch
+        for block, each in calls.items():
+            if since and (not each or each[-1] > min(since)):
+                yield block

@@ -28,6 +28,7 @@ from ..arguments import require_model
 from ..kept import state_kept
 from ..recording import (
     Entries,
+    ListMode,
     ModuleOutput,
     Recording,
     TensorLook,
@@ -261,7 +262,7 @@ def _record(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], copy: Callable[[Tensor], Tensor]
 ) -> tuple[Recording, list[CarriedAttribute]]:
     before = note_attributes(model)
-    recording = record(model, args, kwargs, copy)
+    recording = record(model, args, kwargs, copy, lambda recorder, entries: ListMode(recorder))
     changed = changed_attributes(model, before)
     if not changed:
         return recording, []
@@ -379,8 +380,9 @@ def _make_profile(recording: Recording, num_rows: int, carried: Sequence[Carried
     found = find_cuts(recording, written, carried)
     begins = [cut.index for cut in found.cuts]
     written = [dataclasses.replace(each, unit=bisect.bisect_right(begins, each.last_write)) for each in written]
+    block_use = find_block_use(recording)
     return ModelProfile(
-        tuple(_make_units(recording, found.cuts)),
+        tuple(_make_units(recording, found.cuts, block_use.idle)),
         recording.recorder.parameter_bytes,
         num_rows,
         computing=find_replaceable(recording),
@@ -392,7 +394,7 @@ def _make_profile(recording: Recording, num_rows: int, carried: Sequence[Carried
         buffers_read_past=recording.buffers_read_past,
         cut_along_time=_find_time_first(recording.entries, num_rows),
         written_buffers=tuple(written),
-        block_use=find_block_use(recording),
+        block_use=block_use,
     )
 
 
@@ -401,12 +403,16 @@ def _find_time_first(entries: Entries, num_rows: int) -> str:
     return next((name for name, shape in entries.time_first if shape[0] == num_rows != shape[1]), "")
 
 
-def _make_units(recording: Recording, cuts: Sequence[Cut]) -> Iterator[Unit]:
+def _make_units(recording: Recording, cuts: Sequence[Cut], idle: Mapping[str, int]) -> Iterator[Unit]:
     recorder = recording.recorder
     begins: list[tuple[int, str | None, int | None]] = [(0, None, None)]
     begins += [(cut.index, cut.module, cut.number) for cut in cuts]
     ends = [cut.index for cut in cuts] + [len(recorder.ops)]
     modules = _modules_by_cut(recording.entries, [cut.module for cut in cuts])
+    for block, index in idle.items():  # it is to be where it would have run
+        unit = begins[bisect.bisect_right([begin for begin, *_ in begins], index) - 1]
+        parts = (name for name, _ in recording.entries.model.get_submodule(block).named_modules(prefix=block))
+        modules[unit[1]] = (*modules[unit[1]], *parts)
     for (begin, cut, number), end in zip(begins, ends):
         ops = recorder.ops[begin:end]
         used = dict.fromkeys(read for op in ops for read in op.reads if read in recorder.names)

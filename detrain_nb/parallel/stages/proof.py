@@ -207,6 +207,8 @@ class _Expressions:
         return _Results(next(iter(tensors), None), f"{spec} {others}", outputs, buffers, recording.entries.outputs)
 
     def _follow(self, op: Op, recording: Recording, value: Callable[[int], int], values: dict[int, int]) -> None:
+        if not op.call:  # the code looks at a value, and makes nothing
+            return
         func, *given = op.call
         operands = tuple(map(value, op.reads))
         looks = recording.recorder.looks
