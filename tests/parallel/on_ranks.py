@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,18 @@ def start_apart(rank: int) -> bool:
     name = "wte.weight" if stages.is_first else "head.weight"
     torch.manual_seed(0)
     return torch.equal(dict(stages.named_parameters())[name], GPT(is_tied=True).wte.weight)
+
+
+def stages_without(at: list[str] | None, frozen: str = "") -> list[str]:
+    """What is said on this rank of stages of two layers and two functions, of which one has no parameters."""
+    model = made(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh()))
+    for parameter in model.get_submodule(frozen).parameters() if frozen else ():
+        parameter.requires_grad_(False)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        stages = par.PipelineStages(par.split(model, draw(2, 8), None if at else 2, at=at), device="cpu")
+    assert at or torch.optim.SGD(stages.parameters(), lr=0.1)
+    return [str(each.message) for each in told]
 
 
 def use_masks(rows: int) -> float:

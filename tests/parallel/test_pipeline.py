@@ -101,6 +101,15 @@ def test_keywords_and_what_is_not_of_the_batch_reach_every_stage(session: Sessio
     assert max(session.run_cell(f"on_ranks.use_masks({rows})", timeout_s=30).values.values()) < CLOSE
 
 
+def test_stage_without_parameters_is_told_where_it_is_made(session: Session) -> None:
+    """By itself none is made, where there is another split."""
+    assert session.run_cell("on_ranks.stages_without(None)").values == {0: [], 1: []}
+    first, second = session.run_cell("on_ranks.stages_without(['3'])").values.values()
+    assert not first and [each.partition(", and")[0] for each in second] == ["stage 1 (from 3 on) has no parameters"]
+    first, second = session.run_cell("on_ranks.stages_without(['2'], frozen='0')").values.values()
+    assert not second and first[0].startswith("stage 0 (from the start on) has no parameters that are trained, and")
+
+
 def test_batch_norm_counts_each_microbatch_once(session: Session) -> None:
     counted, difference = session.run_cell("on_ranks.count_batches()").values[1]
     assert counted == 8 and difference < 1e-6

@@ -125,7 +125,8 @@ def partition(
     may be taken. ``times_s``: seconds of each unit for one microbatch, by default ``profile.times()``. A stage computes
     while its tensors travel, and takes as long as the longer of the two. ``num_microbatches``: of one step, by default
     two for each stage. Memory is for 1F1B: stage ``i`` of ``k`` keeps at most ``k - i`` microbatches;
-    ``state_factor`` times the parameters' bytes is what they need with gradients and optimizer state.
+    ``state_factor`` times the parameters' bytes is what they need with gradients and optimizer state. A stage without
+    parameters, which an optimizer of them refuses, is made only where there is no other split.
 
     Exact, by dynamic programming over units, stages and kinds of nodes. Raises: SpecError where the model has too few
     cuts, or no split fits into memory.
@@ -149,7 +150,10 @@ def partition(
         raise SpecError(f"{num_microbatches} microbatches: a step has at least 1")
     count = num_microbatches or 2 * len(given)
     costs = _Costs(profile, times, len(given), count, is_training, state_factor)
-    found = _search(costs, given, is_order_free=is_order_free and len(set(given)) > 1)
+    is_order_free = is_order_free and len(set(given)) > 1
+    found = _search(costs, given, is_order_free=is_order_free, with_parameters=True)
+    if found is None:
+        found = _search(costs, given, is_order_free=is_order_free, with_parameters=False)
     if found is None:
         raise SpecError(_explain_no_fit(costs, given))
     chosen, bounds = found
@@ -178,6 +182,7 @@ class _Costs:
         self._time_s = _spans(times)
         self._saved_bytes = _spans([unit.saved_bytes for unit in profile.units])
         self._parameter_bytes = self._sum_parameters()
+        self.has_no_parameters = _spans([len(unit.parameters) for unit in profile.units]) == 0
         crossing = torch.tensor([0.0, *(unit.input_bytes for unit in profile.units[1:]), 0.0], dtype=torch.float64)
         self._link_bytes = (crossing[:, None] + crossing[None, :]) * (2 if is_training else 1)  # and the gradient back
         is_crossed = torch.ones(len(crossing), dtype=torch.float64)
@@ -226,9 +231,9 @@ def _spans(values: Sequence[float]) -> Tensor:
 
 
 def _search(
-    costs: _Costs, nodes: Sequence[StageNode], *, is_order_free: bool
+    costs: _Costs, nodes: Sequence[StageNode], *, is_order_free: bool, with_parameters: bool
 ) -> tuple[tuple[StageNode, ...], tuple[int, ...]] | None:
-    """The best order of the nodes and the bounds; None where nothing fits.
+    """The best order of the nodes and the bounds; None where nothing fits. ``with_parameters``: each stage has some.
 
     A state is how many nodes of each kind are used up; its value, by unit, the slowest stage so far at best. With the
     order given the kinds are the nodes themselves, used up one after the other.
@@ -237,6 +242,8 @@ def _search(
     counts = [nodes.count(kind) for kind in kinds] if is_order_free else [1] * len(kinds)
     size = len(costs.profile.units) + 1
     no_span = torch.ones(size, size, dtype=torch.bool).tril()
+    if with_parameters:
+        no_span |= costs.has_no_parameters
 
     @functools.lru_cache(maxsize=len(kinds) if is_order_free else 1)  # each takes units squared
     def stage_s(kind: StageNode) -> Tensor:

@@ -9,6 +9,7 @@ backward pass) has a schedule, and stages, of its own around the same modules.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,6 +108,7 @@ class PipelineStages(ParallelModel):
             found, self.modules, self.indices, self._group, self.schedule, link=self._link_device
         )
         self._note_layout()
+        self._warn_of_nothing_to_train(found)
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
 
     def _require_same_cuts(self, found: Split) -> None:
@@ -127,6 +129,21 @@ class PipelineStages(ParallelModel):
                 raise SpecError(
                     f"{other_count} microbatches on rank {rank}, and {count} on rank {first}: give all as many"
                 )
+
+    def _warn_of_nothing_to_train(self, found: Split) -> None:
+        """Tell the rank on which an optimizer would have no parameters, where those of other ranks have some."""
+        if any(parameter.requires_grad for parameter in self.parameters()):
+            return
+        if any(parameter.requires_grad for parameter in found.model.parameters()):
+            begins = [("the start", *found.cuts)[index] for index in self.indices]
+            one = len(begins) == 1
+            named = " and ".join(f"{index} (from {begin} on)" for index, begin in zip(self.indices, begins))
+            has = "no parameters" if not any(True for _ in self.parameters()) else "no parameters that are trained"
+            warnings.warn(
+                f"stage{'' if one else 's'} {named} ha{'s' if one else 've'} {has}, and torch's optimizers refuse an "
+                "empty list: use fewer stages, cut elsewhere, or make no optimizer on this rank",
+                stacklevel=3,
+            )
 
     def _find_link(self) -> torch.device:
         """Where tensors are on their way to another stage: on the CPU, where stages are on unlike devices.
