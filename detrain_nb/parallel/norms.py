@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..errors import SpecError
 from .model import ParallelModel
 
 __all__ = ["clip_grad_norm", "grad_norm"]
@@ -23,7 +25,10 @@ def clip_grad_norm(
 
     As ``torch.nn.utils.clip_grad_norm_`` of the whole model on one rank: shards, tensor parallel parts and the stages
     of a pipeline count together, and what several of them have counts once. Collective: all ranks of the model.
+    Raises: SpecError for a ``max_norm`` that is not above 0, which would turn gradients round.
     """
+    if not isinstance(max_norm, (numbers.Real, Tensor)) or not max_norm > 0:
+        raise SpecError(f"max_norm={max_norm!r}: a norm is above 0; grad_norm returns it and clips nothing")
     total = grad_norm(model, norm_type=norm_type)
     for parameters in _by_mesh(_parameters_of(model)):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)

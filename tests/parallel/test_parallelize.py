@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from detrain_nb import Session
 from detrain_nb import parallel as par
-from detrain_nb.errors import RankError
+from detrain_nb.errors import RankError, SpecError
 from detrain_nb.parallel.replicated import averaged
 
 from .models import GPT
@@ -236,6 +237,16 @@ def test_what_cannot_be_is_told(two_ranks: Session, axes: dict[str, int], option
     with pytest.raises(RankError) as caught:
         two_ranks.run_cell(f"mixed_ranks.lay_out(mixed_ranks.Small(), {axes}, **{options})", timeout_s=30)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("max_norm", ["-1.0", "0.0", "float('nan')", "None", "torch.tensor(-1.0)"])
+def test_norm_that_would_turn_gradients_round_is_refused(max_norm: str) -> None:
+    layer = nn.Linear(2, 2)
+    layer(torch.ones(2)).sum().backward()
+    given = eval(max_norm)
+    with pytest.raises(SpecError, match=rf"max_norm={re.escape(repr(given))}: a norm is above 0; grad_norm returns it"):
+        par.clip_grad_norm(layer, given)
+    assert torch.equal(layer.weight.grad, torch.ones(2, 2))
 
 
 def test_ddp_beside_a_zero_bubble_schedule_is_refused(two_ranks: Session) -> None:
