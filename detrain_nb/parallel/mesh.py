@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import SessionError, SpecError
 from .arguments import require_sizes
 
-__all__ = ["AXES", "can_send_from", "make_mesh", "replica_number", "resolve_axes"]
+__all__ = ["AXES", "can_send_from", "make_mesh", "replica_number", "require_there", "resolve_axes"]
 
 # From the outermost to the innermost: neighbouring ranks, on one node as a rule, are those that say most to each other.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -37,7 +37,8 @@ def make_mesh(
     group on each axis, which stays until the default group ends: make it in a cell of its own, once.
 
     Collective: every rank calls this, with the same numbers.
-    Raises: SpecError for sizes that do not fit the ranks, SessionError where there is no process group.
+    Raises: SpecError for sizes that do not fit the ranks, and for a ``device_type`` that this one has not; SessionError
+    where there is no process group.
     """
     if not dist.is_initialized():
         raise SessionError(
@@ -46,8 +47,18 @@ def make_mesh(
     asked = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "ep": ep, "tp": tp}
     given = {axis: size for axis, size in asked.items() if size is not None}
     require_sizes(given)
+    if device_type is not None:
+        require_there(device_type, told_as=f"device_type={device_type!r}")
     sizes = resolve_axes(given, dist.get_world_size())
     return init_device_mesh(device_type or _device_type(), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def require_there(kind: str, *, told_as: str) -> None:
+    """Raises: SpecError for a kind of device that this rank has not; torch tells it when the first tensor is there."""
+    there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    if kind not in there:
+        why = "this rank has no GPU that torch can use" if kind == "cuda" else "that is no device for a model here"
+        raise SpecError(f"{told_as}, and {why}: there is {' and '.join(there)}")
 
 
 def resolve_axes(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
 from .limits import find_parameter_use, require_fit, require_read_as_attributes, require_unwritten
 from .losses import require_no_parameters
-from .mesh import AXES
+from .mesh import AXES, require_there
 from .microbatches import Loss, lists_in
 from .model import Arrangement, ParallelModel, usual_device
 from .sameness import plan_of_all, require_same_model, require_same_options
@@ -353,7 +353,12 @@ def _device_for(mesh: DeviceMesh, device: torch.device | str | None) -> torch.de
     """Raises: SpecError for one that the mesh's groups cannot send from."""
     if device is None:
         return usual_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError:  # torch lists all that it was ever made for
+        require_there(str(device).partition(":")[0], told_as=f"device={device!r}")
+        raise
+    require_there(place.type, told_as=f"device={str(device)!r}")
     is_pipeline = {axis for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape) if size > 1} == {"pp"}
     if place.type != mesh.device_type and not (is_pipeline and mesh.device_type == "cpu"):
         raise SpecError(

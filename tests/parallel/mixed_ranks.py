@@ -185,7 +185,9 @@ class Other(Small):
 
 def lay_out(model: nn.Module, axes: dict[str, int], **options: Any) -> par.ParallelModel:
     mesh = mesh_of(**axes)
-    return par.parallelize(model, mesh, example_inputs=draw(2, 8), loss=F.mse_loss, device="cpu", **options)
+    return par.parallelize(
+        model, mesh, **{"example_inputs": draw(2, 8), "loss": F.mse_loss, "device": "cpu", **options}
+    )
 
 
 def lay_out_on_one(chosen: int) -> float | None:

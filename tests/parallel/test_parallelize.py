@@ -231,12 +231,29 @@ def test_hook_sends_less_and_trains(two_ranks: Session) -> None:
         ({"pp": 2}, {"pp": ["layers.1", "layers.2"]}, "2 cuts make 3 stages, and the mesh wants 2"),
         ({"pp": 2}, {"pp": ["layers.7"]}, "'layers.7' is no module of the model: did you mean 'layers."),
         ({"pp": 2}, {"schedule": "2F2B"}, "there is no schedule '2F2B'"),
+        ({"dp_shard": 2}, {"device": "tpu"}, "device='tpu', and that is no device for a model here: there is cpu"),
+        ({"pp": 2}, {"device": "meta"}, "device='meta', and that is no device for a model here: there is cpu"),
     ],
 )
 def test_what_cannot_be_is_told(two_ranks: Session, axes: dict[str, int], options: Any, message: str) -> None:
     with pytest.raises(RankError) as caught:
         two_ranks.run_cell(f"mixed_ranks.lay_out(mixed_ranks.Small(), {axes}, **{options})", timeout_s=30)
     assert message in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"pp": 2}], ids=str)
+def test_gpu_that_is_not_there_is_told(two_ranks: Session, axes: dict[str, int]) -> None:
+    message = "device='cuda', and this rank has no GPU that torch can use: there is cpu"
+    with pytest.raises(RankError, match=message):
+        two_ranks.run_cell(f"mixed_ranks.lay_out(mixed_ranks.Small(), {axes}, device='cuda')", timeout_s=30)
+    with pytest.raises(RankError, match=f"device_type={message.removeprefix('device=')}"):
+        two_ranks.run_cell("mixed_ranks.par.make_mesh(pp=2, device_type='cuda')", timeout_s=30)
+
+
+def test_kind_of_device_that_is_none_is_told(two_ranks: Session) -> None:
+    with pytest.raises(RankError, match="device_type='tpu', and that is no device for a model here: there is cpu"):
+        two_ranks.run_cell("mixed_ranks.par.make_mesh(pp=2, device_type='tpu')", timeout_s=30)
 
 
 @pytest.mark.parametrize("max_norm", ["-1.0", "0.0", "float('nan')", "None", "torch.tensor(-1.0)"])
