@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import SpecError
+from ..errors import DetrainError, SpecError
 
-__all__ = ["require_mesh", "require_model", "require_names", "require_sizes", "require_whole"]
+__all__ = ["fails_on_a_part", "require_mesh", "require_model", "require_names", "require_sizes", "require_whole"]
 
 
 def require_model(model: Any) -> None:
@@ -68,6 +70,25 @@ def require_names(**given: Any) -> None:
             or not all(isinstance(each, str) for each in value)
         ):
             raise SpecError(f"{name}={value!r}: give a list of the names of modules, as ['layers.4', 'layers.8']")
+
+
+@contextlib.contextmanager
+def fails_on_a_part(num_microbatches: int) -> Iterator[None]:
+    """What a model raises here for one of several microbatches is told with that: it may need the whole batch."""
+    try:
+        yield
+    except (DetrainError, dist.DistError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, LookupError) as exc:
+        if num_microbatches > 1:
+            note = (
+                f"the model was given one of {num_microbatches} microbatches, in which each tensor that has the "
+                "batch's first dimension is cut along it: where the model needs the whole, as of a graph, give "
+                "num_microbatches=1 (of the schedules of a pipeline GPipe takes that)"
+            )
+            told: Any = exc
+            told.__notes__ = [*getattr(exc, "__notes__", ()), note]  # add_note is Python 3.11's
+        raise
 
 
 def _is_whole(value: Any) -> bool:

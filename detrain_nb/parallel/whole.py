@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import SpecError
+from .arguments import fails_on_a_part
 from .costs.profiler import require_known
 from .deferred import fill, is_deferred, require_values
 from .microbatches import Loss, Passage
@@ -88,7 +89,8 @@ class WholeModel(ParallelModel):
     def _send(self, passage: Passage, *, is_training: bool) -> None:
         for index, (args, kwargs) in enumerate(passage.parts):
             with self._in_sync(is_last=index + 1 == len(passage.parts)):
-                passage.take(index, self._known(self._called(*args, **kwargs)))  # and nobody else keeps it
+                with fails_on_a_part(len(passage.parts)):
+                    passage.take(index, self._known(self._called(*args, **kwargs)))  # and nobody else keeps it
                 if is_training:
                     with autocast_left(self._device):
                         passage.weighted_loss(index).backward()

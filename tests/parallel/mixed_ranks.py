@@ -283,6 +283,27 @@ def shard_routed(way: str, *, has_norm: bool = False) -> list[str]:
     return [name for name, part in laid_out.modules[0].named_modules() if isinstance(part, FSDPModule)]
 
 
+class Graph(nn.Module):
+    """Each of its rows goes to its neighbours: no part of the batch stands alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = edges @ layer(x).tanh()
+        return x
+
+
+def train_on_a_graph(axes: dict[str, int], **options: Any) -> float | None:
+    """The loss of one step, less that of the whole model."""
+    model, batch = made(Graph()), (draw(4, 8), draw(4, 4, seed=3))
+    expected = F.mse_loss(model(*batch), draw(4, 8, seed=2))
+    loss = lay_out(model, axes, example_inputs=batch, **options).train_step(batch, draw(4, 8, seed=2))
+    return None if loss is None else float(loss - expected)
+
+
 class Repeated(nn.Module):
     """A layer that runs three times, two that share a weight, and lists in lists."""
 

@@ -337,6 +337,15 @@ def test_experts_in_the_model_itself_have_rows_on_some_replicas_alone(two_ranks:
     assert units == ["", "layers.0", "layers.1"]
 
 
+@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"pp": 2}], ids=str)
+def test_model_that_needs_the_whole_batch_is_told_how_to_have_it(two_ranks: Session, axes: dict[str, int]) -> None:
+    message = r"(?s)shapes cannot be multiplied.*given one of 2 microbatches.*give num_microbatches=1 \(.*GPipe"
+    with pytest.raises(RankError, match=message):
+        two_ranks.run_cell(f"mixed_ranks.train_on_a_graph({axes}, num_microbatches=2)", timeout_s=60)
+    code = f"mixed_ranks.train_on_a_graph({axes}, num_microbatches=1, schedule='GPipe')"
+    assert all(apart is None or abs(apart) < 1e-5 for apart in two_ranks.run_cell(code, timeout_s=60).values.values())
+
+
 def test_expert_with_a_part_that_is_gathered_by_itself_is_refused(two_ranks: Session) -> None:
     with pytest.raises(
         RankError, match=r"experts\.0 runs or not as values say, and has a BatchNorm1d in another dtype"

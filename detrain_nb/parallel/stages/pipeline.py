@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from ...errors import SessionError, SpecError
+from ..arguments import fails_on_a_part
 from ..deferred import fill, is_deferred, require_values
 from ..losses import require_no_parameters
 from ..mesh import can_send_from
@@ -226,7 +227,8 @@ class PipelineStages(ParallelModel):
         if key in self._plans:
             self._plans.move_to_end(key)
         else:
-            boundaries, waits = self._boundaries.find(*part, is_training=is_training), Waits()
+            with fails_on_a_part(count):
+                boundaries, waits = self._boundaries.find(*part, is_training=is_training), Waits()
             if self._boundaries.rewrites_parameters:  # what fails for that, and runs again, would write twice
                 for module in self.modules:
                     module.be_careful()  # type: ignore[operator]
