@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..errors import SpecError
 
 __all__ = [
     "name_of_torchs",
+    "require_apart",
     "require_loss",
     "require_no_parameters",
     "require_one_number",
@@ -71,8 +72,33 @@ def require_no_parameters(loss: Any, model: nn.Module) -> None:
             )
 
 
+def require_apart(loss: Any, model: nn.Module) -> None:
+    """Raises: SpecError for a loss that leads to layers of ``model``: the last stage has its own alone.
+
+    Of the others it would read what they were, and no gradient would come to them.
+    """
+    names = {id(part): name for name, part in model.named_modules()}
+    names |= {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, value in _led_to(loss):
+        if id(value) in names:
+            raise SpecError(
+                f"the loss leads to the model itself ({name}: {names[id(value)] or type(model).__name__}), of which "
+                "the last stage, where it is computed, has a part: have the model return what the loss needs; a "
+                "number, read it before"
+            )
+
+
 def _parameters_of(loss: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """What a loss leads to: of modules, in closures, by the names that its code has in its file."""
+    for name, value in _led_to(loss):
+        if isinstance(value, nn.Parameter):
+            yield name, value
+        elif isinstance(value, nn.Module):
+            yield from ((f"{type(value).__name__}.{own}", each) for own, each in value.named_parameters())
+
+
+def _led_to(loss: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters and modules that the code of a loss may use, by the names that it has for them."""
     waiting, met = [("loss", loss)], set[int]()
     while waiting:
         name, value = waiting.pop()
@@ -82,7 +108,10 @@ def _parameters_of(loss: Any) -> Iterator[tuple[str, nn.Parameter]]:
         if isinstance(value, nn.Parameter):
             yield name, value
         elif isinstance(value, nn.Module):
-            yield from ((f"{type(value).__name__}.{own}", each) for own, each in value.named_parameters())
+            yield name, value
+            if name == "loss":
+                yield from ((f"{name}.{own}", each) for own, each in value.named_modules() if own)
+                yield from ((f"{name}.{own}", each) for own, each in value.named_parameters())
         elif isinstance(value, types.MethodType):
             waiting.append((name, value.__self__))
         elif isinstance(value, functools.partial):
@@ -91,13 +120,46 @@ def _parameters_of(loss: Any) -> Iterator[tuple[str, nn.Parameter]]:
             waiting += [(key, each) for key, each in _led_to_by(value)]
         elif isinstance(value, (list, tuple, dict)):
             waiting += [(name, each) for each in (value.values() if isinstance(value, dict) else value)]
+        elif callable(value) and not isinstance(value, type) and type(value).__module__ != "builtins":
+            waiting += [(f"{name}.{key}", each) for key, each in getattr(value, "__dict__", {}).items()]
 
 
 def _led_to_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    used = {step.argval for step in dis.get_instructions(function) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    yield from ((name, function.__globals__[name]) for name in used if name in function.__globals__)
-    yield from zip(function.__code__.co_freevars, map(_contents_of, function.__closure__ or ()))
+    """What it finds by the names in its code; of a module, whose attribute is read there, that attribute."""
+    cells = dict(zip(function.__code__.co_freevars, map(_contents_of, function.__closure__ or ())))
+    met: set[str] = set()
+    for code in _codes_of(function.__code__):
+        steps = [*dis.get_instructions(code), None, None, None]
+        for place, step in enumerate(steps):
+            known = function.__globals__ if step and step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else cells
+            if step is None or not step.opname.startswith(_LOADING) or step.argval not in known:
+                continue
+            met.add(step.argval)
+            yield _attribute_of(step.argval, known[step.argval], steps[place + 1 :])
+    yield from ((name, value) for name, value in cells.items() if name not in met)
     yield from (("loss", each) for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))
+
+
+_LOADING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
+
+
+def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Of a function, and of what is made in it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _codes_of(each)
+
+
+def _attribute_of(name: str, value: Any, steps: Sequence[dis.Instruction | None]) -> tuple[str, Any]:
+    for step in steps:
+        if not isinstance(value, nn.Module) or step is None or step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            break
+        try:
+            name, value = f"{name}.{step.argval}", getattr(value, step.argval)
+        except Exception:  # noqa: BLE001 - it is not there so far, or its code fails: the loss may set it
+            break
+    return name, value
 
 
 def _contents_of(cell: types.CellType) -> Any:

@@ -103,7 +103,7 @@ class Objective:
 
     def _look(self, output: Any, target: Any) -> None:
         """Warn of a loss that is, of a batch, not the mean of those of its parts."""
-        given = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (output, target))
+        given = (output, target)
         if self._is_known or any(isinstance(leaf, DTensor) for leaf in tree_leaves(given)):
             return
         rows = count_rows(target) or count_rows(output)
@@ -179,6 +179,10 @@ class Objective:
 _ROUGH = (torch.bfloat16, torch.float16)
 
 
+def _detached(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def _halves(rows: int) -> tuple[slice, slice]:
     return slice(0, rows // 2), slice(rows // 2, rows)
 
@@ -234,6 +238,7 @@ class Passage:
         self._weights = weights
         self._loss = loss
         self._look = look
+        self._noted: list[tuple[Any, Any]] = []
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
 
@@ -259,14 +264,23 @@ class Passage:
             self._outputs[index] = output
             return
         assert self._loss is not None
-        if self._look is not None:
-            self._look(output, self._targets[index])
         weight = self._weights[index]
         if weight > 0:
             self._losses[index] = require_one_number(self._loss(output, self._targets[index])) * weight
+            self._note(output, self._targets[index])
         else:  # a mean of nothing, where all is ignored: its gradient would be no number
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             self._losses[index] = torch.stack([0.0 * leaf.nan_to_num().float().sum() for leaf in leaves]).sum()
+
+    def _note(self, output: Any, target: Any) -> None:
+        if self._look is not None and len(self._noted) < 2:
+            self._noted.append(_detached((output, target)))
+
+    def look_at_loss(self) -> None:
+        """Have what a loss was made of seen, of two parts at most, when nothing of this batch can fail any more."""
+        for noted in self._noted:
+            assert self._look is not None
+            self._look(*noted)
 
     def weighted_loss(self, index: int) -> Tensor:
         return self._losses[index]

@@ -252,6 +252,7 @@ class ParallelModel(abc.ABC):
         try:
             with self.surroundings():
                 self._send(passage, is_training=is_training)
+                passage.look_at_loss()
         finally:
             if not is_training:
                 self._reshard()

@@ -19,7 +19,7 @@ from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, share
 from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
 from .limits import find_parameter_use, require_fit, require_read_as_attributes, require_unwritten
-from .losses import require_no_parameters
+from .losses import require_apart, require_no_parameters
 from .mesh import AXES, require_there
 from .microbatches import Loss, lists_in
 from .model import Arrangement, ParallelModel, usual_device
@@ -229,6 +229,8 @@ def require_cut_fits(model: nn.Module, sizes: Mapping[str, int], sharding: Shard
 
 def require_loss_fits(loss: Loss | None, model: nn.Module, sizes: Mapping[str, int]) -> None:
     """Raises: SpecError for what a loss cannot have where ranks compute it of other data, or one stage alone does."""
+    if sizes.get("pp", 1) > 1:
+        require_apart(loss, model)
     if any(size > 1 for axis, size in sizes.items() if axis != "tp"):
         require_no_parameters(loss, model)
 

@@ -803,7 +803,7 @@ def test_layers_that_are_called_by_another_name_are_told() -> None:
         found.stage(1)(batch(2, 8), batch(2, 8))
     with pytest.raises(SpecError, match=r"does not call 'b', .*: if it is held by a class or a global, call it as"):
         Boundaries(found).find((batch(2, 8),), {}, is_training=True)
-    with pytest.raises(SpecError, match=r"into 1 at most .cuts: none; not at b: the model returned, and never came to"):
+    with pytest.raises(SpecError, match=r"into 1 at most .cuts: none; b: the model returned, and never came to"):
         split(OfItsClass(), batch(2, 8), 2)
 
 

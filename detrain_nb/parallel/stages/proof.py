@@ -28,7 +28,7 @@ __all__ = ["find_difference"]
 
 def find_difference(
     model: nn.Module,
-    stages: Sequence[nn.Module],
+    make_stage: Callable[[int], nn.Module],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
@@ -37,21 +37,27 @@ def find_difference(
 ) -> str:
     """Say what the stages of a model, cut at ``cuts``, would do that it does not; empty where there is nothing.
 
+    ``make_stage`` makes one of them: where its attributes are kept, so that an iterator is taken from where it was.
     ``written_buffers``: in which stage those are, by name, that the forward writes.
     """
 
     def compare(copy: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         table = _Expressions(model, args, kwargs)
         with _laid_out_as_sent(model, cuts):
-            whole = table.evaluate(model, copy, args, kwargs)
+            whole = table.evaluate(lambda: model, copy, args, kwargs)
         own: _Results | None = None
         pairs = []
-        for index, stage in enumerate(stages):
-            vars(stage)["_state"].same_call = whole.of_modules
-            stage.be_careful()  # type: ignore[operator]  # else it notes all that it is, to run again where it writes
+        for index in range(len(cuts) + 1):
+
+            def make(index: int = index) -> nn.Module:
+                stage = make_stage(index)
+                vars(stage)["_state"].same_call = whole.of_modules
+                stage.be_careful()  # type: ignore[operator]  # else it notes what it is, to run again where it writes
+                return stage
+
             received = () if own is None else (own.given,)
             expression = own.outputs[0] if own is not None else None
-            own = table.evaluate(stage, copy, (*received, *args), kwargs, received=expression)
+            own = table.evaluate(make, copy, (*received, *args), kwargs, received=expression)
             here = [name for name, place in written_buffers.items() if place == index and name in own.buffers]
             pairs += [(whole.buffers[name], own.buffers[name]) for name in here]
         assert own is not None
@@ -146,37 +152,38 @@ class _Expressions:
 
     def evaluate(
         self,
-        module: nn.Module,
+        make: Callable[[], nn.Module],
         copy: Callable[[Tensor], Tensor],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
         received: int | None = None,
     ) -> _Results:
-        """Run a model, or a stage; its first argument is then the expression ``received``."""
-        names = {id(buffer): ("buffer", name) for name, buffer in module.named_buffers()} | self._names
+        """Run what ``make`` gives: a model, or a stage; its first argument is then the expression ``received``."""
         made: dict[int, tuple[Any, Tensor]] = {}  # by what it is, and the original: so that its id stays its own
-
-        def noted(tensor: Tensor) -> Tensor:
-            result = copy(tensor)
-            made[id(result)] = names.get(id(tensor)), tensor
-            return result
-
         taken: list[tuple[int, int]] = []  # before which operator, and the tensor that it then is
 
-        @contextlib.contextmanager
-        def watched(recorder: Recorder, entries: Entries) -> Iterator[None]:
-            state = vars(module).get("_state")
-            if received is None or state is None:
-                yield
-                return
-            state.on_taken = lambda argument: taken.append((len(recorder.ops), recorder.follow(argument)))
-            try:
-                yield
-            finally:
-                del state.on_taken
-
         with self._state.kept(), writes_undone(self._state.tensors):
+            module = make()
+            names = {id(buffer): ("buffer", name) for name, buffer in module.named_buffers()} | self._names
+
+            def noted(tensor: Tensor) -> Tensor:
+                result = copy(tensor)
+                made[id(result)] = names.get(id(tensor)), tensor
+                return result
+
+            @contextlib.contextmanager
+            def watched(recorder: Recorder, entries: Entries) -> Iterator[None]:
+                state = vars(module).get("_state")
+                if received is None or state is None:
+                    yield
+                    return
+                state.on_taken = lambda argument: taken.append((len(recorder.ops), recorder.follow(argument)))
+                try:
+                    yield
+                finally:
+                    del state.on_taken
+
             recording = record(module, args, kwargs, noted, watched)
         values: dict[int, int] = {}
 

@@ -188,9 +188,8 @@ def _find_wrong(found: Split, example_inputs: ExampleInputs) -> dict[str, str]:
     if not found.cuts:
         return {}
     args, kwargs = as_call(example_inputs)
-    stages = [found.stage(index) for index in range(found.num_stages)]
     written = found.written_buffers()
-    why = find_difference(found.model, stages, args, kwargs, cuts=found.cuts, written_buffers=written)
+    why = find_difference(found.model, found.stage, args, kwargs, cuts=found.cuts, written_buffers=written)
     if not why or len(found.cuts) == 1:
         return {cut: why for cut in found.cuts if why}
     alone = (Split(found.model, found.profile, (0, bound, found.bounds[-1])) for bound in found.bounds[1:-1])
