@@ -36,7 +36,7 @@ CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
 FAIL = {
     "draws": ["stages", "dry_run of pp"],
     "replaces": ["dry_run of tp"],
-    "writes": ["dry_run of pp", "dry_run of tp"],
+    "writes": ["stages", "dry_run of pp", "dry_run of tp"],
 }
 
 
