@@ -7,15 +7,23 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import SpecError
 from .costs.profiler import profile_call
-from .kept import state_kept
+from .kept import State, state_kept
 from .recording import device_of, fails_with_inputs
 from .writes import writes_undone
 
-__all__ = ["ParameterUse", "find_parameter_use", "require_fit", "require_read_as_attributes", "require_unwritten"]
+__all__ = [
+    "ParameterUse",
+    "find_parameter_use",
+    "require_fit",
+    "require_own_memory",
+    "require_read_as_attributes",
+    "require_unwritten",
+]
 
 
 _OTHERWISE = "keep the model whole (dp_replicate in the place of {axis})"
@@ -44,6 +52,49 @@ def require_fit(model: nn.Module, *, axis: str) -> None:
             if axis == "tp":
                 instead = "register it on named_parameters() of what parallelize returns, where it sees that of a part"
             raise SpecError(f"{name} has a hook on its gradient, which {axis} would drop: {instead}, or {otherwise}")
+
+
+def require_own_memory(model: nn.Module, *, axis: str) -> None:
+    """Raises: SpecError for tensors of a model that are on the memory of a parameter, and no longer would be.
+
+    As a parameter that was made of a part of another one, or what a module has kept of a ``weight.data``.
+    """
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    names |= {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    on_storage: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters.values():
+        if _has_memory(parameter):
+            on_storage.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
+    for tensor in State(model).tensors:
+        if not _has_memory(tensor):
+            continue
+        for parameter in on_storage.get(tensor.untyped_storage()._cdata, ()):
+            if tensor is not parameter and _overlap(tensor, parameter):
+                kind = "parameter" if id(tensor) in parameters else "tensor"
+                name = names.get(id(tensor), f"of {tuple(tensor.shape)}, which the model keeps,")
+                raise SpecError(
+                    f"the {kind} {name} is on the memory of the parameter {names[id(parameter)]}, and would not follow "
+                    f"it any more under {axis}: tie them as one (b.weight = a.weight), make it of the parameter in the "
+                    f"forward, or clone it; or {_OTHERWISE.format(axis=axis)}"
+                )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_meta and bool(tensor.numel())
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether they may have an element in common; weights of recurrent layers lie side by side on a GPU."""
+    (begin, end), (first, last) = _extent(one), _extent(other)
+    return begin < last and first < end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """In bytes, on its storage."""
+    most = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride()))
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return begin, begin + (most + 1) * tensor.element_size()
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,10 @@ def rows_of(tree: Any) -> int:
     """The batch's size: the first dimension of the first tensor that has one. Raises: SpecError."""
     rows = count_rows(tree)
     if not rows:
-        raise SpecError("a batch without rows, or without a tensor: there is nothing to cut into microbatches")
+        raise SpecError(
+            "a batch without rows, or without a tensor that is found: give tensors, or tuples, lists and dicts of "
+            "them; what is in a dataclass is known once torch.utils._pytree.register_dataclass has its class"
+        )
     return rows
 
 

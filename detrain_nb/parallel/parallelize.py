@@ -18,7 +18,7 @@ from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, shared_inputs
 from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
-from .limits import find_parameter_use, require_fit, require_read_as_attributes, require_unwritten
+from .limits import find_parameter_use, require_fit, require_own_memory, require_read_as_attributes, require_unwritten
 from .losses import require_apart, require_no_parameters
 from .mesh import AXES, require_there
 from .microbatches import Loss, lists_in
@@ -225,6 +225,9 @@ def require_cut_fits(model: nn.Module, sizes: Mapping[str, int], sharding: Shard
     for axis, is_cut in (("dp_shard", sharding.kind == "fsdp"), ("tp", sizes.get("tp", 1) > 1)):
         if is_cut:
             require_fit(model, axis=axis)
+    for axis in ("pp", "tp", "dp_shard"):
+        if sizes.get(axis, 1) > 1:
+            require_own_memory(model, axis=axis)
 
 
 def require_loss_fits(loss: Loss | None, model: nn.Module, sizes: Mapping[str, int]) -> None:

@@ -419,10 +419,13 @@ _TELLING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 
 
 def _unpack(packed: None) -> Tensor:
-    raise SpecError(
-        "the model takes gradients in its own forward (torch.autograd.grad), which a pass without a backward one "
-        "cannot follow: keep it whole (dp_replicate), without pp and tp"
-    )
+    raise SpecError(_TAKES_GRADIENTS)
+
+
+_TAKES_GRADIENTS = (
+    "the model takes gradients in its own forward (torch.autograd.grad, torch.func.grad), which a pass without a "
+    "backward one cannot follow: keep it whole (dp_replicate), without pp and tp"
+)
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -145,3 +145,37 @@ def test_code_that_mixes_parameters_in_parts_with_others_is_told(ranks: Session)
 def test_output_in_which_nobody_finds_tensors_is_refused(ranks: Session, axis: str, kind: str) -> None:
     code = f"unusual_ranks.train_once(unusual_ranks.Wrapped({kind!r}), {{{axis!r}: 2}})"
     require_refusal(ranks, code, r"the model returns a (Slotted|SimpleNamespace), and what is in it is not known: ")
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp", "dp_shard"])
+@pytest.mark.parametrize(
+    "way, who",
+    [
+        ("transposed", r"parameter layers.3.weight"),
+        ("rows", r"parameter head.weight"),
+        ("buffer", r"tensor kept"),
+        ("attribute", r"tensor of \(8, 2\), which the model keeps,"),
+    ],
+)
+def test_tensor_on_the_memory_of_a_parameter_is_refused(ranks: Session, way: str, who: str, axis: str) -> None:
+    """A step of the optimizer would change one of them alone."""
+    message = f"the {who} is on the memory of the parameter layers.0.weight, and would not .* under {axis}: tie them"
+    require_refusal(ranks, f"unusual_ranks.lay_out(unusual_ranks.OnOneMemory({way!r}), {{{axis!r}: 2}})", message)
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp", "dp_shard"])
+def test_parameters_side_by_side_are_as_any_others(ranks: Session, axis: str) -> None:
+    code = f"unusual_ranks.apart_after_steps(lambda: unusual_ranks.OnOneMemory('side by side'), {{{axis!r}: 2}})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-6
+
+
+@pytest.mark.parametrize("way", ["object", "parts", "partial"])
+def test_loss_that_leads_to_layers_is_refused_over_stages(ranks: Session, way: str) -> None:
+    """The last stage would read what they were, and no gradient would come to them."""
+    require_refusal(ranks, f"unusual_ranks.train_with_loss({way!r}, {{'pp': 2}})", "the loss leads to the model itself")
+    ranks.run_cell(f"unusual_ranks.train_with_loss({way!r}, {{'dp_replicate': 2}})", timeout_s=60)
+
+
+def test_loss_that_reads_a_number_of_the_model_is_none_of_these(ranks: Session) -> None:
+    ranks.run_cell("unusual_ranks.train_with_loss('number', {'pp': 2})", timeout_s=60)

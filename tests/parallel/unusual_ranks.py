@@ -368,3 +368,55 @@ class Scaled(nn.Module):
 
 
 SCALED = Scaled()
+
+
+class OnOneMemory(nn.Module):
+    """What it keeps lies on the memory of a parameter."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        weight = self.layers[0].weight
+        if way == "transposed":
+            self.layers[3].weight = nn.Parameter(weight.data.t())
+        elif way == "rows":
+            self.head = nn.Linear(8, 4)
+            self.head.weight = nn.Parameter(weight.data[2:6])
+        elif way == "buffer":
+            self.register_buffer("kept", weight.data)
+        elif way == "attribute":
+            self.kept = weight.detach()[:, :2]
+        elif way == "side by side":
+            both = torch.zeros(2, 8)
+            self.layers[0].bias, self.layers[3].bias = nn.Parameter(both[0]), nn.Parameter(both[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+
+class OfTheModel:
+    """A loss that reads layers of the model, one way or another."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + self.model.layers[0].weight.square().sum()
+
+    @staticmethod
+    def made(way: str, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+        def of_parts(output: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(output, target) + sum(part.weight.sum() for part in model.layers)
+
+        def of_number(output: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(output, target) * len(model.temperature)
+
+        ways = {"object": OfTheModel(model), "parts": of_parts, "number": of_number}
+        return ways.get(way) or functools.partial(lambda model, output, target: F.mse_loss(output, target), model)
+
+
+def train_with_loss(way: str, axes: dict[str, int]) -> None:
+    model = made(OnOneMemory("no way"))
+    model.temperature = [1.0]
+    lay_out(model, axes, loss=OfTheModel.made(way, model)).train_step(draw(4, 8), draw(4, 8, seed=2))

@@ -140,8 +140,11 @@ def partition(
         count = len(profile.units)
         cuts = ", ".join(profile.cuts) or "none"
         why = f"; {profile.why_no_more}" if profile.why_no_more else ""
+        otherwise = (
+            "use fewer stages" if count > 1 else "keep it whole (tp, dp_shard or dp_replicate in the place of pp)"
+        )
         raise SpecError(
-            f"{len(given)} stages, and the model can be cut into {count} at most (cuts: {cuts}{why}): use fewer stages"
+            f"{len(given)} stages, and the model can be cut into {count} at most (cuts: {cuts}{why}): {otherwise}"
         )
     times = profile.times(is_training=is_training) if times_s is None else list(times_s)
     if len(times) != len(profile.units):
