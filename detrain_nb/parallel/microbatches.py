@@ -24,6 +24,7 @@ from torch.utils._pytree import (
 
 from ..errors import SpecError
 from .costs.profiler import count_rows
+from .interrupts import OperatorMode
 from .kept import random_state_kept
 from .losses import name_of_torchs, require_loss, require_one_number, require_target_of, told
 from .mesh import replica_number
@@ -97,9 +98,11 @@ class Objective:
         return [each * self.num_replicas / whole if whole > 0 else 0.0 for each in counts.tolist()]
 
     def looker(self, num_parts: int) -> Callable[[Any, Any], None] | None:
-        """Return what looks at outputs and targets; None where it is known, or does not matter, what the loss is of."""
-        is_whole = num_parts * self.num_replicas == 1
-        return None if self._is_known or is_whole or self.replica else self._look
+        """Return what looks at outputs and targets; None where it is known, or does not matter, what the loss is of.
+
+        It calls the loss again, on every replica: it may gather what they have.
+        """
+        return None if self._is_known or num_parts * self.num_replicas == 1 else self._look
 
     def _look(self, output: Any, target: Any) -> None:
         """Warn of a loss that is, of a batch, not the mean of those of its parts."""
@@ -116,7 +119,8 @@ class Objective:
         parts = [tree_map(functools.partial(_rows, rows=rows, part=part), given) for part in _halves(rows)]
         try:
             with torch.no_grad(), random_state_kept(torch.device(self._device)):
-                again = require_one_number(self.compute(*given))
+                with _Collectives() as collectives:
+                    again = require_one_number(self.compute(*given))
                 whole = self.sums(*given, rows=rows)
                 sums, weights = (torch.stack(each) for each in zip(*(self.sums(*part, rows=rows) for part in parts)))
         except Exception:  # noqa: BLE001 - it cannot be cut there: who trains with it sees that, or does not need it
@@ -126,7 +130,8 @@ class Objective:
         is_rough = torch.is_autocast_enabled(torch.device(self._device).type) or any(rough)
         is_close = math.isclose(found, expected, rel_tol=2e-2 if is_rough else 2e-4, abs_tol=1e-7)
         is_random = not math.isclose(found, float(again), rel_tol=1e-6)
-        if is_close or is_random or not math.isfinite(found - expected):
+        is_gathered = collectives.are_met  # it is of the rows of all replicas: of other ones, in parts
+        if is_close or is_random or is_gathered or self.replica or not math.isfinite(found - expected):
             return
         warnings.warn(
             f"the loss of a batch is not the mean of the losses of its parts: for {rows} rows it is {found:.5g}, from "
@@ -174,6 +179,18 @@ class Objective:
 
     def _sum_over_replicas(self, value: Tensor) -> Tensor:
         return self.add_up(value.detach().double().clone()) if self.replicas else value
+
+
+class _Collectives(OperatorMode):
+    """Notes whether ranks are asked for something."""
+
+    are_met = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.are_met |= "c10d" in func.namespace
+        return func(*args, **(kwargs or {}))
 
 
 _ROUGH = (torch.bfloat16, torch.float16)

@@ -82,9 +82,17 @@ def call_stages() -> None:
     par.parallelize(maker(), mesh_of(pp=2), example_inputs=draw(2, 4), device="cpu")(draw(4, 4))
 
 
+def gathered(output: Tensor, target: Tensor) -> Tensor:
+    """Contrastive, over the rows of all replicas."""
+    every = [torch.empty_like(output) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, output.detach())
+    return F.cross_entropy(output @ torch.cat(every).T, dist.get_rank() * len(output) + torch.arange(len(output)))
+
+
 WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 0.5, 3.0, 0.2, 1.5, 0.7])
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "contrastive": lambda output, target: F.cross_entropy(output @ output.T, torch.arange(len(output))),
+    "gathered": gathered,
     "root": lambda output, target: (output[:, 0] - target).square().mean().sqrt(),
     "weights": lambda output, target: F.cross_entropy(output, target, weight=WEIGHTS),
     "sum": lambda output, target: F.cross_entropy(output, target, reduction="sum"),

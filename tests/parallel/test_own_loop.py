@@ -50,3 +50,9 @@ def test_loss_that_is_none_of_rows_is_told_once(ranks: Session, loss: str, layou
 def test_loss_of_rows_is_not_told_of(ranks: Session, loss: str, layout: str) -> None:
     found = ranks.run_cell(f"own_loop_ranks.train_with({loss!r}, {layout})", timeout_s=60)
     assert list(found.values.values()) == [[], []]
+
+
+def test_loss_that_gathers_the_rows_of_all_replicas_is_not_told_of(ranks: Session) -> None:
+    """They are asked for as often on each."""
+    found = ranks.run_cell("own_loop_ranks.train_with('gathered', {'dp_replicate': 2}, 1)", timeout_s=60)
+    assert list(found.values.values()) == [[], []]
