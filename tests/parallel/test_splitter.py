@@ -365,7 +365,7 @@ def test_losses_that_are_put_into_what_layers_return_are_right_over_stages() -> 
     ids=["layer", "one", "two"],
 )
 def test_refusal_says_why_there_is_no_cut_at_all(model: nn.Module, why: str) -> None:
-    with pytest.raises(SpecError, match=rf"cut into 1 at most \(cuts: none; {why}.*\): use fewer"):
+    with pytest.raises(SpecError, match=rf"cut into 1 at most \(cuts: none; {why}.*\): keep it whole"):
         split(model.eval(), batch(2, 4), 2)
 
 
