@@ -412,7 +412,9 @@ def test_model_that_takes_gradients_in_its_forward_is_refused() -> None:
             x = x.detach().requires_grad_()
             return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
 
-    with pytest.raises(SpecError, match=r"the model takes gradients in its own forward \(torch.autograd.grad, torch.func.grad\)"):
+    with pytest.raises(
+        SpecError, match=r"the model takes gradients in its own forward \(torch.autograd.grad, torch.func.grad\)"
+    ):
         profile(Energy(4, 4), torch.ones(2, 4))
 
 
