@@ -244,7 +244,7 @@ class Op:
     is_look: bool  # the code asks for a value that was computed
     saved_bytes: int = 0
     writes: Sequence[int] = ()  # of those that it made, what was there before
-    call: tuple[Any, ...] = ()  # the operator, and what it was given beside tensors
+    call: tuple[Any, ...] = ()  # the operator, whether a gradient is noted, and what it was given beside tensors
     asks: Sequence[int] = ()  # of what it read, whose values the code gets to know: as such, or by how many there are
     is_into: bool = False  # it puts others into a copy of the first that it read
 
@@ -354,7 +354,8 @@ class Recorder(OperatorMode):
         is_look = torch.Tag.data_dependent_output in func.tags and is_from_computed
         flops = _count_flops(func, args, kwargs, result)
         op = Op(reads, makes, flops, moved_bytes, self.inside, is_look, writes=written)
-        op.call = (func, *(leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)))
+        plain = (leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor))
+        op.call = (func, torch.is_grad_enabled(), *plain)
         op.asks = [self.number(leaf) for leaf in _asked_by(func, args, kwargs)]
         op.is_into = func._overloadpacket.__name__ in _INTO_A_COPY
         self.ops.append(op)

@@ -43,6 +43,25 @@ def doubling(*places: int) -> nn.Module:
     return model
 
 
+class Switching(nn.Linear):
+    """A layer behind which gradients are noted, or not."""
+
+    is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        torch.set_grad_enabled(self.is_on)
+        return result
+
+
+def switching() -> nn.Module:
+    """Behind the first layer no gradient is noted, until the last one has run."""
+    model = layers()
+    model[0], model[3] = Switching(8, 8), Switching(8, 8)
+    model[0].is_on = False  # type: ignore[assignment]
+    return model
+
+
 def keeping() -> nn.Module:
     """A hook of one layer looks at a value, for a hook of a later one."""
     model, kept = layers(), list[float]()
@@ -86,6 +105,10 @@ def whole_and_chain(make: Callable[[], nn.Module], at: str) -> tuple[Tensor, Ten
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a call of its own": (lambda: doubling(2), "in the place of what aten.mul.Tensor gives in the code of the model"),
+    "a layer that stops gradients": (
+        switching,
+        "in the place of what aten.addmm.default gives without a gradient in 3",
+    ),
     "a hook that looks": (keeping, "a stage would"),
     "another's layer": (borrowing, r"a stage would take a tensor float32 \(8,\) in the place of the parameter 0.bias"),
 }

@@ -216,7 +216,7 @@ class _Expressions:
     def _follow(self, op: Op, recording: Recording, value: Callable[[int], int], values: dict[int, int]) -> None:
         if not op.call:  # the code looks at a value, and makes nothing
             return
-        func, *given = op.call
+        func, is_noted, *given = op.call
         operands = tuple(map(value, op.reads))
         looks = recording.recorder.looks
         place = op.inside[-1] if op.inside else ""
@@ -228,7 +228,7 @@ class _Expressions:
                 values[number] = operands[0]
             return
         plain = tuple(repr(each) if isinstance(each, _PLAIN) else type(each).__name__ for each in given)
-        made = self._number(("operator", func, plain), operands, place)
+        made = self._number(("operator", func, is_noted, plain), operands, place)
         was = {number: value(number) for number in op.writes}
         for position, number in enumerate(op.makes):
             if number not in was:
@@ -276,7 +276,8 @@ class _Expressions:
         if kind in ("result", "written", "shape"):
             return self._describe(operands[-1])
         if kind == "operator":
-            return f"what {more[0]} gives in {self._places[number] or 'the code of the model itself'}"
+            gives = "gives" if more[1] else "gives without a gradient"
+            return f"what {more[0]} {gives} in {self._places[number] or 'the code of the model itself'}"
         if kind == "constant":
             return f"a tensor {more[1]} {more[0]}".replace("torch.", "")
         return f"the {kind} {more[0]}"
