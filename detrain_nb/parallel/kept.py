@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import SpecError
 from .interrupts import HeldInterrupts
@@ -75,16 +76,18 @@ class State:
         stand_ins, undos = StandIns(), list[Undo]()
         with HeldInterrupts() as interrupts, random_state_kept(device):
             try:
-                undos.append(note_dicts(self._found.dicts, stand_ins))
-                for note in self._found.notes:
-                    undos.append(note(stand_ins))
+                with _disable_current_modes():  # tensors are looked at as they are, and quickly
+                    undos.append(note_dicts(self._found.dicts, stand_ins))
+                    for note in self._found.notes:
+                        undos.append(note(stand_ins))
                 try:
                     interrupts.let_through()
                     yield
                 finally:
                     interrupts.hold()
             finally:
-                _undo_all(undos)
+                with _disable_current_modes():
+                    _undo_all(undos)
         stand_ins.warn_of_moved()
 
     def note(self) -> Undo:

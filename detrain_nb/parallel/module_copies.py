@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .compiled import leave_as_written
@@ -85,7 +87,9 @@ def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
             leave_as_written(ghost)
         return copies[id(inner)]
 
-    made = copied(module)
+    # Where operators are watched each tensor would take a hundred times as long.
+    with _disable_current_modes() if make is None else contextlib.nullcontext():
+        made = copied(module)
     follow_copies(copies, found)
     return made
 
