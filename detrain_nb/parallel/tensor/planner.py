@@ -143,7 +143,8 @@ class _Planner:
 
     def add_pairs(self) -> None:
         proposals = [*own_pairs(self._model, self.plan.modules), *flow_pairs(self._flow, self.plan.modules)]
-        self._keep_calls({self._parent_of(pair) for pair in proposals})
+        alone = {name for name, module in self.plan.modules.items() if module.kind in ("embedding", "experts")}
+        self._keep_calls({*map(self._parent_of, proposals), *alone, *self._flow.outputs, *self._flow.heads})
         used: set[str] = set()
         for pair in proposals:
             if used & {*pair.names}:
@@ -318,7 +319,6 @@ class _Planner:
             name for name, module in self.plan.modules.items() if module.kind == "embedding" and name not in in_pairs
         ]
         largest = max((self._rows(name) for name in tables), default=0)
-        self._keep_calls(tables)
         for name in tables:
             reason = why_not_embedding(self._names[name])
             if not reason and 2 * self._rows(name) < largest:
@@ -328,7 +328,6 @@ class _Planner:
     def add_experts(self) -> None:
         """Of a mixture, of each expert a part, so that it does not matter who gets the tokens."""
         mixtures = [name for name, module in self.plan.modules.items() if module.kind == "experts"]
-        self._keep_calls(mixtures)
         for name in mixtures:
             self._add_alone(name, EXPERTS[0], "")
             if name not in self.plan.alone:
@@ -344,7 +343,6 @@ class _Planner:
         roles = self.plan.roles
         heads = [name for name in self._flow.outputs if name not in roles]
         others = [name for name in self._flow.heads if name not in (*roles, *heads)]
-        self._keep_calls([*heads, *others])
         for name in (*heads, *others):
             self._add_alone(name, "colwise", "")
         if is_loss_parallel and len(heads) == 1 and heads[0] in self.plan.alone:
