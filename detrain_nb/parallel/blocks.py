@@ -60,18 +60,19 @@ def _is_unit(block: nn.Module) -> bool:
 # ---- which of them do the same
 
 
-def looks_of(blocks: Mapping[str, nn.Module]) -> dict[str, Any]:
+def looks_of(blocks: Mapping[str, nn.Module], *, with_numbers: bool = False) -> dict[str, Any]:
     """Of modules by name: equal for those that compute in the same way, whatever the values of their tensors are.
 
-    It has classes, the shapes of tensors, hooks and all attributes, of every part. Left out is an int that only numbers
-    blocks: in four of a row, or more, it is as far from a number in their name, or from their place in the row.
+    It has classes, the shapes of tensors, hooks and all attributes, of every part. Unless ``with_numbers``, left out is
+    an int that only numbers blocks: in four of a row, or more, it is as far from a number in their name, or from their
+    place in the row.
     """
     memo: dict[int, Any] = {}
     found = {name: dict(_Facts(block, memo)) for name, block in blocks.items()}
     rows = defaultdict[Any, list[str]](list)
     for name, block in blocks.items():
         rows[pattern_of(name), type(block)].append(name)
-    for row in rows.values():
+    for row in () if with_numbers else rows.values():
         _leave_out_numbers(row, found)
     return {name: frozenset(facts.items()) for name, facts in found.items()}
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel import Split, StageNode, profile, split, tp_plan
 from detrain_nb.parallel.stages.boundaries import Boundaries
+from detrain_nb.parallel.stages.stubs import Stub
 
 from .holding import HOLDERS, Held, Hooked
 from .models import (
@@ -842,3 +843,45 @@ def test_stage_trains_after_inference() -> None:
     received = torch.randn(2, 4, requires_grad=True)
     stage(received, x).sum().backward()
     assert received.grad is not None
+
+
+class Cutting(nn.Module):
+    """Gives as many columns as its number says."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer, self.number = nn.Linear(4, 4), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)[:, : 9 - self.number]
+        return result
+
+
+def test_what_stands_for_blocks_that_are_alike_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    ask = Stub._ask_ghost
+    monkeypatch.setattr(
+        Stub, "_ask_ghost", lambda self, args, kwargs: asked.append(self._name) or ask(self, args, kwargs)
+    )
+    last = split(GPT(layers=6), TOKENS, at=["h.5"]).stage(1)
+    last(torch.zeros(*TOKENS.shape, 32), TOKENS)
+    assert len([name for name in asked if name.startswith("h.")]) == 1
+
+
+def test_what_stands_for_blocks_gives_shapes_by_their_numbers() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.last = nn.ModuleList(map(Cutting, range(5))), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            width = x.shape[1]
+            result: Tensor = self.last(x)[:, : width - 1]
+            return result
+
+    found = split(Model(), batch(2, 9, 4), at=["last"])
+    torch.testing.assert_close(
+        found.stage(1)(found.stage(0)(batch(2, 9, 4)), batch(2, 9, 4)), found.model(batch(2, 9, 4))
+    )

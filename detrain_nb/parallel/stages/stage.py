@@ -115,7 +115,7 @@ def build_stage(
             return copies[id(module)]
         is_end = bool(name) and name == cut_out and name not in holding
         if is_end or name in replaceable and name not in needed:
-            ghost = ghost_of(module)
+            ghost = state.ghosts[name] = ghost_of(module)
             _note_originals(state, ghost, module)
             made: nn.Module = End(name, ghost, state) if is_end else stub_of(name, ghost, state)
         else:
