@@ -37,7 +37,7 @@ from .parallelize import (
     split_for,
 )
 from .rank_memory import DryRun, RankMemory
-from .rehearsal import Actor, fake_ranks
+from .rehearsal import Actor, as_one_rank_runs, fake_ranks
 from .repeated import Skipping, UnlikeBlocks
 from .replicated import local_part
 from .stages.schedules import Schedule, find_schedule
@@ -219,7 +219,7 @@ class _Layout:
 
         def play(skip: Callable[[nn.Module], None]) -> _Part:
             with actor.model_kept():
-                return self._play(actor, example_inputs, skip)
+                return self._play(place, actor, example_inputs, skip)
 
         with fake_ranks(place * size, self.world_size), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch tells ranks is told when they are there
@@ -238,17 +238,18 @@ class _Layout:
             return self.num_microbatches
         return self.num_microbatches or self.order.num_microbatches(self.found.num_stages)
 
-    @property
-    def _played_microbatches(self) -> int | None:
+    def _played_microbatches(self, place: int) -> int | None:
         """Of those of 1F1B, what comes behind the first of a second round finds what that one has found."""
         count = self._all_microbatches
         if count is None or self.found is None or self.order.name != "1F1B":
             return count
-        return min(count, self.found.num_stages + 1)
+        return min(count, 1 + self.order.most_kept(place, count, num_stages=self.found.num_stages))
 
-    def _play(self, actor: Actor, example_inputs: ExampleInputs, skip: Callable[[nn.Module], None]) -> _Part:
+    def _play(
+        self, place: int, actor: Actor, example_inputs: ExampleInputs, skip: Callable[[nn.Module], None]
+    ) -> _Part:
         mesh = make_mesh(**self.sizes, device_type="cpu")
-        found = self.found
+        found, num_played = self.found, self._played_microbatches(place)
         sharding = resolve_sharding(
             mesh, schedule=self.order if found is not None else None, dtype=self.dtype, **self.options
         )
@@ -264,8 +265,8 @@ class _Layout:
             plan=self.plan,
             sharding=sharding,
             found=None if found is None else replace(found, model=model),
-            schedule=self.order,
-            num_microbatches=self._played_microbatches,
+            schedule=as_one_rank_runs(self.order),
+            num_microbatches=num_played,
             loss=actor.copy_of_loss(),
             loss_parallel=self.loss_parallel,
             example_inputs=example_inputs,
@@ -274,8 +275,8 @@ class _Layout:
             boundaries=actor.boundaries(found, sharding.dtype if sharding.kind == "fsdp" else None),
         )
         peaks = actor.play(laid_out, keeps_sent=self.order.keeps_sent)
-        if self._played_microbatches is not None and self._all_microbatches is not None:
-            peaks = _with_more_microbatches(peaks, self._all_microbatches / self._played_microbatches - 1)
+        if num_played is not None and self._all_microbatches is not None:
+            peaks = _with_more_microbatches(peaks, self._all_microbatches / num_played - 1)
         named = [
             (name, local_part(parameter), parameter.requires_grad) for name, parameter in laid_out.named_parameters()
         ]

@@ -66,7 +66,7 @@ def require_own_memory(model: nn.Module, *, axis: str) -> None:
     for parameter in parameters.values():
         if _has_memory(parameter):
             on_storage.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
-    for tensor in State(model).tensors:
+    for tensor in State(model).tensors if on_storage else ():
         if not _has_memory(tensor):
             continue
         for parameter in on_storage.get(tensor.untyped_storage()._cdata, ()):

@@ -225,9 +225,8 @@ def require_cut_fits(model: nn.Module, sizes: Mapping[str, int], sharding: Shard
     for axis, is_cut in (("dp_shard", sharding.kind == "fsdp"), ("tp", sizes.get("tp", 1) > 1)):
         if is_cut:
             require_fit(model, axis=axis)
-    for axis in ("pp", "tp", "dp_shard"):
-        if sizes.get(axis, 1) > 1:
-            require_own_memory(model, axis=axis)
+    if cutting := [axis for axis in ("pp", "tp", "dp_shard") if sizes.get(axis, 1) > 1]:
+        require_own_memory(model, axis=cutting[0])
 
 
 def require_loss_fits(loss: Loss | None, model: nn.Module, sizes: Mapping[str, int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ from .model import ParallelModel
 from .module_copies import ghost_of, replace_tensors
 from .recording import TensorMemo
 from .stages.boundaries import Boundaries
+from .stages.schedules import Schedule
 from .stages.splitter import Split
 from .storages import Peak, Storages
 from .writes import writes_undone
 
-__all__ = ["Actor", "fake_ranks"]
+__all__ = ["Actor", "as_one_rank_runs", "fake_ranks"]
 
 
 @contextlib.contextmanager
@@ -59,6 +60,21 @@ def _forget_collectives() -> None:
 
 
 _OF_COLLECTIVES = ("c10d", "_c10d_functional")
+
+
+def as_one_rank_runs(schedule: Schedule) -> Schedule:
+    """The schedule, for fewer microbatches than all ranks together need."""
+    return _FewMicrobatches(schedule.name) if schedule.name == "1F1B" else schedule
+
+
+class _FewMicrobatches(Schedule):
+    def require_microbatches(self, count: int, *, num_stages: int) -> None:
+        """Nobody waits for another rank here."""
+
+    def make(self, stages: Sequence[Any], count: int, loss: Callable[..., Any] | None) -> Any:
+        made = super().make(stages, max(count, stages[0].num_stages), loss)
+        made._n_microbatches = count
+        return made
 
 
 class Actor:
@@ -151,11 +167,13 @@ class _Forgetful(FakeTensorConverter):
 
 
 class _OfOneBatch(Boundaries):
-    _known: list[Tensor] | None = None
+    def __init__(self, found: Split, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        by_cut = {unit.cut: unit for unit in found.profile.units}
+        self._known = [self._on_meta(by_cut[cut].input_shape, by_cut[cut].input_dtype) for cut in found.cuts]
+        self.rewrites_parameters = found.profile.rewrites_parameters
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:
-        if self._known is None:
-            self._known = super().find(args, kwargs, is_training=is_training)
         return self._known
 
 
