@@ -231,3 +231,19 @@ def test_many_random_models_are_cut_rightly_or_refused(kinds: list[str], data: s
 def test_plain_chain_is_cut_before_every_block(kinds: list[str]) -> None:
     model = Chain(kinds).double()
     assert {f"blocks.{index}" for index in range(1, len(kinds))} <= set(profile(model, make_inputs(3)).cuts)
+
+
+@pytest.mark.parametrize("kind", ["skip", "skip, computed again"])
+def test_a_skip_over_a_turned_tensor_is_cut(kind: str) -> None:
+    """The stage gets it as it lies in memory then, for the skip too; a checkpoint has saved a view of zeros."""
+    torch.manual_seed(0)
+    model, inputs = Chain(["linear", "turn", kind, "linear"]).double(), make_inputs(3)
+    whole = copy.deepcopy(model)
+    expected = whole(**inputs)
+    expected.square().sum().backward()
+    found = split(model, inputs, at=["blocks.2"])
+    result = found.stage(1)(found.stage(0)(**inputs), **inputs)
+    assert_close(result, expected, "output")
+    result.square().sum().backward()
+    for (name, parameter), (_, reference) in zip(model.named_parameters(), whole.named_parameters()):
+        assert_close(parameter.grad, reference.grad, name)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from ...errors import DetrainError
 from ..costs.profiler import run_without_memory
@@ -92,13 +92,10 @@ def _laid_out_as_sent(model: nn.Module, cuts: Sequence[str]) -> Iterator[None]:
             handle.remove()
 
 
-def _make_contiguous(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _make_contiguous(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensor = first_float_tensor(args, kwargs)
-    if tensor is None or tensor.is_contiguous():
-        return None
-    made = tensor.contiguous()
-    args, kwargs = tree_map(lambda leaf: made if leaf is tensor else leaf, (args, kwargs))
-    return args, kwargs
+    if tensor is not None and not tensor.is_contiguous():
+        tensor.data = tensor.detach().contiguous()  # for all who hold it, as in a stage
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,8 @@ class _Inject:
         try:
             swap_tensors(argument, received.view_as(received))
         except RuntimeError:  # a checkpoint has saved it
+            if argument._is_view() and not self._state.is_careful:  # a gradient is laid out as what it is a view of
+                raise RuntimeError(f"a view of zeros of a {_OF_WRITING[0]} is saved") from None
             with torch.autograd._unsafe_preserve_version_counter(argument):
                 _Become.apply(argument, received)  # type: ignore[no-untyped-call]
         self._state.is_taken = True
