@@ -24,7 +24,7 @@ from .costs.block_use import BlockUse
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, profile
 from .data_parallel import resolve_sharding
-from .limits import ParameterUse, require_read_as_attributes, require_unwritten
+from .limits import ParameterUse, require_read_as_attributes, require_unasked, require_unwritten
 from .mesh import make_mesh, resolve_axes
 from .microbatches import Loss
 from .parallelize import (
@@ -120,7 +120,7 @@ def dry_run(
         loss_parallel,
         optimizer_states,
         costs.block_use,
-        ParameterUse(costs.written_parameters, costs.read_past),
+        ParameterUse(costs.written_parameters, costs.read_past, costs.versions_asked),
     )
     rows = layout.try_with(model, example_inputs, target)
     return DryRun(sizes, order.name if found is not None else "no pipeline", rows, found, plan)
@@ -256,6 +256,7 @@ class _Layout:
         require_cut_fits(actor.model, self.sizes, sharding)
         if sharding.kind == "fsdp":
             require_unwritten(self.use.written, actor.model, axis="dp_shard")
+            require_unasked(self.use.versions_asked, axis="dp_shard")
             require_read_as_attributes(self.use.read_past, axis="dp_shard")
             sharding = replace(sharding, block_use=self.block_use)
         model = actor.copy()

@@ -22,6 +22,7 @@ __all__ = [
     "require_fit",
     "require_own_memory",
     "require_read_as_attributes",
+    "require_unasked",
     "require_unwritten",
 ]
 
@@ -99,10 +100,11 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """Parameters, by name: those that a forward writes into, and those that it reads past their modules."""
+    """Parameters, by name: written by a forward, read past their modules, and those whose ``_version`` it reads."""
 
     written: frozenset[str] = frozenset()
     read_past: frozenset[str] = frozenset()
+    versions_asked: frozenset[str] = frozenset()
 
 
 def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> ParameterUse:
@@ -119,8 +121,8 @@ def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, 
                     profiles.append(profile_call(model, args, kwargs))
     except (SpecError, NotImplementedError):
         return ParameterUse()
-    written, read_past = ([getattr(each, key) for each in profiles] for key in ("written_parameters", "read_past"))
-    return ParameterUse(frozenset().union(*written), frozenset().union(*read_past))
+    keys = ("written_parameters", "read_past", "versions_asked")
+    return ParameterUse(*(frozenset().union(*(getattr(each, key) for each in profiles)) for key in keys))
 
 
 def require_read_as_attributes(read_past: Collection[str], *, axis: str, kind: str = "parameter") -> None:
@@ -149,4 +151,20 @@ def require_unwritten(written: Collection[str], model: nn.Module, *, axis: str, 
         raise SpecError(
             f"the model's forward writes into its parameter {lost[0]}{more}, of which {axis} would lose it: write into "
             f"parameters after the optimizer's step, or {_OTHERWISE.format(axis=axis)}"
+        )
+
+
+def require_unasked(versions: Collection[str], *, axis: str) -> None:
+    """Raises: SpecError for a parameter whose ``_version`` a forward reads.
+
+    What it gets for one that is laid out has the version that it had in the pass before, whatever the optimizer has
+    written.
+    """
+    if versions:
+        name, *others = sorted(versions)
+        more = f" and {len(others)} more" if others else ""
+        raise SpecError(
+            f"the model's forward reads _version of its parameter {name}{more}, which stays as it is under {axis} when "
+            "the optimizer writes: what is kept by it would be old; compute it in each pass, or "
+            f"{_OTHERWISE.format(axis=axis)}"
         )

@@ -18,7 +18,14 @@ from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, shared_inputs
 from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
-from .limits import find_parameter_use, require_fit, require_own_memory, require_read_as_attributes, require_unwritten
+from .limits import (
+    find_parameter_use,
+    require_fit,
+    require_own_memory,
+    require_read_as_attributes,
+    require_unasked,
+    require_unwritten,
+)
 from .losses import require_apart, require_no_parameters
 from .mesh import AXES, require_there
 from .microbatches import Loss, lists_in
@@ -138,7 +145,9 @@ def parallelize(
     if sharding.kind == "fsdp" or isinstance(tp, TensorPlan):  # "auto" leaves whole what is written into
         use = find_parameter_use(model, as_call(example_inputs))
         require_unwritten(use.written, model, axis="tp", cut=plan.layouts if plan is not None else ())
-        require_read_as_attributes(use.read_past, axis="tp" if plan is not None else "dp_shard")
+        axis = "tp" if plan is not None else "dp_shard"
+        require_read_as_attributes(use.read_past, axis=axis)
+        require_unasked(use.versions_asked, axis=axis)
     if sharding.kind == "fsdp":
         require_unwritten(use.written, model, axis="dp_shard")
         sharding = dataclasses.replace(sharding, block_use=_block_use(model, example_inputs, found))

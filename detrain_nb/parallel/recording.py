@@ -28,8 +28,8 @@ from .interrupts import OperatorMode
 from .writes import written_by
 
 __all__ = [
+    "AskingMode",
     "Entries",
-    "ListMode",
     "ModuleOutput",
     "Op",
     "Recorder",
@@ -268,6 +268,7 @@ class Recorder(OperatorMode):
         self._on_storage: dict[int, list[int]] = {}  # the tensors, by number, that are on one storage
         self.rewrites_parameters = False
         self.written_parameters: set[str] = set()
+        self.versions_asked: set[str] = set()  # parameters, by name
         self._saved: set[int] = set()  # storages
         # The graph has it as long as a tensor here has the graph: held by both, neither would ever go.
         self.pack = functools.partial(Recorder.save, weakref.proxy(self))
@@ -366,6 +367,11 @@ class Recorder(OperatorMode):
         number = self.number(tensor)
         self.ops.append(Op([number], [], 0.0, 0, self.inside, self.is_computed[number], asks=[number]))
 
+    def ask_version(self, tensor: Tensor) -> None:
+        """Note that the code gets to know whether somebody has written into a tensor, or into what it is a view of."""
+        alike = self._on_storage.get(_storage_of(tensor), ())
+        self.versions_asked.update(self.names[number] for number in alike if number in self.names)
+
     def _is_of_parameters(self, written: Sequence[int], reads: Sequence[int]) -> bool:
         """Parameters are written, from nothing that was computed but themselves: every stage can do that to its own."""
         storages = {_storage_of(self._kept[number]) for number in written}
@@ -381,8 +387,8 @@ class Recorder(OperatorMode):
         return [number for storage in storages for number in self._on_storage[storage]]
 
 
-class ListMode(TorchFunctionMode):
-    """Notes where the code makes lists of tensors, and arrays, which are no operators."""
+class AskingMode(TorchFunctionMode):
+    """Notes where the code makes lists of tensors, and arrays, or asks for a version: these are no operators."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -393,6 +399,8 @@ class ListMode(TorchFunctionMode):
     ) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
             self._recorder.look(args[0])
+        elif getattr(func, "__self__", None) is Tensor._version:
+            self._recorder.ask_version(args[0])
         return func(*args, **(kwargs or {}))
 
 

@@ -96,6 +96,19 @@ def test_parameters_that_forward_writes_into_are_whole_on_every_rank(ranks: Sess
         assert apart < 1e-6
 
 
+@pytest.mark.parametrize("axis, way", [("dp_shard", "weight"), ("dp_shard", "view"), ("tp", "weight")])
+def test_version_of_a_parameter_that_is_laid_out_is_not_asked(ranks: Session, axis: str, way: str) -> None:
+    """What the model gets for it never has another one, and what it keeps would be that of the first step."""
+    message = rf"reads _version of its parameter layers\.0\.weight, which stays as it is under {axis} when the"
+    require_refusal(ranks, f"unusual_ranks.lay_out(unusual_ranks.Remembering({way!r}), {{{axis!r}: 2}})", message)
+
+
+def test_what_is_kept_until_a_parameter_has_another_version_is_that_of_each_step_on_replicas(ranks: Session) -> None:
+    code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Remembering('view'), {'dp_replicate': 2})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-6
+
+
 def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:
     message = "the tensor plan on rank 1 differs: there it has 0: whole, on rank 0 0: colwise; give all ranks"
     require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)

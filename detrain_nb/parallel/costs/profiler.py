@@ -27,8 +27,8 @@ from ...errors import SpecError
 from ..arguments import require_model
 from ..kept import state_kept
 from ..recording import (
+    AskingMode,
     Entries,
-    ListMode,
     ModuleOutput,
     Recording,
     TensorLook,
@@ -116,7 +116,7 @@ class ModelProfile:
     ``why_no_more``: of a block, or where there is no cut. ``rewrites_parameters``: its forward does, from nothing but
     these, as RWKV's when it begins to evaluate; ``written_parameters``: all that it writes into, by first name;
     ``read_past``: those that it reads from a list, a closure or another object than their module;
-    ``buffers_read_past``: buffers that it writes, likewise.
+    ``buffers_read_past``: buffers that it writes, likewise; ``versions_asked``: parameters whose ``_version`` it reads.
     ``cut_along_time``: a layer that takes the rows of a batch for steps in time.
     """
 
@@ -132,6 +132,7 @@ class ModelProfile:
     written_parameters: frozenset[str] = field(default=frozenset(), repr=False)
     read_past: frozenset[str] = field(default=frozenset(), repr=False)
     buffers_read_past: frozenset[str] = field(default=frozenset(), repr=False)
+    versions_asked: frozenset[str] = field(default=frozenset(), repr=False)
     cut_along_time: str = field(default="", repr=False)
     written_buffers: tuple[WrittenBuffer, ...] = field(default=(), repr=False)
     block_use: BlockUse = field(default=BlockUse(), repr=False)
@@ -262,7 +263,7 @@ def _record(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], copy: Callable[[Tensor], Tensor]
 ) -> tuple[Recording, list[CarriedAttribute]]:
     before = note_attributes(model)
-    recording = record(model, args, kwargs, copy, lambda recorder, entries: ListMode(recorder))
+    recording = record(model, args, kwargs, copy, lambda recorder, entries: AskingMode(recorder))
     changed = changed_attributes(model, before)
     if not changed:
         return recording, []
@@ -392,6 +393,7 @@ def _make_profile(recording: Recording, num_rows: int, carried: Sequence[Carried
         written_parameters=frozenset(recording.recorder.written_parameters),
         read_past=recording.read_past,
         buffers_read_past=recording.buffers_read_past,
+        versions_asked=frozenset(recording.recorder.versions_asked),
         cut_along_time=_find_time_first(recording.entries, num_rows),
         written_buffers=tuple(written),
         block_use=block_use,

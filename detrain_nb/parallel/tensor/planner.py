@@ -18,7 +18,7 @@ from ..arguments import require_model, require_whole
 from ..blocks import looks_of, pattern_of
 from ..costs.profiler import ExampleInputs, as_call
 from ..kept import State
-from ..limits import find_parameter_use, require_read_as_attributes
+from ..limits import find_parameter_use, require_read_as_attributes, require_unasked
 from ..module_copies import ghost_of, replace_tensors
 from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
 from ..writes import has_own_memory, values_kept
@@ -122,6 +122,7 @@ class _Planner:
         self.plan = TensorPlan(tp, known_modules(model))
         use = find_parameter_use(model, self._call)
         require_read_as_attributes(use.read_past, axis="tp")
+        require_unasked(use.versions_asked, axis="tp")
         self._written = self._modules_with(use.written)
         layers = [name for name, module in self.plan.modules.items() if module.kind in LINEAR]
         self._flow = watch_flow(model, *self._call, layers)
