@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -257,6 +258,8 @@ def _led_to_by(value: Any) -> Sequence[Any]:
         return value.fget, value.fset
     if isinstance(value, functools.partial):
         return value.func, value.args, value.keywords
+    if type(value) is weakref.ref:
+        return (value(),)
     return ()
 
 

@@ -146,6 +146,38 @@ def test_buffer_that_a_function_writes_into_has_its_values_again(name: str) -> N
     assert torch.equal(model.mean, torch.ones(8))
 
 
+class Tells(forgetful.Body):
+    """Its last part writes into it, to which a weak reference leads, also where that part runs alone."""
+
+    class Part(nn.Module):
+        def __init__(self, owner: nn.Module) -> None:
+            super().__init__()
+            self.up, self.down, self.owner = nn.Linear(8, 16), nn.Linear(16, 8), weakref.ref(owner)
+
+        def forward(self, x: Tensor) -> Tensor:
+            owner: Any = self.owner()
+            owner.last, owner.calls = self.up(x).relu(), owner.calls + 1
+            return x + self.down(owner.last)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.calls = torch.ones(8), 0
+        self[2] = self.Part(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.go(x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_model_that_a_part_of_it_writes_into_is_left_as_it_was(name: str) -> None:
+    model = Tells()
+    before = look_of(model)
+    with contextlib.suppress(SpecError):
+        CALLS[name](model, draw(2, 8))
+    assert_untouched(model, before)
+    assert torch.equal(model.last, torch.ones(8)) and model.calls == 0
+
+
 def test_classes_of_a_model_go_when_nobody_has_them() -> None:
     kept = _use_classes()
     gc.collect()
