@@ -109,6 +109,14 @@ def test_what_is_kept_until_a_parameter_has_another_version_is_that_of_each_step
         assert apart < 1e-6
 
 
+@pytest.mark.parametrize("way", ["weak", "function"])
+def test_parameter_that_blocks_lead_to_has_its_whole_gradient(ranks: Session, way: str) -> None:
+    """Where these are cut, each rank has a part of it, which a proof of the block alone does not show."""
+    code = f"unusual_ranks.apart_after_steps(lambda: unusual_ranks.Reading({way!r}), {{'tp': 2}})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-6
+
+
 def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:
     message = "the tensor plan on rank 1 differs: there it has 0: whole, on rank 0 0: colwise; give all ranks"
     require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)

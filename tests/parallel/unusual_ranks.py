@@ -6,6 +6,7 @@ import abc
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -306,6 +307,25 @@ class Remembering(Layers):
         super().__init__()
         self.layers[0] = self.Layer(8, 16)
         self.layers[0].way = way
+
+
+class Reading(Layers):
+    """Its blocks multiply by a parameter of the model itself, to which they have another way than as a part."""
+
+    class Block(nn.Module):
+        def __init__(self, owner: nn.Module, way: str) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+            self.owner: Any = weakref.ref(owner) if way == "weak" else lambda: owner
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = x + self.down((self.up(x) * self.owner().scale).relu())
+            return result
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.layers = nn.ModuleList(self.Block(self, way) for _ in range(2))
 
 
 class Slotted:

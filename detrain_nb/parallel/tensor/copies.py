@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..holders import holds_words_alone
+from ..holders import follow_copies, holds_words_alone
 
 __all__ = ["copied", "copied_or_shared"]
 
@@ -37,14 +37,22 @@ def copied(module: nn.Module, *, shared: Iterable[Tensor] = ()) -> nn.Module:
             elif type(leaf) in _LOCKS:
                 known[id(leaf)] = _LOCKS[type(leaf)]()
     try:
-        return copy.deepcopy(module, dict(known))
+        return _copied_with_what_leads_to_it(module, dict(known))
     except Exception:  # noqa: BLE001 - an object of the user's may raise anything: which one is looked for
         for value in _attributes_of(module):
             try:
                 copy.deepcopy(value, dict(known))
             except Exception:  # noqa: BLE001 - as above
                 known[id(value)] = value
-    return copy.deepcopy(module, known)
+    return _copied_with_what_leads_to_it(module, known)
+
+
+def _copied_with_what_leads_to_it(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """``deepcopy`` leaves weak references and functions as they are: these are to lead to the copy too."""
+    made = copy.deepcopy(module, memo)
+    found = {id(each): each for each in memo.get(id(memo), ()) if isinstance(each, nn.Module)}
+    follow_copies({key: memo[key] for key in found}, found)
+    return made
 
 
 def copied_or_shared(value: Value) -> Value:
