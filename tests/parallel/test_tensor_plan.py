@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel.tensor import copies, proof
+from detrain_nb.parallel.tensor import copies, planner, proof
 from detrain_nb.parallel.tensor.layout import lay_out
 from detrain_nb.parallel.tensor.plan import ByHead, Layout, Pair, TensorPlan
 from detrain_nb.parallel.tensor.planner import tp_plan
@@ -103,6 +103,37 @@ def test_what_is_too_large_and_runs_with_values_alone_stays_whole(monkeypatch: p
     plan = TensorPlan(2, known_modules(model), [Pair(("up",), "down")])
     fault = find_fault(model, plan, call_of(x))
     assert fault is not None and "does not run without values" in fault
+
+
+def test_block_that_reads_a_parameter_of_another_is_whole_in_a_model_too_large_to_prove(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its parts do to the gradient of that one, the proof of the block says nothing of; an argument it knows."""
+
+    class Block(nn.Module):
+        def __init__(self, owner: Any) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+            self.owner = lambda: owner
+
+        def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+            hidden = self.up(x) * self.owner().scale if shift is None else self.up(x + shift)
+            result: Tensor = x + self.down(hidden.relu())
+            return result
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(8))
+            self.leading, self.given = Block(self), Block(None)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.given(self.leading(x), self.shift)
+
+    monkeypatch.setattr(planner, "_PROVED_WHOLE_NUMEL", 0)
+    plan = tp_plan(Model(), draw(2, 8))
+    assert plan.roles == {"given.up": "colwise", "given.down": "rowwise"}
+    assert plan.reasons["leading.up"].startswith("its code reads scale, which is not in it, and the model as a whole")
 
 
 def test_fused_layers_are_cut_in_what_is_packed_into_them() -> None:

@@ -28,7 +28,7 @@ class LayerFlow:
     ``parameters``: the other parameters that come to it so. ``readers``: the layers that a layer's output comes to so,
     "" for the output of the model. ``outputs``: layers whose output is one of the model's; ``heads``: those that one
     of these is made of alone. ``entered``: all modules, as they were called; ``around``: those that were always running
-    when a layer was called.
+    when a layer was called. ``others``: for a module, a parameter that it has read, neither in it nor an argument.
     """
 
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -38,6 +38,7 @@ class LayerFlow:
     heads: tuple[str, ...] = ()
     entered: list[str] = field(default_factory=list)
     around: dict[str, frozenset[str]] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
 
     def between(self, begin: Iterable[str], end: str) -> list[str]:
         """The modules that were entered behind the first of ``begin``, up to ``end``."""
@@ -52,8 +53,16 @@ class Watch(OperatorMode):
     "" stands for the model's first float input.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        on_read: Callable[[Tensor], None] = lambda tensor: None,
+    ) -> None:
+        """``on_read``: called with each tensor that an operator is given."""
         super().__init__()
+        self._on_read = on_read
         self._sources: dict[int, frozenset[str]] = {}
         self._roots: dict[int, int] = {}
         self._kept: list[Tensor] = []  # an id belongs to one tensor as long as it lives
@@ -68,6 +77,7 @@ class Watch(OperatorMode):
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in read:
             self.unread.pop(id(tensor), None)
+            self._on_read(tensor)
         sources = frozenset().union(*(self.sources_of(tensor) for tensor in read))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -98,15 +108,24 @@ class Watch(OperatorMode):
 
 def watch_flow(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layers: Iterable[str]) -> LayerFlow:
     """Run ``model`` once, evaluating; ``layers`` are the linear ones."""
-    watch, flow = Watch(model, args, kwargs), LayerFlow()
+    flow = LayerFlow()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    known = {name: set(map(id, module.parameters())) for name, module in model.named_modules()}
     order = {name: index for index, name in enumerate(layers)}
     outputs: dict[int, str] = {}
     sources: dict[str, frozenset[str]] = {}
     stack: list[str] = []
 
+    def read(tensor: Tensor) -> None:
+        if (name := names.get(id(tensor))) is not None:
+            flow.others.update((outer, name) for outer in stack if id(tensor) not in known[outer])
+
+    watch = Watch(model, args, kwargs, read)
+
     def enter(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         flow.entered.append(name)
         stack.append(name)
+        known[name].update(id(leaf) for leaf in tree_leaves((given, named)) if isinstance(leaf, Tensor))
         if name not in order:
             return
         flow.around[name] = flow.around.get(name, frozenset(stack)).intersection(stack)

@@ -175,6 +175,8 @@ class _Planner:
         if not {*pair.names} <= self._entered:
             return _NOT_CALLED
         parent_name = self._parent_of(pair)
+        if reason := self._why_not_provable(parent_name):
+            return reason
         parent = self._names[parent_name]
         relative = pair.renamed(lambda name: _without(parent_name, name))
         between = self._between(parent_name, pair)
@@ -364,6 +366,7 @@ class _Planner:
         return frozenset(name for name, each in modules if any(first in parameters for _, first, _ in each.parameters))
 
     def _add_alone(self, name: str, role: str, reason: str) -> None:
+        reason = reason or self._why_not_provable(name)
         if name in self._written:
             reason = _WRITTEN
         if not reason:
@@ -408,10 +411,19 @@ class _Planner:
                 reason = "no layers were found that give their parts to it, or take its"
             self.plan.reasons[name] = reason
 
+    @property
+    def _is_too_large(self) -> bool:
+        numel = sum(parameter.numel() for parameter in self._model.parameters())
+        return is_too_large(self._model) or numel > _PROVED_WHOLE_NUMEL
+
+    def _why_not_provable(self, name: str) -> str:
+        """Of what a block does to a parameter that is not in it the proof of the block alone says nothing."""
+        other = self._flow.others.get(name, "") if self._is_too_large else ""
+        return other and f"its code reads {other}, which is not in it, and the model as a whole is too large to prove"
+
     def prove_whole(self) -> None:
         """What stands outside of a block may look into it: the whole model is proved too, if it is not too large."""
-        numel = sum(parameter.numel() for parameter in self._model.parameters())
-        if is_too_large(self._model) or numel > _PROVED_WHOLE_NUMEL:
+        if self._is_too_large:
             self.plan.checked = SHAPES_ALONE if self._is_of_shapes else "each kind of block was proved"
             return
 
