@@ -197,7 +197,7 @@ def _use_classes() -> list[weakref.ref[type]]:
             self.slots.calls = 1
             return self.go(x)
 
-    for name in ("profile", "measure", "stages", "dry_run of pp"):
+    for name in ("profile", "measure", "stages", "tp_plan", "dry_run of pp"):
         CALLS[name](Model(), draw(2, 8))
     return [weakref.ref(Slots), weakref.ref(Model)]
 

@@ -9,9 +9,10 @@ parameter itself, as are ``parameters()`` and ``state_dict()`` always.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -230,7 +231,8 @@ def _change_outputs(tree: Any, changes: dict[int, Change]) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+# Each as long as a module has it: no class of the user's is kept for one that may come.
+_CLASSES: MutableMapping[type[nn.Module], MutableMapping[type[nn.Module], type[nn.Module]]] = WeakKeyDictionary()
 
 
 def change_class(module: nn.Module, share: Share) -> None:
@@ -245,10 +247,11 @@ def change_class(module: nn.Module, share: Share) -> None:
         kind = _RowPart
     elif any((share.layouts, share.before, share.after, share.arguments, share.outputs, share.once)):
         kind = _ChangedPart
-    if (kind, base) not in _CLASSES:
-        _CLASSES[kind, base] = make_subclass(base, base.__name__, {"__module__": base.__module__}, kind)
+    known = _CLASSES.setdefault(base, WeakValueDictionary())
+    owner = known.get(kind) or make_subclass(base, base.__name__, {"__module__": base.__module__}, kind)
+    known[kind] = owner
     try:
-        module.__class__ = _CLASSES[kind, base]
+        module.__class__ = owner
     except TypeError as exc:  # objects of classes that have another before nn.Module, as ABC, are laid out otherwise
         if kind is not _Part or module._parameters:
             raise SpecError(
