@@ -6,6 +6,7 @@ What is done to a block, in this order: its activations are kept or computed aga
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,10 @@ class Sharding:
         for block in blocks:
             if names[id(block)] in self.block_use.written_outside:
                 block.register_forward_hook(_give_no_view)
+        if is_last:  # what a loss does nobody has looked at
+            module.register_forward_hook(_give_no_view)
+        if self.block_use.is_seen:  # so nobody writes into a view
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # which FSDP2 refuses
                 parameter.data = parameter.data.contiguous()
@@ -140,12 +145,14 @@ class Sharding:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module  # nothing to exchange, which DDP refuses
         (group,) = self.replicas
-        replica = DistributedDataParallel(
-            module,
-            process_group=group,
-            find_unused_parameters=True,
-            broadcast_buffers=False,  # they are equal when it begins; see ParallelModel.share_statistics
-        )
+        with warnings.catch_warnings():  # its new name sends buffers when it begins, which sparse ones cannot be
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            replica = DistributedDataParallel(
+                module,
+                process_group=group,
+                find_unused_parameters=True,
+                broadcast_buffers=False,  # they are equal when it begins; see ParallelModel.share_statistics
+            )
         if self.comm_hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10)
             replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

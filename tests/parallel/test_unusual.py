@@ -117,6 +117,12 @@ def test_parameter_that_blocks_lead_to_has_its_whole_gradient(ranks: Session, wa
         assert apart < 1e-6
 
 
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+def test_views_that_are_written_into_are_right_and_nothing_is_told(ranks: Session, axis: str) -> None:
+    """Not by torch either, of what the user cannot change."""
+    assert ranks.run_cell(f"unusual_ranks.warnings_of_steps({axis!r})", timeout_s=60).values == {0: [], 1: []}
+
+
 def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:
     message = "the tensor plan on rank 1 differs: there it has 0: whole, on rank 0 0: colwise; give all ranks"
     require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)

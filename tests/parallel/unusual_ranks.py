@@ -6,6 +6,7 @@ import abc
 import copy
 import functools
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -328,6 +329,35 @@ class Reading(Layers):
         self.layers = nn.ModuleList(self.Block(self, way) for _ in range(2))
 
 
+class Views(Layers):
+    """Gives views, and so do its blocks."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(-1, 8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).view(-1, 8)
+
+
+def shifted(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that writes into the output."""
+    output += 1
+    return F.mse_loss(output.mul_(2), target)
+
+
+def warnings_of_steps(axis: str) -> list[str]:
+    """What is told of two steps that are right."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert apart_after_steps(Views, {axis: 2}, loss=shifted) < 1e-6
+    return [str(each.message) for each in told]
+
+
 class Slotted:
     __slots__ = ("logits",)
 
@@ -357,18 +387,20 @@ def total(output: Any, target: Tensor) -> Tensor:
     return F.mse_loss(first, target) + 0.01 * sum(others, torch.zeros(()))
 
 
-def apart_after_steps(make: Callable[[], nn.Module], axes: dict[str, int]) -> float:
+def apart_after_steps(
+    make: Callable[[], nn.Module], axes: dict[str, int], *, loss: Callable[[Any, Tensor], Tensor] = total
+) -> float:
     """The largest difference of a parameter, or of a prediction, from the whole model's, after two steps of each."""
     model, whole = made(make()), made(make())
-    laid_out, x, y = lay_out(model, axes, loss=total), draw(4, 8), draw(4, 8, seed=2)
+    laid_out, x, y = lay_out(model, axes, loss=loss), draw(4, 8), draw(4, 8, seed=2)
     optimizers = [torch.optim.SGD(list(each.parameters()), lr=0.1) for each in (laid_out, whole)]
     for _ in range(2):
         laid_out.train_step(x, y)
-        total(whole(x), y).backward()
+        loss(whole(x), y).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    references = dict(whole.named_parameters())
+    references = {name: each.detach() for name, each in whole.named_parameters()}
     named = laid_out.named_parameters()
     apart = [(full(each.detach()) - references[name]).abs() for name, each in named]
     most = max(float(each.max()) for each in apart if each.numel())

@@ -19,13 +19,15 @@ class BlockUse:
 
     ``written_outside``: blocks whose outputs are written into, in place, by code outside of them. ``chosen``: blocks
     that may run for one batch and not for another, as experts that stand in the model itself. ``idle``: those of them
-    that did not run, with the operator that comes before the first place where they might have.
+    that did not run, with the operator that comes before the first place where they might have. ``is_seen``: whether
+    somebody has looked.
     """
 
     read_outside: frozenset[str] = frozenset()
     written_outside: frozenset[str] = frozenset()
     chosen: frozenset[str] = frozenset()
     idle: Mapping[str, int] = field(default_factory=dict)
+    is_seen: bool = True
 
 
 def find_block_use(recording: Recording) -> BlockUse:
@@ -47,7 +49,7 @@ def find_block_use(recording: Recording) -> BlockUse:
 def block_use_unseen(model: nn.Module, stopped_by: BaseException | None) -> BlockUse:
     """Of a model without values, whose pass stops where its code asks for one: outside of blocks it may choose."""
     inside, blocks = getattr(stopped_by, "inside", ()), frozenset(names_of_blocks(model))
-    return BlockUse(chosen=blocks) if inside and blocks.isdisjoint(inside) else BlockUse()
+    return BlockUse(chosen=blocks if inside and blocks.isdisjoint(inside) else frozenset(), is_seen=False)
 
 
 def _block_around(name: str, blocks: Collection[str]) -> str:
