@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
 
@@ -203,10 +204,10 @@ def _adds_up_to_one(target: Tensor) -> bool:
 
 
 def told(loss: Any) -> Any:
-    """One of torch that says what it was given where it fails; any other as it is."""
+    """One of torch that says what it was given where it fails; any other that says where it has read parameters."""
     name = name_of_torchs(loss)
     if not name:
-        return loss
+        return None if loss is None else functools.partial(_computed_apart, loss)
 
     def compute(output: Any, target: Any) -> Any:
         is_double = isinstance(target, Tensor) and target.dtype == torch.float64
@@ -229,6 +230,25 @@ def told(loss: Any) -> Any:
             raise SpecError(f"{name} of {_described(output)} and a target {_described(target)}: {reason}") from exc
 
     return compute
+
+
+def _computed_apart(loss: Any, output: Any, target: Any) -> Any:
+    """Raises: SpecError for a loss that has read parameters in parts: its backward pass would fail."""
+    try:
+        found = loss(output, target)
+    except RuntimeError as exc:
+        if "mixed torch.Tensor and DTensor" not in str(exc):
+            raise
+        raise SpecError(_READS_PARAMETERS) from exc
+    if isinstance(found, DTensor) and not any(isinstance(leaf, DTensor) for leaf in tree_leaves((output, target))):
+        raise SpecError(_READS_PARAMETERS)
+    return found
+
+
+_READS_PARAMETERS = (
+    "the loss reads parameters of the model, of which each rank has a part (a DTensor) outside of the forward: have "
+    "the model return what the loss needs of them, as a penalty on weights, or keep the model whole (dp_replicate)"
+)
 
 
 def _described(value: Any) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class WholeModel(ParallelModel):
                 with fails_on_a_part(len(passage.parts)):
                     passage.take(index, self._known(self._called(*args, **kwargs)))  # and nobody else keeps it
                 if is_training:
-                    with autocast_left(self._device):
+                    with autocast_left(self._device), _told_of_ddp():
                         passage.weighted_loss(index).backward()
 
     def _known(self, output: Any) -> Any:
@@ -119,6 +120,22 @@ def _warn_of_call_past_ddp(module: nn.Module, args: tuple[Any, ...]) -> None:
             "its replicas: call that in its place",
             stacklevel=4,
         )
+
+
+@contextlib.contextmanager
+def _told_of_ddp() -> Iterator[None]:
+    """Raises: SpecError for a parameter whose gradient DDP did not see coming, when it looked at the output."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "mark a variable ready only once" not in str(exc):
+            raise
+        found = re.search(r"with name (\S+)", str(exc))
+        raise SpecError(
+            f"the gradient of {found[1] if found else 'a parameter'} comes past the forward, where DDP does not see "
+            "it: have the model return what a loss computes with its parameters, and compute again what is not kept by "
+            "torch.utils.checkpoint with use_reentrant=False"
+        ) from exc
 
 
 def _is_on(model: nn.Module, device: torch.device) -> bool:

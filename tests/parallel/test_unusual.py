@@ -204,5 +204,16 @@ def test_loss_that_leads_to_layers_is_refused_over_stages(ranks: Session, way: s
     ranks.run_cell(f"unusual_ranks.train_with_loss({way!r}, {{'dp_replicate': 2}})", timeout_s=60)
 
 
+@pytest.mark.parametrize("axis, way", [("tp", "object"), ("dp_shard", "object"), ("dp_shard", "aside")])
+def test_loss_that_reads_parameters_in_parts_is_refused(ranks: Session, axis: str, way: str) -> None:
+    message = "the loss reads parameters of the model, of which each rank has a part .* have the model return what"
+    require_refusal(ranks, f"unusual_ranks.train_with_loss({way!r}, {{{axis!r}: 2}})", message)
+
+
+def test_loss_that_trains_a_layer_that_only_it_calls_is_refused_on_replicas(ranks: Session) -> None:
+    message = r"the gradient of aside\.(weight|bias) comes past the forward, where DDP does not see it: have the model"
+    require_refusal(ranks, "unusual_ranks.train_with_loss('aside', {'dp_replicate': 2})", message)
+
+
 def test_loss_that_reads_a_number_of_the_model_is_none_of_these(ranks: Session) -> None:
     ranks.run_cell("unusual_ranks.train_with_loss('number', {'pp': 2})", timeout_s=60)

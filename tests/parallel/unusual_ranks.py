@@ -482,11 +482,17 @@ class OfTheModel:
         def of_number(output: Tensor, target: Tensor) -> Tensor:
             return F.mse_loss(output, target) * len(model.temperature)
 
-        ways = {"object": OfTheModel(model), "parts": of_parts, "number": of_number}
+        def of_another_layer(output: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(model.aside(output), target)
+
+        ways = {"object": OfTheModel(model), "parts": of_parts, "number": of_number, "aside": of_another_layer}
         return ways.get(way) or functools.partial(lambda model, output, target: F.mse_loss(output, target), model)
 
 
 def train_with_loss(way: str, axes: dict[str, int]) -> None:
-    model = made(OnOneMemory("no way"))
+    model = OnOneMemory("no way")
     model.temperature = [1.0]
+    if way == "aside":
+        model.aside = nn.Linear(8, 8)
+    made(model)
     lay_out(model, axes, loss=OfTheModel.made(way, model)).train_step(draw(4, 8), draw(4, 8, seed=2))
