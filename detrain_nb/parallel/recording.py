@@ -73,7 +73,8 @@ class Recording:
 
     ``read_past``: parameters that are trained, or written, by name, of which the code reads the tensor itself: not as
     an attribute of their module, but in a list, a closure or another object. ``buffers_read_past``: buffers likewise.
-    ``gathered``: by number, in which attributes of modules the pass has left tensors that it made.
+    ``gathered``: by number, in which attributes of modules the pass has left tensors that it made. ``buffers_saved``:
+    those that it writes in place, and that autograd keeps for the backward pass.
     """
 
     recorder: Recorder
@@ -82,6 +83,7 @@ class Recording:
     buffers: Mapping[str, tuple[int, int]]
     read_past: frozenset[str]
     buffers_read_past: frozenset[str]
+    buffers_saved: frozenset[str]
     gathered: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -118,7 +120,8 @@ def record(
     numbers = {name: (recorder.number(buffers[name]), recorder.number(after[name])) for name in buffers}
     read_past = frozenset(_read_past(model, "_parameters", recorder, parameters))
     buffers_read_past = frozenset(_read_past(model, "_buffers", recorder, buffers))
-    return Recording(recorder, entries, outputs, numbers, read_past, buffers_read_past)
+    saved = frozenset(name for name, tensor in buffers.items() if recorder.saves_what_it_writes(tensor))
+    return Recording(recorder, entries, outputs, numbers, read_past, buffers_read_past, saved)
 
 
 def _read_past(model: nn.Module, kind: str, recorder: Recorder, replaced: Mapping[str, Tensor]) -> Iterator[str]:
@@ -270,6 +273,7 @@ class Recorder(OperatorMode):
         self.written_parameters: set[str] = set()
         self.versions_asked: set[str] = set()  # parameters, by name
         self._saved: set[int] = set()  # storages
+        self._in_place: set[int] = set()  # tensors, by number, whose version an operator has changed
         # The graph has it as long as a tensor here has the graph: held by both, neither would ever go.
         self.pack = functools.partial(Recorder.save, weakref.proxy(self))
         for name, tensor in parameters.items():
@@ -307,6 +311,10 @@ class Recorder(OperatorMode):
         number = self._numbers.get(id(tensor))
         return any(number in op.writes for op in self.ops)
 
+    def saves_what_it_writes(self, tensor: Tensor) -> bool:
+        """Whether autograd keeps a tensor, or a view of it, that is written in place."""
+        return self._numbers.get(id(tensor)) in self._in_place and _storage_of(tensor) in self._saved
+
     def computed(self) -> set[int]:
         """The ids of tensors that depend on a parameter."""
         return {id(tensor) for tensor, is_computed in zip(self._kept, self.is_computed) if is_computed}
@@ -343,6 +351,7 @@ class Recorder(OperatorMode):
         is_from_computed = any(self.is_computed[number] for number in reads)
         written = self._written(func, args, kwargs)
         self.written_parameters.update(self.names[number] for number in written if number in self.names)
+        self._in_place.update(written if func._schema.is_mutable else ())
         if written and self._is_of_parameters(written, reads):
             self.rewrites_parameters = True
             reads, makes = [], [number for number in makes if number not in written]

@@ -123,6 +123,15 @@ def test_views_that_are_written_into_are_right_and_nothing_is_told(ranks: Sessio
     assert ranks.run_cell(f"unusual_ranks.warnings_of_steps({axis!r})", timeout_s=60).values == {0: [], 1: []}
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_buffer_that_the_next_microbatch_writes_into_is_what_it_was_in_the_backward_pass(
+    ranks: Session, schedule: str
+) -> None:
+    code = f"unusual_ranks.apart_by_microbatches(unusual_ranks.Counting, {schedule!r})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-6
+
+
 def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:
     message = "the tensor plan on rank 1 differs: there it has 0: whole, on rank 0 0: colwise; give all ranks"
     require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)

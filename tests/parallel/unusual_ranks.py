@@ -358,6 +358,32 @@ def warnings_of_steps(axis: str) -> list[str]:
     return [str(each.message) for each in told]
 
 
+class Counting(Layers):
+    """Its first layer counts its calls in a buffer, which the backward pass reads."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            return super().forward(x) * self.calls[None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = self.Layer(8, 16)
+        self.layers[0].register_buffer("calls", torch.zeros(16))
+
+
+def apart_by_microbatches(make: Callable[[], nn.Module], schedule: str) -> float:
+    """The largest difference of a gradient from that of the whole model, which gets one microbatch after the other."""
+    model, whole = made(make()), made(make())
+    laid_out = lay_out(model, {"pp": 2}, schedule=schedule, num_microbatches=4)
+    x, y = draw(8, 8), draw(8, 8, seed=2)
+    laid_out.train_step(x, y)
+    for part, target in zip(x.chunk(4), y.chunk(4)):
+        (F.mse_loss(whole(part), target) / 4).backward()
+    references = dict(whole.named_parameters())
+    return max(float((each.grad - references[name].grad).abs().max()) for name, each in laid_out.named_parameters())
+
+
 class Slotted:
     __slots__ = ("logits",)
 

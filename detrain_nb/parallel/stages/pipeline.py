@@ -9,6 +9,7 @@ backward pass) has a schedule, and stages, of its own around the same modules.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -108,6 +109,7 @@ class PipelineStages(ParallelModel):
         self._written = WrittenBuffers(
             found, self.modules, self.indices, self._group, self.schedule, link=self._link_device
         )
+        self._buffers_saved = found.profile.buffers_saved
         self._note_layout()
         self._warn_of_nothing_to_train(found)
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
@@ -234,14 +236,26 @@ class PipelineStages(ParallelModel):
                     module.be_careful()  # type: ignore[operator]
             stages = [
                 TorchStage(
-                    module, index, self.num_stages, self.device, self.link_device, self._group, boundaries, waits
+                    called,
+                    index,
+                    self.num_stages,
+                    self.device,
+                    self.link_device,
+                    self._group,
+                    boundaries,
+                    waits,
+                    functools.partial(self._buffers_to_keep, module) if is_training and count > 1 else tuple,
                 )
-                for index, module in zip(self.indices, self.called)
+                for index, called, module in zip(self.indices, self.called, self.modules)
             ]
             self._plans[key] = Plan(stages, self.schedule, count, waits, is_training=is_training)
             while len(self._plans) > _MOST_PLANS:
                 self._plans.popitem(last=False)
         return self._plans[key]
+
+    def _buffers_to_keep(self, module: nn.Module) -> list[Tensor]:
+        named = module.named_buffers(remove_duplicate=False) if self._buffers_saved else ()
+        return [buffer for name, buffer in named if name in self._buffers_saved]
 
 
 def _all_ranks() -> dist.ProcessGroup:

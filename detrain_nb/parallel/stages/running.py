@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
@@ -72,8 +74,12 @@ class TorchStage(PipelineStage):
         group: dist.ProcessGroup,
         boundaries: Sequence[Tensor],
         waits: Waits,
+        buffers: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
-        """``boundaries``: what comes into the second and each further stage, on the meta device."""
+        """``boundaries``: what comes into the second and each further stage, on the meta device.
+
+        ``buffers``: those that the backward pass of a microbatch reads as they were when it went forward.
+        """
         inputs = (boundaries[index - 1],) if index else ()
         outputs = boundaries[index] if index + 1 < num_stages else torch.empty(1, device="meta", requires_grad=True)
         super().__init__(module, index, num_stages, link, input_args=inputs, output_args=(outputs,), group=group)
@@ -81,12 +87,14 @@ class TorchStage(PipelineStage):
         self._own_group = group
         self._device = device
         self._waits = waits
+        self._buffers = buffers
 
     def forward_maybe_with_nosync(self, *received: Tensor) -> Any:
         index = self.microbatch
         args, kwargs = self.passage.parts[index]
         here = (tensor.to(self._device) for tensor in received)
-        output = super().forward_maybe_with_nosync(*here, *args, **kwargs)  # type: ignore[no-untyped-call]
+        with _saved_apart(self._buffers()):
+            output = super().forward_maybe_with_nosync(*here, *args, **kwargs)  # type: ignore[no-untyped-call]
         if not self.is_last:
             self._require_values(output)
             if (output.shape, output.dtype) != (self._promised.shape, self._promised.dtype):
@@ -179,6 +187,19 @@ class TorchStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
+
+
+def _saved_apart(buffers: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+    """In here autograd keeps copies of these: another microbatch writes into them before this one's backward pass."""
+    if not buffers or not torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    storages = {buffer.untyped_storage()._cdata for buffer in buffers}
+
+    def pack(tensor: Tensor) -> Tensor:
+        is_one = tensor.layout == torch.strided and tensor.untyped_storage()._cdata in storages
+        return tensor.detach().clone() if is_one else tensor
+
+    return saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 class Plan:
