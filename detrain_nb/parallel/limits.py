@@ -20,6 +20,7 @@ __all__ = [
     "ParameterUse",
     "find_parameter_use",
     "require_fit",
+    "require_made_before",
     "require_own_memory",
     "require_read_as_attributes",
     "require_unasked",
@@ -134,6 +135,17 @@ def require_read_as_attributes(read_past: Collection[str], *, axis: str, kind: s
             f"the model's code reads its {kind} {name}{more} from a list, a function or another object, where "
             f"{axis} would leave the tensor that it was: read it as an attribute of its module, or "
             f"{_OTHERWISE.format(axis=axis)}"
+        )
+
+
+def require_made_before(made: Collection[str], *, axis: str) -> None:
+    """Raises: SpecError for parameters and buffers that the first forward makes: nobody has laid them out."""
+    if made:
+        name, *others = sorted(made)
+        more = f" and {len(others)} more" if others else ""
+        raise SpecError(
+            f"the model makes {name}{more} in its first forward, which {axis} would not know of: make it with the "
+            f"model, or call the model once before; or {_OTHERWISE.format(axis=axis)}"
         )
 
 

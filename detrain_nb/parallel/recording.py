@@ -74,7 +74,8 @@ class Recording:
     ``read_past``: parameters that are trained, or written, by name, of which the code reads the tensor itself: not as
     an attribute of their module, but in a list, a closure or another object. ``buffers_read_past``: buffers likewise.
     ``gathered``: by number, in which attributes of modules the pass has left tensors that it made. ``buffers_saved``:
-    those that it writes in place, and that autograd keeps for the backward pass.
+    those that it writes in place, and that autograd keeps for the backward pass. ``made``: parameters and buffers that
+    were not there before the pass.
     """
 
     recorder: Recorder
@@ -84,6 +85,7 @@ class Recording:
     read_past: frozenset[str]
     buffers_read_past: frozenset[str]
     buffers_saved: frozenset[str]
+    made: frozenset[str]
     gathered: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -121,7 +123,9 @@ def record(
     read_past = frozenset(_read_past(model, "_parameters", recorder, parameters))
     buffers_read_past = frozenset(_read_past(model, "_buffers", recorder, buffers))
     saved = frozenset(name for name, tensor in buffers.items() if recorder.saves_what_it_writes(tensor))
-    return Recording(recorder, entries, outputs, numbers, read_past, buffers_read_past, saved)
+    there = {**tensors_in(model, "_parameters", lambda each: each), **tensors_in(model, "_buffers", lambda each: each)}
+    made_now = frozenset(there.keys() - parameters.keys() - buffers.keys())
+    return Recording(recorder, entries, outputs, numbers, read_past, buffers_read_past, saved, made_now)
 
 
 def _read_past(model: nn.Module, kind: str, recorder: Recorder, replaced: Mapping[str, Tensor]) -> Iterator[str]:
@@ -131,7 +135,7 @@ def _read_past(model: nn.Module, kind: str, recorder: Recorder, replaced: Mappin
             continue
         for key, tensor in getattr(part, kind).items():
             name = f"{prefix}.{key}" if prefix else key
-            if tensor is None or replaced[name] is tensor or not recorder.has_read(tensor):
+            if tensor is None or replaced.get(name, tensor) is tensor or not recorder.has_read(tensor):
                 continue
             if tensor.requires_grad or recorder.has_written(tensor) or recorder.has_written(replaced[name]):
                 yield name

@@ -132,6 +132,15 @@ def test_buffer_that_the_next_microbatch_writes_into_is_what_it_was_in_the_backw
         assert apart < 1e-6
 
 
+def test_buffer_that_the_first_forward_makes_is_refused_over_stages(ranks: Session) -> None:
+    """And is no error for a pass that looks."""
+    message = (
+        r"the model makes layers\.0\.mean in its first forward, which pp would not know of: make it with"
+    )
+    require_refusal(ranks, "unusual_ranks.lay_out(unusual_ranks.MakingLate(), {'pp': 2})", message)
+    ranks.run_cell("unusual_ranks.par.profile(unusual_ranks.MakingLate(), unusual_ranks.draw(2, 8))", timeout_s=60)
+
+
 def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:
     message = "the tensor plan on rank 1 differs: there it has 0: whole, on rank 0 0: colwise; give all ranks"
     require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)

@@ -372,6 +372,20 @@ class Counting(Layers):
         self.layers[0].register_buffer("calls", torch.zeros(16))
 
 
+class MakingLate(Layers):
+    """Its first layer makes a buffer in its first forward."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if "mean" not in self._buffers:
+                self.register_buffer("mean", x.detach().mean(0))
+            return super().forward(x - self.mean)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = self.Layer(8, 16)
+
+
 def apart_by_microbatches(make: Callable[[], nn.Module], schedule: str) -> float:
     """The largest difference of a gradient from that of the whole model, which gets one microbatch after the other."""
     model, whole = made(make()), made(make())

@@ -117,8 +117,8 @@ class ModelProfile:
     these, as RWKV's when it begins to evaluate; ``written_parameters``: all that it writes into, by first name;
     ``read_past``: those that it reads from a list, a closure or another object than their module;
     ``buffers_read_past``: buffers that it writes, likewise; ``versions_asked``: parameters whose ``_version`` it reads.
-    ``buffers_saved``: buffers that a forward writes in place and that its backward pass reads. ``cut_along_time``: a
-    layer that takes the rows of a batch for steps in time.
+    ``buffers_saved``: buffers that a forward writes in place and that its backward pass reads; ``made``: parameters and
+    buffers that its first forward makes. ``cut_along_time``: a layer that takes the rows of a batch for steps in time.
     """
 
     units: tuple[Unit, ...]
@@ -135,6 +135,7 @@ class ModelProfile:
     buffers_read_past: frozenset[str] = field(default=frozenset(), repr=False)
     versions_asked: frozenset[str] = field(default=frozenset(), repr=False)
     buffers_saved: frozenset[str] = field(default=frozenset(), repr=False)
+    made: frozenset[str] = field(default=frozenset(), repr=False)
     cut_along_time: str = field(default="", repr=False)
     written_buffers: tuple[WrittenBuffer, ...] = field(default=(), repr=False)
     block_use: BlockUse = field(default=BlockUse(), repr=False)
@@ -397,6 +398,7 @@ def _make_profile(recording: Recording, num_rows: int, carried: Sequence[Carried
         buffers_read_past=recording.buffers_read_past,
         versions_asked=frozenset(recording.recorder.versions_asked),
         buffers_saved=recording.buffers_saved,
+        made=recording.made,
         cut_along_time=_find_time_first(recording.entries, num_rows),
         written_buffers=tuple(written),
         block_use=block_use,

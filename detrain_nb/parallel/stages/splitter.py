@@ -14,7 +14,7 @@ from ...errors import SpecError
 from ..arguments import require_model, require_names, require_whole
 from ..costs.partitioner import Partition, StageNode, partition
 from ..costs.profiler import ExampleInputs, ModelProfile, as_call, profile
-from ..limits import require_read_as_attributes
+from ..limits import require_made_before, require_read_as_attributes
 from ..recording import modules_around
 from .proof import find_difference
 from .stage import build_stage
@@ -163,6 +163,7 @@ def split(
     found = profile_of_model or profile(model, example_inputs)
     require_read_as_attributes(found.read_past, axis="pp")
     require_read_as_attributes(found.buffers_read_past, axis="pp", kind="buffer")
+    require_made_before(found.made, axis="pp")
     if at is not None:
         require_names(at=at)
         if stages is not None and stages != len(at) + 1:
