@@ -132,6 +132,12 @@ class Sharding:
         shared |= {id(named[name]) for name in self.block_use.read_outside if name in named}
         alone = [block for block in blocks if id(block) not in chosen]
         units = [block for block in alone if not shared.intersection(map(id, block.parameters()))]  # else the root's
+        for unit in units:
+            if names[id(unit)] in self.block_use.writing and any(each.requires_grad for each in unit.parameters()):
+                raise SpecError(
+                    f"{names[id(unit)]} writes into its argument in place, which FSDP2 does not let it: compute "
+                    f"another (x = x + ..., inplace=False), or {_OTHERWISE}"
+                )
         for unit in (*units, module):
             for part in _parts_of_other_dtypes(unit, units):
                 _require_always_run(part, chosen)

@@ -134,11 +134,18 @@ def test_buffer_that_the_next_microbatch_writes_into_is_what_it_was_in_the_backw
 
 def test_buffer_that_the_first_forward_makes_is_refused_over_stages(ranks: Session) -> None:
     """And is no error for a pass that looks."""
-    message = (
-        r"the model makes layers\.0\.mean in its first forward, which pp would not know of: make it with"
-    )
+    message = r"the model makes layers\.0\.mean in its first forward, which pp would not know of: make it with"
     require_refusal(ranks, "unusual_ranks.lay_out(unusual_ranks.MakingLate(), {'pp': 2})", message)
     ranks.run_cell("unusual_ranks.par.profile(unusual_ranks.MakingLate(), unusual_ranks.draw(2, 8))", timeout_s=60)
+
+
+def test_block_that_writes_into_its_argument_is_not_sharded(ranks: Session) -> None:
+    message = r"layers\.1 writes into its argument in place, which FSDP2 does not let it: compute another \(x = x \+"
+    require_refusal(ranks, "unusual_ranks.lay_out(unusual_ranks.InPlace(False), {'dp_shard': 2})", message)
+    code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.InPlace({}), {{{!r}: 2}})"
+    for is_own, axis in ((True, "dp_shard"), (False, "dp_replicate")):
+        for apart in ranks.run_cell(code.format(is_own, axis), timeout_s=60).values.values():
+            assert apart < 1e-6, axis
 
 
 def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:

@@ -386,6 +386,25 @@ class MakingLate(Layers):
         self.layers[0] = self.Layer(8, 16)
 
 
+class InPlace(Layers):
+    """Its blocks write into what they are given, or, ``is_own``, into what they have computed."""
+
+    class Block(nn.Linear):
+        is_own = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_own:
+                return super().forward(x).tanh_()
+            x *= 2
+            return super().forward(x)
+
+    def __init__(self, is_own: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), self.Block(8, 8), self.Block(8, 8)])
+        for layer in self.layers[1:]:
+            layer.is_own = is_own
+
+
 def apart_by_microbatches(make: Callable[[], nn.Module], schedule: str) -> float:
     """The largest difference of a gradient from that of the whole model, which gets one microbatch after the other."""
     model, whole = made(make()), made(make())

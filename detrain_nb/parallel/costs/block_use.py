@@ -17,7 +17,8 @@ __all__ = ["BlockUse", "block_use_unseen", "find_block_use"]
 class BlockUse:
     """``read_outside``: parameters of blocks that are read while their block does not run, by first name.
 
-    ``written_outside``: blocks whose outputs are written into, in place, by code outside of them. ``chosen``: blocks
+    ``written_outside``: blocks whose outputs are written into, in place, by code outside of them; ``writing``: those
+    that write into their argument, where it has a gradient. ``chosen``: blocks
     that may run for one batch and not for another, as experts that stand in the model itself. ``idle``: those of them
     that did not run, with the operator that comes before the first place where they might have. ``is_seen``: whether
     somebody has looked.
@@ -25,6 +26,7 @@ class BlockUse:
 
     read_outside: frozenset[str] = frozenset()
     written_outside: frozenset[str] = frozenset()
+    writing: frozenset[str] = frozenset()
     chosen: frozenset[str] = frozenset()
     idle: Mapping[str, int] = field(default_factory=dict)
     is_seen: bool = True
@@ -43,7 +45,23 @@ def find_block_use(recording: Recording) -> BlockUse:
         given = (giver_of[number] for number in op.writes if number in giver_of)
         written.update(block for block in given if block not in op.inside)
     chosen, idle = _find_chosen(recording, blocks)
-    return BlockUse(frozenset(read), frozenset(written), frozenset(chosen), idle)
+    writing = frozenset(_writing_into_arguments(recording, blocks))
+    return BlockUse(frozenset(read), frozenset(written), writing, frozenset(chosen), idle)
+
+
+def _writing_into_arguments(recording: Recording, blocks: Collection[str]) -> Iterator[str]:
+    """Arguments that were made of parameters before: inputs of the model have no gradient."""
+    recorder = recording.recorder
+    made: dict[int, int] = {}
+    for index, op in enumerate(recorder.ops):
+        for each in op.makes:
+            made.setdefault(each, index)
+    writes = [(index, op) for index, op in enumerate(recorder.ops) if op.writes]
+    for index, name, number in recording.entries.entered:
+        if name in blocks and number is not None and recorder.is_computed[number] and made.get(number, index) < index:
+            inside = (op.writes for at, op in writes if at >= index and name in op.inside)
+            if recorder.tensor(number).requires_grad and any(number in written for written in inside):
+                yield name
 
 
 def block_use_unseen(model: nn.Module, stopped_by: BaseException | None) -> BlockUse:
