@@ -271,7 +271,12 @@ def _require_always_run(part: nn.Module, chosen: Mapping[int, str]) -> None:
 
 def _give_no_view(module: nn.Module, args: Any, output: Any) -> Any:
     """What comes behind writes into it: of a view autograd would lose what FSDP2 has noted on it."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and leaf._is_view() else leaf, output)
+
+    def apart(leaf: Any) -> Any:
+        is_written = isinstance(leaf, Tensor) and leaf._is_view() and leaf.requires_grad
+        return leaf.clone() if is_written else leaf
+
+    return tree_map(apart, output)
 
 
 def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
