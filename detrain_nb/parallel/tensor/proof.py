@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
-from ..kept import state_kept
+from ..kept import State, state_kept
 from ..module_copies import replace_tensors
 from ..recording import without_fused_layers
 from ..writes import values_kept
@@ -65,6 +65,7 @@ class Proof:
 
     def __init__(self, module: nn.Module, call: Call, *, unread: Collection[int] = ()) -> None:
         self._module, self._call, self._unread = module, call, unread
+        self._state: State | None = None
         self._whole: nn.Module | None = None
         self._references: list[Run] = []
         self._fault = ""
@@ -77,7 +78,9 @@ class Proof:
         """Why the module is not the same over ``plan.tp`` ranks, or None: it is, for this call, with random weights."""
         if is_too_large(self._module):
             return self.shapes.why_unknown or self.shapes.find_fault(plan)
-        with state_kept(self._module, self._call), without_fused_layers():  # for all threads, whichever ends first
+        if self._state is None:
+            self._state = State(self._module, self._call)
+        with self._state.kept(), without_fused_layers():  # for all threads, whichever ends first
             return self._find_fault(plan)
 
     def _find_fault(self, plan: TensorPlan) -> str | None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from ..kept import state_kept
+from ..kept import State
 from ..module_copies import ghost_of
 from ..recording import without_fused_layers
 from ..writes import writes_undone
@@ -37,7 +37,9 @@ class Shapes:
         self.why_unknown = ""  # what it gives, so that only a proof can tell
         try:
             self._ghost = ghost_of(module).eval()
-            self._expected = self._given_by(self._ghost)
+            self._state = State(self._ghost, self._call)
+            with self._state.kept():
+                self._expected = self._given_by(self._ghost)
         except Exception as exc:  # noqa: BLE001 - the user's code, that looks at values, say
             self.why_unknown = f"it does not run without values: {in_short(exc)}"
 
@@ -55,9 +57,10 @@ class Shapes:
 
         module = None
         try:
-            module = ghost_of(self._ghost)
-            lay_out(module, plan, ranks, distribute)
-            found = self._given_by(module)
+            with self._state.kept():  # a ghost has in common with it what is no tensor, and no container
+                module = ghost_of(self._ghost)
+                lay_out(module, plan, ranks, distribute)
+                found = self._given_by(module)
         except Exception as exc:  # noqa: BLE001 - whatever the user's code raises on parts is why they cannot be
             return in_short(exc, module)
         return None if found == self._expected else f"it gives {found} in the place of {self._expected}"
@@ -65,8 +68,7 @@ class Shapes:
     def _given_by(self, module: nn.Module) -> list[tuple[int, ...]]:
         args, kwargs = tree_map(copied_or_shared, self._call)
         with (
-            state_kept(module, args, kwargs) as tensors,
-            writes_undone(tensors),
+            writes_undone(self._state.tensors),
             torch.no_grad(),
             without_fused_layers(),
             _WithKeys(),
