@@ -100,7 +100,7 @@ def mean_square(output: Any, weights: Tensor) -> Tensor:
 
 
 def train(family: str, axes: dict[str, int], **options: Any) -> dict[str, float]:
-    """Three steps with clipping: the largest differences of the losses, outputs, gradients, their norm, parameters.
+    """Two steps with clipping: the largest differences of the losses, outputs, gradients, their norm, parameters.
 
     Each relative: to the largest of its tensor, or a hundredth of the largest of all.
     """
@@ -116,7 +116,7 @@ def train(family: str, axes: dict[str, int], **options: Any) -> dict[str, float]
         for each in (laid_out, whole)
     ]
     found = {"loss": 0.0, "output": 0.0, "gradient": 0.0, "norm": 0.0}
-    for step in range(3):
+    for step in range(2):
         rows = 4 * num_replicas
         batch, weights = inputs(rows), torch.linspace(0.5, 1.5, rows) + step
         mine = {key: each.chunk(num_replicas)[me] if isinstance(each, Tensor) else each for key, each in batch.items()}

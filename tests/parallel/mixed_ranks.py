@@ -31,13 +31,13 @@ def full(tensor: Tensor) -> Tensor:
 def train(
     axes: dict[str, int],
     *,
-    layers: int = 4,
+    layers: int = 2,
     is_tied: bool = True,
     differs: bool = False,
     optimizer: str | None = None,
     **options: Any,
 ) -> Any:
-    """Three steps; the largest differences of the losses, of any gradient (relative), of their norm, of a parameter.
+    """Two steps; the largest differences of the losses, of any gradient (relative), of their norm, of a parameter.
 
     ``differs``: the ranks begin with other values than rank 0. ``optimizer``: AdamW's way on the mesh, "foreach" or
     "fused"; else a loop, which begins soonest: torch works out anew for each list of DTensors how to cut it.
@@ -60,7 +60,7 @@ def train(
     ]
     found = {"loss": 0.0, "gradient": 0.0, "later gradient": 0.0, "norm": 0.0}
     references = dict(whole.named_parameters(remove_duplicate=False))
-    for step in range(3):
+    for step in range(2):
         x, y = tokens(8 * num_replicas, step), tokens(8 * num_replicas, step + 10)
         y[0, :9] = y[5, 3:] = IGNORED  # not as many on each replica
         mine = x.chunk(num_replicas)[me], y.chunk(num_replicas)[me]

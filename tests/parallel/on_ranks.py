@@ -67,7 +67,7 @@ def gradients(stages: par.PipelineStages) -> list[Tensor]:
 
 def train_gpt(schedule: str, num_stages: int, *, is_tied: bool, reduction: str = "mean") -> dict[str, Any]:
     """Steps, evaluations and predictions through one split, in turns; ignored targets, batches of several sizes."""
-    model, loss = made(GPT(layers=6, is_tied=is_tied)), TokenLoss(reduction)
+    model, loss = made(GPT(layers=4, is_tied=is_tied)), TokenLoss(reduction)
     whole = copy.deepcopy(model)
     x, y = tokens(8, 1), tokens(8, 2)
     y[0, :9] = y[5, 3:] = IGNORED
@@ -97,7 +97,7 @@ def train_gpt(schedule: str, num_stages: int, *, is_tied: bool, reduction: str =
 
 def optimize_gpt() -> float:
     """Three steps of AdamW on tied parameters; the largest difference of a parameter."""
-    model, loss = made(GPT(is_tied=True)), TokenLoss()
+    model, loss = made(GPT(layers=2, is_tied=True)), TokenLoss()
     whole = copy.deepcopy(model)
     stages = par.PipelineStages(par.split(model, tokens(2, 1), 2), loss=loss, device="cpu")
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (stages, whole)]
@@ -115,10 +115,10 @@ def optimize_gpt() -> float:
 def start_apart(rank: int) -> bool:
     """Ranks with other random numbers: tied parameters have one value all the same."""
     torch.manual_seed(rank)
-    stages = par.PipelineStages(par.split(GPT(is_tied=True), tokens(2, 1), 2), device="cpu")
+    stages = par.PipelineStages(par.split(GPT(layers=1, is_tied=True), tokens(2, 1), 2), device="cpu")
     name = "wte.weight" if stages.is_first else "head.weight"
     torch.manual_seed(0)
-    return torch.equal(dict(stages.named_parameters())[name], GPT(is_tied=True).wte.weight)
+    return torch.equal(dict(stages.named_parameters())[name], GPT(layers=1, is_tied=True).wte.weight)
 
 
 def stages_without(at: list[str] | None, frozen: str = "") -> list[str]:
@@ -256,7 +256,7 @@ def weigh(kind: str) -> tuple[float, float]:
 
 def freeze_tied() -> float:
     """AdamW leaves a frozen tied parameter alone: how much it was changed."""
-    model = made(GPT(is_tied=True))
+    model = made(GPT(layers=1, is_tied=True))
     model.wte.weight.requires_grad_(False)
     before = model.wte.weight.clone()
     stages = par.PipelineStages(par.split(model, tokens(2, 1), 2), loss=TokenLoss(), device="cpu")
@@ -467,7 +467,7 @@ def drop() -> tuple[float, float, bool]:
 
 def end_in_any_batch(schedule: str) -> tuple[list[float], float]:
     """How far losses, and gradients that are added up, are from the whole model's, of batches that become smaller."""
-    model, loss = made(GPT()), TokenLoss()
+    model, loss = made(GPT(layers=2)), TokenLoss()
     whole = copy.deepcopy(model)
     stages = par.PipelineStages(
         par.split(model, tokens(2, 1), 4), schedule=schedule, loss=loss, num_microbatches=8, device="cpu"

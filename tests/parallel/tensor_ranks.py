@@ -82,7 +82,7 @@ def train(kind: str, *, dtype: torch.dtype = torch.float64, tp: int = 2, **optio
     found["modes"] = sum(isinstance(p, DTensor) for p in model.parameters()), len(list(model.parameters()))
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, eps=1e-3, foreach=True) for each in (model, reference)]
     run = (lambda each: each(**call)) if isinstance(call, dict) else (lambda each: each(call))
-    for _ in range(3):
+    for _ in range(2):
         losses, norms = [], []
         for each, optimizer in zip((model, reference), optimizers):
             optimizer.zero_grad()

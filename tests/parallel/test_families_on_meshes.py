@@ -12,14 +12,20 @@ from detrain_nb import Session
 
 FAMILIES = ("MLP", "ResNet", "U-Net", "nn.Transformer", "GPT tied")
 OF_TRANSFORMERS = ("GPT-2", "Llama", "Qwen3", "Mixtral", "Bert", "T5", "ViT")
-# Four ranks take their time: one of each kind is slow, the others are left to `make test-thorough`.
-ON_FOUR_RANKS = [
-    pytest.param(
-        family,
-        marks=pytest.mark.slow if family in ("ResNet", "GPT tied", "Llama") else pytest.mark.thorough,
-    )
-    for family in (*FAMILIES, *OF_TRANSFORMERS)
-]
+ON_TWO_RANKS = ({"pp": 2}, {"tp": 2}, {"dp_shard": 2})
+ON_FOUR_RANKS = ({"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2})
+# Those much like another family on these axes are left to `make test-thorough`; with tp, test_tensor_parallel has more.
+LIKE_ANOTHER = {
+    "pp": ("Qwen3", "Bert", "ViT"),
+    "tp": ("GPT-2", "Qwen3", "Mixtral", "Bert"),
+    "dp_shard": ("U-Net", "GPT-2", "Qwen3", "Bert", "ViT"),
+}
+# Four ranks take their time: a language model on all axes, others once.
+SLOW_ON_FOUR_RANKS = {
+    "ppxtp": ("GPT tied", "Llama"),
+    "ppxdp_shard": ("ResNet", "Llama"),
+    "dp_shardxtp": ("GPT tied", "Llama"),
+}
 CLOSE = 2e-5  # relative, in float32
 IMPORT = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import family_ranks"
 
@@ -49,15 +55,28 @@ def require_close(session: Session, family: str, axes: dict[str, int], **options
         assert all(value < CLOSE for value in apart.values()), (rank, apart)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, *OF_TRANSFORMERS])
-@pytest.mark.parametrize("axes", [{"pp": 2}, {"tp": 2}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes, family",
+    [
+        pytest.param(axes, family, marks=mark, id=f"{axes}-{family}")
+        for axes in ON_TWO_RANKS
+        for family in (*FAMILIES, *OF_TRANSFORMERS)
+        for mark in [pytest.mark.thorough if family in LIKE_ANOTHER["x".join(axes)] else pytest.mark.slow]
+    ],
+)
 def test_on_two_ranks(two_ranks: Session, family: str, axes: dict[str, int]) -> None:
     require_close(two_ranks, family, axes)
 
 
-@pytest.mark.parametrize("family", ON_FOUR_RANKS)
-@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids="x".join)
+@pytest.mark.parametrize(
+    "axes, family",
+    [
+        pytest.param(axes, family, marks=mark, id=f"{'x'.join(axes)}-{family}")
+        for axes in ON_FOUR_RANKS
+        for family in (*FAMILIES, *OF_TRANSFORMERS)
+        for mark in [pytest.mark.slow if family in SLOW_ON_FOUR_RANKS["x".join(axes)] else pytest.mark.thorough]
+    ],
+)
 def test_two_axes_on_four_ranks(four_ranks: Session, family: str, axes: dict[str, int]) -> None:
     require_close(four_ranks, family, axes)
 

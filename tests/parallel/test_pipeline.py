@@ -74,10 +74,10 @@ def test_page_of_the_docs_does_what_it_says(session: Session, capsys: pytest.Cap
 
 def test_other_cuts_on_a_rank_are_told(session: Session) -> None:
     """Both would run, and train a model that nobody has written."""
-    with pytest.raises(RankError, match=r"cut at h\.4 on rank 1, and at h\.2 on rank 0: take"):
+    with pytest.raises(RankError, match=r"cut at h\.2 on rank 1, and at h\.1 on rank 0: take"):
         session.run_cell(
             "from detrain_nb import parallel as par\n"
-            "par.PipelineStages(par.split(on_ranks.GPT(layers=6), on_ranks.tokens(2, 1), at=[f'h.{2 + 2 * rank}']))"
+            "par.PipelineStages(par.split(on_ranks.GPT(layers=3), on_ranks.tokens(2, 1), at=[f'h.{1 + rank}']))"
         )
 
 
@@ -358,7 +358,7 @@ def test_pipeline_that_cannot_be_is_told(session: Session, code: str, message: s
     with pytest.raises(RankError, match=message):
         session.run_cell(
             "from on_ranks import *\n"
-            f"par.PipelineStages(par.split(GPT(), tokens(2, 1), {4 if 'Dual' in code else 2}), loss=TokenLoss(), "
+            f"par.PipelineStages(par.split(GPT(layers=1), tokens(2, 1), {4 if 'Dual' in code else 2}), loss=TokenLoss(), "
             f"device='cpu', {code})"
         )
 
@@ -378,13 +378,13 @@ def test_pipeline_that_cannot_be_is_told(session: Session, code: str, message: s
     ],
 )
 def test_step_that_cannot_be_is_told(session: Session, code: str, message: str) -> None:
-    made = "stages = par.PipelineStages(par.split(GPT(), tokens(2, 1), 2), device='cpu')"
+    made = "stages = par.PipelineStages(par.split(GPT(layers=1), tokens(2, 1), 2), device='cpu')"
     with pytest.raises(RankError, match=message):
         session.run_cell(f"from on_ranks import *\n{made}\n{code}")
 
 
 def test_training_without_gradients_is_told(session: Session) -> None:
-    made = "stages = par.PipelineStages(par.split(GPT(), tokens(2, 1), 2), loss=TokenLoss(), device='cpu')"
+    made = "stages = par.PipelineStages(par.split(GPT(layers=1), tokens(2, 1), 2), loss=TokenLoss(), device='cpu')"
     with pytest.raises(RankError, match=r"train_step was called under torch.no_grad\(\): evaluate is the one without"):
         session.run_cell(
             f"from on_ranks import *\n{made}\nwith torch.no_grad(): stages.train_step(tokens(4, 1), tokens(4, 2))"
