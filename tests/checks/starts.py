@@ -1,8 +1,11 @@
-"""A plugin: how every test of ours runs. Sessions start warm, and nothing that hypothesis tries has a deadline."""
+"""A plugin: how every test of ours runs. Sessions start warm, torch computes in one thread here, and nothing that
+hypothesis tries has a deadline.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,12 @@ from detrain_nb.deploy.kept import drop_kept
 
 settings.register_profile("without a clock", deadline=None)  # a slow disk, or another process, is no failure
 settings.load_profile("without a clock")
+
+
+def pytest_collection_finish() -> None:
+    """Workers and ranks share the processors: threads of torch would wait for each other, and use them up meanwhile."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -305,11 +305,11 @@ def test_plan_is_that_of_a_model_with_values() -> None:
     make, *_ = OF_TRANSFORMERS["GPT-2"]
     plans = [
         plan_for(model, tokens, "auto", {"tp": 2}, **options)
-        for model in (make(transformers, "sdpa"), deferred(make, transformers, "sdpa"))
+        for model in (make(transformers, "sdpa", 2), deferred(make, transformers, "sdpa", 2))
     ]
     assert plans[0] is not None and plans[0].packed and str(plans[0]) == str(plans[1])
     with pytest.raises(SpecError, match=r"fails on zeros in the place of parameters .* give it as tp="):
-        model = deferred(OF_TRANSFORMERS["Mixtral"][0], transformers, "sdpa")
+        model = deferred(OF_TRANSFORMERS["Mixtral"][0], transformers, "sdpa", 1)
         plan_for(model, tokens, "auto", {"tp": 2}, **options)
 
 
@@ -352,7 +352,7 @@ def require_the_same(session: Session, axes: dict[str, int], **options: Any) -> 
     for rank, found in session.run_cell(f"deferred_ranks.apart({axes}{given})", timeout_s=90).values.items():
         assert found["different"] == [], rank
         assert found["losses"]["deferred"] == found["losses"]["usual"], rank
-        assert found["parameters"] >= 19 and (found["buffers"] or options.get("family") == "GPT-2")
+        assert found["parameters"] >= 12 and (found["buffers"] or options.get("family") == "GPT-2")
         assert "tp" not in axes or found["packed"] or "family" not in options
 
 
@@ -377,7 +377,7 @@ def test_two_ranks_have_their_parts(two_ranks: Session, axes: dict[str, int], op
 @pytest.mark.parametrize(
     "axes, options",
     [
-        pytest.param({"dp_shard": 4}, {}, marks=pytest.mark.slow),
+        pytest.param({"dp_shard": 4}, {}, marks=pytest.mark.thorough),
         pytest.param({"dp_replicate": 2, "dp_shard": 2}, {}, marks=pytest.mark.slow),
         pytest.param({"dp_shard": 2, "tp": 2}, {}, marks=pytest.mark.slow),
         pytest.param({"dp_shard": 2, "tp": 2}, {"family": "GPT-2"}, marks=pytest.mark.thorough),

@@ -42,7 +42,13 @@ def _start(ranks: int) -> Iterator[Session]:
 
 
 @pytest.mark.parametrize(
-    "axes", [{"dp_shard": 2}, {"pp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.thorough)], ids=str
+    "axes",
+    [
+        {"dp_shard": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
 )
 def test_it_says_what_real_ranks_hold(session: Session, axes: dict[str, int]) -> None:
     """Of 97 rows the first rank has 49: a row of the table is that of its first rank."""

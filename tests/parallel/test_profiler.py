@@ -230,16 +230,6 @@ def test_times_are_of_computing_or_of_moving() -> None:
     assert found.times(flops_per_s=1.0, bytes_per_s=1e30) == pytest.approx([3 * linear.flops, 3 * 2 * 96 / 1e30])
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Two threads that wait for each other measure what else the machine does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_measured_times_follow_the_work() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2048), nn.ReLU())
     begin_s = time.perf_counter()

@@ -16,7 +16,7 @@ AXES = [
     {"dp_shard": 2},
     pytest.param({"dp_replicate": 2}, marks=pytest.mark.thorough),
     pytest.param({"tp": 2}, marks=pytest.mark.thorough),
-    {"pp": 2},
+    pytest.param({"pp": 2}, marks=pytest.mark.slow),
 ]
 
 
@@ -48,7 +48,9 @@ def test_what_is_computed_again_is_not_kept(session: Session, axes: dict[str, in
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"dp_shard": 2}, pytest.param({"tp": 2}, marks=pytest.mark.thorough), {"pp": 2}], ids=str
+)
 def test_blocks_are_compiled_on_every_rank(session: Session, axes: dict[str, int]) -> None:
     """One graph for all blocks, with gradients and without, as they have one code; and numbers as of the whole."""
     for apart, frames, graphs in session.run_cell(

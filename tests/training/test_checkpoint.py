@@ -260,8 +260,15 @@ def of_shards(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.mark.parametrize("kind", ["model/", "optimizer/", "random/1/"])
-@pytest.mark.parametrize("layout", ["fsdp", "pp", pytest.param("tp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout, kind",
+    [
+        *[("fsdp", kind) for kind in ("model/", "optimizer/", "random/1/")],
+        ("pp", "model/"),
+        *[pytest.param("pp", kind, marks=pytest.mark.slow) for kind in ("optimizer/", "random/1/")],
+        *[pytest.param("tp", kind, marks=pytest.mark.slow) for kind in ("model/", "optimizer/", "random/1/")],
+    ],
+)
 def test_damage_that_one_rank_reads_is_found_by_all(session: Session, of_shards: Path, layout: str, kind: str) -> None:
     """In the file of the second rank: of shards, the first one reads nothing of it."""
     file = the_file(of_shards, 2, "rank-00001*")
@@ -329,8 +336,18 @@ def test_note_that_only_one_rank_could_keep_is_an_error_of_all(session: Session,
 # ---- one process
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("scheme", ["", "file://", "memory://"])
+@pytest.mark.parametrize(
+    "scheme, is_async",
+    [
+        ("", False),
+        ("file://", True),
+        ("memory://", False),
+        *[
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("", True), ("file://", False), ("memory://", True))
+        ],
+    ],
+)
 def test_any_place_keeps_all_that_training_needs(scheme: str, is_async: bool, tmp_path: Path) -> None:
     url = f"{scheme}{tmp_path}"
     saved = on_ranks.train_and_save("one", url, dropout=0.2, is_async=is_async)

@@ -14,11 +14,11 @@ __all__ = ["FOUR_RANKS", "QUICK", "SLOW", "cases", "require_expected"]
 
 _TRAINED = ("pp", "tp", "dp_shard")
 _LOOKS = ("looks",)
-# What each kind of trouble looks like, and where a cut shows it, quick: nothing of transformers is among them.
+# What each kind of trouble looks like where a cut shows it, quick: nothing of transformers is among them.
 QUICK: dict[str, tuple[str, ...]] = {
     "running buffers": _TRAINED,
     "scalar parameters": ("dp_shard",),
-    "skip outside": (*_LOOKS, "pp"),
+    "skip outside": ("pp",),
 }
 # Looks are of those that write while they run, or that look at what they hold; of transformers test_untouched has some.
 SLOW: dict[str, tuple[str, ...]] = {
@@ -29,6 +29,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "module hooks": ("pp",),
     "parameter hooks": _TRAINED,
     "recurrent": ("dp_shard",),
+    "skip outside": ("tp",),
     "weight outside": ("dp_shard",),
     "BEiT": ("pp",),
 }
