@@ -117,3 +117,52 @@ def train_with(loss: str, axes: dict[str, int], num_microbatches: int, rows: int
     told = told_of(lambda: model.evaluate(x, target))
     assert loss == "random" or torch.equal(before, torch.get_rng_state())
     return told + told_of(lambda: model.train_step(x, target))
+
+
+class Critic(nn.Module):
+    """Blocks whose layers can be cut, and a number for each row."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.down = nn.LayerNorm(16), nn.Linear(32, 16)
+            self.gate, self.up = nn.Linear(16, 32), nn.Linear(16, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed = self.norm(x)
+            result: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(self.Block(), self.Block())
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.blocks(x))
+        return result
+
+
+def with_penalty(model: Call, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    (output.mean() + 10 * (gradient.norm(dim=-1) - 1).square().mean()).backward()
+
+
+LOOPS: dict[str, Callable[[Call, Tensor], None]] = {"penalty": with_penalty}
+
+
+def apart_after_loop(loop: str, axes: dict[str, int], **options: Any) -> float:
+    """The largest difference of a gradient, relative to its largest, from the mean of those that each half has."""
+    model, whole = made(Critic()), made(Critic())
+    laid_out = par.parallelize(model, mesh_of(**axes), example_inputs=draw(2, 6, 16), device="cpu", **options)
+    halves = draw(4, 6, 16).chunk(2)
+    LOOPS[loop](laid_out, torch.cat(halves) if "tp" in axes else halves[dist.get_rank()])
+    for part in [torch.cat(halves)] if "tp" in axes else halves:
+        LOOPS[loop](whole, part)
+    expected = {name: each.grad / (1 if "tp" in axes else 2) for name, each in whole.named_parameters()}
+    return max(
+        float((_full(each.grad) - expected[name]).abs().max() / expected[name].abs().max())
+        for name, each in laid_out.named_parameters()
+    )

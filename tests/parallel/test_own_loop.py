@@ -56,3 +56,10 @@ def test_loss_that_gathers_the_rows_of_all_replicas_is_not_told_of(ranks: Sessio
     """They are asked for as often on each."""
     found = ranks.run_cell("own_loop_ranks.train_with('gathered', {'dp_replicate': 2}, 1)", timeout_s=60)
     assert list(found.values.values()) == [[], []]
+
+
+@pytest.mark.parametrize("options", ["{'dp_replicate': 2}", "{'tp': 2}", "{'tp': 2}, sequence_parallel=True"])
+def test_penalty_on_a_gradient_is_differentiated(ranks: Session, options: str) -> None:
+    """Through what ranks say to each other in the backward pass too."""
+    for apart in ranks.run_cell(f"own_loop_ranks.apart_after_loop('penalty', {options})", timeout_s=60).values.values():
+        assert apart < 1e-5

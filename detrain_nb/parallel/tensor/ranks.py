@@ -167,14 +167,18 @@ def once(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     return result
 
 
+# The backward of each is another of them, so that gradients of gradients, as in a gradient penalty, are right too.
+
+
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
         return ranks.add_up(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        return add_up_gradients(gradient, ctx.ranks), None
 
 
 class _AddUpGradients(torch.autograd.Function):
@@ -185,7 +189,7 @@ class _AddUpGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.add_up(gradient), None
+        return add_up(gradient, ctx.ranks), None
 
 
 class _PutTogether(torch.autograd.Function):
@@ -196,8 +200,7 @@ class _PutTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        mine = cut(gradient, ctx.dim, rank=ctx.ranks.rank, size=ctx.ranks.size, packed=ctx.packed)
-        return mine.contiguous(), None, None, None, None
+        return cut_own(gradient, ctx.ranks, dim=ctx.dim, packed=ctx.packed), None, None, None, None
 
 
 class _CutOwn(torch.autograd.Function):
@@ -208,17 +211,31 @@ class _CutOwn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(gradient, ctx.ranks, ctx.dim, ctx.total, ctx.packed), None, None, None
+        whole = put_together(gradient, ctx.ranks, dim=ctx.dim, total=ctx.total, packed=ctx.packed)
+        return whole, None, None, None
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
         return tensor.view_as(tensor) if ranks.rank == 0 else torch.zeros_like(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        given: Tensor = _GradientOnce.apply(gradient, ctx.ranks)  # type: ignore[no-untyped-call]
+        return given, None
+
+
+class _GradientOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, ranks: TensorRanks) -> Tensor:
+        ctx.ranks = ranks
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return once(gradient, ctx.ranks), None
 
 
 def _gather(part: Tensor, ranks: TensorRanks, dim: int, total: int, packed: Packed) -> Tensor:
