@@ -19,7 +19,7 @@ from .recording import modules_around
 from .tensor.layers import Region, Share, change_class
 from .tensor.ranks import MeshRanks
 
-__all__ = ["averaged", "local_part", "replicate_scalars", "replicated_in"]
+__all__ = ["average", "averaged", "local_part", "replicate_scalars", "replicated_in"]
 
 
 def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
@@ -92,7 +92,7 @@ def averaged(parameters: Sequence[nn.Parameter], replicas: Sequence[dist.Process
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter.detach())
-            _average(local_part(parameter.grad), replicas)
+            average(local_part(parameter.grad), replicas)
     except BaseException:  # what there was before is not lost with what failed
         for parameter, earlier in zip(trained, before):
             parameter.grad = earlier
@@ -107,7 +107,8 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
-def _average(tensor: Tensor, replicas: Sequence[dist.ProcessGroup]) -> None:
+def average(tensor: Tensor, replicas: Sequence[dist.ProcessGroup]) -> None:
+    """Put the mean over ``replicas`` into ``tensor``. Collective: these."""
     for group in replicas:
         dist.all_reduce(tensor, group=group)
         tensor.div_(dist.get_world_size(group))

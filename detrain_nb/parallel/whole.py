@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
 from .arguments import fails_on_a_part
 from .costs.profiler import require_known
 from .deferred import fill, is_deferred, require_values
+from .later_passes import LaterPasses
 from .microbatches import Loss, Passage
 from .model import Arrangement, ParallelModel, autocast_left
 
@@ -57,6 +59,7 @@ class WholeModel(ParallelModel):
         self.modules = (model,)
         self._called = prepare(self.modules[0], True) if prepare is not None else self.modules[0]
         self.called = (self._called,)
+        self._later: LaterPasses | None = None
         if isinstance(self._called, DistributedDataParallel):
             model.register_forward_pre_hook(_warn_of_call_past_ddp)
         self._note_layout()
@@ -73,7 +76,8 @@ class WholeModel(ParallelModel):
         """Call the model, in a loop of one's own: what this rank gives for its rows, with gradients as in torch.
 
         ``backward()`` of a loss, a mean over rows as a rule, leaves the mean of the gradients of all replicas. Modes,
-        microbatches and weights are the caller's. Collective: all ranks of the model. Raises: SpecError for parameters
+        microbatches and weights are the caller's. Collective: all ranks of the model, which then make the same
+        backward passes. Raises: SpecError for parameters
         whose gradients ``train_step`` alone completes.
         """
         if self._replicated and torch.is_grad_enabled():
@@ -82,12 +86,20 @@ class WholeModel(ParallelModel):
                 "replicas: use train_step, give them one dimension, or take dp_replicate in the place of dp_shard"
             )
         with self.surroundings(), self._in_sync(is_last=True):
-            return self._known(self._called(*args, **kwargs))
+            output = self._known(self._called(*args, **kwargs))
+        if isinstance(self._called, DistributedDataParallel) and torch.is_grad_enabled():
+            self._later = self._later or LaterPasses(list(self.parameters()), self.arrangement.replicas)
+            self._later.follow([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+        return output
 
     def _count_microbatches(self, rows: int) -> int:
         return next(number for number in range(min(self.num_microbatches, rows), 0, -1) if rows % number == 0)
 
     def _send(self, passage: Passage, *, is_training: bool) -> None:
+        with self._later.left_to_ddp() if self._later is not None else contextlib.nullcontext():
+            self._send_parts(passage, is_training=is_training)
+
+    def _send_parts(self, passage: Passage, *, is_training: bool) -> None:
         for index, (args, kwargs) in enumerate(passage.parts):
             with self._in_sync(is_last=index + 1 == len(passage.parts)):
                 with fails_on_a_part(len(passage.parts)):

@@ -150,7 +150,56 @@ def with_penalty(model: Call, x: Tensor) -> None:
     (output.mean() + 10 * (gradient.norm(dim=-1) - 1).square().mean()).backward()
 
 
-LOOPS: dict[str, Callable[[Call, Tensor], None]] = {"penalty": with_penalty}
+def twice_each(model: Call, x: Tensor) -> None:
+    real, fake = model(x), model(0.5 * x)
+    real.square().mean().backward()
+    (fake - 1).square().mean().backward()
+
+
+def twice_from_one(model: Call, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def penalty_apart(model: Call, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    output.mean().backward(retain_graph=True)
+    gradient.square().mean().backward()
+
+
+def siamese(model: Call, x: Tensor) -> None:
+    with torch.no_grad():
+        target = model(x.flip(1))
+    one, other = model(x), model(0.5 * x + 0.1)
+    (one - other - target).square().mean().backward()
+
+
+def accumulated(model: Call, x: Tensor) -> None:
+    model(2 * x)  # which nobody goes back from
+    for part in (x, x.flip(1), 0.5 * x):
+        model(part).square().mean().backward()
+
+
+def attacked(model: Call, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    loss = model(x).square().mean()
+    (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+    model((x + 0.1 * gradient.sign()).detach()).square().mean().backward()
+    loss.backward()
+
+
+LOOPS: dict[str, Callable[[Call, Tensor], None]] = {
+    "penalty": with_penalty,
+    "twice each": twice_each,
+    "twice from one": twice_from_one,
+    "penalty apart": penalty_apart,
+    "siamese": siamese,
+    "accumulated": accumulated,
+    "attacked": attacked,
+}
 
 
 def apart_after_loop(loop: str, axes: dict[str, int], **options: Any) -> float:
@@ -158,8 +207,12 @@ def apart_after_loop(loop: str, axes: dict[str, int], **options: Any) -> float:
     model, whole = made(Critic()), made(Critic())
     laid_out = par.parallelize(model, mesh_of(**axes), example_inputs=draw(2, 6, 16), device="cpu", **options)
     halves = draw(4, 6, 16).chunk(2)
-    LOOPS[loop](laid_out, torch.cat(halves) if "tp" in axes else halves[dist.get_rank()])
-    for part in [torch.cat(halves)] if "tp" in axes else halves:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Grad strides")  # torch's own, of gradients of gradients
+        for _ in range(2):
+            LOOPS[loop](laid_out, torch.cat(halves) if "tp" in axes else halves[dist.get_rank()])
+    for part in 2 * ([torch.cat(halves)] if "tp" in axes else halves):
         LOOPS[loop](whole, part)
     expected = {name: each.grad / (1 if "tp" in axes else 2) for name, each in whole.named_parameters()}
     return max(

@@ -63,3 +63,13 @@ def test_penalty_on_a_gradient_is_differentiated(ranks: Session, options: str) -
     """Through what ranks say to each other in the backward pass too."""
     for apart in ranks.run_cell(f"own_loop_ranks.apart_after_loop('penalty', {options})", timeout_s=60).values.values():
         assert apart < 1e-5
+
+
+@pytest.mark.parametrize(
+    "loop", ["twice each", "twice from one", "penalty apart", "siamese", "accumulated", "attacked"]
+)
+def test_every_backward_pass_is_of_all_replicas(ranks: Session, loop: str) -> None:
+    """DDP itself exchanges gradients in the first that follows a call."""
+    code = f"own_loop_ranks.apart_after_loop({loop!r}, {{'dp_replicate': 2}})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-5
