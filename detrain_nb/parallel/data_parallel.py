@@ -107,8 +107,7 @@ class Sharding:
         for block in blocks:
             if names[id(block)] in self.block_use.written_outside:
                 block.register_forward_hook(_give_no_view)
-        if is_last:  # what a loss does nobody has looked at
-            module.register_forward_hook(_give_no_view)
+        module.register_forward_hook(_give_as_no_view)
         if self.block_use.is_seen:  # so nobody writes into a view
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for parameter in module.parameters():
@@ -277,6 +276,27 @@ def _give_no_view(module: nn.Module, args: Any, output: Any) -> Any:
         return leaf.clone() if is_written else leaf
 
     return tree_map(apart, output)
+
+
+def _give_as_no_view(module: nn.Module, args: Any, output: Any) -> Any:
+    """The same of the model's own outputs, which callers may write into; what was computed is not copied."""
+
+    def give(leaf: Any) -> Any:
+        return _AsNoView.apply(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view() else leaf  # type: ignore[no-untyped-call]
+
+    return tree_map(give, output)
+
+
+class _AsNoView(torch.autograd.Function):
+    """A tensor on the same memory, with the same count of what is written into it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:

@@ -191,6 +191,13 @@ def attacked(model: Call, x: Tensor) -> None:
     loss.backward()
 
 
+def written_into(model: Call, x: Tensor) -> None:
+    output = model(x)
+    output += 1
+    output[:, 0] *= 3
+    output.view(-1).square().mean().backward()
+
+
 LOOPS: dict[str, Callable[[Call, Tensor], None]] = {
     "penalty": with_penalty,
     "twice each": twice_each,
@@ -199,6 +206,7 @@ LOOPS: dict[str, Callable[[Call, Tensor], None]] = {
     "siamese": siamese,
     "accumulated": accumulated,
     "attacked": attacked,
+    "written into": written_into,
 }
 
 

@@ -65,11 +65,20 @@ def test_penalty_on_a_gradient_is_differentiated(ranks: Session, options: str) -
         assert apart < 1e-5
 
 
-@pytest.mark.parametrize(
-    "loop", ["twice each", "twice from one", "penalty apart", "siamese", "accumulated", "attacked"]
-)
+LOOPS = ["twice each", "twice from one", "siamese", "accumulated", "attacked", "written into"]
+
+
+@pytest.mark.parametrize("loop", [*LOOPS, "penalty apart"])
 def test_every_backward_pass_is_of_all_replicas(ranks: Session, loop: str) -> None:
     """DDP itself exchanges gradients in the first that follows a call."""
     code = f"own_loop_ranks.apart_after_loop({loop!r}, {{'dp_replicate': 2}})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-5
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_backward_pass_is_of_all_shards(ranks: Session, loop: str) -> None:
+    """Without a warning, though the model gives a view: FSDP2 has noted on it what to gather."""
+    code = f"own_loop_ranks.apart_after_loop({loop!r}, {{'dp_shard': 2}})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-5
