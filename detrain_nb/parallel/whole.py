@@ -87,10 +87,18 @@ class WholeModel(ParallelModel):
             )
         with self.surroundings(), self._in_sync(is_last=True):
             output = self._known(self._called(*args, **kwargs))
-        if isinstance(self._called, DistributedDataParallel) and torch.is_grad_enabled():
-            self._later = self._later or LaterPasses(list(self.parameters()), self.arrangement.replicas)
-            self._later.follow([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+        if torch.is_grad_enabled():
+            self._follow([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
         return output
+
+    def _follow(self, outputs: list[Tensor]) -> None:
+        """Into the backward passes of a loop of one's own."""
+        if isinstance(self._called, FSDPModule):
+            for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+                node.register_prehook(_require_last_gradients)
+        elif isinstance(self._called, DistributedDataParallel):
+            self._later = self._later or LaterPasses(list(self.parameters()), self.arrangement.replicas)
+            self._later.follow(outputs)
 
     def _count_microbatches(self, rows: int) -> int:
         return next(number for number in range(min(self.num_microbatches, rows), 0, -1) if rows % number == 0)
@@ -148,6 +156,14 @@ def _told_of_ddp() -> Iterator[None]:
             "it: have the model return what a loss computes with its parameters, and compute again what is not kept by "
             "torch.utils.checkpoint with use_reentrant=False"
         ) from exc
+
+
+def _require_last_gradients(gradients: Any) -> None:
+    if torch.is_grad_enabled():
+        raise SpecError(
+            "gradients of gradients were asked for (create_graph=True), for which FSDP2 has not kept what it put "
+            "together of the shards: lay the model out without dp_shard (dp_replicate, tp)"
+        )
 
 
 def _is_on(model: nn.Module, device: torch.device) -> bool:

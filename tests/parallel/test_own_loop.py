@@ -82,3 +82,11 @@ def test_every_backward_pass_is_of_all_shards(ranks: Session, loop: str) -> None
     code = f"own_loop_ranks.apart_after_loop({loop!r}, {{'dp_shard': 2}})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-5
+
+
+def test_penalty_on_a_gradient_is_refused_in_shards(ranks: Session) -> None:
+    with pytest.raises(
+        RankError, match=r"SpecError: gradients of gradients were asked for \(create_graph=True\)"
+    ) as told:
+        ranks.run_cell("own_loop_ranks.apart_after_loop('penalty', {'dp_shard': 2})", timeout_s=60)
+    assert sorted(told.value.errors) == [0, 1]
