@@ -41,6 +41,7 @@ __all__ = [
     "first_float_tensor",
     "modules_around",
     "record",
+    "takes_gradients",
     "tensors_in",
     "without_fused_layers",
 ]
@@ -114,7 +115,12 @@ def record(
         saved_tensors_hooks(recorder.pack, _unpack),
         recorder,
     ):
-        outputs = torch.func.functional_call(model, {**parameters, **buffers}, args, kwargs, tie_weights=False)
+        try:
+            outputs = torch.func.functional_call(model, {**parameters, **buffers}, args, kwargs, tie_weights=False)
+        except RuntimeError as exc:
+            if "yet support saved tensor hooks" not in str(exc):
+                raise
+            raise SpecError(_TAKES_GRADIENTS) from exc  # by torch.func
     recorder.written_parameters.update(  # as an assignment to ``weight.data`` does, which is no operator
         name for name, tensor in parameters.items() if _storage_of(tensor) != storages[name]
     )
@@ -442,6 +448,11 @@ _TELLING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 
 def _unpack(packed: None) -> Tensor:
     raise SpecError(_TAKES_GRADIENTS)
+
+
+def takes_gradients(exc: SpecError, *, by_transform: bool = False) -> bool:
+    """Whether a pass was refused because the model takes gradients in its forward; ``by_transform``: by torch.func."""
+    return _TAKES_GRADIENTS in str(exc) and not (by_transform and exc.__cause__ is None)
 
 
 _TAKES_GRADIENTS = (

@@ -395,9 +395,13 @@ def test_layer_that_takes_rows_for_time_is_named() -> None:
     assert profile(Recurrent(), (torch.ones(3, 5, 4), True)).cut_along_time == ""
 
 
-def test_model_that_takes_gradients_in_its_forward_is_refused() -> None:
+@pytest.mark.parametrize("is_transform", [False, True])
+def test_model_that_takes_gradients_in_its_forward_is_refused(is_transform: bool) -> None:
     class Energy(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
+            if is_transform:
+                found: Tensor = torch.func.grad(lambda given: super(Energy, self).forward(given).sum())(x)
+                return found
             x = x.detach().requires_grad_()
             return torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0]
 
