@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
 from .arguments import require_mesh, require_model, require_names, require_whole
+from .blocks import names_of_blocks
 from .costs.block_use import BlockUse, block_use_unseen
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, shared_inputs
@@ -30,6 +31,7 @@ from .losses import require_apart, require_no_parameters
 from .mesh import AXES, require_there
 from .microbatches import Loss, lists_in
 from .model import Arrangement, ParallelModel, usual_device
+from .recording import takes_gradients
 from .sameness import plan_of_all, require_same_model, require_same_options
 from .stages.boundaries import Boundaries
 from .stages.pipeline import PipelineStages
@@ -225,7 +227,10 @@ def lay_out_all(
 def _block_use(model: nn.Module, example_inputs: ExampleInputs, found: Split | None) -> BlockUse:
     try:
         return (found.profile if found is not None else profile(model, example_inputs)).block_use
-    except SpecError as exc:  # nobody can look into it
+    except SpecError as exc:
+        if takes_gradients(exc):  # FSDP2 would free what these want
+            return BlockUse(chosen=frozenset(names_of_blocks(model)))
+        # nobody can look into it
         return block_use_unseen(model, exc.__cause__)
 
 

@@ -177,6 +177,14 @@ def test_model_of_unusual_parts_is_right(ranks: Session, axis: str, model: str) 
         assert apart < 2e-6
 
 
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
+@pytest.mark.parametrize("way", ["grad", "func"])
+def test_model_that_takes_gradients_in_its_forward_is_right(ranks: Session, axis: str, way: str) -> None:
+    code = f"unusual_ranks.apart_after_steps(lambda: unusual_ranks.Forces({way!r}), {{{axis!r}: 2}})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 2e-6
+
+
 @pytest.mark.parametrize(
     "model",
     ["Held('objects')", "Held('partial')", "Held('cycle')", "Hooked('layer')", "Hooked('weight')", "Hooked('block')"],

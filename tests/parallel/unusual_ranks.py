@@ -417,6 +417,24 @@ def apart_by_microbatches(make: Callable[[], nn.Module], schedule: str) -> float
     return max(float((each.grad - references[name].grad).abs().max()) for name, each in laid_out.named_parameters())
 
 
+class Forces(Layers):
+    """Gives what its energy does with its input too, by a gradient in its forward; ``way``: of taking it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers[1] = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Any:
+        if self.way == "func":
+            return self.head(self.run(x)) + torch.func.grad(lambda given: self.run(given).square().sum())(x)
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.run(x).square().sum(1)
+            (forces,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return self.head(forces), energy.mean()
+
+
 class Slotted:
     __slots__ = ("logits",)
 
