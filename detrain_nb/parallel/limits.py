@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from .costs.profiler import profile_call
 from .kept import State, state_kept
-from .recording import device_of, fails_with_inputs
+from .recording import device_of, fails_with_inputs, takes_gradients
 from .writes import writes_undone
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "require_own_memory",
     "require_read_as_attributes",
     "require_unasked",
+    "require_untransformed",
     "require_unwritten",
 ]
 
@@ -101,11 +102,15 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """Parameters, by name: written by a forward, read past their modules, and those whose ``_version`` it reads."""
+    """Parameters, by name: written by a forward, read past their modules, and those whose ``_version`` it reads.
+
+    ``is_transformed``: it takes gradients by torch.func.
+    """
 
     written: frozenset[str] = frozenset()
     read_past: frozenset[str] = frozenset()
     versions_asked: frozenset[str] = frozenset()
+    is_transformed: bool = False
 
 
 def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> ParameterUse:
@@ -120,8 +125,8 @@ def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, 
                 with state_kept(model, device=place) as tensors, writes_undone(tensors):
                     model.eval()
                     profiles.append(profile_call(model, args, kwargs))
-    except (SpecError, NotImplementedError):
-        return ParameterUse()
+    except (SpecError, NotImplementedError) as exc:
+        return ParameterUse(is_transformed=isinstance(exc, SpecError) and takes_gradients(exc, by_transform=True))
     keys = ("written_parameters", "read_past", "versions_asked")
     return ParameterUse(*(frozenset().union(*(getattr(each, key) for each in profiles)) for key in keys))
 
@@ -146,6 +151,15 @@ def require_made_before(made: Collection[str], *, axis: str) -> None:
         raise SpecError(
             f"the model makes {name}{more} in its first forward, which {axis} would not know of: make it with the "
             f"model, or call the model once before; or {_OTHERWISE.format(axis=axis)}"
+        )
+
+
+def require_untransformed(use: ParameterUse) -> None:
+    """Raises: SpecError for a forward under a transform of torch.func, which parameters in parts cannot take."""
+    if use.is_transformed:
+        raise SpecError(
+            "the model's forward takes gradients by torch.func, which cannot look into the parameters that tp lays "
+            f"out: take them by torch.autograd.grad, or {_OTHERWISE.format(axis='tp')}"
         )
 
 

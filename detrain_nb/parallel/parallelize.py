@@ -25,6 +25,7 @@ from .limits import (
     require_own_memory,
     require_read_as_attributes,
     require_unasked,
+    require_untransformed,
     require_unwritten,
 )
 from .losses import require_apart, require_no_parameters
@@ -146,6 +147,8 @@ def parallelize(
         found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(sizes["pp"]))
     if sharding.kind == "fsdp" or isinstance(tp, TensorPlan):  # "auto" leaves whole what is written into
         use = find_parameter_use(model, as_call(example_inputs))
+        if plan is not None:
+            require_untransformed(use)
         require_unwritten(use.written, model, axis="tp", cut=plan.layouts if plan is not None else ())
         axis = "tp" if plan is not None else "dp_shard"
         require_read_as_attributes(use.read_past, axis=axis)

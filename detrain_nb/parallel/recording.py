@@ -457,7 +457,7 @@ def takes_gradients(exc: SpecError, *, by_transform: bool = False) -> bool:
 
 _TAKES_GRADIENTS = (
     "the model takes gradients in its own forward (torch.autograd.grad, torch.func.grad), which a pass without a "
-    "backward one cannot follow: keep it whole (dp_replicate), without pp and tp"
+    "backward one cannot follow: lay it out without pp and tp (dp_replicate, dp_shard)"
 )
 
 

@@ -185,6 +185,17 @@ def test_model_that_takes_gradients_in_its_forward_is_right(ranks: Session, axis
         assert apart < 2e-6
 
 
+def test_model_that_takes_gradients_by_a_transform_is_refused_in_parts(ranks: Session) -> None:
+    """It would look into DTensors; what torch.autograd.grad takes is right there."""
+    code = "unusual_ranks.lay_out(unusual_ranks.Forces('func'), {'tp': 2})"
+    require_refusal(ranks, code, r"takes gradients by torch\.func, which cannot look into the parameters that tp lays")
+    code = "unusual_ranks.apart_after_steps(unusual_ranks.Mapped, {'tp': 2})"
+    require_refusal(ranks, code, r"calls its layers under a transform of torch\.func \(vmap, grad\), which cannot look")
+    code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Forces('grad'), {'tp': 2})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 2e-6
+
+
 @pytest.mark.parametrize(
     "model",
     ["Held('objects')", "Held('partial')", "Held('cycle')", "Hooked('layer')", "Hooked('weight')", "Hooked('block')"],

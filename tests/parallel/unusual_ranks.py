@@ -435,6 +435,13 @@ class Forces(Layers):
         return self.head(forces), energy.mean()
 
 
+class Mapped(Layers):
+    """Calls its head for each row."""
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.vmap(self.head)(self.run(x))
+
+
 class Slotted:
     __slots__ = ("logits",)
 

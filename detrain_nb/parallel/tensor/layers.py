@@ -53,6 +53,12 @@ class Region:
             try:
                 yield
             except RuntimeError as exc:
+                if "autograd.Function with functorch transforms" in str(exc):
+                    raise SpecError(
+                        "the model's code calls its layers under a transform of torch.func (vmap, grad), which cannot "
+                        "look into the parameters that tp lays out: keep the model whole (dp_replicate in the place of "
+                        "tp), or call them without"
+                    ) from exc
                 if "mixed torch.Tensor and DTensor" not in str(exc):
                     raise
                 raise SpecError(

@@ -18,7 +18,7 @@ from ..arguments import require_model, require_whole
 from ..blocks import looks_of, pattern_of
 from ..costs.profiler import ExampleInputs, as_call
 from ..kept import State
-from ..limits import find_parameter_use, require_read_as_attributes, require_unasked
+from ..limits import find_parameter_use, require_read_as_attributes, require_unasked, require_untransformed
 from ..module_copies import ghost_of, replace_tensors
 from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
 from ..writes import has_own_memory, values_kept
@@ -121,6 +121,7 @@ class _Planner:
         self._names = dict(model.named_modules())
         self.plan = TensorPlan(tp, known_modules(model))
         use = find_parameter_use(model, self._call)
+        require_untransformed(use)
         require_read_as_attributes(use.read_past, axis="tp")
         require_unasked(use.versions_asked, axis="tp")
         self._written = self._modules_with(use.written)
