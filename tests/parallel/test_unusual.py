@@ -211,6 +211,13 @@ def test_code_that_mixes_parameters_in_parts_with_others_is_told(ranks: Session)
     require_refusal(ranks, code, r"parameters\(\), say, where each is a DTensor: read self\.weight, or return")
 
 
+def test_parameter_that_is_made_of_parts_and_of_others_is_told(ranks: Session) -> None:
+    code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Functional(is_scaled=True), {'tp': 2})"
+    require_refusal(
+        ranks, code, r"makes a parameter, as for functional_call, of what parameters\(\) or named_parameters"
+    )
+
+
 @pytest.mark.parametrize("axis", ["pp", "dp_shard", "dp_replicate"])
 @pytest.mark.parametrize("kind", ["slots", "namespace"])
 def test_output_in_which_nobody_finds_tensors_is_refused(ranks: Session, axis: str, kind: str) -> None:

@@ -249,10 +249,15 @@ class Penalized(Layers):
 
 
 class Functional(Layers):
-    """Calls its head with what it makes of the head's parameters."""
+    """Calls its head with what it makes of the head's parameters; ``is_scaled``: and of another one."""
+
+    def __init__(self, is_scaled: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4)) if is_scaled else None
 
     def forward(self, x: Tensor) -> Any:
-        scaled = {name: each / (1 + each.norm()) for name, each in self.head.named_parameters()}
+        scale = 1 if self.scale is None else self.scale.mean()
+        scaled = {name: each * scale / (1 + each.norm()) for name, each in self.head.named_parameters()}
         return torch.func.functional_call(self.head, scaled, (self.run(x),))
 
 

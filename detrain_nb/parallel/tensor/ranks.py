@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...errors import SpecError
 from ..mesh import can_send_from
 from .plan import Packed
 
@@ -75,6 +76,7 @@ class MeshRanks:
         if not isinstance(parameter, DTensor):
             return None
         if not isinstance(parameter, nn.Parameter) and parameter.device_mesh == self.mesh:  # made of parameters
+            _require_made_of_parameters(parameter)
             parameter = parameter.redistribute(placements=[Replicate() if dim is None else Shard(dim)])
         if parameter.device_mesh != self.mesh and not all(each.is_replicate() for each in parameter.placements):
             return None  # as it lies in the shards of FSDP2, say
@@ -87,6 +89,23 @@ class MeshRanks:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshRanks:
         return self
+
+
+def _require_made_of_parameters(made: DTensor) -> None:
+    """Raises: SpecError where a plain tensor, without dimensions, went into it: it would get the gradient of a DTensor."""
+    found, waiting = set[Any](), [made.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        if node.name() == "_ToTorchTensorBackward":
+            raise SpecError(
+                "the model's code makes a parameter, as for functional_call, of what parameters() or "
+                "named_parameters() give, which are DTensors under tp, and of one that it has read as an attribute of "
+                "its module: read all of these in one way, or keep the model whole (dp_replicate in the place of tp)"
+            )
+        found.add(node)
+        waiting += [each for each, _ in node.next_functions]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
