@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from ..errors import DetrainError, SpecError
 
@@ -19,7 +20,7 @@ __all__ = ["fails_on_a_part", "require_mesh", "require_model", "require_names", 
 
 
 def require_model(model: Any) -> None:
-    """Raises: SpecError for what is no nn.Module, or has TorchScript in it."""
+    """Raises: SpecError for what is no nn.Module, has TorchScript in it, or parameters without a shape."""
     if inspect.isclass(model):
         raise SpecError(f"the model is the class {model.__name__}: make one, as {model.__name__}(...)")
     if not isinstance(model, nn.Module):
@@ -30,6 +31,8 @@ def require_model(model: Any) -> None:
                 f"{name or 'the model'} is TorchScript, which has no hooks to cut it at: "
                 "give the module that it was made from"
             )
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        raise SpecError("the model has lazy parameters, without a shape: call it once, with inputs of the right shape")
 
 
 def require_mesh(mesh: Any) -> None:

@@ -807,6 +807,11 @@ def test_plan_that_cannot_be_is_told(options: dict[str, Any], message: str) -> N
         tp_plan(Llama(layers=1), tokens(), **options)
 
 
+def test_parameters_without_a_shape_are_told() -> None:
+    with pytest.raises(SpecError, match="the model has lazy parameters, without a shape: call it once"):
+        tp_plan(nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 8)), draw(2, 8))
+
+
 def test_loss_parallel_needs_a_head() -> None:
     with pytest.raises(SpecError, match="gives the output of one linear layer, its head: 0 were found"):
         tp_plan(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)), draw(2, 8), loss_parallel=True)

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from ...errors import SpecError
@@ -325,8 +324,6 @@ def _slots_of(value: Any) -> list[str]:
 def _require_hooks(model: nn.Module) -> None:
     if isinstance(model, torch._dynamo.OptimizedModule):
         raise SpecError("the model is compiled: split the one that was given to torch.compile, and compile its stages")
-    if any(is_lazy(parameter) for parameter in model.parameters()):
-        raise SpecError("the model has lazy parameters, without a shape: call it once, with inputs of the right shape")
 
 
 def _require_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], exc: Exception) -> None:
