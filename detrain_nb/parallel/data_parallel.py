@@ -5,6 +5,7 @@ What is done to a block, in this order: its activations are kept or computed aga
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections import Counter
@@ -28,6 +29,7 @@ from .blocks import StandIn, blocks_of
 from .costs.block_use import BlockUse
 from .mesh import replica_number
 from .replicated import replicate_scalars
+from .second_runs import SecondRuns
 from .stages.schedules import Schedule
 
 __all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "resolve_sharding"]
@@ -76,9 +78,12 @@ class Sharding:
         Collective: all ranks of the mesh.
         """
         blocks = list(blocks_of(module))
+        names = {id(block): name for name, block in module.named_modules()}
+        told: set[str] = set()
         for block in blocks:
             if self.activations != "none":
-                _compute_again(block, is_all=self.activations == "full")
+                second_runs = SecondRuns(block, names[id(block)], told=told, is_sharded=self.kind == "fsdp")
+                _compute_again(block, second_runs, is_all=self.activations == "full")
             if self.is_compiled:
                 block.compile()
         if self.kind == "ddp":
@@ -329,20 +334,44 @@ def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> Itera
 # ---- activations
 
 
-def _compute_again(block: nn.Module, *, is_all: bool) -> None:
+def _compute_again(block: nn.Module, second_runs: SecondRuns, *, is_all: bool) -> None:
     """Let a block's forward run again in the backward pass; its names, hooks and class stay as they are."""
     forward: Callable[..., Any] = block.forward
-    contexts: dict[str, Any] = (
-        {} if is_all else {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
-    )
+    selective = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        own = second_runs.contexts()
+        if is_all:
+            return own
+        first, second = selective()
+        return _Both(own[0], first), _Both(own[1], second)
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        if torch.compiler.is_compiling():  # what is written is none of what is computed again there
+            of_policy: dict[str, Any] = {} if is_all else {"context_fn": selective}
+            return checkpoint(forward, *args, use_reentrant=False, **of_policy, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     block.forward = checkpointed
+
+
+class _Both(contextlib.AbstractContextManager[None]):
+    """One context in another, each time that it is entered."""
+
+    def __init__(self, *contexts: contextlib.AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.__exit__(*exc_info)
 
 
 # What costs more to compute than to keep.

@@ -9,10 +9,12 @@ from typing import Any
 
 import mixed_ranks
 import torch
+import torch.nn.functional as F
 from meshes import mesh_of
 from models import GPT
 from on_ranks import TokenLoss, made, tokens
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,6 +61,68 @@ def step(axes: dict[str, int], activations: str) -> dict[str, int]:
     with watch:
         model.train_step(tokens(8, 1), tokens(8, 2))
     return {"products": watch.ops["addmm"], "gelu": watch.ops["gelu"], "bytes": watch.kept_bytes}
+
+
+class Writing(nn.Module):
+    """Each of its blocks keeps statistics, counts and a list of what it has seen, and computes with them."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("average", torch.zeros(8))
+            self.steps, self.seen = 0, list[int]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.count += 1
+                self.average = self.average.lerp(x.detach().mean(0), 0.5)
+                self.steps += 1
+                self.seen.append(self.steps)
+            scaled = x * self.count.clone() / (1 + len(self.seen)) * (1 + 0.1 * self.steps)
+            result: Tensor = x + self.down(self.norm(self.up(scaled - self.average)).tanh())
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def write(axes: dict[str, int], activations: str) -> float:
+    """How far parameters, buffers and counts are from those of the whole model, after two steps of each."""
+    model, whole = made(Writing()), made(Writing())
+    count, data = 2 if "pp" in axes else 1, torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    laid_out = par.parallelize(
+        model, mesh_of(**axes), example_inputs=data[:4], loss=F.mse_loss, activations=activations,
+        num_microbatches=count, schedule="GPipe", device="cpu",
+    )  # fmt: skip
+    optimizers = [torch.optim.SGD(list(each.parameters()), lr=0.1) for each in (laid_out, whole)]
+    for _ in range(2):
+        laid_out.train_step(data, -data)
+        parts = data.chunk(count)
+        for part in parts:
+            (F.mse_loss(whole(part), -part) / count).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {name: each for module in laid_out.modules for name, each in module.state_dict().items()}
+    expected = whole.state_dict()
+    apart = [float((full(each) - expected[name]).abs().max()) for name, each in found.items()]
+    for module in laid_out.modules:
+        for name, part in module.named_modules():
+            if isinstance(part, Writing.Block) and next(part.parameters(), None) is not None:
+                apart.append(abs(part.steps - whole.get_submodule(name).steps))
+    return max(apart)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def compile_blocks(axes: dict[str, int], *, compile: bool) -> tuple[dict[str, float], int, int]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from detrain_nb import Session
+from detrain_nb.parallel.data_parallel import Sharding
 
 from .test_parallelize import CLOSE
 
@@ -44,6 +49,89 @@ def test_what_is_computed_again_is_not_kept(session: Session, axes: dict[str, in
     last = max(none, key=lambda rank: none[rank]["bytes"])  # only there is a loss to look at
     kept = [found[last]["bytes"] for found in (none, selective, full)]
     assert kept[0] > 1.1 * kept[1] and kept[1] > 2 * kept[2] > 0
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, {"pp": 2}], ids=str)
+def test_what_a_forward_writes_is_written_once(session: Session, axes: dict[str, int]) -> None:
+    """All ranks have the same batch: replicas have the mean of it too."""
+    for activations in ("selective", "full"):
+        found = session.run_cell(f"recomputing_ranks.write({axes}, {activations!r})", timeout_s=30).values
+        assert all(apart < 1e-5 for apart in found.values()), (activations, found)
+
+
+class Recording(nn.Module):
+    """``way``: of keeping something of each run."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.linear, self.average = nn.Linear(4, 4), nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.register_buffer("table", torch.zeros(4, 4))
+        self.calls = 0
+        self.kept: dict[str, int] = {}
+        self.recent = deque[float]([0.0], maxlen=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "parameter":
+            with torch.no_grad():
+                self.average.lerp_(x.mean(0), 0.5)
+        elif self.way == "new attribute":
+            self.last = getattr(self, "last", 0) + 1
+            x = x * self.last
+        elif self.way == "dict":
+            self.kept["calls"] = self.kept.get("calls", 0) + 1
+            x = x * self.kept["calls"]
+        elif self.way == "deque":
+            self.recent.append(1 + self.recent[-1])
+            x = x * self.recent[-1]
+        elif self.way == "data":
+            self.table.data.add_(1)
+            x = x * self.table.sum().detach()
+        elif self.way == "later":
+            self.calls += 1
+            if self.calls > 1:
+                self.table += 1
+        elif self.way == "views":
+            self.table[self.calls] = x.detach().mean(0)
+            x = x + self.table[: self.calls + 1].sum(0)
+            self.calls += 1
+        result: Tensor = self.linear(x).tanh()
+        return result
+
+
+def run_twice(way: str, *, activations: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(Recording(way), Recording(way))
+    model = nn.Sequential(blocks)
+    called = Sharding("none", activations=activations).apply(model, is_last=True)
+    outputs = [called(torch.full((2, 4), 0.1 * number)) for number in (1, 2)]
+    for output in reversed(outputs):
+        output.sum().backward()
+    kept = [(part.calls, dict(part.kept), list(part.recent), getattr(part, "last", 0)) for part in blocks]
+    gradients = [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]
+    return {"state": [each.tolist() for each in model.state_dict().values()], "kept": kept, "gradients": gradients}
+
+
+@pytest.mark.parametrize("way", ["new attribute", "dict", "deque", "data", "views"])
+@pytest.mark.parametrize("activations", ["selective", "full"])
+def test_second_run_begins_as_the_first_and_leaves_nothing(way: str, activations: str) -> None:
+    """Two microbatches: the second forward runs before the first one does again."""
+    assert run_twice(way, activations=activations) == run_twice(way, activations="none")
+
+
+@pytest.mark.parametrize(
+    "way, message",
+    [
+        (
+            "parameter",
+            "the parameter average is written by each forward of 0.0, which runs twice where activations are",
+        ),
+        ("later", "table is written by this forward, and was not by the first one of 0.0, which runs twice"),
+    ],
+)
+def test_what_a_second_run_writes_again_is_told(way: str, message: str) -> None:
+    with pytest.warns(UserWarning, match=message):
+        run_twice(way, activations="full")
 
 
 @pytest.mark.slow
