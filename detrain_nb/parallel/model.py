@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..errors import SpecError
 from .costs.profiler import ExampleInputs, as_call
+from .kinds import KnownKinds
 from .microbatches import Loss, Objective, Passage, cut_batch, cut_call, require_rows_in_tensors, rows_of
 from .replicated import averaged, replicated_in
 from .running import RunningBuffers
@@ -58,6 +59,7 @@ class ParallelModel(abc.ABC):
     num_microbatches: int
     tied_names: Sequence[Sequence[str]] = ()  # of one parameter, in the whole model
     list_lengths: Mapping[str, int] | None = None  # of those in the example
+    known_kinds: KnownKinds | None = None  # of arguments, under a tensor plan
     called_with: frozenset[str] | None = None  # the keywords of the example that it was laid out with, if there was one
 
     def __init__(
@@ -239,6 +241,7 @@ class ParallelModel(abc.ABC):
     def _run(self, batch: ExampleInputs, target: Any, *, is_training: bool, has_loss: bool = True) -> Passage:
         self._set_mode(is_training=is_training)
         args, kwargs = as_call(batch)
+        self._look_at_kinds(args, kwargs)
         rows = rows_of((args, kwargs))
         count = self._count_microbatches(self.objective.common_rows(rows)) if self.num_microbatches > 1 else 1
         if count > 1:
@@ -257,6 +260,10 @@ class ParallelModel(abc.ABC):
             if not is_training:
                 self._reshard()
         return passage
+
+    def _look_at_kinds(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self.known_kinds is not None and self.is_main:
+            self.known_kinds.warn_of_others(args, kwargs)
 
     def _reshard(self) -> None:
         """After a pass without a backward one: parameters are shards again, which is what an optimizer takes."""

@@ -19,6 +19,7 @@ from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, as_call, profile, shared_inputs
 from .data_parallel import Sharding, resolve_sharding
 from .deferred import fill, is_deferred, require_values, stand_in
+from .kinds import KnownKinds
 from .limits import (
     find_parameter_use,
     require_fit,
@@ -223,6 +224,7 @@ def lay_out_all(
         inputs = shared_inputs(example_inputs)
         laid_out = WholeModel(model, num_microbatches=num_microbatches or 1, shared_inputs=inputs, **common)
     laid_out.list_lengths = {place: len(found) for place, found in lists_in(as_call(example_inputs))}
+    laid_out.known_kinds = KnownKinds(model, *as_call(example_inputs)) if plan is not None else None
     laid_out.called_with = frozenset(as_call(example_inputs)[1])
     return laid_out
 

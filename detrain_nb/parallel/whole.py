@@ -85,6 +85,7 @@ class WholeModel(ParallelModel):
                 "the model has parameters without a dimension, whose gradients train_step alone averages over the "
                 "replicas: use train_step, give them one dimension, or take dp_replicate in the place of dp_shard"
             )
+        self._look_at_kinds(args, kwargs)
         with self.surroundings(), self._in_sync(is_last=True):
             output = self._known(self._called(*args, **kwargs))
         if torch.is_grad_enabled():

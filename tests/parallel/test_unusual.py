@@ -148,6 +148,18 @@ def test_block_that_writes_into_its_argument_is_not_sharded(ranks: Session) -> N
             assert apart < 1e-6, axis
 
 
+def test_batch_of_another_kind_than_the_example_is_told_under_tp(ranks: Session) -> None:
+    """Once of each kind, on the first rank: its code may take a path that was not proved."""
+    had = "the tensor plan was proved with"
+    what = "make the plan with example inputs of that kind, or compare with the whole model"
+    found = ranks.run_cell("unusual_ranks.warnings_of_kinds()", timeout_s=60).values
+    assert found[1] == [] and found[0] == [
+        f"{had} way='plain', and this batch has way='other': {what}",
+        f"{had} weight=None, and this batch has weight=a tensor: {what}",
+        f"{had} way='plain', and this batch has way='third': {what}",
+    ]
+
+
 def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:
     message = "the tensor plan on rank 1 differs: there it has 0: whole, on rank 0 0: colwise; give all ranks"
     require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)

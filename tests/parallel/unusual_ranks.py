@@ -585,3 +585,24 @@ def train_with_loss(way: str, axes: dict[str, int]) -> None:
         model.aside = nn.Linear(8, 8)
     made(model)
     lay_out(model, axes, loss=OfTheModel.made(way, model)).train_step(draw(4, 8), draw(4, 8, seed=2))
+
+
+class Optional(Layers):
+    """Takes a weight, or none, and a way, beside what its layers compute with."""
+
+    def forward(self, x: Tensor, weight: Tensor | None = None, way: str = "plain", *, scale: float = 1.0) -> Any:
+        return super().forward(x if weight is None else x * weight) * scale
+
+
+def warnings_of_kinds() -> list[str]:
+    """What is told of batches of other kinds than the example's."""
+    x, y = draw(4, 8), draw(4, 8, seed=2)
+    laid_out = lay_out(made(Optional()), {"tp": 2}, example_inputs={"x": draw(2, 8), "way": "plain"})
+    batches: list[Any] = [x, (x, None), {"x": x, "way": "other", "scale": 0.5}, (x, x), {"x": x, "weight": x}]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches:
+            laid_out.train_step(batch, y)
+        laid_out.predict({"x": x, "way": "other"})
+        laid_out(x, way="third")
+    return [str(each.message) for each in caught if "tensor plan" in str(each.message)]
