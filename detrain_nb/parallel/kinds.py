@@ -1,4 +1,4 @@
-"""What kinds of arguments a model is called with: by them its code may take another path than it took for the example."""
+"""What kinds of arguments a model is called with: its code may take another path by them than for the example."""
 
 from __future__ import annotations
 

@@ -128,7 +128,8 @@ def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, 
     except (SpecError, NotImplementedError) as exc:
         return ParameterUse(is_transformed=isinstance(exc, SpecError) and takes_gradients(exc, by_transform=True))
     keys = ("written_parameters", "read_past", "versions_asked")
-    return ParameterUse(*(frozenset().union(*(getattr(each, key) for each in profiles)) for key in keys))
+    written, read_past, asked = (frozenset().union(*(getattr(each, key) for each in profiles)) for key in keys)
+    return ParameterUse(written, read_past, asked)
 
 
 def require_read_as_attributes(read_past: Collection[str], *, axis: str, kind: str = "parameter") -> None:

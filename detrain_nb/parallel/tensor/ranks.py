@@ -92,7 +92,7 @@ class MeshRanks:
 
 
 def _require_made_of_parameters(made: DTensor) -> None:
-    """Raises: SpecError where a plain tensor, without dimensions, went into it: it would get the gradient of a DTensor."""
+    """Raises: SpecError where a plain tensor, without dimensions, went into it: its gradient would be a DTensor."""
     found, waiting = set[Any](), [made.grad_fn]
     while waiting:
         node = waiting.pop()
