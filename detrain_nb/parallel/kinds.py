@@ -1,4 +1,4 @@
-"""What kinds of arguments a model is called with: its code may take another path by them than for the example."""
+"""What kinds of arguments a model is called with: with others than the example's its code may take another path."""
 
 from __future__ import annotations
 

@@ -807,6 +807,60 @@ def test_plan_that_cannot_be_is_told(options: dict[str, Any], message: str) -> N
         tp_plan(Llama(layers=1), tokens(), **options)
 
 
+class Weighing(nn.Module):
+    """Looks across its hidden features, by a factor which is 0 at first; ``way``: where it is."""
+
+    class Block(nn.Module):
+        def __init__(self, way: str) -> None:
+            super().__init__()
+            self.up, self.down, self.way = nn.Linear(8, 16), nn.Linear(16, 8), way
+            self.register_buffer("warm", torch.zeros(()))
+
+        def forward(self, x: Tensor, factor: Any) -> Tensor:
+            if self.way in ("written", "replaced"):
+                factor = self.warm.clone()
+                if self.training and self.way == "written":
+                    self.warm.add_(0.5)
+                elif self.training:
+                    self.warm = self.warm + 0.5
+            hidden = self.up(x).tanh()
+            if self.way != "harmless":
+                hidden = hidden - factor * hidden.mean(-1, keepdim=True)
+            elif factor > 0.3:
+                raise ValueError(f"{factor} is too much")
+            result: Tensor = x + self.down(hidden)
+            return result
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(way) for _ in range(2))
+
+    def forward(self, x: Tensor, factor: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, factor)
+        return x
+
+
+@pytest.mark.parametrize(
+    "way, factor, message",
+    [
+        ("number", 0.0, "with other numbers than 0, which it is given"),
+        ("number", torch.zeros(()), "with other numbers than 0, which it is given"),
+        ("written", 0, "with other values of warm, which it writes"),
+        ("replaced", 0, "with other values of warm, which it writes"),
+    ],
+)
+def test_what_a_zero_hides_is_not_proved(way: str, factor: Any, message: str) -> None:
+    model = made(Weighing(way))
+    plan = tp_plan(model, (draw(2, 8), factor))
+    assert not plan.roles and all(message in plan.reasons[f"layers.{n}.up"] for n in range(2)), plan.reasons
+    assert all(part.warm == 0 for part in model.layers)  # type: ignore[union-attr]
+
+
+def test_number_for_which_the_model_has_no_other_is_no_fault() -> None:
+    assert len(tp_plan(made(Weighing("harmless")), (draw(2, 8), 0.0)).pairs) == 2
+
+
 def test_parameters_without_a_shape_are_told() -> None:
     with pytest.raises(SpecError, match="the model has lazy parameters, without a shape: call it once"):
         tp_plan(nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 8)), draw(2, 8))

@@ -24,6 +24,7 @@ from ..recording import without_fused_layers
 from ..writes import values_kept
 from .copies import copied, copied_or_shared
 from .layout import lay_out
+from .other_numbers import fill_buffers, other_numbers, small_buffers, written_buffers
 from .plan import Layout, TensorPlan
 from .proof_runs import OTHER_OUTPUT, TOLERANCES, Call, Run
 from .ranks import cut
@@ -60,11 +61,12 @@ class Proof:
     """Of plans for a module, which is left as it is; names in a plan are those in the module.
 
     ``unread``: outputs that nobody reads, by number. What cannot run in float64 is run in float32. Of what is too large
-    to be given values, shapes alone are looked at.
+    to be given values, shapes alone are looked at. With other numbers than those that the module is called with, or
+    counts, it is proved too (see ``other_numbers``); ``is_varied``: this is such a one.
     """
 
-    def __init__(self, module: nn.Module, call: Call, *, unread: Collection[int] = ()) -> None:
-        self._module, self._call, self._unread = module, call, unread
+    def __init__(self, module: nn.Module, call: Call, *, unread: Collection[int] = (), is_varied: bool = False) -> None:
+        self._module, self._call, self._unread, self._is_varied = module, call, unread, is_varied
         self._state: State | None = None
         self._whole: nn.Module | None = None
         self._references: list[Run] = []
@@ -86,7 +88,55 @@ class Proof:
     def _find_fault(self, plan: TensorPlan) -> str | None:
         self._run_whole()
         faults = (self._find_fault_in_mode(plan, reference) for reference in self._references)
-        return self._fault or next((fault for fault in faults if fault is not None), None)
+        found = self._fault or next((fault for fault in faults if fault is not None), None)
+        return found or next(self._faults_with_other_numbers(plan), None)
+
+    def _faults_with_other_numbers(self, plan: TensorPlan) -> Iterator[str]:
+        for what, other in self._with_other_numbers:
+            fault = other.find_fault(plan)
+            if fault is not None and fault != _DRAWS and other.is_finite:
+                yield f"{fault} with {what}"
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the whole module ran, and all that it gives are numbers."""
+        outputs = [output for reference in self._references for output in reference.outputs]
+        return bool(outputs) and all(bool(output.isfinite().all()) for output in outputs)
+
+    @functools.cached_property
+    def _with_other_numbers(self) -> list[tuple[str, Proof]]:
+        """Proofs for other numbers in the call, and in buffers; a factor of zero hides what it is a factor of."""
+        if self._is_varied or not self._references:
+            return []
+        found = []
+        call, replaced = other_numbers(self._call)
+        if replaced:
+            found.append(
+                (f"other numbers than {_listed(replaced)}, which it is given", self._varied(self._module, call))
+            )
+        names = [] if is_on_meta(self._module) else self._counts()
+        if names:
+            module = copied(self._module)
+            fill_buffers(module, names)
+            found.append((f"other values of {_listed(names)}, which it writes", self._varied(module, self._call)))
+        return found
+
+    def _varied(self, module: nn.Module, call: Call) -> Proof:
+        return Proof(module, call, unread=self._unread, is_varied=True)
+
+    def _counts(self) -> list[str]:
+        """The small buffers that the module writes, as it is and evaluating."""
+        whole, names = self._whole, small_buffers(self._module)
+        assert whole is not None
+        if not names:
+            return []
+        found: set[str] = set()
+        modes = [part.training for part in self._module.modules()]
+        for each in (modes, [False] * len(modes)) if any(modes) else (modes,):
+            _set_modes(whole, each)
+            with state_kept(whole), contextlib.suppress(Exception):  # the user's code: it trains in another way
+                found |= written_buffers(whole, names, self._references[0])
+        return [name for name in names if name in found]
 
     def _find_fault_in_mode(self, plan: TensorPlan, reference: Run) -> str | None:
         whole = self._whole
@@ -121,6 +171,10 @@ class Proof:
                 self._references = [reference, *_reference_in_modes(self._whole, modes, reference)]
         if self._references:
             self._whole.to(self._references[0].dtype)  # it was put back in that in which it was tried first
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _reference(whole: nn.Module, call: Call, unread: Collection[int]) -> tuple[Run | None, str]:
