@@ -167,14 +167,21 @@ class _Forgetful(FakeTensorConverter):
 
 
 class _OfOneBatch(Boundaries):
+    """Those of the profile, or, where autocast chooses what layers give, of a run with it."""
+
     def __init__(self, found: Split, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
+        self._found, self._dtype = found, dtype
         by_cut = {unit.cut: unit for unit in found.profile.units}
         self._known = [self._on_meta(by_cut[cut].input_shape, by_cut[cut].input_dtype) for cut in found.cuts]
+        self._autocast: list[Tensor] | None = None
         self.rewrites_parameters = found.profile.rewrites_parameters
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:
-        return self._known
+        if not torch.is_autocast_enabled("cpu"):
+            return self._known
+        if self._autocast is None:
+            self._autocast = Boundaries(self._found, self._dtype).find(args, kwargs, is_training=is_training)
+        return self._autocast
 
 
 def _noted_loss(loss: Callable[..., Tensor] | None, storages: Storages) -> Callable[..., Tensor]:
