@@ -65,7 +65,10 @@ def apart(
 
     ``other_seed``: the ranks but the first have another one. ``family``: of transformers, in the place of `Model`.
     """
-    build: Callable[[], nn.Module] = Model if family is None else functools.partial(make_family, family)
+    layers = 4 if "schedule" in options else 2  # of stages of which a rank has two
+    build: Callable[[], nn.Module] = functools.partial(Model, layers=layers)
+    if family is not None:
+        build = functools.partial(make_family, family)
     mesh = mesh_of(**axes)
     num_replicas, me = place_of(mesh)
     x, y = (tokens(8 * num_replicas, seed).chunk(num_replicas)[me] for seed in (1, 2))
