@@ -149,12 +149,14 @@ def transformers() -> Any:
     return found
 
 
-# "eager" is nobody's default: one decoder has it, the others are left to `make test-thorough`.
+# "eager" is nobody's default: one decoder has it, the others, and a second decoder of one build, are thorough.
 WITH_ATTENTION = [
     pytest.param(
         family,
         attention,
-        marks=pytest.mark.slow if attention == "sdpa" or family == "Llama" else pytest.mark.thorough,
+        marks=pytest.mark.slow
+        if family == "Llama" or (attention == "sdpa" and family != "Qwen3")
+        else pytest.mark.thorough,
     )
     for family in OF_TRANSFORMERS
     for attention in ("eager", "sdpa")
@@ -229,8 +231,9 @@ def session(transformers: Any) -> Iterator[Session]:
         yield started
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["Mixtral", "Bert"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("Mixtral", marks=pytest.mark.thorough), pytest.param("Bert", marks=pytest.mark.slow)]
+)
 def test_models_of_transformers_train_on_ranks_as_the_whole_does(family: str, session: Session) -> None:
     code = f"families.train_on_ranks({family!r}, schedule='1F1B', num_stages=2)"
     first, last = (found for _, found in sorted(session.run_cell(code, timeout_s=50).values.items()))

@@ -17,15 +17,11 @@ ON_FOUR_RANKS = ({"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"dp_shard": 2, "
 # Those much like another family on these axes are left to `make test-thorough`; with tp, test_tensor_parallel has more.
 LIKE_ANOTHER = {
     "pp": ("Qwen3", "Bert", "ViT"),
-    "tp": ("GPT-2", "Qwen3", "Mixtral", "Bert"),
-    "dp_shard": ("U-Net", "GPT-2", "Qwen3", "Bert", "ViT"),
+    "tp": ("ResNet", "GPT-2", "Llama", "Qwen3", "Mixtral", "Bert"),
+    "dp_shard": ("U-Net", "nn.Transformer", "GPT-2", "Qwen3", "Bert", "ViT"),
 }
-# Four ranks take their time: a language model on all axes, others once.
-SLOW_ON_FOUR_RANKS = {
-    "ppxtp": ("GPT tied", "Llama"),
-    "ppxdp_shard": ("ResNet", "Llama"),
-    "dp_shardxtp": ("GPT tied", "Llama"),
-}
+# Four ranks take their time: each pair of axes has another kind of model.
+SLOW_ON_FOUR_RANKS = {"ppxtp": ("Llama",), "ppxdp_shard": ("ResNet",), "dp_shardxtp": ("GPT tied",)}
 CLOSE = 2e-5  # relative, in float32
 IMPORT = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import family_ranks"
 

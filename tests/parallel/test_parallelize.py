@@ -75,7 +75,8 @@ def test_two_ranks(two_ranks: Session, axes: dict[str, int], options: dict[str, 
         ({"dp_shard": 2, "tp": 2}, "1F1B"),
         ({"tp": 4}, "1F1B"),
         ({"pp": 4}, "1F1B"),
-        *[({"pp": 2, "dp_replicate": 2}, schedule) for schedule in ("1F1B", "Interleaved1F1B")],
+        ({"pp": 2, "dp_replicate": 2}, "Interleaved1F1B"),
+        pytest.param({"pp": 2, "dp_replicate": 2}, "1F1B", marks=pytest.mark.thorough),
         *[({"pp": 2, "dp_shard": 2}, schedule) for schedule in ("1F1B", "InterleavedZeroBubble", "DualPipeV")],
         *[({"pp": 2, "tp": 2}, schedule) for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")],
         *[  # each of these schedules stands above on the other axis
@@ -153,7 +154,9 @@ def test_stages_of_parts_train_and_evaluate_like_one_process(four_ranks: Session
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"pp": 2, "tp": 2}, {"dp_shard": 2, "tp": 2}], ids="x".join)
+@pytest.mark.parametrize(
+    "axes", [{"pp": 2, "tp": 2}, pytest.param({"dp_shard": 2, "tp": 2}, marks=pytest.mark.thorough)], ids="x".join
+)
 def test_sequence_and_classes_in_parts_train_and_evaluate_like_one_process(
     four_ranks: Session, axes: dict[str, int], tmp_path: Path
 ) -> None:

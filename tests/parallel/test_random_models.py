@@ -220,7 +220,7 @@ def test_random_model_is_cut_rightly_or_refused(kinds: list[str], data: st.DataO
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=100, suppress_health_check=QUIET)
+@settings(deadline=None, max_examples=50, suppress_health_check=QUIET)
 @given(KINDS, st.data())
 def test_many_random_models_are_cut_rightly_or_refused(kinds: list[str], data: st.DataObject) -> None:
     run(["linear", *kinds, "linear"], data)

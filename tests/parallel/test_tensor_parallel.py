@@ -64,9 +64,18 @@ def test_cut_sequence_trains_like_the_whole_model(session: Session, kind: str) -
     assert "sequence parallel from layers.0 to layers.1" in found["plan"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+# Plans of the model's own and fused, plain and mixed layers, each once: whole sequences of some, parts of others.
+SOONER = {False: ("Llama", "Mixtral", "OPT"), True: ("Llama", "GPT2", "Bert", "OPT")}
+
+
+@pytest.mark.parametrize(
+    "sequence_parallel, family",
+    [
+        pytest.param(in_parts, family, marks=pytest.mark.slow if family in SOONER[in_parts] else pytest.mark.thorough)
+        for in_parts in (False, True)
+        for family in FAMILIES
+    ],
+)
 def test_families_of_transformers_train_like_the_whole(session: Session, family: str, sequence_parallel: bool) -> None:
     pytest.importorskip("transformers")
     if family == "OPT" and sequence_parallel:

@@ -224,7 +224,7 @@ def gpt2(seed: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    sizes = {"vocab_size": 51, "n_positions": 8, "n_embd": 16, "n_layer": 4, "n_head": 4}
+    sizes = {"vocab_size": 51, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 4}
     ends = {"bos_token_id": 1, "eos_token_id": 2}
     return GPT2LMHeadModel(GPT2Config(**sizes, **ends, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
@@ -234,7 +234,7 @@ def phi3(seed: int) -> Any:
     from transformers import Phi3Config, Phi3ForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     lengths = {"max_position_embeddings": 32, "original_max_position_embeddings": 32}
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return Phi3ForCausalLM(Phi3Config(vocab_size=51, **sizes, **lengths, **ends))
