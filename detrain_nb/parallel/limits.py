@@ -135,11 +135,9 @@ def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, 
 def require_read_as_attributes(read_past: Collection[str], *, axis: str, kind: str = "parameter") -> None:
     """Raises: SpecError for a tensor that the code of the model has elsewhere too, where it would stay as it was."""
     if read_past:
-        name, *others = sorted(read_past)
-        more = f" and {len(others)} more" if others else ""
         raise SpecError(
-            f"the model's code reads its {kind} {name}{more} from a list, a function or another object, where "
-            f"{axis} would leave the tensor that it was: read it as an attribute of its module, or "
+            f"the model's code reads its {kind} {_first_of(read_past)} from a list, a function or another object, "
+            f"where {axis} would leave the tensor that it was: read it as an attribute of its module, or "
             f"{_OTHERWISE.format(axis=axis)}"
         )
 
@@ -147,10 +145,8 @@ def require_read_as_attributes(read_past: Collection[str], *, axis: str, kind: s
 def require_made_before(made: Collection[str], *, axis: str) -> None:
     """Raises: SpecError for parameters and buffers that the first forward makes: nobody has laid them out."""
     if made:
-        name, *others = sorted(made)
-        more = f" and {len(others)} more" if others else ""
         raise SpecError(
-            f"the model makes {name}{more} in its first forward, which {axis} would not know of: make it with the "
+            f"the model makes {_first_of(made)} in its first forward, which {axis} would not know of: make it with the "
             f"model, or call the model once before; or {_OTHERWISE.format(axis=axis)}"
         )
 
@@ -170,14 +166,13 @@ def require_unwritten(written: Collection[str], model: nn.Module, *, axis: str, 
     ``cut``: those, by name; under "dp_shard" all that have a dimension.
     """
     named = dict(model.named_parameters())
-    lost = sorted(
+    lost = {
         name for name in written if (named[name].dim() and named[name].numel() if axis == "dp_shard" else name in cut)
-    )
+    }
     if lost:
-        more = f" and {len(lost) - 1} more" if lost[1:] else ""
         raise SpecError(
-            f"the model's forward writes into its parameter {lost[0]}{more}, of which {axis} would lose it: write into "
-            f"parameters after the optimizer's step, or {_OTHERWISE.format(axis=axis)}"
+            f"the model's forward writes into its parameter {_first_of(lost)}, of which {axis} would lose it: write "
+            f"into parameters after the optimizer's step, or {_OTHERWISE.format(axis=axis)}"
         )
 
 
@@ -188,10 +183,14 @@ def require_unasked(versions: Collection[str], *, axis: str) -> None:
     written.
     """
     if versions:
-        name, *others = sorted(versions)
-        more = f" and {len(others)} more" if others else ""
         raise SpecError(
-            f"the model's forward reads _version of its parameter {name}{more}, which stays as it is under {axis} when "
-            "the optimizer writes: what is kept by it would be old; compute it in each pass, or "
+            f"the model's forward reads _version of its parameter {_first_of(versions)}, which stays as it is under "
+            f"{axis} when the optimizer writes: what is kept by it would be old; compute it in each pass, or "
             f"{_OTHERWISE.format(axis=axis)}"
         )
+
+
+def _first_of(names: Collection[str]) -> str:
+    """Of names their first, and how many more there are."""
+    name, *others = sorted(names)
+    return f"{name} and {len(others)} more" if others else name
