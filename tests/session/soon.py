@@ -9,8 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+
+_Look = TypeVar("_Look")
 
 
 def assert_soon(holds: Callable[[], bool], *, limit_s: float = 20.0) -> None:
@@ -35,6 +38,15 @@ def assert_no_session_is_left(folder: Path) -> None:
         assert_soon(is_empty)
     except AssertionError:
         raise AssertionError(f"a session left its folder behind: {left}") from None
+
+
+def each_below(folder: Path, look: Callable[[Path], _Look]) -> list[_Look]:
+    """What ``look`` says of each file and folder; not of what goes meanwhile, as logs of earlier tests may."""
+    found = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(look(path))
+    return found
 
 
 @contextlib.contextmanager

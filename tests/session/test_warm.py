@@ -31,7 +31,7 @@ from detrain_nb.wire import ALIVE_GAP_S, SILENCE_LIMIT_S, Begin, Begun, FrameRea
 from ..node.cgroups import cgroup
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
-from .soon import assert_soon, interrupted
+from .soon import assert_soon, each_below, interrupted
 
 _MOST_TAKEN_BYTES = 8 << 20  # of an agent that says more than it has to, with what the system holds
 
@@ -403,7 +403,7 @@ def test_ranks_have_the_umask_of_the_notebook_at_the_start_and_what_is_ours_stay
         with _start(ranks=1) as session:
             warm = _warm_process(session)
             assert session.run_cell(look).values == {0: 0}
-            assert {path.stat().st_mode & 0o077 for path in runtime_folder.rglob("*")} == {0}
+            assert set(each_below(runtime_folder, lambda path: path.stat().st_mode & 0o077)) == {0}
         os.umask(0o027)
         with _is_cold(warm, ranks=1) as session:
             assert session.run_cell(look).values == {0: 0o027}
