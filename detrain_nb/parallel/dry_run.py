@@ -6,9 +6,11 @@ shorter: what shards gather, what is computed again and what a schedule receives
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -50,6 +52,20 @@ __all__ = ["dry_run"]
 _ADAM_STATES = 2  # tensors of a parameter's size
 
 
+@contextlib.contextmanager
+def _rest_uncollected() -> Iterator[None]:
+    """In here garbage is looked for among what is made in here: with all that there is besides, it takes seconds."""
+    is_ours = not gc.get_freeze_count()
+    if is_ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if is_ours:
+            gc.unfreeze()
+
+
+@_rest_uncollected()
 def dry_run(
     model: nn.Module,
     mesh_sizes: Mapping[str, int],
@@ -161,13 +177,21 @@ class _Layout:
 
     def _try(self, actor: Actor, example_inputs: ExampleInputs) -> tuple[RankMemory, ...]:
         num_ranks = self.sizes.get("pp", 1)
-        tried: dict[int, RankMemory] = {}
+        size = self.world_size // num_ranks
+        parts: dict[int, _Part] = {}
         for places in self._places_alike(num_ranks):
-            for place in (*places[:1], *places[1:][-1:]):
-                tried[place] = self._try_place(place, num_ranks, actor, example_inputs)
-            for place in places[1:-1]:
-                tried[place] = self._between(tried[places[0]], tried[places[-1]], place)
-        return tuple(tried[place] for place in range(num_ranks))
+            for place in places[-2:]:
+                parts[place] = self._try_place(place, size, actor, example_inputs)
+            for place in places[:-2]:
+                parts[place] = self._with_more_kept(place, parts, *places[-2:])
+        return tuple(self._row_of(place, parts[place], size) for place in range(num_ranks))
+
+    def _row_of(self, place: int, part: _Part, size: int) -> RankMemory:
+        stages: tuple[int, ...] = (0,)
+        if self.found is not None:
+            num_ranks, num_stages = self.world_size // size, self.found.num_stages
+            stages = self.order.stages_of_rank(place, num_ranks=num_ranks, num_stages=num_stages)
+        return part.row(tuple(range(place * size, (place + 1) * size)), stages)
 
     def _places_alike(self, num_ranks: int) -> list[list[int]]:
         """Places of which each next one has the same, and under 1F1B one microbatch less on its way; all in order."""
@@ -186,37 +210,20 @@ class _Layout:
             for unit in units
         )
 
-    def _between(self, first: RankMemory, last: RankMemory, place: int) -> RankMemory:
-        """What a place between two others holds: what lies between them grows by the same from each to the next."""
+    def _with_more_kept(self, place: int, parts: Mapping[int, _Part], more: int, less: int) -> _Part:
+        """What a place holds before two that are like it: each microbatch more on its way adds as much."""
         assert self.found is not None
-        profile, bounds = self.found.profile, self.found.bounds
-        (begin,), (end,) = first.stages, last.stages
-        share = (place - begin) / (end - begin)
-        weights, gradients, optimizer, activations, working = (
-            round(a + share * (b - a)) for a, b in zip(first.parts_bytes, last.parts_bytes)
-        )
+        most, least = parts[more].by_phase(), parts[less].by_phase()
+        found = least.plus((less - place) / (less - more), most, least)
+        units, bounds = self.found.profile.units, self.found.bounds
         names, theirs = (
-            [name for unit in profile.units[bounds[stage] : bounds[stage + 1]] for name in unit.parameters]
-            for stage in (place, begin)
+            [name for unit in units[bounds[stage] : bounds[stage + 1]] for name in unit.parameters]
+            for stage in (place, less)
         )
         own_name = dict(zip(theirs, names))
-        size = len(first.ranks)
-        return RankMemory(
-            tuple(range(place * size, (place + 1) * size)),
-            (place,),
-            first.num_parameters,
-            weights,
-            gradients,
-            optimizer,
-            activations,
-            working,
-            first.phase,
-            tuple((own_name.get(name, name), shape) for name, shape in first.largest),
-        )
+        return replace(found, largest=tuple((own_name.get(name, name), shape) for name, shape in found.largest))
 
-    def _try_place(self, place: int, num_ranks: int, actor: Actor, example_inputs: ExampleInputs) -> RankMemory:
-        size = self.world_size // num_ranks
-
+    def _try_place(self, place: int, size: int, actor: Actor, example_inputs: ExampleInputs) -> _Part:
         def play(skip: Callable[[nn.Module], None]) -> _Part:
             with actor.model_kept():
                 return self._play(place, actor, example_inputs, skip)
@@ -224,13 +231,9 @@ class _Layout:
         with fake_ranks(place * size, self.world_size), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch tells ranks is told when they are there
             try:
-                part = _with_left_out(play)
+                return _with_left_out(play)
             except UnlikeBlocks:
-                part = play(lambda module: None)
-        stages: tuple[int, ...] = (0,)
-        if self.found is not None:
-            stages = self.order.stages_of_rank(place, num_ranks=num_ranks, num_stages=self.found.num_stages)
-        return part.row(tuple(range(place * size, (place + 1) * size)), stages)
+                return play(lambda module: None)
 
     @property
     def _all_microbatches(self) -> int | None:
@@ -300,7 +303,15 @@ class _Part:
     peaks: Sequence[Peak]
     largest: tuple[tuple[str, tuple[int, ...]], ...]
 
-    def plus(self, times: int, more: _Part, less: _Part) -> _Part:
+    def by_phase(self) -> _Part:
+        """With the most of all phases of one name in the place of them."""
+        most: dict[str, Peak] = {}
+        for peak in self.peaks:
+            known = most.setdefault(peak.phase, peak)
+            most[peak.phase] = max(known, peak, key=lambda each: each.total_bytes)
+        return replace(self, peaks=list(most.values()))
+
+    def plus(self, times: float, more: _Part, less: _Part) -> _Part:
         """With ``times`` what lies between two others."""
         if [each.phase for each in more.peaks] != [each.phase for each in less.peaks]:
             raise UnlikeBlocks
@@ -320,14 +331,14 @@ class _Part:
 
     def row(self, ranks: tuple[int, ...], stages: tuple[int, ...]) -> RankMemory:
         most = max(self.peaks, key=lambda peak: peak.total_bytes)
-        weights, gradients, activations, working = map(int, most.size_bytes)
+        weights, gradients, activations, working = map(round, most.size_bytes)
         return RankMemory(
             ranks,
             stages,
-            int(self.num_parameters),
+            round(self.num_parameters),
             weights,
             gradients,
-            int(self.optimizer_bytes),
+            round(self.optimizer_bytes),
             activations,
             working,
             most.phase,

@@ -50,7 +50,10 @@ def _held_by(made: nn.Module) -> Iterable[tuple[str, Any]]:
     if isinstance(made, StandIn):
         return
     for key, value in list(vars(made).items()):
-        if key in _HOOKS or not (key in _OF_MODULES or isinstance(value, _PLAIN) or holds_words_alone(value)):
+        if key in _HOOKS:
+            if value:
+                yield key, value
+        elif not (key in _OF_MODULES or isinstance(value, _PLAIN) or holds_words_alone(value)):
             yield key, value
     for slot in slots_of(type(made)):
         yield slot.__name__, contents_of_slot(made, slot)

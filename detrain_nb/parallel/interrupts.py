@@ -13,9 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
-__all__ = ["HeldInterrupts", "OperatorMode"]
+__all__ = ["HeldInterrupts"]
 
 _SOON_S = 0.001
 _CALLED_BY_OPERATORS = {"__torch_dispatch__", "find_torch_dispatch_rule", "pack"}
@@ -84,30 +82,6 @@ class HeldInterrupts:
         is_due, self._is_due = self._is_due, False
         if is_due:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
-class OperatorMode(TorchDispatchMode):
-    """A mode that can be interrupted."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._entered: list[HeldInterrupts] = []
-
-    def __enter__(self) -> Any:
-        with contextlib.ExitStack() as undone:
-            held = undone.enter_context(HeldInterrupts())
-            mode = super().__enter__()  # type: ignore[no-untyped-call]
-            self._entered.append(held)
-            undone.pop_all()
-        held.let_through()
-        return mode
-
-    def __exit__(self, *exc: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            held = self._entered.pop()
-            stack.push(held)
-            held.hold()
-            super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
 
 def _user_of(frame: types.FrameType | None) -> types.FrameType | None:

@@ -24,10 +24,10 @@ from torch.utils._pytree import (
 
 from ..errors import SpecError
 from .costs.profiler import count_rows
-from .interrupts import OperatorMode
 from .kept import random_state_kept
 from .losses import name_of_torchs, require_loss, require_one_number, require_target_of, told
 from .mesh import replica_number
+from .operators import OperatorMode
 from .tensor.apply import loss_on_parts
 
 __all__ = ["Loss", "Objective", "Passage", "cut_batch", "cut_call", "lists_in", "require_rows_in_tensors", "rows_of"]
@@ -186,11 +186,9 @@ class _Collectives(OperatorMode):
 
     are_met = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self.are_met |= "c10d" in func.namespace
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 _ROUGH = (torch.bfloat16, torch.float16)

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..errors import DetrainError, SpecError
 from .compiled import as_written
-from .interrupts import OperatorMode
+from .operators import OperatorMode, leaves_of
 from .writes import written_by
 
 __all__ = [
@@ -344,19 +344,20 @@ class Recorder(OperatorMode):
             return 0
         return self._checkpoints.setdefault(hooks[0], next(self._count))  # not by its id, which the next may have
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def on_question(self, tensor: Tensor) -> None:
+        self.ops.append(Op([self.number(tensor)], [], 0.0, 0, self.inside, is_look=False))
+
+    def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as exc:
-            if any(id(leaf) in self.computed() for leaf in tree_leaves((args, kwargs))):
+            if any(id(leaf) in self.computed() for leaf in leaves_of(args, kwargs)):
                 exc.inside = self.inside  # type: ignore[union-attr]  # for what is told of the blocks there
             raise
-        reads = [self.number(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        makes = [self.number(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        moves = makes and not func.is_view  # else it asks for a device, or gives another view
+        given = leaves_of(args, kwargs)
+        reads = [self.number(leaf) for leaf in given if isinstance(leaf, Tensor)]
+        makes = [self.number(leaf) for leaf in leaves_of((result,)) if isinstance(leaf, Tensor)]
+        moves = makes and not func.is_view  # else it gives another view
         moved_bytes = sum(self.size_bytes[number] for number in {*reads, *makes}) if moves else 0
         is_from_computed = any(self.is_computed[number] for number in reads)
         written = self._written(func, args, kwargs)
@@ -374,7 +375,7 @@ class Recorder(OperatorMode):
         is_look = torch.Tag.data_dependent_output in func.tags and is_from_computed
         flops = _count_flops(func, args, kwargs, result)
         op = Op(reads, makes, flops, moved_bytes, self.inside, is_look, writes=written)
-        plain = (leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor))
+        plain = (leaf for leaf in given if not isinstance(leaf, Tensor))
         op.call = (func, torch.is_grad_enabled(), *plain)
         op.asks = [self.number(leaf) for leaf in _asked_by(func, args, kwargs)]
         op.is_into = func._overloadpacket.__name__ in _INTO_A_COPY
@@ -439,7 +440,7 @@ def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     if func is torch.ops.aten.masked_select.default:
         return [args[1]]
     if func.tags and not _TELLING.isdisjoint(func.tags):
-        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
     return []
 
 

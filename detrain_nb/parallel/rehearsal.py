@@ -28,6 +28,7 @@ from .recording import TensorMemo
 from .stages.boundaries import Boundaries
 from .stages.schedules import Schedule
 from .stages.splitter import Split
+from .stages.stage import StageForward
 from .storages import Peak, Storages
 from .writes import writes_undone
 
@@ -141,6 +142,8 @@ class Actor:
         storages = Storages(are_fake=self._fakes is not None, keeps_sent=keeps_sent)
         for module in laid_out.modules:
             storages.tell((*module.parameters(), *module.buffers()), "weights")
+            if isinstance(module, StageForward):
+                module.be_thrown_away()
         count = laid_out.num_microbatches
         make = lambda leaf: self._copy(leaf) if isinstance(leaf, Tensor) else leaf  # noqa: E731
         parts, targets = ([tree_map(make, tree) for _ in range(count)] for tree in (self._example, self._target))

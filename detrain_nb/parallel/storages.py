@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_iter
 
-from .interrupts import OperatorMode
+from .operators import OperatorMode, leaves_of
 from .sameness import dense_parts
 
 __all__ = ["KINDS", "Peak", "Storages"]
@@ -57,6 +56,7 @@ class Storages(OperatorMode):
         super().__init__()
         self._are_fake, self._keeps_sent = are_fake, keeps_sent
         self._sent: list[Any] = []
+        self._faked: dict[tuple[Any, ...], Tensor] = {}
         self._phases: list[tuple[str, int]] = [("start", 0)]
         self._changes: list[tuple[_Stay, int]] = []  # and how many bytes come, or go
         self._here: dict[int, tuple[weakref.ref[Any], _Stay]] = {}  # by the storage's address
@@ -94,19 +94,17 @@ class Storages(OperatorMode):
             if isinstance(tensor, Tensor):
                 self._note(tensor.to_local() if isinstance(tensor, DTensor) else tensor, kind)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # asked more often than all else
-            return args[0].fake_device
-        kwargs = dict(kwargs or {})
+    def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # their parts come here themselves
         if self._are_fake:
-            given = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-            if given and not any(isinstance(leaf, FakeTensor) for leaf in given):
+            given = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+            fake = next((leaf for leaf in given if isinstance(leaf, FakeTensor)), None)
+            if given and fake is None:
                 with unset_fake_temporarily():
                     return func(*args, **kwargs)
+            if fake is not None and not func._schema.is_mutable:
+                args = [self._as_fake(each, fake.fake_mode) for each in args]
             if func is torch.ops.aten._local_scalar_dense.default and len(self._phases) == 1:
                 return 1  # a schedule asks whether all stages know their shapes
         if self._keeps_sent and func is torch.ops.c10d.send.default:
@@ -115,10 +113,20 @@ class Storages(OperatorMode):
         if not self._are_fake and func is torch.ops.c10d.recv_.default and len(self._phases) == 1:
             for tensor in args[0]:
                 tensor.fill_(1)  # the same question, and no memory that nobody wrote
-        for leaf in tree_iter(result):
+        for leaf in leaves_of((result,)):
             if isinstance(leaf, Tensor):
                 self._note(leaf)
         return result
+
+    def _as_fake(self, value: Any, fakes: FakeTensorMode) -> Any:
+        """One that looks the same in the place of a tensor with values: torch would make one anew for each operator."""
+        if type(value) is not Tensor or value.numel() < 2 or value.layout != torch.strided or value.requires_grad:
+            return value
+        look = value.shape, value.stride(), value.dtype, value.device
+        if look not in self._faked:
+            with fakes:
+                self._faked[look] = torch.empty_strided(look[0], look[1], dtype=look[2], device=look[3])
+        return self._faked[look]
 
     def _note(self, tensor: Tensor, kind: str = "") -> None:
         place = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device

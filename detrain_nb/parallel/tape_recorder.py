@@ -6,7 +6,7 @@ would have gone, and its state before each operator is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import SpecError
-from .interrupts import OperatorMode
+from .operators import OperatorMode
 from .tape import Op, OwnGenerator, Place, Tape
 from .writes import written_by
 
@@ -74,10 +74,7 @@ class TapeRecorder(OperatorMode):
         """Leave on the tape what the values of ``places`` need."""
         self.tape.close(places, {number: int(each.nbytes()) for number, each in enumerate(self._storages)})
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor() gives
             return self._lift(func, *args)
         args, kwargs = tree_map(lambda leaf: self.fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))

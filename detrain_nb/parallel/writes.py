@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .interrupts import OperatorMode
+from .operators import OperatorMode
 
 __all__ = ["has_own_memory", "values_kept", "writes_undone", "written_by"]
 
@@ -84,25 +84,24 @@ class _Writes(OperatorMode):
         for each in self._kept.values():
             each.put_back()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):
+    def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        for tensor in written_by(func, args, kwargs):
             storage = _storage_of(tensor)
             if storage in self._on_storage and storage not in self._kept:
                 self._kept[storage] = _Values(tensor)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operator in place is given to write into."""
-    arguments = func._schema.arguments
+    schema = func._schema
+    if not (schema.is_mutable or func._overloadpacket in _BATCH_NORMS):
+        return []
+    arguments = schema.arguments
     if func._overloadpacket in _BATCH_NORMS:
         named = {argument.name: value for argument, value in zip(arguments, args)} | dict(kwargs)
         statistics = (named["running_mean"], named["running_var"]) if named["training"] else ()
         return [tensor for tensor in statistics if tensor is not None]
-    if not func._schema.is_mutable:
-        return []
     given = [*zip(arguments, args)]
     given += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
     written = tree_leaves([value for argument, value in given if argument.is_write])

@@ -25,10 +25,10 @@ from ..recording import ModuleOutput, device_of, first_float_tensor, modules_aro
 from .root_hooks import RootHooks
 from .stubs import End, Reached, StageState, stop_at, stub_of
 
-__all__ = ["build_stage"]
+__all__ = ["StageForward", "build_stage"]
 
 
-class _StageForward(nn.Module):
+class StageForward(nn.Module):
     """What a stage's class has before the user's own."""
 
     _state: StageState
@@ -36,6 +36,10 @@ class _StageForward(nn.Module):
     def be_careful(self) -> None:
         """Expect that the forward writes into what stands for other stages."""
         self._state.be_careful()
+
+    def be_thrown_away(self) -> None:
+        """Do not note what it was, to run again from there: nobody needs it afterwards."""
+        self._state.is_thrown_away = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state, received = self._state, None
@@ -196,4 +200,4 @@ class _Become(torch.autograd.Function):
 
 
 def _stage_class(base: type[nn.Module]) -> type[nn.Module]:
-    return make_subclass(base, f"{base.__name__}Stage", {}, _StageForward)
+    return make_subclass(base, f"{base.__name__}Stage", {}, StageForward)

@@ -48,7 +48,7 @@ class StageState:
     received is copied. ``hooks``: of the model itself. ``replaceable``: the modules that zeros can stand for.
     ``outputs``: what modules gave in the example, where they could not be asked without values. ``is_on_zeros``:
     nothing that it computes counts. ``is_taken``: from here on, in this run, the stage computes. ``same_call``: what
-    modules gave in this very call, where that is known: nobody has to be asked.
+    modules gave in this very call, where that is known: nobody has to be asked. ``is_thrown_away``: it is a copy.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class StageState:
     ) -> None:
         self.cut_in, self.cut_out = cut_in, cut_out
         self.replaceable, self.outputs = replaceable, dict(outputs)
-        self.is_careful = self.is_on_zeros = False
+        self.is_careful = self.is_on_zeros = self.is_thrown_away = False
         self.same_call: Mapping[str, ModuleOutput] = {}
         self.hooks = RootHooks()
         self.device = torch.device("cpu")
@@ -93,9 +93,9 @@ class StageState:
     def keep(self, stage: nn.Module) -> Callable[[], None]:
         """Note what a stage is that may fail half-way and run again; what is returned puts it back.
 
-        One that has run in its mode so far does not fail any more.
+        One that has run in its mode so far does not fail any more, and one that is thrown away may run as it is.
         """
-        if self.is_careful or stage.training in self._modes_met:
+        if self.is_careful or self.is_thrown_away or stage.training in self._modes_met:
             return lambda: None
         self._modes_met.add(stage.training)
         buffers = [(buffer, buffer.clone()) for part in stage.modules() for buffer in part.buffers(recurse=False)]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..interrupts import OperatorMode
 from ..kept import state_kept
+from ..operators import OperatorMode, leaves_of
 from ..recording import device_of, first_float_tensor, without_fused_layers
 from ..writes import writes_undone
 
@@ -72,14 +72,17 @@ class Watch(OperatorMode):
         if (first := first_float_tensor(args, kwargs)) is not None:
             self.tell(first, frozenset([""]))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    def on_question(self, tensor: Tensor) -> None:
+        self.unread.pop(id(tensor), None)
+        self._on_read(tensor)
+
+    def on_operator(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        read = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         for tensor in read:
-            self.unread.pop(id(tensor), None)
-            self._on_read(tensor)
+            self.on_question(tensor)
         sources = frozenset().union(*(self.sources_of(tensor) for tensor in read))
-        for tensor in tree_leaves(result):
+        for tensor in leaves_of((result,)):
             if isinstance(tensor, Tensor):
                 self.tell(tensor, sources)
                 if read and func._schema.name in _SAME_VALUES and tensor is not read[0]:

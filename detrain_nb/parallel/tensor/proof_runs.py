@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..interrupts import OperatorMode
+from ..operators import OperatorMode, leaves_of
 from .copies import copied_or_shared
 from .layer_flow import float_outputs
 from .plan import Layout, TensorPlan
@@ -163,12 +163,12 @@ class _Looks(OperatorMode):
         self.seen: list[float] = []
         self._behind: dict[int, tuple[Tensor, float]] = {}  # the tensor too, so that its id stays its own
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    def on_operator(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
         if torch.Tag.data_dependent_output in func.tags and isinstance(result, (bool, int, float)):
             self.seen.extend((float(result), *(self._sum_behind(tensor) for tensor in tensors)))
-        for made in tree_leaves(result):  # whether it is more, or where it is most, may be the same of another value
+        for made in leaves_of((result,)):  # whether it is more, or where it is most, may be the same of another value
             if isinstance(made, Tensor) and not made.is_floating_point() and not made.is_complex():
                 self._behind[id(made)] = made, sum(map(self._sum_behind, tensors))
         return result
