@@ -44,7 +44,7 @@ class ModelState:
         self.plan: TensorPlan | None = next(filter(None, map(plan_of, modules)), None)
         self.values: dict[str, Any] = {}
         self._keys: dict[str, list[str]] = defaultdict(list)
-        for key, value in get_model_state_dict(self._root).items():
+        for key, value in _state_of(self._root).items():
             name = _without_number(key)
             self._keys[name].append(key)
             self.values.setdefault(name, value)
@@ -114,6 +114,20 @@ class ModelState:
 
 def _in_saved_order(name: str, value: Any, plan: TensorPlan | None) -> Any:
     return to_saved_order(name, value, plan) if plan is not None and isinstance(value, Tensor) else value
+
+
+def _state_of(modules: nn.ModuleList) -> dict[str, Any]:
+    """Raises: SpecError where a hook has put names into it that no layout knows."""
+    try:
+        found: dict[str, Any] = get_model_state_dict(modules)
+    except AttributeError as exc:  # torch looks them up
+        raise SpecError(f"state_dict() of the model has a name that leads nowhere ({exc}): {_HOOKED}") from exc
+    if odd := [key for key in found if not key.partition(".")[0].isdigit()]:
+        raise SpecError(f"state_dict() of the model has {_list(odd)} beside its modules: {_HOOKED}")
+    return found
+
+
+_HOOKED = "a state_dict hook adds or renames what is kept; take it away to save the model"
 
 
 def _without_number(key: str) -> str:

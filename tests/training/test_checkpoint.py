@@ -1396,6 +1396,19 @@ def test_state_that_is_too_large_takes_no_memory(tmp_path: Path, name: str, monk
         assert training.load(str(tmp_path), model, adam).step == (2 if "random" in name else 1)
 
 
+@pytest.mark.parametrize(
+    "is_renamed, told", [(False, "no attribute 'extra'"), (True, "has renamed beside its modules")]
+)
+def test_name_that_a_hook_puts_into_the_state_is_told(is_renamed: bool, told: str, tmp_path: Path) -> None:
+    def change(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state["renamed" if is_renamed else f"{prefix}extra"] = state.pop(f"{prefix}bias")
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0]._register_state_dict_hook(change)
+    with pytest.raises(SpecError, match=f"{told}.*a state_dict hook adds or renames"):
+        training.save(str(tmp_path), model, step=1)
+
+
 def test_url_or_step_that_is_not_there(saved: Path) -> None:
     with pytest.raises(SpecError, match="absent is not there"):
         training.load(str(saved / "absent"), filled(0))
