@@ -32,7 +32,7 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
-            for block in child:
+            for block in child.children():  # a list may have None in it
                 if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
                     yield from _find_blocks(nn.ModuleList([block]) if len(block) == 1 else nn.Sequential(block))
                 elif _is_unit(block):

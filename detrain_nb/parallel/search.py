@@ -45,7 +45,7 @@ from .undo import (
     whatever_came,
 )
 
-__all__ = ["Search", "has_state"]
+__all__ = ["Search", "has_locks", "has_state"]
 
 
 class Search:
@@ -107,7 +107,7 @@ class Search:
             self._waiting.extend(base.__iter__(value))
             self.notes.append(lambda stand_ins: note_items(base, value, rule, stand_ins))
             self._add_attributes(value)
-        elif self._waiting is self._own and _has_locks(value):
+        elif self._waiting is self._own and has_locks(value):
             del self._seen[id(value)]
             self._of_others.append(value)
         else:
@@ -271,7 +271,7 @@ def has_state(value: Any) -> bool:
     return not (name.startswith(_APART) or _root_of(type(value)) in sys.stdlib_module_names and name not in _HOLDERS)
 
 
-def _has_locks(value: Any) -> bool:
+def has_locks(value: Any) -> bool:
     """Whether other threads may use it meanwhile."""
     held = getattr(value, "__dict__", None)
     return (

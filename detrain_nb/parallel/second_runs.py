@@ -1,16 +1,21 @@
 """A block whose forward runs again in the backward pass: what it writes is written once, by the first of the two runs.
 
 The second one begins as the first did, on copies: what it saves for the gradients stays as it saw it. That is what lies
-in the block's own modules, buffers and attributes; who writes elsewhere writes twice.
+in attributes and buffers of the block's modules, and in containers, arrays, objects and generators of random numbers
+there. Who writes elsewhere, or takes from an iterator, does so twice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
+import random
+import sys
+import types
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +24,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .blocks import pattern_of
+from .search import has_locks, has_state
 from .writes import has_own_memory
 
 __all__ = ["SecondRuns"]
 
 _MISSING: Any = object()
-_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_OPEN = (OrderedDict, dict, list, set, deque)  # the first of these that it is one of has its methods
+_MOST_INSIDE, _LONGEST = 1000, 1 << 16  # containers of a block that are looked into, and how long these may be
+_MOST_OF_AN_ARRAY = 1 << 20  # bytes
 _preserve_version = torch.autograd._unsafe_preserve_version_counter
 
 
@@ -37,49 +47,44 @@ class SecondRuns:
     def __init__(self, block: nn.Module, name: str, *, told: set[str], is_sharded: bool) -> None:
         self._block, self._name, self._told = block, name, told
         self._parameters = () if is_sharded else tuple(block.named_parameters())
-        self._written: dict[tuple[bool, ...], set[tuple[int, str]]] = {}  # places of tensors, by the parts' modes
+        self._known: dict[tuple[bool, ...], _Known] = {}  # by the parts' modes
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
         """Return those for the first and for each further run of one call, as ``context_fn`` of a checkpoint does."""
-        changes: list[_Place] = []
-        return self._noting(changes), _Undoing(changes)
+        before = _State()
+        return self._noting(before), _Undoing(self._block, before)
 
     @contextlib.contextmanager
-    def _noting(self, changes: list[_Place]) -> Iterator[None]:
+    def _noting(self, before: _State) -> Iterator[None]:
         modes = tuple(part.training for part in self._block.modules())
-        is_first = modes not in self._written
-        written = self._written.setdefault(modes, set())
-        known = set(written)
-        before = {place.where: place for place in self._places(written, is_first=is_first)}
+        is_first = modes not in self._known
+        known = self._known.setdefault(modes, _Known(self._statistics(), _generators(), {}) if is_first else _NOTHING)
+        before.look(self._block, known, has_all_values=is_first)
         versions = [_version_of(each) for _, each in self._parameters] if is_first else []
         yield
-        for place in self._places(set(), is_first=False):
-            was = before.setdefault(place.where, place.without_value())
-            if place.where in known or not was.is_left_by(place):  # what is known is not compared: a GPU would wait
-                changes.append(was)
-        changes.extend(was for was in before.values() if was.key not in was.holder)
-        for was in changes:
-            if isinstance(was.value, Tensor) and was.where not in written and was.value is was.holder.get(was.key):
-                written.add(was.where)
+        for each in before.tensors.values():
+            if id(each.tensor) not in known.written and each.is_written():
+                known.written[id(each.tensor)] = each.tensor
                 if not is_first:
-                    self._tell(f"{self._named(was)} is written by this forward, and was not by the first one")
-        for (name, each), version in zip(self._parameters, versions):
-            if _version_of(each) != version:
+                    self._tell(f"{self._named(each.tensor)} is written by this forward, and was not by the first one")
+        if is_first:
+            known.generators, known.unchanged = before.generators_drawn_from(), before.unchanged_objects()
+        before.keep_written(known.written)
+        for (name, parameter), version in zip(self._parameters, versions):
+            if _version_of(parameter) != version:
                 self._tell(f"the parameter {name} is written by each forward")
 
-    def _places(self, written: set[tuple[int, str]], *, is_first: bool) -> Iterator[_Place]:
-        for part in self._block.modules():
-            for holder, keys in ((part._buffers, list(part._buffers)), (vars(part), vars(part).keys() - _OF_MODULES)):
-                for key in keys:
-                    place = _Place(holder, key, holder[key])
-                    place.note(with_values=is_first or place.where in written)
-                    yield place
+    def _statistics(self) -> dict[int, Tensor]:
+        """Of layers of which it is known that they write them: the first run may have needed others."""
+        parts = (part for part in self._block.modules() if isinstance(part, nn.modules.batchnorm._NormBase))
+        return {id(buffer): buffer for part in parts if part.training for buffer in part.buffers(recurse=False)}
 
-    def _named(self, place: _Place) -> str:
+    def _named(self, tensor: Tensor) -> str:
         for name, part in self._block.named_modules():
-            if place.holder is part._buffers or place.holder is vars(part):
-                return f"{name}.{place.key}" if name else place.key
-        return place.key
+            for key, value in (*part._buffers.items(), *vars(part).items()):
+                if value is tensor:
+                    return f"{name}.{key}" if name else key
+        return "a tensor"
 
     def _tell(self, what: str) -> None:
         key = f"{what} of {pattern_of(self._name)}"
@@ -93,98 +98,232 @@ class SecondRuns:
 
 
 @dataclass
-class _Place:
-    """A key of a module's attributes, or of its buffers, and what is there before a run."""
+class _Known:
+    """What the first forward has shown: tensors that it writes in place, generators of all that it draws from, and
+    objects that it leaves as they are. By id."""
 
-    holder: dict[str, Any]
-    key: str
-    value: Any
-    contents: list[Any] | None = None  # of a list, dict, set
-    values: Tensor | None = None  # of a tensor
-    version: int = 0
+    written: dict[int, Tensor]
+    generators: list[Any]
+    unchanged: dict[int, Any]
+
+
+_NOTHING = _Known({}, [], {})
+
+
+def _generators() -> list[Any]:
+    """Those of Python and of numpy that all code has in common; torch's own a checkpoint puts back."""
+    of_numpy = sys.modules.get("numpy.random.mtrand")
+    return [random.seed.__self__, *(() if of_numpy is None else (of_numpy._rand,))]  # type: ignore[attr-defined]
+
+
+class _State:
+    """What a block's modules hold, at a moment."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, _Values] = {}
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes, or buffers, and what they were
+        self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}  # and their attributes
+        self._contents: dict[int, tuple[Any, list[Any]]] = {}
+        self._others: dict[int, tuple[Any, functools.partial[None]]] = {}  # and what puts each back
+        self.known = _NOTHING
+
+    def look(self, block: nn.Module, known: _Known, *, has_all_values: bool = False) -> None:
+        """Note what there is; the values of tensors that are ``known`` to be written, or of all."""
+        self.known, has_graphs, waiting = known, False, list(known.generators)
+        for part in block.modules():
+            own = {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
+            for holder, held in ((part._buffers, dict(part._buffers)), (vars(part), own)):
+                self._held.append((holder, held))
+                waiting += [value for value in held.values() if type(value) not in _PLAIN]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, Tensor):
+                has_graphs |= value.grad_fn is not None
+                if id(value) not in self.tensors and _is_kept(value):
+                    self.tensors[id(value)] = _Values(value, is_kept=has_all_values or id(value) in known.written)
+            elif isinstance(value, _OPEN):
+                if id(value) not in self._contents and len(self._contents) < _MOST_INSIDE and len(value) < _LONGEST:
+                    self._contents[id(value)] = value, _contents_of(value)
+                    waiting += [each for each in self._contents[id(value)][1] if type(each) not in _PLAIN]
+            elif type(value) is tuple:
+                waiting += value
+            elif id(value) in known.unchanged or id(value) in self._others or id(value) in self._objects:
+                continue
+            elif (put_back := _note_other(value)) is not None:
+                self._others[id(value)] = value, put_back
+            elif _is_open(value) and len(self._objects) < _MOST_INSIDE:
+                self._objects[id(value)] = value, dict(vars(value))
+                self._held.append((vars(value), self._objects[id(value)][1]))
+                waiting += [each for each in vars(value).values() if type(each) not in _PLAIN]
+        if has_graphs:
+            self._forget_graphs()
+
+    def generators_drawn_from(self) -> list[Any]:
+        """Of those that all code has in common."""
+        noted = [(each, self._others[id(each)][1], _note_other(each)) for each in self.known.generators]
+        return [each for each, was, now in noted if now and repr(was.args) != repr(now.args)]
+
+    def unchanged_objects(self) -> dict[int, Any]:
+        """All, where nothing was written that attributes of modules lead to; else none, as one leads to another."""
+        for each, held in self._objects.values():
+            if not _are_same([*vars(each), *vars(each).values()], [*held, *held.values()]):
+                return {}
+        for container, contents in self._contents.values():
+            if not _are_same(_contents_of(container), contents):
+                return {}
+        return {key: each for key, (each, _) in self._objects.items()}
+
+    def keep_written(self, written: Iterable[int]) -> None:
+        """Of tensors only those that the forward writes in place."""
+        known = set(written)
+        self.tensors = {key: each for key, each in self.tensors.items() if key in known}
+
+    def put_back(self) -> None:
+        """Have everything as it was; tensors that were written get other memory, until `_Values.return_to`."""
+        for holder, held in self._held:
+            for key in [key for key in holder if key not in _OF_MODULES and key not in held]:
+                del holder[key]
+            holder.update({key: value for key, value in held.items() if holder.get(key, _MISSING) is not value})
+        for container, contents in self._contents.values():
+            if not _are_same(_contents_of(container), contents):
+                _fill(container, contents)
+        for _, put_back in self._others.values():
+            put_back()
+
+    def _forget_graphs(self) -> None:
+        """Have values without their history in the place of those with one: what runs again needs the values alone."""
+        made: dict[int, Tensor] = {}
+
+        def changed(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.grad_fn is None:
+                return value
+            if id(value) not in made:
+                made[id(value)] = value.detach().requires_grad_()
+            return made[id(value)]
+
+        for _, held in self._held:
+            held.update({key: changed(value) for key, value in held.items()})
+        for _, contents in self._contents.values():
+            contents[:] = map(changed, contents)
+
+
+class _Values:
+    """Of a tensor, before a run; a copy of what is in its memory where ``is_kept``."""
+
+    def __init__(self, tensor: Tensor, *, is_kept: bool) -> None:
+        self.tensor, self._version = tensor, _version_of(tensor)
+        self._was = tensor.detach().clone() if is_kept else None
+
+    def is_written(self) -> bool:
+        """Statistics of a BatchNorm do not tell it by their version."""
+        if _version_of(self.tensor) != self._version:
+            return True
+        return self._was is not None and not torch.equal(self._was, self.tensor)
 
     @property
-    def where(self) -> tuple[int, str]:
-        return id(self.holder), self.key
+    def memory(self) -> int:
+        return int(self.tensor.untyped_storage()._cdata)
 
-    def note(self, *, with_values: bool) -> None:
-        if isinstance(self.value, (list, dict, set, deque)):
-            self.contents = _contents_of(self.value)
-        elif _is_kept(self.value):
-            self.version = _version_of(self.value)
-            self.values = self.value.detach().clone() if with_values else None
+    def begin_again(self, common: dict[int, Tensor]) -> Callable[[], None]:
+        """Give the tensor other memory, with what was in its own; return what gives it its own again.
 
-    def without_value(self) -> _Place:
-        return _Place(self.holder, self.key, _MISSING)
-
-    def is_left_by(self, now: _Place) -> bool:
-        """Whether a run has written nothing here. Statistics of a BatchNorm do not tell it by their version."""
-        if now.value is not self.value:
-            return False
-        if self.contents is not None and now.contents is not None:
-            return len(self.contents) == len(now.contents) and all(map(operator.is_, self.contents, now.contents))
-        if not _is_kept(self.value):
-            return True
-        return now.version == self.version and (self.values is None or torch.equal(self.values, self.value))
-
-    def begin_again(self) -> Callable[[], None]:
-        """Put back what was here; return what puts back what is here now."""
-        now, undos = self.holder.get(self.key, _MISSING), contextlib.ExitStack()
-        if self.contents is not None:
-            undos.callback(_fill, self.value, _contents_of(self.value))
-            _fill(self.value, self.contents)
-        if self.values is not None:
-            undos.enter_context(_preserve_version(self.value))
-            undos.callback(setattr, self.value, "data", self.value.data)
-            self.value.data = self.values.clone()
-        if not (isinstance(self.value, Tensor) and self.value.requires_grad):  # a graph that nobody runs any more
-            self._put(self.value)
-        undos.callback(self._put, now)
-        return undos.close
-
-    def _put(self, value: Any) -> None:
-        if value is _MISSING:
-            self.holder.pop(self.key, None)
+        ``common``: the bytes of memory that several tensors have in common, which they do then too.
+        """
+        own, was = self.tensor.data, self._was
+        if self.memory not in common:
+            self.tensor.data = own.clone() if was is None else was.clone()
         else:
-            self.holder[self.key] = value
+            made = torch.empty(0, dtype=own.dtype, device=own.device)
+            made.set_(common[self.memory].untyped_storage(), own.storage_offset(), own.shape, own.stride())
+            self.tensor.data = made if was is None else made.copy_(was)
+        return functools.partial(setattr, self.tensor, "data", own)
 
 
 class _Undoing(contextlib.AbstractContextManager[None]):
     """Around each further run, of which there may be several."""
 
-    def __init__(self, changes: list[_Place]) -> None:
-        self._changes = changes
-        self._undos: list[Callable[[], None]] = []
+    def __init__(self, block: nn.Module, before: _State) -> None:
+        self._block, self._before = block, before
+        self._undos = contextlib.ExitStack()
 
     def __enter__(self) -> None:
+        now, tensors = _State(), self._before.tensors.values()
+        now.look(self._block, self._before.known)
+        counts = Counter(each.memory for each in tensors)
+        self._undos = contextlib.ExitStack()
         with torch.no_grad():
-            self._undos = [place.begin_again() for place in self._changes]
+            common = {each.memory: _bytes_of(each.tensor) for each in tensors if counts[each.memory] > 1}
+            for each in tensors:
+                self._undos.enter_context(_preserve_version(each.tensor))
+                self._undos.callback(each.begin_again(common))
+        self._undos.callback(now.put_back)
+        self._before.put_back()
 
     def __exit__(self, *exc_info: Any) -> None:
-        for undo in reversed(self._undos):
-            undo()
+        with torch.no_grad():
+            self._undos.close()
 
 
-def _is_kept(value: Any) -> bool:
-    is_tensor = isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.requires_grad
-    return is_tensor and has_own_memory(value) and not value.is_inference()
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A copy of the memory that it is in."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()
+
+
+def _is_kept(value: Tensor) -> bool:
+    return not (isinstance(value, FakeTensor) or value.requires_grad or value.is_inference()) and has_own_memory(value)
 
 
 def _version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def _note_other(value: Any) -> functools.partial[None] | None:
+    """What puts an array, or a generator of random numbers, back; nothing for what is neither."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(_set_state, value, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, bytearray):
+        return functools.partial(value.__setitem__, slice(None), bytes(value))
+    if type(value).__module__.partition(".")[0] != "numpy":
+        return None
+    if (bits := getattr(value, "bit_generator", getattr(value, "_bit_generator", None))) is not None:
+        return functools.partial(setattr, bits, "state", bits.state)
+    if type(value).__name__ == "ndarray" and value.flags.writeable and value.nbytes <= _MOST_OF_AN_ARRAY:
+        return functools.partial(value.__setitem__, ..., value.copy())
+    return None
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+def _is_open(value: Any) -> bool:
+    """Whether it is an object whose attributes the block's code may write."""
+    is_other = isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType))
+    return hasattr(value, "__dict__") and not is_other and has_state(value) and not has_locks(value)
+
+
+def _are_same(now: Sequence[Any], was: Sequence[Any]) -> bool:
+    return len(now) == len(was) and all(map(operator.is_, now, was))
+
+
+def _base_of(container: Any) -> Any:
+    return next(base for base in _OPEN if isinstance(container, base))
+
+
 def _contents_of(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+    base = _base_of(container)
+    return [*base.__iter__(container), *(base.values(container) if isinstance(container, dict) else ())]
 
 
-def _fill(container: Any, contents: Iterable[Any]) -> None:
-    kept = list(contents)
-    container.clear()
+def _fill(container: Any, contents: list[Any]) -> None:
+    """By the methods of its base: a Counter would count what it is updated with."""
+    base = _base_of(container)
+    base.clear(container)
     if isinstance(container, dict):
-        half = len(kept) // 2
-        container.update(zip(kept[:half], kept[half:]))
-    elif isinstance(container, set):
-        container.update(kept)
+        half = len(contents) // 2
+        for key, value in zip(contents[:half], contents[half:]):
+            base.__setitem__(container, key, value)
     else:
-        container.extend(kept)
+        (base.update if base is set else base.extend)(container, contents)

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel import ModelProfile, partition, profile
+from detrain_nb.parallel import ModelProfile, partition, profile, split
 from detrain_nb.parallel.costs.block_use import block_use_unseen
 from detrain_nb.parallel.costs.profiler import profile_call
 
@@ -466,3 +466,23 @@ def test_blocks_behind_a_look_of_a_model_without_values_are_told() -> None:
     with pytest.raises(SpecError, match="looks at values") as caught:
         profile(within, torch.zeros(2, 6, 8, device="meta"))
     assert not block_use_unseen(within, caught.value.__cause__).chosen
+
+
+class WithNone(nn.Module):
+    """Its last block has no other one beside it, as transformers' Informer has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.others = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), None])  # type: ignore[list-item]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, other in zip(self.blocks, self.others):
+            x = block(x).tanh()
+            x = x if other is None else x + other(x)
+        return x
+
+
+def test_list_of_blocks_may_have_none_in_it() -> None:
+    assert profile(WithNone(), torch.zeros(2, 8)).cuts == ("others.0", "blocks.1", "others.1", "blocks.2")
+    assert split(WithNone(), torch.zeros(2, 8), 3).num_stages == 3

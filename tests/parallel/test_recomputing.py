@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,6 +73,11 @@ class Recording(nn.Module):
         self.calls = 0
         self.kept: dict[str, int] = {}
         self.recent = deque[float]([0.0], maxlen=2)
+        self.counts, self.is_inside = Counter[str](), False
+        self.own, self.of_torch = random.Random(1), torch.Generator().manual_seed(1)
+        self.log = SimpleNamespace(times=[0], array=np.ones(2))
+        self.row = self.table[0] if way == "common memory" else None
+        self.norms = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.way == "parameter":
@@ -91,6 +99,33 @@ class Recording(nn.Module):
             self.calls += 1
             if self.calls > 1:
                 self.table += 1
+        elif self.way == "counter":
+            self.counts["calls"] += 1
+            x = x * self.counts["calls"]
+        elif self.way == "flag":  # back at the end, which a second run does not come to
+            self.is_inside = True
+            x = self.linear(x).tanh()
+            self.is_inside = False
+            return x
+        elif self.way == "generators":
+            x = x * (self.own.random() + random.random() + float(np.random.rand()))
+            x = x * torch.rand((), generator=self.of_torch)
+        elif self.way == "objects":
+            self.log.times.append(len(self.log.times))
+            self.log.array += 1
+            x = x * len(self.log.times) * float(self.log.array[0])
+        elif self.way == "common memory":
+            assert self.row is not None
+            self.row.add_(1)
+            x = x * self.table[0].sum().detach()
+        elif self.way == "gradients":
+            self.state = x + 0.5 * getattr(self, "state", torch.zeros(4))
+            x = self.linear(self.state).tanh()
+            self.state = self.state + self.linear(x)
+            return self.linear(self.state).tanh()
+        elif self.way == "norms":
+            self.calls += 1
+            x = self.norms[self.calls - 1](x + self.linear(x))
         elif self.way == "views":
             self.table[self.calls] = x.detach().mean(0)
             x = x + self.table[: self.calls + 1].sum(0)
@@ -101,18 +136,28 @@ class Recording(nn.Module):
 
 def run_twice(way: str, *, activations: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    blocks = nn.Sequential(Recording(way), Recording(way))
-    model = nn.Sequential(blocks)
+    random.seed(0)
+    np.random.seed(0)
+    blocks = [Recording(way), Recording(way)]
+    model = nn.Sequential(nn.Sequential(*blocks))
     called = Sharding("none", activations=activations).apply(model, is_last=True)
     outputs = [called(torch.full((2, 4), 0.1 * number)) for number in (1, 2)]
-    for output in reversed(outputs):
-        output.sum().backward()
-    kept = [(part.calls, dict(part.kept), list(part.recent), getattr(part, "last", 0)) for part in blocks]
+    torch.stack(outputs).sum().backward()  # the second one's graph may have begun in the first one's
+    drawn = random.random(), float(np.random.rand()), [part.own.random() for part in blocks]
+    lasts = [getattr(part, "last", 0) for part in blocks]
+    kept = [(part.calls, part.kept, [*part.recent], part.counts, part.is_inside, part.log.times) for part in blocks]
     gradients = [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]
-    return {"state": [each.tolist() for each in model.state_dict().values()], "kept": kept, "gradients": gradients}
+    state = [each.tolist() for each in model.state_dict().values()]
+    return {"state": state, "kept": [kept, lasts, drawn], "gradients": gradients}
 
 
-@pytest.mark.parametrize("way", ["new attribute", "dict", "deque", "data", "views"])
+_WAYS = (
+    *("new attribute", "dict", "deque", "data", "views", "counter", "flag", "generators", "objects", "common memory"),
+    *("gradients", "norms"),
+)
+
+
+@pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("activations", ["selective", "full"])
 def test_second_run_begins_as_the_first_and_leaves_nothing(way: str, activations: str) -> None:
     """Two microbatches: the second forward runs before the first one does again."""
