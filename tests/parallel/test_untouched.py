@@ -22,6 +22,8 @@ from .families import OF_TRANSFORMERS, draw, tokens
 from .forgetful import FORGETFUL
 from .untouched import assert_untouched, look_of
 
+pytestmark = pytest.mark.timeout(300)  # the largest families take all calls in turn
+
 THERE: Any = None  # a module, or a function of it: what a test puts into this file for a while
 CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "profile": par.profile,
