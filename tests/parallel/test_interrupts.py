@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from detrain_nb.parallel import profile
-from detrain_nb.parallel.interrupts import HeldInterrupts, OperatorMode
+from detrain_nb.parallel.interrupts import HeldInterrupts
 from detrain_nb.parallel.kept import state_kept
+from detrain_nb.parallel.operators import OperatorMode
 
 
 def test_interrupt_waits_until_it_is_let_through() -> None:
@@ -36,9 +37,9 @@ def test_interrupt_in_a_mode_comes_behind_the_operator() -> None:
     class Interrupts(OperatorMode):
         was_left = False
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def on_operator(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
             self.was_left = True
             return result
 
@@ -55,9 +56,9 @@ def test_interrupt_in_what_torch_wraps_a_mode_in_comes_after_the_operator(monkey
     seen = []
 
     class Sees(OperatorMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def on_operator(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             seen.append(func)
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     frames, interrupts = torch._dynamo.eval_frame, [signal.SIGINT]
     was = frames.set_eval_frame
