@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -19,7 +20,9 @@ from .recording import modules_around
 from .tensor.layers import Region, Share, change_class
 from .tensor.ranks import MeshRanks
 
-__all__ = ["average", "averaged", "local_part", "replicate_scalars", "replicated_in"]
+__all__ = ["average", "average_gradients", "averaged", "local_part", "replicate_scalars", "replicated_in"]
+
+_BUCKET_BYTES = 25 * 2**20
 
 
 def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
@@ -112,3 +115,38 @@ def average(tensor: Tensor, replicas: Sequence[dist.ProcessGroup]) -> None:
     for group in replicas:
         dist.all_reduce(tensor, group=group)
         tensor.div_(dist.get_world_size(group))
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[nn.Parameter], replicas: Sequence[dist.ProcessGroup]) -> None:
+    """Make the gradients that are there on any of ``replicas`` their mean. Collective: these."""
+    if not parameters:
+        return
+    kinds = torch.tensor([_kind_of_gradient(each) for each in parameters], device=parameters[0].device)
+    for group in replicas:
+        dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=group)
+    dense: list[Tensor] = []
+    for parameter, kind in zip(parameters, kinds.tolist()):
+        if not kind:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if kind == 1:
+            dense.append(parameter.grad)
+        else:
+            whole = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            average(whole, replicas)
+            parameter.grad = whole.to_sparse(kind - 1)
+    for bucket in _take_tensors(dense, _BUCKET_BYTES):
+        together = _flatten_dense_tensors(bucket)
+        average(together, replicas)
+        for gradient, mean in zip(bucket, _unflatten_dense_tensors(together, bucket)):
+            gradient.copy_(mean)
+
+
+def _kind_of_gradient(parameter: nn.Parameter) -> int:
+    """0 where there is none, 1 for a dense one, else one more than the dimensions in which it is sparse."""
+    gradient = parameter.grad
+    if gradient is None:
+        return 0
+    return 1 + gradient.sparse_dim() if gradient.is_sparse else 1

@@ -18,9 +18,9 @@ from ..errors import SpecError
 from .arguments import fails_on_a_part
 from .costs.profiler import require_known
 from .deferred import fill, is_deferred, require_values
-from .later_passes import LaterPasses
 from .microbatches import Loss, Passage
 from .model import Arrangement, ParallelModel, autocast_left
+from .own_passes import OwnPasses
 
 __all__ = ["WholeModel"]
 
@@ -59,7 +59,7 @@ class WholeModel(ParallelModel):
         self.modules = (model,)
         self._called = prepare(self.modules[0], True) if prepare is not None else self.modules[0]
         self.called = (self._called,)
-        self._later: LaterPasses | None = None
+        self._own: OwnPasses | None = None
         if isinstance(self._called, DistributedDataParallel):
             model.register_forward_pre_hook(_warn_of_call_past_ddp)
         self._note_layout()
@@ -86,7 +86,8 @@ class WholeModel(ParallelModel):
                 "replicas: use train_step, give them one dimension, or take dp_replicate in the place of dp_shard"
             )
         self._look_at_kinds(args, kwargs)
-        with self.surroundings(), self._in_sync(is_last=True):
+        is_averaged_later = isinstance(self._called, DistributedDataParallel)
+        with self.surroundings(), self._in_sync(is_last=not is_averaged_later):
             output = self._known(self._called(*args, **kwargs))
         if torch.is_grad_enabled():
             self._follow([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
@@ -98,14 +99,14 @@ class WholeModel(ParallelModel):
             for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
                 node.register_prehook(_require_last_gradients)
         elif isinstance(self._called, DistributedDataParallel):
-            self._later = self._later or LaterPasses(list(self.parameters()), self.arrangement.replicas)
-            self._later.follow(outputs)
+            self._own = self._own or OwnPasses(list(self.parameters()), self.arrangement.replicas)
+            self._own.follow(outputs)
 
     def _count_microbatches(self, rows: int) -> int:
         return next(number for number in range(min(self.num_microbatches, rows), 0, -1) if rows % number == 0)
 
     def _send(self, passage: Passage, *, is_training: bool) -> None:
-        with self._later.left_to_ddp() if self._later is not None else contextlib.nullcontext():
+        with self._own.left_to_ddp() if self._own is not None else contextlib.nullcontext():
             self._send_parts(passage, is_training=is_training)
 
     def _send_parts(self, passage: Passage, *, is_training: bool) -> None:

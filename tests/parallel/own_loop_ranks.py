@@ -170,6 +170,15 @@ def penalty_apart(model: Call, x: Tensor) -> None:
     gradient.square().mean().backward()
 
 
+def penalty_alone(model: Call, x: Tensor) -> None:
+    """To all parameters but the last bias."""
+    model(x).mean().backward()
+    for _ in range(2):
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.square().mean().backward()
+
+
 def siamese(model: Call, x: Tensor) -> None:
     with torch.no_grad():
         target = model(x.flip(1))
@@ -203,6 +212,7 @@ LOOPS: dict[str, Callable[[Call, Tensor], None]] = {
     "twice each": twice_each,
     "twice from one": twice_from_one,
     "penalty apart": penalty_apart,
+    "penalty alone": penalty_alone,
     "siamese": siamese,
     "accumulated": accumulated,
     "attacked": attacked,

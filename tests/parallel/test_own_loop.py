@@ -68,9 +68,9 @@ def test_penalty_on_a_gradient_is_differentiated(ranks: Session, options: str) -
 LOOPS = ["twice each", "twice from one", "siamese", "accumulated", "attacked", "written into"]
 
 
-@pytest.mark.parametrize("loop", [*LOOPS, "penalty apart"])
+@pytest.mark.parametrize("loop", [*LOOPS, "penalty apart", "penalty alone"])
 def test_every_backward_pass_is_of_all_replicas(ranks: Session, loop: str) -> None:
-    """DDP itself exchanges gradients in the first that follows a call."""
+    """Also those that come to some of the parameters, which DDP would wait for."""
     code = f"own_loop_ranks.apart_after_loop({loop!r}, {{'dp_replicate': 2}})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-5
