@@ -17,7 +17,7 @@ from ..errors import SpecError
 from .costs.profiler import ExampleInputs, as_call
 from .kinds import KnownKinds
 from .microbatches import Loss, Objective, Passage, cut_batch, cut_call, require_rows_in_tensors, rows_of
-from .replicated import averaged, replicated_in
+from .replicated import average_gradients, averaged, replicated_in
 from .running import RunningBuffers
 
 __all__ = ["Arrangement", "ParallelModel", "Prepare", "autocast_left", "usual_device"]
@@ -227,6 +227,7 @@ class ParallelModel(abc.ABC):
     def _note_layout(self) -> None:
         """Once ``modules`` are laid out, before anything is computed with them."""
         self._replicated = replicated_in(self.modules)
+        self._trained_at_first = {parameter for parameter in self.parameters() if parameter.requires_grad}
         self._running = RunningBuffers(self.modules, device=self._device)
 
     @contextlib.contextmanager
@@ -234,6 +235,13 @@ class ParallelModel(abc.ABC):
         """Those that come in here, of what replicas and stages have in common. Collective: all ranks of the model."""
         with averaged(self._replicated, self.arrangement.replicas), self._gradients_added_up():
             yield
+        average_gradients(self._trained_later(), self.arrangement.replicas)
+
+    def _trained_later(self) -> list[nn.Parameter]:
+        """Those that were frozen when DDP was made, which does not know of them; FSDP2 does."""
+        if not self.arrangement.replicas or any(isinstance(module, FSDPModule) for module in self.modules):
+            return []
+        return [each for each in self.parameters() if each.requires_grad and each not in self._trained_at_first]
 
     def _gradients_added_up(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

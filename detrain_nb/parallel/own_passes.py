@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from .replicated import average_gradients
 
@@ -24,15 +24,16 @@ class OwnPasses:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], replicas: Sequence[dist.ProcessGroup]) -> None:
-        state = _State(parameters, replicas)
-        self._state = state
+        self._parameters, self._state = parameters, _State(parameters, replicas)
         # Each lives as long as it is kept, with its hooks, which lead to none of them.
-        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
-        for node in self._nodes:
-            node.register_prehook(state.on_gradient)
+        self._nodes: dict[nn.Parameter, Node] = {}
 
     def follow(self, outputs: Sequence[Tensor]) -> None:
-        """Know of a call by what it gave."""
+        """Know of a call by what it gave, and of parameters that are trained by now."""
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter not in self._nodes:
+                self._nodes[parameter] = node = get_gradient_edge(parameter).node
+                node.register_prehook(self._state.on_gradient)
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(self._state.on_pass)
 

@@ -98,7 +98,7 @@ class WholeModel(ParallelModel):
         if isinstance(self._called, FSDPModule):
             for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
                 node.register_prehook(_require_last_gradients)
-        elif isinstance(self._called, DistributedDataParallel):
+        elif self.arrangement.replicas:
             self._own = self._own or OwnPasses(list(self.parameters()), self.arrangement.replicas)
             self._own.follow(outputs)
 

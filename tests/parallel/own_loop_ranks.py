@@ -237,3 +237,27 @@ def apart_after_loop(loop: str, axes: dict[str, int], **options: Any) -> float:
         float((_full(each.grad) - expected[name]).abs().max() / expected[name].abs().max())
         for name, each in laid_out.named_parameters()
     )
+
+
+def apart_after_thaw(frozen: str, axes: dict[str, int], *, is_called: bool) -> float:
+    """As ``apart_after_loop``; a part of the model is frozen when it is laid out, and trained later."""
+    model, whole = made(Critic()), made(Critic())
+    for each in (model, whole):
+        each.get_submodule(frozen).requires_grad_(False)
+    laid_out = par.parallelize(model, mesh_of(**axes), example_inputs=draw(2, 6, 16), loss=F.mse_loss, device="cpu")
+    halves, targets = draw(4, 6, 16).chunk(2), draw(4, 6, 1, seed=1).chunk(2)
+    own = dist.get_rank()
+    for each in (model, whole):
+        each.requires_grad_(True)
+    for _ in range(2):
+        for x, target in zip(halves, targets):
+            (F.mse_loss(whole(x), target) / 2).backward()
+        if is_called:
+            F.mse_loss(laid_out(halves[own]), targets[own]).backward()
+        else:
+            laid_out.train_step(halves[own], targets[own])
+    expected = {name: each.grad for name, each in whole.named_parameters()}
+    return max(
+        float((_full(each.grad) - expected[name]).abs().max() / expected[name].abs().max())
+        for name, each in laid_out.named_parameters()
+    )

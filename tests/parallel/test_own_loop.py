@@ -90,3 +90,14 @@ def test_penalty_on_a_gradient_is_refused_in_shards(ranks: Session) -> None:
     ) as told:
         ranks.run_cell("own_loop_ranks.apart_after_loop('penalty', {'dp_shard': 2})", timeout_s=60)
     assert sorted(told.value.errors) == [0, 1]
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+@pytest.mark.parametrize("frozen, axis", [("blocks.0", "dp_replicate"), ("", "dp_replicate"), ("blocks.0", "dp_shard")])
+def test_part_that_is_trained_later_has_the_gradients_of_all(
+    ranks: Session, frozen: str, axis: str, is_called: bool
+) -> None:
+    """DDP knows of what is trained when it is made."""
+    code = f"own_loop_ranks.apart_after_thaw({frozen!r}, {{{axis!r}: 2}}, is_called={is_called})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-5
