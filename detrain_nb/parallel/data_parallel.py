@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import SpecError
@@ -109,6 +109,9 @@ class Sharding:
             if names[id(block)] in self.block_use.chosen
             for part in block.modules()
         }
+        for block in (*blocks, module):
+            own = [part for part in block.modules() if part._parameters]
+            block.register_forward_hook(functools.partial(_give_no_parameter, own, names))
         for block in blocks:
             if names[id(block)] in self.block_use.written_outside:
                 block.register_forward_hook(_give_no_view)
@@ -271,6 +274,48 @@ def _require_always_run(part: nn.Module, chosen: Mapping[int, str]) -> None:
             f"{name} runs or not as values say, and has a {type(part).__name__} in another dtype than the rest of the "
             f"model, which FSDP2 would wait for on all ranks: give all one dtype (precision='fp32'), or {_OTHERWISE}"
         )
+
+
+def _give_no_parameter(
+    own: Sequence[nn.Module], names: Mapping[int, str], module: nn.Module, args: Any, output: Any
+) -> Any:
+    """Copies of parameters that a module returns, whose memory FSDP2 frees behind it; ``own``: the modules with them.
+
+    Raises: SpecError for one that is shards again.
+    """
+    if torch.compiler.is_compiling():
+        return output
+    given = {_memory_of(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+    found = {
+        memory: f"{names[id(part)]}.{key}".removeprefix(".")
+        for part in own
+        for key, parameter in part._parameters.items()
+        if parameter is not None and (memory := _memory_of(parameter)) in given and memory is not None
+    }
+    in_shards = [found[memory] for memory in found if isinstance(given[memory], DTensor)]
+    if in_shards or any(_is_freed(leaf) for leaf in given.values()):  # in a compiled block nobody has looked
+        name = in_shards[0] if in_shards else "of a compiled block"
+        raise SpecError(
+            f"the model returns a parameter ({name}), of which each rank has a part by then: return a copy of it "
+            f"(parameter.clone()), or {_OTHERWISE}"
+        )
+    return tree_map(lambda leaf: leaf.clone() if _memory_of(leaf) in found else leaf, output) if found else output
+
+
+def _memory_of(value: Any) -> int | None:
+    if isinstance(value, DTensor):
+        return id(value)
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return None
+    try:
+        return int(value.untyped_storage()._cdata)
+    except NotImplementedError:  # under a transform of torch.func
+        return None
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    is_known = not isinstance(tensor, DTensor) and _memory_of(tensor) is not None
+    return is_known and bool(tensor.numel()) and not tensor.untyped_storage().size()
 
 
 def _give_no_view(module: nn.Module, args: Any, output: Any) -> Any:

@@ -280,3 +280,16 @@ def test_loss_that_trains_a_layer_that_only_it_calls_is_refused_on_replicas(rank
 
 def test_loss_that_reads_a_number_of_the_model_is_none_of_these(ranks: Session) -> None:
     ranks.run_cell("unusual_ranks.train_with_loss('number', {'pp': 2})", timeout_s=60)
+
+
+@pytest.mark.parametrize("way", ["of its own", "of blocks", "a copy"])
+def test_parameters_that_a_model_gives_are_trained_in_shards(ranks: Session, way: str) -> None:
+    """FSDP2 frees their memory behind the forward: torch ended the process."""
+    code = f"unusual_ranks.apart_with_given({way!r}, {{'dp_shard': 2}})"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 2e-6
+
+
+def test_parameter_that_a_model_gives_past_its_block_is_refused(ranks: Session) -> None:
+    code = "unusual_ranks.apart_with_given('past blocks', {'dp_shard': 2})"
+    require_refusal(ranks, code, r"the model returns a parameter \(layers.1.weight\), of which each rank has a part by")

@@ -606,3 +606,43 @@ def warnings_of_kinds() -> list[str]:
         laid_out.predict({"x": x, "way": "other"})
         laid_out(x, way="third")
     return [str(each.message) for each in caught if "tensor plan" in str(each.message)]
+
+
+class Giving(nn.Module):
+    """Gives parameters too, its own or those of its blocks, from in there or past them."""
+
+    class Block(nn.Linear):
+        def __init__(self, way: str) -> None:
+            super().__init__(8, 8)
+            self.way = way
+
+        def forward(self, x: Tensor) -> Any:
+            output = super().forward(x).tanh()
+            return (output, self.weight[2:]) if self.way == "of blocks" else output
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layers, self.head = way, nn.ModuleList(self.Block(way) for _ in range(3)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        given = []
+        for layer in self.layers:
+            x = layer(x)
+            if isinstance(x, tuple):
+                given.append(x[1])
+                x = x[0]
+        if self.way == "of its own":
+            given += [self.head.weight, self.head.bias[1:]]
+        if self.way in ("past blocks", "a copy"):
+            weight = self.layers[1].weight
+            given.append(weight.clone() if self.way == "a copy" else weight)
+        return self.head(x), *given
+
+
+def squares(output: Any, target: Tensor) -> Tensor:
+    first, *others = output
+    return F.mse_loss(first, target) + sum((each.square().sum() for each in others), torch.zeros(()))
+
+
+def apart_with_given(way: str, axes: dict[str, int]) -> float:
+    return apart_after_steps(lambda: Giving(way), axes, loss=squares)
