@@ -20,7 +20,7 @@ from .costs.profiler import require_known
 from .deferred import fill, is_deferred, require_values
 from .microbatches import Loss, Passage
 from .model import Arrangement, ParallelModel, autocast_left
-from .own_passes import OwnPasses
+from .own_passes import FAILED, ReplicatedPasses, ShardedPasses
 
 __all__ = ["WholeModel"]
 
@@ -59,10 +59,15 @@ class WholeModel(ParallelModel):
         self.modules = (model,)
         self._called = prepare(self.modules[0], True) if prepare is not None else self.modules[0]
         self.called = (self._called,)
-        self._own: OwnPasses | None = None
+        self._passes: ReplicatedPasses | ShardedPasses | None = None
+        self._has_ddp_failed = False
         if isinstance(self._called, DistributedDataParallel):
             model.register_forward_pre_hook(_warn_of_call_past_ddp)
         self._note_layout()
+        if isinstance(self._called, FSDPModule):
+            self._passes = ShardedPasses()
+        elif self.arrangement.replicas:
+            self._passes = ReplicatedPasses(list(self.parameters()), self.arrangement.replicas)
 
     @property
     def is_first(self) -> bool:
@@ -85,29 +90,40 @@ class WholeModel(ParallelModel):
                 "the model has parameters without a dimension, whose gradients train_step alone averages over the "
                 "replicas: use train_step, give them one dimension, or take dp_replicate in the place of dp_shard"
             )
+        self._require_no_failed_pass()
         self._look_at_kinds(args, kwargs)
         is_averaged_later = isinstance(self._called, DistributedDataParallel)
         with self.surroundings(), self._in_sync(is_last=not is_averaged_later):
             output = self._known(self._called(*args, **kwargs))
-        if torch.is_grad_enabled():
-            self._follow([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+        if self._passes is not None and torch.is_grad_enabled():
+            self._passes.follow([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
         return output
-
-    def _follow(self, outputs: list[Tensor]) -> None:
-        """Into the backward passes of a loop of one's own."""
-        if isinstance(self._called, FSDPModule):
-            for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
-                node.register_prehook(_require_last_gradients)
-        elif self.arrangement.replicas:
-            self._own = self._own or OwnPasses(list(self.parameters()), self.arrangement.replicas)
-            self._own.follow(outputs)
 
     def _count_microbatches(self, rows: int) -> int:
         return next(number for number in range(min(self.num_microbatches, rows), 0, -1) if rows % number == 0)
 
     def _send(self, passage: Passage, *, is_training: bool) -> None:
-        with self._own.left_to_ddp() if self._own is not None else contextlib.nullcontext():
+        self._require_no_failed_pass()
+        passes = self._passes
+        with passes.left_to_ddp() if isinstance(passes, ReplicatedPasses) else contextlib.nullcontext():
             self._send_parts(passage, is_training=is_training)
+
+    def _require_no_failed_pass(self) -> None:
+        if isinstance(self._passes, ShardedPasses):
+            self._passes.require_no_failure()
+        if self._has_ddp_failed and torch.is_grad_enabled():
+            raise SpecError(FAILED.format(whose="DDP"))
+
+    @contextlib.contextmanager
+    def _failure_noted(self) -> Iterator[None]:
+        """Around a backward pass."""
+        try:
+            yield
+        except BaseException:
+            if isinstance(self._passes, ShardedPasses):
+                self._passes.note_failure()
+            self._has_ddp_failed = isinstance(self._called, DistributedDataParallel)
+            raise
 
     def _send_parts(self, passage: Passage, *, is_training: bool) -> None:
         for index, (args, kwargs) in enumerate(passage.parts):
@@ -115,7 +131,7 @@ class WholeModel(ParallelModel):
                 with fails_on_a_part(len(passage.parts)):
                     passage.take(index, self._known(self._called(*args, **kwargs)))  # and nobody else keeps it
                 if is_training:
-                    with autocast_left(self._device), _told_of_ddp():
+                    with autocast_left(self._device), _told_of_ddp(), self._failure_noted():
                         passage.weighted_loss(index).backward()
 
     def _known(self, output: Any) -> Any:
@@ -158,14 +174,6 @@ def _told_of_ddp() -> Iterator[None]:
             "it: have the model return what a loss computes with its parameters, and compute again what is not kept by "
             "torch.utils.checkpoint with use_reentrant=False"
         ) from exc
-
-
-def _require_last_gradients(gradients: Any) -> None:
-    if torch.is_grad_enabled():
-        raise SpecError(
-            "gradients of gradients were asked for (create_graph=True), for which FSDP2 has not kept what it put "
-            "together of the shards: lay the model out without dp_shard (dp_replicate, tp)"
-        )
 
 
 def _is_on(model: nn.Module, device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -261,3 +262,48 @@ def apart_after_thaw(frozen: str, axes: dict[str, int], *, is_called: bool) -> f
         float((_full(each.grad) - expected[name]).abs().max() / expected[name].abs().max())
         for name, each in laid_out.named_parameters()
     )
+
+
+class Failing(Critic.Block):
+    """Fails in its backward pass when it is told to."""
+
+    is_on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        if self.is_on and result.requires_grad:
+            result.register_hook(self.fail)
+        return result
+
+    def fail(self, gradient: Tensor) -> None:
+        raise ArithmeticError("of the user")
+
+
+def apart_after_failed_pass(axes: dict[str, int], *, is_called: bool) -> float:
+    """As ``apart_after_loop``; a pass has failed before, and its gradients are gone."""
+    model, whole = Critic(), made(Critic())
+    model.blocks[1] = failing = Failing()
+    laid_out = par.parallelize(
+        made(model), mesh_of(**axes), example_inputs=draw(2, 6, 16), loss=F.mse_loss, device="cpu"
+    )
+    parameters = list(laid_out.parameters())
+    halves, targets = draw(4, 6, 16).chunk(2), draw(4, 6, 1, seed=1).chunk(2)
+    x, target = halves[dist.get_rank()], targets[dist.get_rank()]
+
+    def step() -> None:
+        if is_called:
+            F.mse_loss(laid_out(x), target).backward()
+        else:
+            laid_out.train_step(x, target)
+
+    failing.is_on = True
+    with contextlib.suppress(ArithmeticError):
+        step()
+    failing.is_on = False
+    for parameter in parameters:
+        parameter.grad = None
+    step()
+    for half, target in zip(halves, targets):
+        (F.mse_loss(whole(half), target) / 2).backward()
+    expected = {name: each.grad for name, each in whole.named_parameters()}
+    return max(float((each.grad - expected[name]).abs().max()) for name, each in laid_out.named_parameters())

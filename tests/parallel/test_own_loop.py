@@ -101,3 +101,21 @@ def test_part_that_is_trained_later_has_the_gradients_of_all(
     code = f"own_loop_ranks.apart_after_thaw({frozen!r}, {{{axis!r}: 2}}, is_called={is_called})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-5
+
+
+@pytest.mark.parametrize(
+    "axis, is_called, whose",
+    [("dp_shard", True, "FSDP2"), ("dp_shard", False, "FSDP2"), ("dp_replicate", False, "DDP")],
+)
+def test_after_a_pass_that_failed_nothing_goes_on(ranks: Session, axis: str, is_called: bool, whose: str) -> None:
+    """It has left gradients on their way, which the next pass would take."""
+    message = f"SpecError: a backward pass ended in an error, or was stopped, in the middle of the work of {whose}"
+    with pytest.raises(RankError, match=message) as told:
+        ranks.run_cell(f"own_loop_ranks.apart_after_failed_pass({{{axis!r}: 2}}, is_called={is_called})", timeout_s=60)
+    assert sorted(told.value.errors) == [0, 1]
+
+
+def test_after_a_pass_that_failed_replicas_that_are_called_go_on(ranks: Session) -> None:
+    code = "own_loop_ranks.apart_after_failed_pass({'dp_replicate': 2}, is_called=True)"
+    for apart in ranks.run_cell(code, timeout_s=60).values.values():
+        assert apart < 1e-6
