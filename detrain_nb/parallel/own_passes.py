@@ -102,6 +102,12 @@ class _State:
 
     def on_gradient(self, gradients: Any) -> None:
         """To a parameter, and not only to the input, as by `torch.autograd.grad`."""
+        if not self.is_left and torch.is_grad_enabled():
+            raise SpecError(
+                "backward(create_graph=True) was called over replicas: the graph of a parameter's gradient is that of "
+                "this replica alone, of which no mean can be made: take gradients by torch.autograd.grad(..., "
+                "create_graph=True), and call backward() of what is made of them"
+            )
         self.on_pass(gradients)
         self._has_gradients = True
 

@@ -180,6 +180,12 @@ def penalty_alone(model: Call, x: Tensor) -> None:
         gradient.square().mean().backward()
 
 
+def kept_as_a_graph(model: Call, x: Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(x).mean().backward(create_graph=True)
+
+
 def siamese(model: Call, x: Tensor) -> None:
     with torch.no_grad():
         target = model(x.flip(1))
@@ -214,6 +220,7 @@ LOOPS: dict[str, Callable[[Call, Tensor], None]] = {
     "twice from one": twice_from_one,
     "penalty apart": penalty_apart,
     "penalty alone": penalty_alone,
+    "kept as a graph": kept_as_a_graph,
     "siamese": siamese,
     "accumulated": accumulated,
     "attacked": attacked,

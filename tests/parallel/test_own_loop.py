@@ -119,3 +119,10 @@ def test_after_a_pass_that_failed_replicas_that_are_called_go_on(ranks: Session)
     code = "own_loop_ranks.apart_after_failed_pass({'dp_replicate': 2}, is_called=True)"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 1e-6
+
+
+def test_graph_of_a_gradient_is_refused_over_replicas(ranks: Session) -> None:
+    """It would be that of one replica, behind the mean of all."""
+    with pytest.raises(RankError, match=r"SpecError: backward\(create_graph=True\) was called over replicas") as told:
+        ranks.run_cell("own_loop_ranks.apart_after_loop('kept as a graph', {'dp_replicate': 2})", timeout_s=60)
+    assert sorted(told.value.errors) == [0, 1]
