@@ -861,6 +861,55 @@ def test_number_for_which_the_model_has_no_other_is_no_fault() -> None:
     assert len(tp_plan(made(Weighing("harmless")), (draw(2, 8), 0.0)).pairs) == 2
 
 
+class Noting(nn.Module):
+    """Keeps what it has found in the hidden features, to read it in its next pass; ``way``: where, and when."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.up, self.down, self.way = nn.Linear(8, 16), nn.Linear(16, 8), way
+        self.register_buffer("mean", torch.zeros(()))
+        self.noted: Any = {"mean": torch.zeros(())} if way == "dict" else torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).tanh()
+        noted = self.noted["mean"] if self.way == "dict" else self.noted
+        result: Tensor = x + self.down(hidden - self.mean - noted)
+        with torch.no_grad():
+            if self.way == "given":
+                self.mean.add_(x.mean())
+            elif self.way == "always" or (self.way == "buffer" and self.training):
+                self.mean.lerp_(hidden.mean(), 0.5)
+            elif self.way == "share" and self.training:
+                self.mean.lerp_((hidden > 0).float().mean(), 0.5)  # which is no float64
+            elif self.way == "dict" and self.training:
+                self.noted["mean"] = hidden.mean()
+            elif self.way == "attribute" and self.training:
+                self.noted = hidden.mean()
+        return result
+
+
+@pytest.mark.parametrize(
+    "way, name",
+    [
+        ("buffer", "mean"),
+        ("always", "mean"),
+        ("share", "mean"),
+        ("dict", "noted['mean']"),
+        ("attribute", "noted"),
+    ],
+)
+def test_block_that_writes_something_else_in_parts_is_whole(way: str, name: str) -> None:
+    model = made(nn.Sequential(Noting(way), Noting(way)))
+    plan = tp_plan(model, draw(4, 8))
+    assert not plan.roles and plan.reasons["0.up"] == f"not proved: what its forward writes into {name} differs"
+    assert all(part.mean == 0 for part in model)
+
+
+def test_block_that_reads_what_it_has_written_in_each_pass_is_cut() -> None:
+    model = made(nn.Sequential(Noting("given"), Noting("given")))
+    assert len(tp_plan(model, draw(4, 8)).pairs) == 2 and all(part.mean == 0 for part in model)
+
+
 def test_parameters_without_a_shape_are_told() -> None:
     with pytest.raises(SpecError, match="the model has lazy parameters, without a shape: call it once"):
         tp_plan(nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 8)), draw(2, 8))

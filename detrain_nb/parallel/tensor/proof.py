@@ -1,7 +1,7 @@
 """A tensor plan is proved before it is used: one process plays all ranks, in float64, beside the whole module.
 
 Ranks are threads that run the very code that ranks of a mesh run; where these talk over the network, threads meet.
-What is compared is every output, and the gradient of every input and of every parameter.
+What is compared is every output, the gradient of every input and of every parameter, and what the forward writes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..module_copies import replace_tensors
 from ..recording import without_fused_layers
 from ..writes import values_kept
 from .copies import copied, copied_or_shared
+from .kept_values import is_close, kept_tensors
 from .layout import lay_out
 from .other_numbers import fill_buffers, other_numbers, small_buffers, written_buffers
 from .plan import Layout, TensorPlan
@@ -164,28 +165,45 @@ class Proof:
         except Exception as exc:  # noqa: BLE001 - an object of the user's may raise anything
             self._fault = f"it cannot be copied: {in_short(exc)}"
             return
-        with state_kept(self._whole):
-            reference, self._fault = _reference(self._whole, self._call, self._unread)
-            if reference is not None:
-                modes = [part.training for part in self._module.modules()]
-                self._references = [reference, *_reference_in_modes(self._whole, modes, reference)]
-        if self._references:
-            self._whole.to(self._references[0].dtype)  # it was put back in that in which it was tried first
+        self._references, self._fault = self._run_in_modes(self._whole, [*TOLERANCES])
+        if self._fault == _FAILS_IN_TRAINING:
+            whole = copied(self._whole)
+            references, fault = self._run_in_modes(whole, [torch.float32])
+            if not fault:
+                self._whole, self._references = whole, references
+            self._fault = ""
+
+    def _run_in_modes(self, whole: nn.Module, dtypes: Sequence[torch.dtype]) -> tuple[list[Run], str]:
+        modes, state = [part.training for part in self._module.modules()], State(whole)
+        with state.kept():
+            reference, fault = _reference(whole, self._call, self._unread, dtypes, state)
+            if reference is None:
+                return [], fault
+            try:
+                references = [reference, *_reference_in_modes(whole, modes, reference, state)]
+            except Exception:  # noqa: BLE001 - the user's code: it trains in another way than it is called here
+                references, fault = [reference], _FAILS_IN_TRAINING
+        whole.to(reference.dtype)  # it was put back in that in which it was tried first
+        return references, fault
 
 
 def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
-def _reference(whole: nn.Module, call: Call, unread: Collection[int]) -> tuple[Run | None, str]:
+def _reference(
+    whole: nn.Module, call: Call, unread: Collection[int], dtypes: Sequence[torch.dtype], state: State
+) -> tuple[Run | None, str]:
     """The whole module's outputs and gradients, in the first precision in which there are any; or why there are none.
 
     Masks of the smallest float64 number are infinite to a model that computes softmax in float32.
     """
     fault = ""
-    for dtype in TOLERANCES:
+    for dtype in dtypes:
         try:
-            found = Run(whole.to(dtype), call, dtype, unread).go()
+            whole.to(dtype)
+            with _put_back(whole, state):
+                found = Run(whole, call, dtype, unread).go()
         except Exception as exc:  # noqa: BLE001 - the user's code, in another precision than it was written for
             fault = f"it does not run on the CPU in {str(dtype).removeprefix('torch.')}: {in_short(exc)}"
             continue
@@ -198,34 +216,47 @@ def _reference(whole: nn.Module, call: Call, unread: Collection[int]) -> tuple[R
     return None, fault
 
 
-def _reference_in_modes(whole: nn.Module, modes: list[bool], evaluated: Run) -> list[Run]:
-    """As the user has the model, which trains as a rule: one run, where it computes something else than evaluating.
+def _reference_in_modes(whole: nn.Module, modes: list[bool], evaluated: Run, state: State) -> list[Run]:
+    """As the user has the model, which trains as a rule: one run, where it does something else than evaluating.
 
     No run where it has random numbers in it that are no dropout's: no other would be like it.
     """
     if not any(modes):
         return []
     _set_modes(whole, modes)
-    with values_kept([buffer for buffer in whole.buffers() if buffer.layout == torch.strided]):
-        try:
-            with torch.no_grad():
-                first = evaluated.again(whole).look()
-            if _are_equal(first, evaluated):
-                return []
-            found = evaluated.again(whole).go()
-        except Exception:  # noqa: BLE001 - the user's code: it trains in another way than it is called here
-            return []
+    with torch.no_grad(), _put_back(whole, state):
+        first = evaluated.again(whole).look()
+    if _are_equal(first, evaluated) and _write_alike(first, evaluated):
+        return []
+    with _put_back(whole, state):
+        found = evaluated.again(whole).go()
     return [found] if _are_equal(first, found) else []
 
 
 def _draws(whole: nn.Module, reference: Run) -> bool:
     """Whether the whole module gives something else each time: no part of it could be compared."""
-    with torch.no_grad(), values_kept(list(whole.buffers())):
+    with torch.no_grad(), _put_back(whole, State(whole)):
         return not _are_equal(reference.again(whole).look(), reference)
 
 
 def _are_equal(one: Run, other: Run) -> bool:
     return all(torch.equal(*pair) for pair in zip(one.outputs, other.outputs))
+
+
+def _write_alike(one: Run, other: Run) -> bool:
+    names = {*one.written, *other.written}
+    return all(is_close(one.kept.get(name), other.kept.get(name), tolerance=0) for name in names)
+
+
+@contextlib.contextmanager
+def _put_back(whole: nn.Module, state: State) -> Iterator[None]:
+    """What a pass writes: the next one, and each part, begins as it did. Random numbers go on."""
+    undo = state.note()
+    with values_kept(kept_tensors(whole)):
+        try:
+            yield
+        finally:
+            undo()
 
 
 def _set_modes(module: nn.Module, modes: Sequence[bool]) -> None:
@@ -251,6 +282,7 @@ def _without_cached_weights() -> Iterator[None]:
 
 
 _DRAWS = "it draws random numbers that are no dropout's, and gives another output each time"
+_FAILS_IN_TRAINING = "it runs as it evaluates alone"
 _LEFT_ALONE = "another rank stopped"
 
 

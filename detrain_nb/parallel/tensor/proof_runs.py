@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..operators import OperatorMode, leaves_of
 from .copies import copied_or_shared
+from .kept_values import Kept, changed, copies_of_kept, is_close
 from .layer_flow import float_outputs
 from .plan import Layout, TensorPlan
 from .ranks import cut
@@ -48,6 +49,8 @@ class Run:
         self._given = call
         self.outputs: list[Tensor] = []
         self.gradients: dict[str, Tensor | None] = {}
+        self.kept: dict[str, Kept] = {}
+        self.written: list[str] = []
         leaves, spec = tree_flatten(call)
         self._inputs = {}
         for index, leaf in enumerate(leaves):
@@ -68,8 +71,11 @@ class Run:
     def look(self) -> Run:
         """See what is given, without gradients."""
         args, kwargs = self._call
+        before = copies_of_kept(self.module)
         with _WithoutDropout(), self._looks:
             result = self.module(*args, **kwargs)
+        self.kept = copies_of_kept(self.module)
+        self.written = changed(before, self.kept)
         self.outputs = [each for index, each in enumerate(float_outputs(result)) if index not in self._unread]
         if self.reference is not None:
             shapes, expected = ([tuple(each.shape) for each in run.outputs] for run in (self, self.reference))
@@ -112,6 +118,9 @@ class Run:
                 mine = cut(gradient, layout.dim, rank=rank, size=plan.tp, packed=layout.packed)
             if not _is_close(self.gradients.get(name), mine, self.dtype, least=least):
                 return f"the gradient of {name} differs"
+        for name in dict.fromkeys((*self.reference.written, *self.written)):
+            if not is_close(self.kept.get(name), self.reference.kept.get(name), tolerance=TOLERANCES[self.dtype]):
+                return f"what its forward writes into {name} differs"
         return None
 
 
