@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import html
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -807,6 +809,11 @@ def test_plan_that_cannot_be_is_told(options: dict[str, Any], message: str) -> N
         tp_plan(Llama(layers=1), tokens(), **options)
 
 
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    factor: float
+
+
 class Weighing(nn.Module):
     """Looks across its hidden features, by a factor which is 0 at first; ``way``: where it is."""
 
@@ -815,8 +822,20 @@ class Weighing(nn.Module):
             super().__init__()
             self.up, self.down, self.way = nn.Linear(8, 16), nn.Linear(16, 8), way
             self.register_buffer("warm", torch.zeros(()))
+            self.register_buffer("count", torch.zeros((), dtype=torch.long))
+            self.register_buffer("is_late", torch.tensor(False))
 
         def forward(self, x: Tensor, factor: Any) -> Tensor:
+            if self.way == "configured":
+                factor = factor.factor
+            elif self.way == "chosen":
+                factor = float(factor > 2 or factor < 0)
+            elif self.way == "counted":
+                factor = (self.count > 100).double()
+                self.count.add_(int(self.training))
+            elif self.way == "switched":
+                factor = self.is_late.double()
+                self.is_late.logical_or_(torch.tensor(self.training))
             if self.way in ("written", "replaced"):
                 factor = self.warm.clone()
                 if self.training and self.way == "written":
@@ -848,13 +867,20 @@ class Weighing(nn.Module):
         ("number", torch.zeros(()), "with other numbers than 0, which it is given"),
         ("written", 0, "with other values of warm, which it writes"),
         ("replaced", 0, "with other values of warm, which it writes"),
+        ("counted", None, "with other values of count, which it writes"),
+        ("switched", None, "with other values of is_late, which it writes"),
+        ("number", 0, "with other numbers than 0, which it is given"),
+        ("number", np.float32(0), "with other numbers than 0, which it is given"),
+        ("configured", Configuration(0.0), "with other numbers than 0, which it is given"),
+        ("chosen", 0.5, "with other numbers than 0.5, which it is given"),
+        ("chosen", torch.ones(1), "with other numbers than 1, which it is given"),
     ],
 )
 def test_what_a_zero_hides_is_not_proved(way: str, factor: Any, message: str) -> None:
     model = made(Weighing(way))
     plan = tp_plan(model, (draw(2, 8), factor))
     assert not plan.roles and all(message in plan.reasons[f"layers.{n}.up"] for n in range(2)), plan.reasons
-    assert all(part.warm == 0 for part in model.layers)  # type: ignore[union-attr]
+    assert all(part.warm == 0 and part.count == 0 and not part.is_late for part in model.layers)  # type: ignore[union-attr]
 
 
 def test_number_for_which_the_model_has_no_other_is_no_fault() -> None:

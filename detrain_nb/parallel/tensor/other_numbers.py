@@ -1,9 +1,15 @@
-"""Other numbers than an example has: what is multiplied by a zero, or not at all by a one, is not seen in a proof."""
+"""Other numbers than an example has: what is multiplied by a zero, or not at all by a one, is not seen in a proof.
+
+Nor is the other side of a threshold, so that there are several: a small one, a large one and a negative one.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -11,32 +17,27 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..writes import writes_undone
+from .copies import copied
 from .proof_runs import Call, Run
 
-__all__ = ["fill_buffers", "other_numbers", "small_buffers", "written_buffers"]
+__all__ = ["other_calls", "other_modules", "small_buffers", "written_buffers"]
 
 _MOST = 1024  # elements of a buffer that is a count, or a few
 _LEAST, _STEP = 0.37, 0.06  # neither 0 nor 1, and each another one
+_STEPS = 1, 1000  # by which whole numbers are counted on
+_DEEP = 3  # dataclasses in dataclasses
 
 
-def other_numbers(call: Call) -> tuple[Call, list[str]]:
-    """``call`` with other floats, as Python has them or in tensors of one element; and those that were there."""
-    replaced: list[str] = []
+def other_calls(call: Call) -> Iterator[tuple[Call, list[str]]]:
+    """``call`` with other numbers, and those that were there: floats, in tensors of one element too, and zeros.
 
-    def other(leaf: Any) -> Any:
-        is_one = isinstance(leaf, Tensor) and leaf.numel() == 1 and leaf.is_floating_point() and not leaf.is_meta
-        if type(leaf) is not float and not is_one:
-            return leaf
-        was = float(leaf)
-        if not math.isfinite(was):
-            return leaf
-        made = _LEAST + _STEP * len(replaced)
-        made += _STEP / 2 if math.isclose(made, was) else 0.0
-        replaced.append(f"{was:g}")
-        return torch.full_like(leaf, made, requires_grad=leaf.requires_grad) if is_one else made
-
-    found: Call = tree_map(other, call)
-    return found, replaced
+    Not in a plan of other ways: a call that the model fails with is none.
+    """
+    for other in (_other_float(_small), _other_float(_large), _other_float(_negative), _one_for_zero):
+        replaced: list[str] = []
+        made: Call = tree_map(lambda leaf: _with_other(leaf, other, replaced, _DEEP), call)  # noqa: B023 - at once
+        if replaced:
+            yield made, replaced
 
 
 def small_buffers(module: nn.Module) -> list[str]:
@@ -50,7 +51,7 @@ def small_buffers(module: nn.Module) -> list[str]:
     return [
         name
         for name, buffer in module.named_buffers()
-        if buffer.is_floating_point()
+        if not buffer.is_complex()
         and buffer.layout == torch.strided
         and 0 < buffer.numel() <= _MOST
         and id(buffer) not in known
@@ -66,10 +67,80 @@ def written_buffers(whole: nn.Module, names: Collection[str], reference: Run) ->
     return found | {name for name, buffer in before.items() if any(buffer is each for each in written)}
 
 
-def fill_buffers(module: nn.Module, names: Collection[str]) -> None:
-    """Give the buffers of ``names`` other values."""
-    generator = torch.Generator().manual_seed(3)
-    for name in names:
-        buffer = module.get_buffer(name)
-        with torch.no_grad():
-            buffer.copy_(_LEAST + _STEP * torch.rand(buffer.shape, generator=generator))
+def other_modules(module: nn.Module, names: Collection[str]) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Copies with other values in the buffers of ``names``, and which: floats, then counts and what is true or not."""
+    floats = [name for name in names if module.get_buffer(name).is_floating_point()]
+    others = [name for name in names if name not in floats]
+    if floats:
+        generator = torch.Generator().manual_seed(3)
+        yield _filled(module, floats, lambda each: _LEAST + _STEP * torch.rand(each.shape, generator=generator)), floats
+    has_counts = any(module.get_buffer(name).dtype != torch.bool for name in others)
+    for step in (_STEPS if has_counts else _STEPS[:1]) if others else ():
+        yield _filled(module, others, lambda each: _counted_on(each, step)), others  # noqa: B023 - at once
+
+
+def _filled(module: nn.Module, names: Collection[str], fill: Callable[[Tensor], Tensor]) -> nn.Module:
+    made = copied(module)
+    with torch.no_grad():
+        for name in names:
+            buffer = made.get_buffer(name)
+            buffer.copy_(fill(buffer))
+    return made
+
+
+def _counted_on(buffer: Tensor, step: int) -> Tensor:
+    return ~buffer if buffer.dtype == torch.bool else buffer + min(step, torch.iinfo(buffer.dtype).max // 2)
+
+
+Other = Callable[[Any, int], Any]  # of a leaf, and of how many there were before; None where it stays
+
+
+def _with_other(leaf: Any, other: Other, replaced: list[str], depth: int) -> Any:
+    """The leaf, or another; of a dataclass a copy with others in its fields."""
+    if depth and dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, dict, nn.Module)):
+        fields = {each.name: getattr(leaf, each.name, None) for each in dataclasses.fields(leaf)}
+        changed = {key: _with_other(each, other, replaced, depth - 1) for key, each in fields.items()}
+        changed = {key: each for key, each in changed.items() if each is not fields[key]}
+        made = copy.copy(leaf) if changed else leaf
+        for key, each in changed.items():
+            object.__setattr__(made, key, each)  # it may be frozen
+        return made
+    found = other(leaf, len(replaced))
+    if found is None:
+        return leaf
+    replaced.append(f"{float(leaf):g}")
+    return found
+
+
+def _one_for_zero(leaf: Any, _: int) -> Any:
+    return 1 if type(leaf) is int and leaf == 0 else None
+
+
+def _other_float(make: Callable[[float, float], float]) -> Other:
+    def other(leaf: Any, place: int) -> Any:
+        is_one = isinstance(leaf, Tensor) and leaf.numel() == 1 and leaf.is_floating_point() and not leaf.is_meta
+        if not (is_one or _is_float(leaf)) or not math.isfinite(float(leaf)):
+            return None
+        was = float(leaf)
+        made = make(_LEAST + _STEP * place, was)
+        made += _STEP / 2 if math.isclose(made, was) else 0.0
+        return torch.full_like(leaf, made, requires_grad=leaf.requires_grad) if is_one else type(leaf)(made)
+
+    return other
+
+
+def _is_float(leaf: Any) -> bool:
+    is_of_numpy = type(leaf).__module__ == "numpy" and isinstance(leaf, Real) and not isinstance(leaf, Integral)
+    return type(leaf) is float or is_of_numpy
+
+
+def _small(number: float, _: float) -> float:
+    return number
+
+
+def _large(number: float, was: float) -> float:
+    return 100 * number + 2 * abs(was)
+
+
+def _negative(number: float, was: float) -> float:
+    return -number

@@ -25,7 +25,7 @@ from ..writes import values_kept
 from .copies import copied, copied_or_shared
 from .kept_values import is_close, kept_tensors
 from .layout import lay_out
-from .other_numbers import fill_buffers, other_numbers, small_buffers, written_buffers
+from .other_numbers import other_calls, other_modules, small_buffers, written_buffers
 from .plan import Layout, TensorPlan
 from .proof_runs import OTHER_OUTPUT, TOLERANCES, Call, Run
 from .ranks import cut
@@ -109,18 +109,17 @@ class Proof:
         """Proofs for other numbers in the call, and in buffers; a factor of zero hides what it is a factor of."""
         if self._is_varied or not self._references:
             return []
-        found = []
-        call, replaced = other_numbers(self._call)
-        if replaced:
-            found.append(
-                (f"other numbers than {_listed(replaced)}, which it is given", self._varied(self._module, call))
-            )
         names = [] if is_on_meta(self._module) else self._counts()
-        if names:
-            module = copied(self._module)
-            fill_buffers(module, names)
-            found.append((f"other values of {_listed(names)}, which it writes", self._varied(module, self._call)))
-        return found
+        return [
+            *(
+                (f"other numbers than {_listed(replaced)}, which it is given", self._varied(self._module, call))
+                for call, replaced in other_calls(self._call)
+            ),
+            *(
+                (f"other values of {_listed(written)}, which it writes", self._varied(module, self._call))
+                for module, written in other_modules(self._module, names)
+            ),
+        ]
 
     def _varied(self, module: nn.Module, call: Call) -> Proof:
         return Proof(module, call, unread=self._unread, is_varied=True)
