@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import functools
 import inspect
+import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Number
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["KnownKinds"]
 
 _SHOWN = 40  # letters of a text
+_MOST = 300  # values in the containers that an argument is of
+_DEEP = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """Of a value; ``parts``: of those in it, by how they are read from it, and whether others may be missing there."""
+
+    text: str
+    parts: Mapping[str, _Kind] = dataclasses.field(default_factory=dict)
+    is_sequence: bool = False
 
 
 class KnownKinds:
@@ -33,22 +49,23 @@ class KnownKinds:
         example had and a batch has not are left out, as labels are.
         """
         for name, kind in self._kinds_of(args, kwargs).items():
-            known = self._known.get(name, self._default_of(name))
-            if kind != known and (name, kind) not in self._told:
-                self._told.add((name, kind))
-                had = f"{name}={known}" if known else f"example inputs without {name}"
+            for where, known, found in _differences(name, self._known.get(name, self._default_of(name)), kind):
+                if (where, found) in self._told:
+                    continue
+                self._told.add((where, found))
+                had = f"{where}={known}" if known else f"example inputs without {where}"
                 warnings.warn(
-                    f"the tensor plan was proved with {had}, and this batch has {name}={kind}: make the plan with "
+                    f"the tensor plan was proved with {had}, and this batch has {where}={found}: make the plan with "
                     "example inputs of that kind, or compare with the whole model",
                     stacklevel=5,
                 )
 
-    def _default_of(self, name: str) -> str:
-        """Of an argument that was left out; empty where nothing is known."""
+    def _default_of(self, name: str) -> _Kind | None:
+        """Of an argument that was left out, where it is known."""
         known = self._signature.parameters.get(name) if self._signature is not None else None
-        return "" if known is None or known.default is inspect.Parameter.empty else _kind_of(known.default)
+        return None if known is None or known.default is inspect.Parameter.empty else _kind_of(known.default)
 
-    def _kinds_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
+    def _kinds_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, _Kind]:
         named: dict[str, Any] = {**{f"argument {place}": each for place, each in enumerate(args)}, **kwargs}
         if self._signature is not None:
             try:
@@ -58,28 +75,75 @@ class KnownKinds:
             for parameter in self._signature.parameters.values():
                 if parameter.kind is parameter.VAR_KEYWORD:
                     named |= named.pop(parameter.name, {})
-        found: dict[str, str] = {}
-        for name, value in named.items():
-            _add_kinds(name, value, found)
-        return found
+        return {name: _kind_of(value) for name, value in named.items()}
 
 
-def _add_kinds(name: str, value: Any, found: dict[str, str]) -> None:
-    """Of a dict those of its values, by key."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            _add_kinds(f"{name}[{key!r}]", each, found)
+def _differences(name: str, known: _Kind | None, found: _Kind) -> Iterator[tuple[str, str, str]]:
+    """Where they differ, and what is there: no further in what is another as a whole."""
+    if known is None:
+        if found.text != str(None):
+            yield name, "", found.text
+    elif known.text != found.text:
+        yield name, known.text, found.text
     else:
-        found[name] = _kind_of(value)
+        for key, each in found.parts.items():
+            if key in known.parts or not found.is_sequence:
+                yield from _differences(name + key, known.parts.get(key), each)
 
 
-def _kind_of(value: Any) -> str:
+def _kind_of(value: Any) -> _Kind:
+    return _kind_with_parts(value, itertools.count(), _DEEP)
+
+
+def _kind_with_parts(value: Any, count: Iterator[int], depth: int) -> _Kind:
+    text, parts, is_sequence = f"a {type(value).__name__}", dict[str, Any](), False
+    if isinstance(value, Mapping):
+        text, parts = "a dict", {f"[{key!r}]": each for key, each in itertools.islice(value.items(), _MOST)}
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        parts = {f".{key}": each for key, each in zip(value._fields, value)}
+    elif isinstance(value, (list, tuple)):
+        is_sequence = True
+        text = "a list" if isinstance(value, list) else "a tuple"
+        parts = {f"[{place}]": each for place, each in enumerate(value[:_MOST])}
+    elif dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module)):
+        parts = {f".{each.name}": getattr(value, each.name, None) for each in dataclasses.fields(value)}
+    else:
+        return _Kind(_text_of(value))
+    kinds = {}
+    for key, each in parts.items() if depth else ():
+        if next(count) >= _MOST:
+            break
+        kinds[key] = _kind_with_parts(each, count, depth - 1)
+    return _Kind(text, kinds, is_sequence)
+
+
+def _text_of(value: Any) -> str:
     if isinstance(value, Tensor):
-        return "a tensor"
-    if value is None or isinstance(value, bool):
+        return _text_of_tensor(value)
+    if value is None or isinstance(value, bool) or _is_bool_of_numpy(value):
         return str(value)
-    if isinstance(value, str):
-        return repr(value if len(value) <= _SHOWN else f"{value[:_SHOWN]}...")
+    if isinstance(value, (str, bytes)):
+        plain: str | bytes = value.value if isinstance(value, enum.Enum) else value
+        return repr(plain) if len(plain) <= _SHOWN else f"{plain[:_SHOWN]!r}..."
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
     if isinstance(value, Number):
         return "a number"
-    return f"a {type(value).__name__}"
+    if isinstance(value, (set, frozenset)):
+        return f"a set of {', '.join(sorted(set(map(_text_of, itertools.islice(value, _MOST))))) or 'nothing'}"
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, functools.partial):
+        return _text_of(value.func)
+    name = getattr(value, "__qualname__", None) if callable(value) else None
+    return name if isinstance(name, str) else f"a {type(value).__name__}"
+
+
+def _text_of_tensor(tensor: Tensor) -> str:
+    if tensor.dtype == torch.bool:
+        return "a tensor of bools"
+    return "a tensor" if tensor.is_floating_point() or tensor.is_complex() else "a tensor of whole numbers"
+
+
+def _is_bool_of_numpy(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
