@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import html
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import pairwise
@@ -929,6 +930,21 @@ def test_block_that_writes_something_else_in_parts_is_whole(way: str, name: str)
     plan = tp_plan(model, draw(4, 8))
     assert not plan.roles and plan.reasons["0.up"] == f"not proved: what its forward writes into {name} differs"
     assert all(part.mean == 0 for part in model)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_block_that_takes_the_time_is_cut(is_training: bool) -> None:
+    class Timed(nn.Sequential):
+        took_s = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            begun = time.perf_counter()
+            result: Tensor = super().forward(x)
+            self.took_s = time.perf_counter() - begun
+            return result
+
+    block = made(Timed(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))).train(is_training)
+    assert len(tp_plan(block, draw(4, 8)).pairs) == 1
 
 
 def test_block_that_reads_what_it_has_written_in_each_pass_is_cut() -> None:

@@ -178,6 +178,9 @@ class Proof:
             reference, fault = _reference(whole, self._call, self._unread, dtypes, state)
             if reference is None:
                 return [], fault
+            if any(isinstance(reference.kept[name], float) for name in reference.written):
+                with torch.no_grad(), _put_back(whole, state):
+                    reference.compare_times(reference.again(whole).look())
             try:
                 references = [reference, *_reference_in_modes(whole, modes, reference, state)]
             except Exception:  # noqa: BLE001 - the user's code: it trains in another way than it is called here
@@ -229,6 +232,7 @@ def _reference_in_modes(whole: nn.Module, modes: list[bool], evaluated: Run, sta
         return []
     with _put_back(whole, state):
         found = evaluated.again(whole).go()
+    found.compare_times(first)
     return [found] if _are_equal(first, found) else []
 
 
