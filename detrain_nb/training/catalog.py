@@ -195,7 +195,7 @@ def _require_file(entries: Mapping[str, tuple[str, int]], name: str, size_bytes:
     """Raises: Damaged."""
     kind, size = entries.get(name, ("", 0))
     if not kind:
-        raise Damaged(f"{name} is missing" + (f", of {size_bytes}" if size_bytes is not None else ""))
+        raise Damaged(f"{shown(name)} is missing" + (f", of {size_bytes}" if size_bytes is not None else ""))
     if kind == "link":
         raise Damaged(f"{name} {_LINK}")
     if kind != "file":
@@ -216,7 +216,7 @@ def read_note(folder: Location) -> dict[str, Any]:
         is_right = is_right and (not has_digests or is_digests(note["index_crc32"], 1))
         is_right = is_right and all(type(size) is int and name.isprintable() for name, size in note["files"].items())
         is_right = is_right and all(type(note[key]) is int for key in ("step", "serial", "world_size"))
-        is_right = is_right and 0 <= note["serial"] <= MOST_SAVES
+        is_right = is_right and 0 <= note["serial"] <= MOST_SAVES and note["world_size"] > 0
         is_right = is_right and isinstance(note["saved_at"], float) and 0 <= note["saved_at"] <= _LAST_SECOND
         if not is_right or note["index"] not in note["files"]:
             raise ValueError("what is in it is not of this format")

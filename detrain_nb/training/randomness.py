@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ __all__ = ["STATES", "random_state", "seed_all", "set_random_state"]
 STATES = ("python", "python_rest", "torch", "numpy", "numpy_rest", "cuda")  # what `random_state` may have
 
 _NUMBERS = 624  # of the generator of Python and of numpy
+_REST_OF_TORCH = slice(8, 24)  # behind the seed
 _GENERATOR = "MT19937"  # numpy's global one, unless somebody has changed it
 
 
@@ -42,7 +44,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if "numpy" in state:
         _require_numpy_rest(*state["numpy_rest"])
     random.setstate((version, tuple(state["python"].tolist()), gauss))
-    torch.set_rng_state(_as_bytes(state["torch"]))
+    of_torch = _as_bytes(state["torch"])
+    _require_torch_rest(of_torch)
+    torch.set_rng_state(of_torch)
     if "numpy" in state and "numpy" in sys.modules:
         numbers = sys.modules["numpy"].array(state["numpy"].tolist(), dtype="uint32")
         sys.modules["numpy"].random.set_state((_GENERATOR, numbers, *state["numpy_rest"]))
@@ -65,6 +69,18 @@ def _require_numpy_rest(place: Any, has_gauss: Any, gauss: Any) -> None:
     if type(place) is not int or not 0 <= place <= _NUMBERS or type(has_gauss) is not int or has_gauss not in (0, 1):
         raise ValueError("no state of numpy's generator")
     _require_gauss(gauss)
+
+
+def _require_torch_rest(state: Tensor) -> None:
+    """Torch does not look whether as many numbers are left as there are from the next one on, and reads behind them.
+
+    How the bytes lie: CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp. Raises: ValueError.
+    """
+    if state.dtype != torch.uint8 or state.dim() != 1 or len(state) < _REST_OF_TORCH.stop:
+        raise ValueError("no state of torch's generator")
+    left, _, following = struct.unpack("=iiQ", bytes(state[_REST_OF_TORCH].tolist()))
+    if not 1 <= left <= _NUMBERS or left + following > _NUMBERS + 1:
+        raise ValueError("no state of torch's generator")
 
 
 def _require_gauss(gauss: Any) -> None:

@@ -97,7 +97,8 @@ def _list_files(place: Location) -> list[str]:
             if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
                 raise ValueError("it has no weight_map, of the file of each tensor")
             wanted = sorted(set(weight_map.values()))
-        if missing := [name for name in wanted if name not in names]:
+        there = set(names)
+        if missing := [name for name in wanted if name not in there]:
             raise DetrainError(
                 f"{place.name}: {shown(missing[0])} is missing, of {len(wanted)} files that {INDEX} names"
             )

@@ -28,6 +28,7 @@ __all__ = ["ModelState", "OptimizerState"]
 _SHOWN = 3  # names in a message
 # What an optimizer may keep of a parameter in a shape of its own: tables, a history of gradients, a matrix of its rows.
 _FEW_NUMBERS, _MOST_TIMES = 1 << 16, 64
+_MOST_KEYS = 64  # of what an optimizer keeps of a parameter
 
 
 class ModelState:
@@ -204,6 +205,8 @@ class OptimizerState:
         by_name, options = _keys_by_name(index, f"{prefix}state."), _keys_by_name(index, f"{prefix}param_groups.")
         for _, parameter in self._parameters():
             name = self._names[id(parameter)][0]
+            if max(len(by_name.get(name, ())), len(options.get(name, ()))) > _MOST_KEYS:
+                raise Damaged(f"of {name} it has more than {_MOST_KEYS} values, and no optimizer keeps as many")
             for key in by_name.get(name, ()):
                 fqn = f"{prefix}state.{name}.{key}"
                 if (shape := index.shape(fqn)) is not None:
@@ -212,6 +215,10 @@ class OptimizerState:
             for key in options.get(name, ()):
                 fqn = f"{prefix}param_groups.{name}.{key}"
                 if (shape := index.shape(fqn)) is not None:  # a rate that is a tensor
+                    if math.prod(shape) > _FEW_NUMBERS:
+                        raise Damaged(
+                            f"the option {key!r} of {name} is {list(shape)}, and no optimizer has as large ones"
+                        )
                     found[fqn] = torch.empty(shape, dtype=index.dtype(fqn))
         return found
 

@@ -71,7 +71,7 @@ class TensorIndex:
                 }
                 if any(piece.end > files[file] for parts in chunks.values() for _, file, piece in parts):
                     raise ValueError("a part is behind the end of its file")
-            except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as exc:
+            except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as exc:
                 raise ValueError(f"it is not of this format: {exc}") from exc
             shapes = {fqn: tuple(entry[1]) for fqn, entry in index["tensors"].items()}
             return replace(cls.of(shapes, chunks, values), headers=headers)
@@ -87,7 +87,7 @@ class TensorIndex:
         pieces: dict[MetadataIndex, tuple[str, Piece]] = {}
         kept: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in values}
         for fqn, shape in shapes.items():
-            if sum(math.prod(piece.shape) for _, _, piece in chunks[fqn]) != math.prod(shape):
+            if not chunks[fqn] or sum(math.prod(piece.shape) for _, _, piece in chunks[fqn]) != math.prod(shape):
                 raise ValueError(f"of {fqn!r} parts are missing")
             filled = [(file, piece.begin) for _, file, piece in chunks[fqn] if piece.end > piece.begin]
             if len(set(filled)) < len(filled):  # a small file would make a tensor of any size

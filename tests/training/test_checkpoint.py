@@ -11,6 +11,7 @@ import pickle
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -30,8 +31,10 @@ from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.storage import Location, locate
 from detrain_nb.training import catalog, checkpoint, digests, reading, safetensors_export, tensor_files
 from detrain_nb.training.plain import from_json, to_json
+from detrain_nb.training.randomness import random_state, set_random_state
 from detrain_nb.training.ranks import Ranks
 from detrain_nb.training.state import ModelState, OptimizerState
+from detrain_nb.training.tensor_index import TensorIndex
 from detrain_nb.transport.ssh import SshConnection, SshTarget
 
 from ..testbed.testbed import Testbed
@@ -1359,6 +1362,25 @@ def test_place_in_random_numbers_that_none_has_is_told(saved: Path, rest: Any) -
     with pytest.warns(UserWarning, match="random numbers is none .*: random numbers were seeded anew with"):
         assert training.load(str(saved), filled(0)).step == 3
     assert 0 <= np.random.get_state()[2] <= 624
+
+
+@pytest.mark.parametrize("left, following", [(624, 1 << 9), (624, 2), (0, 0), (-1, 5), (1 << 30, 1)])
+def test_place_in_the_random_numbers_of_torch_that_none_has_is_refused(left: int, following: int) -> None:
+    """Torch would take what lies behind its numbers for some."""
+    state = random_state()
+    state["torch"][8:24] = torch.tensor(list(struct.pack("=iiQ", left, 1, following)), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="no state of torch's generator"):
+        set_random_state(state)
+
+
+def test_state_of_an_optimizer_of_very_many_keys_is_damage() -> None:
+    """A small file would take any memory: several names may be of the same bytes."""
+    model = nn.Linear(2, 1)
+    names = [f"optimizer/state.weight.k{number}" for number in range(100)]
+    chunks = {name: [((0,), "file", tensor_files.Piece(torch.float32, (1,), 0, 4))] for name in names}
+    index = TensorIndex.of(dict.fromkeys(names, (1,)), chunks, {})
+    with pytest.raises(digests.Damaged, match="of weight it has more than 64 values"):
+        OptimizerState(torch.optim.SGD(model.parameters()), ModelState(model)).targets(index, "optimizer/")
 
 
 def larger(file: Path, name: str, shape: list[int]) -> Callable[[dict[str, Any]], object]:
