@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from .recording import device_of, fails_with_inputs, takes_gradients
 from .writes import writes_undone
 
 __all__ = [
+    "LaterHooks",
     "ParameterUse",
     "find_parameter_use",
     "require_fit",
@@ -55,6 +56,29 @@ def require_fit(model: nn.Module, *, axis: str) -> None:
             if axis == "tp":
                 instead = "register it on named_parameters() of what parallelize returns, where it sees that of a part"
             raise SpecError(f"{name} has a hook on its gradient, which {axis} would drop: {instead}, or {otherwise}")
+
+
+class LaterHooks:
+    """Hooks on gradients of parameters that are laid out, where they would see nothing, or those of one replica."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], *, axis: str) -> None:
+        """``axis``: "dp_shard" or "dp_replicate"."""
+        kinds = ("_post_accumulate_grad_hooks", *(("_backward_hooks",) if axis == "dp_shard" else ()))
+        self._kinds, self._axis = kinds, axis
+        self._at_first = [(name, parameter, self._of(parameter)) for name, parameter in named]
+
+    def _of(self, parameter: nn.Parameter) -> set[int]:
+        return {each for kind in self._kinds for each in getattr(parameter, kind, None) or ()}
+
+    def require_none(self) -> None:
+        """Raises: SpecError."""
+        for name, parameter, at_first in self._at_first:
+            if self._of(parameter) - at_first:
+                why = "never comes to" if self._axis == "dp_shard" else "is not yet the mean of all replicas for"
+                raise SpecError(
+                    f"the gradient of {name} {why} the hook that was registered on it under {self._axis}: change "
+                    "gradients, and make steps, behind the backward pass"
+                )
 
 
 def require_own_memory(model: nn.Module, *, axis: str) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..errors import SpecError
 from .costs.profiler import ExampleInputs, as_call
 from .kinds import KnownKinds
+from .limits import LaterHooks
 from .microbatches import Loss, Objective, Passage, cut_batch, cut_call, require_rows_in_tensors, rows_of
 from .replicated import average_gradients, averaged, replicated_in
 from .running import RunningBuffers
@@ -227,12 +228,16 @@ class ParallelModel(abc.ABC):
     def _note_layout(self) -> None:
         """Once ``modules`` are laid out, before anything is computed with them."""
         self._replicated = replicated_in(self.modules)
+        is_sharded = any(isinstance(module, FSDPModule) for module in self.modules)
+        hooked = self.named_parameters() if self.arrangement.replicas else ()
+        self._later_hooks = LaterHooks(hooked, axis="dp_shard" if is_sharded else "dp_replicate")
         self._trained_at_first = {parameter for parameter in self.parameters() if parameter.requires_grad}
         self._running = RunningBuffers(self.modules, device=self._device)
 
     @contextlib.contextmanager
     def _gradients_completed(self) -> Iterator[None]:
         """Those that come in here, of what replicas and stages have in common. Collective: all ranks of the model."""
+        self._later_hooks.require_none()
         with averaged(self._replicated, self.arrangement.replicas), self._gradients_added_up():
             yield
         average_gradients(self._trained_later(), self.arrangement.replicas)

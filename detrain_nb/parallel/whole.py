@@ -91,6 +91,8 @@ class WholeModel(ParallelModel):
                 "replicas: use train_step, give them one dimension, or take dp_replicate in the place of dp_shard"
             )
         self._require_no_failed_pass()
+        if torch.is_grad_enabled():
+            self._later_hooks.require_none()
         self._look_at_kinds(args, kwargs)
         is_averaged_later = isinstance(self._called, DistributedDataParallel)
         with self.surroundings(), self._in_sync(is_last=not is_averaged_later):

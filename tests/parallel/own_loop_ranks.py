@@ -314,3 +314,15 @@ def apart_after_failed_pass(axes: dict[str, int], *, is_called: bool) -> float:
         (F.mse_loss(whole(half), target) / 2).backward()
     expected = {name: each.grad for name, each in whole.named_parameters()}
     return max(float((each.grad - expected[name]).abs().max()) for name, each in laid_out.named_parameters())
+
+
+def call_with_hook(kind: str, axes: dict[str, int], *, is_called: bool) -> None:
+    """It is registered when the model is laid out."""
+    laid_out = par.parallelize(
+        made(Critic()), mesh_of(**axes), example_inputs=draw(2, 6, 16), loss=F.mse_loss, device="cpu"
+    )
+    getattr(dict(laid_out.named_parameters())["head.weight"], kind)(lambda _: None)
+    if is_called:
+        laid_out(draw(2, 6, 16)).mean().backward()
+    else:
+        laid_out.train_step(draw(2, 6, 16), draw(2, 6, 1))

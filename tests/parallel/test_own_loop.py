@@ -126,3 +126,25 @@ def test_graph_of_a_gradient_is_refused_over_replicas(ranks: Session) -> None:
     with pytest.raises(RankError, match=r"SpecError: backward\(create_graph=True\) was called over replicas") as told:
         ranks.run_cell("own_loop_ranks.apart_after_loop('kept as a graph', {'dp_replicate': 2})", timeout_s=60)
     assert sorted(told.value.errors) == [0, 1]
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+@pytest.mark.parametrize(
+    "kind, axis, why",
+    [
+        ("register_hook", "dp_shard", "never comes to"),
+        ("register_post_accumulate_grad_hook", "dp_shard", "never comes to"),
+        ("register_post_accumulate_grad_hook", "dp_replicate", "is not yet the mean of all replicas for"),
+    ],
+)
+def test_hook_on_a_gradient_that_comes_too_late_is_refused(
+    ranks: Session, kind: str, axis: str, why: str, is_called: bool
+) -> None:
+    message = f"SpecError: the gradient of head.weight {why} the hook that was registered on it under {axis}: change"
+    with pytest.raises(RankError, match=message) as told:
+        ranks.run_cell(f"own_loop_ranks.call_with_hook({kind!r}, {{{axis!r}: 2}}, is_called={is_called})", timeout_s=60)
+    assert sorted(told.value.errors) == [0, 1]
+
+
+def test_hook_on_a_gradient_as_it_comes_is_taken_over_replicas(ranks: Session) -> None:
+    ranks.run_cell("own_loop_ranks.call_with_hook('register_hook', {'dp_replicate': 2}, is_called=True)", timeout_s=60)
