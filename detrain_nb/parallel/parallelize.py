@@ -34,7 +34,7 @@ from .mesh import AXES, require_there
 from .microbatches import Loss, lists_in
 from .model import Arrangement, ParallelModel, usual_device
 from .recording import takes_gradients
-from .sameness import plan_of_all, require_same_model, require_same_options
+from .sameness import note_stages, plan_of_all, require_not_laid_out, require_same_model, require_same_options
 from .stages.boundaries import Boundaries
 from .stages.pipeline import PipelineStages
 from .stages.schedules import Schedule, find_schedule
@@ -99,6 +99,7 @@ def parallelize(
     Raises: SpecError, on all ranks alike.
     """
     require_model(model)
+    require_not_laid_out(model)
     require_mesh(mesh)
     require_whole(num_microbatches=num_microbatches)
     if not isinstance(pp, Split) and pp != "auto":
@@ -157,7 +158,7 @@ def parallelize(
     if sharding.kind == "fsdp":
         require_unwritten(use.written, model, axis="dp_shard")
         sharding = dataclasses.replace(sharding, block_use=_block_use(model, example_inputs, found))
-    return lay_out_all(
+    laid_out = lay_out_all(
         model,
         mesh,
         plan=plan,
@@ -171,6 +172,9 @@ def parallelize(
         example_inputs=example_inputs,
         device=place,
     )
+    if is_pipeline:
+        note_stages(model)
+    return laid_out
 
 
 def lay_out_all(

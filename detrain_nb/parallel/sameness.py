@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,14 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..errors import SpecError
 from .deferred import tapes_of
 from .tensor.plan import TensorPlan
 
-__all__ = ["dense_parts", "plan_of_all", "require_same_model", "require_same_options"]
+__all__ = [
+    "dense_parts",
+    "note_stages",
+    "plan_of_all",
+    "require_not_laid_out",
+    "require_same_model",
+    "require_same_options",
+]
 
 _PIECE = 1 << 22  # elements
+_in_stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # each rank trains its part of these
 
 
 def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.device) -> None:
@@ -37,13 +47,17 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
         *(tape.drawn_from() for tape in tapes),
     ]
     kinds = tuple(_digest("\n".join(each)) for each in (lines, lines_without_code))
-    every = _gather(mesh, (sys.version_info[:2], *kinds, _digest(" ".join(figures))))
-    pythons, with_code, without_code, values = (set(each) for each in zip(*every.values()))
+    every = _gather(mesh, (sys.version_info[:2], *kinds, _digest(" ".join(figures)), model in _in_stages))
+    pythons, with_code, without_code, values, are_in_stages = (set(each) for each in zip(*every.values()))
     if len(pythons) > 1:  # each compiles the same code in its own way
         with_code, lines = without_code, lines_without_code
     if len(with_code) > 1:
         _raise_difference(mesh, lines, "the model", "run the same code with the same data on all")
     if len(values) > 1:
+        if True in are_in_stages:
+            raise SpecError(
+                f"the model was laid out in stages before, and each rank has trained its own alone: {_MAKE_ANEW}"
+            )
         if any(tensor.layout != torch.strided for tensor in tensors):
             raise SpecError("ranks have other values, of sparse tensors too, which cannot be sent: seed them alike")
         with torch.no_grad():
@@ -51,6 +65,23 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
                 tensor.copy_(_of_first(mesh, tensor.detach(), device))
         for tape in tapes:
             tape.states = _of_first(mesh, tape.states, device).cpu()
+
+
+def require_not_laid_out(model: nn.Module) -> None:
+    """Raises: SpecError for a model whose parameters are parts by now."""
+    if name := next((name for name, each in model.named_parameters() if isinstance(each, DTensor)), ""):
+        raise SpecError(f"the model is laid out already ({name} is a DTensor): {_MAKE_ANEW}")
+
+
+_MAKE_ANEW = (
+    "save what parallelize gave (training.save), make the model anew, lay that one out and load; to begin from the "
+    "start, make the model in the cell that lays it out"
+)
+
+
+def note_stages(model: nn.Module) -> None:
+    """Remember that each rank trains another part of ``model`` from now on."""
+    _in_stages.add(model)
 
 
 def require_same_options(mesh: DeviceMesh, **options: Any) -> None:

@@ -127,6 +127,27 @@ def test_compiled_blocks(two_ranks: Session, axes: dict[str, int]) -> None:
     require_close(two_ranks, axes, compile=True, layers=2)
 
 
+@pytest.mark.parametrize("axis, told", [("pp", "was laid out in stages before"), ("dp_shard", "is laid out already")])
+def test_cell_that_lays_a_trained_model_out_once_more_loses_nothing(two_ranks: Session, axis: str, told: str) -> None:
+    """Each rank has trained its own part, and the values of the first rank would take the place of the others'."""
+    two_ranks.run_cell(
+        "import torch\nfrom torch import nn\nfrom detrain_nb import parallel as par\n"
+        "model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))\n"
+        f"mesh = par.make_mesh({axis}=2)\n"
+        "again = lambda: par.parallelize(model, mesh, example_inputs=torch.ones(2, 4), loss=nn.functional.mse_loss)\n"
+        "laid_out = again()\n"
+        "laid_out.train_step(torch.ones(4, 4), torch.zeros(4, 4))\n"
+        "with torch.no_grad():\n    for each in laid_out.parameters(): each.mul_(0.5)"
+    )
+    look = (
+        "[float(each.to_local().sum() if hasattr(each, 'to_local') else each.sum()) for each in laid_out.parameters()]"
+    )
+    before = two_ranks.run_cell(look).values
+    with pytest.raises(RankError, match=f"{told}.*make the model anew, lay that one out and load"):
+        two_ranks.run_cell("again()")
+    assert two_ranks.run_cell(look).values == before
+
+
 @pytest.mark.slow
 def test_three_axes_on_eight_ranks() -> None:
     for session in start(8):
