@@ -139,9 +139,7 @@ def test_cell_that_lays_a_trained_model_out_once_more_loses_nothing(two_ranks: S
         "laid_out.train_step(torch.ones(4, 4), torch.zeros(4, 4))\n"
         "with torch.no_grad():\n    for each in laid_out.parameters(): each.mul_(0.5)"
     )
-    look = (
-        "[float(each.to_local().sum() if hasattr(each, 'to_local') else each.sum()) for each in laid_out.parameters()]"
-    )
+    look = "[float(getattr(each, '_local_tensor', each).sum()) for each in laid_out.parameters()]"
     before = two_ranks.run_cell(look).values
     with pytest.raises(RankError, match=f"{told}.*make the model anew, lay that one out and load"):
         two_ranks.run_cell("again()")
