@@ -68,11 +68,11 @@ lab: install data ## set up, then open the same notebook in JupyterLab
 data:
 	@$(call debian,dataset-fashion-mnist,the quickstart trains on the digits of scikit-learn instead)
 
-test: $(DONE)/test test-deps ## unit, real-process and notebook tests: 8 minutes on 2 cores
+test: $(DONE)/test test-deps ## unit, real-process and notebook tests: 10 minutes on 2 cores
 	@$(VENV)/bin/python -m tests.checks.flaky
 	exec $(PYTEST) 3 -m 'not slow and not thorough' $(PYTEST_ARGS)
 
-test-slow: $(DONE)/test test-deps ## the tests that take longer: 20 minutes
+test-slow: $(DONE)/test test-deps ## the tests that take longer: 21 minutes
 	exec $(PYTEST) 2 -m 'slow and not thorough' $(PYTEST_ARGS)
 
 test-thorough: $(DONE)/test test-deps ## the widest of all, before a release: left out of .ci/run
