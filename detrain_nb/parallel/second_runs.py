@@ -68,7 +68,8 @@ class SecondRuns:
                 if not is_first:
                     self._tell(f"{self._named(each.tensor)} is written by this forward, and was not by the first one")
         if is_first:
-            known.generators, known.unchanged = before.generators_drawn_from(), before.unchanged_objects()
+            # Another one: what the first run has looked at is put back behind each further run of it.
+            self._known[modes] = _Known(known.written, before.generators_drawn_from(), before.unchanged_objects())
         before.keep_written(known.written)
         for (name, parameter), version in zip(self._parameters, versions):
             if _version_of(parameter) != version:

@@ -142,8 +142,9 @@ def run_twice(way: str, *, activations: str) -> dict[str, Any]:
     model = nn.Sequential(nn.Sequential(*blocks))
     called = Sharding("none", activations=activations).apply(model, is_last=True)
     outputs = [called(torch.full((2, 4), 0.1 * number)) for number in (1, 2)]
+    between = random.random(), float(np.random.rand())  # which a backward pass does not take back
     torch.stack(outputs).sum().backward()  # the second one's graph may have begun in the first one's
-    drawn = random.random(), float(np.random.rand()), [part.own.random() for part in blocks]
+    drawn = between, random.random(), float(np.random.rand()), [part.own.random() for part in blocks]
     lasts = [getattr(part, "last", 0) for part in blocks]
     kept = [(part.calls, part.kept, [*part.recent], part.counts, part.is_inside, part.log.times) for part in blocks]
     gradients = [parameter.grad.tolist() for parameter in model.parameters() if parameter.grad is not None]
