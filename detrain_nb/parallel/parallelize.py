@@ -143,7 +143,7 @@ def parallelize(
     wanted = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
     plan = plan_of_all(mesh, lambda: _proved_plan(model, example_inputs, tp, sizes, **wanted))
     if tp == "auto" and plan is not None and plan.what_is_whole and mesh.get_rank() == int(mesh.mesh.min()):
-        warnings.warn(f"{str(plan).splitlines()[0]}; print par.tp_plan(...) to see all", stacklevel=2)
+        warnings.warn(f"{plan.headline()}; print par.tp_plan(...) to see all", stacklevel=2)
     found = None
     if is_pipeline:
         found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(sizes["pp"]))

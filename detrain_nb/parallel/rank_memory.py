@@ -76,6 +76,8 @@ class DryRun:
         widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table]
         head = f"{sizes}: {len(self.rows) and sum(len(row.ranks) for row in self.rows)} ranks, {self.schedule}"
+        if self.plan is not None and self.plan.what_is_whole:
+            lines.append(self.plan.headline())
         return "\n".join([head, *lines])
 
     def _repr_html_(self) -> str:

@@ -432,6 +432,14 @@ def test_stages_of_parts_of_the_sequence_and_of_the_classes() -> None:
     assert [row.parameter_bytes for row in found.rows] == [row.parameter_bytes for row in usual.rows]
 
 
+def test_what_tp_leaves_whole_is_told() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    assert "most of it" not in str(dry_run(model, {"tp": 2}, example_inputs=torch.zeros(2, 8))).lower()
+    told = str(dry_run(model, {"tp": 3}, example_inputs=torch.zeros(2, 8))).splitlines()[-1]
+    assert told.startswith("tensor parallel over 3 ranks: ") and "whole on every rank: 0 (" in told
+    assert told.endswith("16 outputs do not divide by 3)")
+
+
 def test_wrong_sizes_are_told() -> None:
     with pytest.raises(SpecError, match="dp_shard=-1: a dry run needs every size"):
         dry_run(GPT(), {"dp_shard": -1}, example_inputs=TOKENS)

@@ -126,6 +126,13 @@ def test_what_is_said_of_a_split() -> None:
     assert lines[-2] == ("slowest by mean 1.000, a step of 4 microbatches 24000.000 ms, of which 33 % bubble")
 
 
+def test_model_in_the_place_of_its_profile_is_told() -> None:
+    with pytest.raises(
+        SpecError, match=r"given a GPT, and takes a profile: partition\(profile\(model, example_inputs\)"
+    ):
+        partition(GPT(), 2)  # type: ignore[arg-type]
+
+
 def test_times_that_were_measured_are_used() -> None:
     found = profile(GPT(), torch.zeros(2, 16, dtype=torch.long))
     estimated = partition(found, 2)

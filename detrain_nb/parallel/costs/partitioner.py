@@ -131,6 +131,11 @@ def partition(
     Exact, by dynamic programming over units, stages and kinds of nodes. Raises: SpecError where the model has too few
     cuts, or no split fits into memory.
     """
+    if not isinstance(profile, ModelProfile):
+        raise SpecError(
+            f"partition was given a {type(profile).__name__}, and takes a profile: partition(profile(model, "
+            "example_inputs), nodes)"
+        )
     if not isinstance(nodes, Sequence):
         require_whole(stages=nodes)
     given = tuple(nodes) if isinstance(nodes, Sequence) else tuple(StageNode() for _ in range(nodes))

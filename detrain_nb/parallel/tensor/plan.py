@@ -296,7 +296,7 @@ class TensorPlan:
         rows = [("module", "on each rank", "why"), *self._rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = (f"{name:{widths[0]}}  {how:{widths[1]}}  {why}".rstrip() for name, how, why in rows)
-        return "\n".join([self._headline(), *lines])
+        return "\n".join([self.headline(), *lines])
 
     __repr__ = __str__
 
@@ -306,9 +306,10 @@ class TensorPlan:
         )
         head = "<tr><th>module</th><th>on each rank</th><th>why</th></tr>"
         body = "".join(f"<tr>{row}</tr>" for row in cells)
-        return f"<p>{html.escape(self._headline())}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>"
+        return f"<p>{html.escape(self.headline())}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
-    def _headline(self) -> str:
+    def headline(self) -> str:
+        """How much is in parts, and, where that is little, what is whole and why."""
         sequence = (
             f", sequence parallel from {self.sequence.blocks[0]} to {self.sequence.blocks[-1]}" if self.sequence else ""
         )
