@@ -41,11 +41,12 @@ def _start(ranks: int) -> Iterator[Session]:
         yield started
 
 
+@pytest.mark.slow  # as all that needs ranks
 @pytest.mark.parametrize(
     "axes",
     [
         {"dp_shard": 2},
-        pytest.param({"pp": 2}, marks=pytest.mark.slow),
+        {"pp": 2},
         pytest.param({"tp": 2}, marks=pytest.mark.thorough),
     ],
     ids=str,
@@ -114,6 +115,7 @@ def require_peaks(session: Session, cases: list[Case]) -> None:
             assert 0.8 < row.total_bytes / held[row.ranks[0]] < 1.2, (name, axes, options, row, held)
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_real_ranks(session: Session) -> None:
     require_peaks(session, FIRST)
 
@@ -482,7 +484,9 @@ dist.init_process_group()
 """
 
 
-@pytest.mark.parametrize("axes", [{"pp": 2}, {"dp_shard": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"pp": 2}, *(pytest.param({axis: 2}, marks=pytest.mark.slow) for axis in ("dp_shard", "tp"))], ids=str
+)
 def test_torch_keeps_no_more_of_each_further_call(axes: dict[str, int]) -> None:
     sizes = []
     for _ in range(3):

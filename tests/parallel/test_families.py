@@ -74,7 +74,9 @@ OF_TORCH: dict[str, Family] = {
 }
 
 
-@pytest.mark.parametrize("family", OF_TORCH)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow if name in ("ResNet", "U-Net") else ()) for name in OF_TORCH]
+)
 def test_stages_compute_what_the_whole_model_does(family: str) -> None:
     """Of a batch of another size than the example, then of the example; and what crosses is known beforehand."""
     make, example, other, most_stages, cuts = OF_TORCH[family]

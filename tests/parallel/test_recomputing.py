@@ -54,7 +54,11 @@ def test_what_is_computed_again_is_not_kept(session: Session, axes: dict[str, in
     assert kept[0] > 1.1 * kept[1] and kept[1] > 2 * kept[2] > 0
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp_shard": 2}, {"dp_replicate": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{"pp": 2}, *(pytest.param({axis: 2}, marks=pytest.mark.slow) for axis in ("tp", "dp_shard", "dp_replicate"))],
+    ids=str,
+)
 def test_what_a_forward_writes_is_written_once(session: Session, axes: dict[str, int]) -> None:
     """All ranks have the same batch: replicas have the mean of it too."""
     for activations in ("selective", "full"):

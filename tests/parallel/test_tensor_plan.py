@@ -78,7 +78,9 @@ def test_a_model_on_the_meta_device_that_keeps_tensors_beside_its_buffers_is_pla
     assert len(plan.pairs) == 2 and plan.checked == "proved" and not model.places.is_meta
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "loss_parallel": True}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"sequence_parallel": True, "loss_parallel": True}], ids=str
+)
 def test_what_is_too_large_to_be_given_values_is_proved_in_shapes(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -727,7 +729,7 @@ class KeepsWeights(nn.Module):
 
 
 def test_ranks_of_a_proof_share_no_weights_that_are_kept_in_a_call() -> None:
-    for _ in range(10):  # they would as threads meet
+    for _ in range(4):  # they would as threads meet
         assert tp_plan(KeepsWeights(), torch.randn(2, 8)).checked == "proved"
     assert (parametrize._cache_enabled, parametrize._cache) == (0, {})
 

@@ -33,6 +33,8 @@ CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "dry_run of pp": lambda model, inputs: par.dry_run(model, {"pp": 2}, example_inputs=inputs),
     "dry_run of tp": lambda model, inputs: par.dry_run(model, {"tp": 2, "dp_shard": 2}, example_inputs=inputs),
 }
+SLOW = pytest.mark.slow
+QUICK: dict[str, Any] = dict.fromkeys(("hooks", "writes", "weakly", "caches by values"), ())
 SIMILAR = ("containers by values", "hooks by values")  # to "caches by values"
 # What cannot be cut, or whose code fails in stages and parts, on ranks too, is left alone all the same.
 FAIL = {
@@ -47,11 +49,11 @@ def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detrain_nb.parallel.costs.measuring._ENOUGH_S", 0.0)
 
 
-# One of those that look at values, too, is tried quickly, when it has run before.
+# Those that have run before are tried, some of them quickly: one of those that look at values, too.
 @pytest.mark.parametrize(
     "kind, is_used",
     [
-        pytest.param(kind, used, marks=[] if used and kind not in SIMILAR else pytest.mark.thorough)
+        pytest.param(kind, used, marks=pytest.mark.thorough if not used or kind in SIMILAR else QUICK.get(kind, SLOW))
         for kind in FORGETFUL
         for used in (False, True)
     ],

@@ -266,10 +266,13 @@ def of_shards(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.mark.parametrize(
     "layout, kind",
     [
-        *[("fsdp", kind) for kind in ("model/", "optimizer/", "random/1/")],
-        ("pp", "model/"),
-        *[pytest.param("pp", kind, marks=pytest.mark.slow) for kind in ("optimizer/", "random/1/")],
-        *[pytest.param("tp", kind, marks=pytest.mark.slow) for kind in ("model/", "optimizer/", "random/1/")],
+        ("fsdp", "model/"),
+        *[pytest.param("fsdp", kind, marks=pytest.mark.slow) for kind in ("optimizer/", "random/1/")],
+        *[
+            pytest.param(layout, kind, marks=pytest.mark.slow if kind == "model/" else pytest.mark.thorough)
+            for layout in ("pp", "tp")
+            for kind in ("model/", "optimizer/", "random/1/")
+        ],
     ],
 )
 def test_damage_that_one_rank_reads_is_found_by_all(session: Session, of_shards: Path, layout: str, kind: str) -> None:
@@ -319,7 +322,7 @@ def test_ranks_that_ask_for_other_checkpoints_are_told(session: Session, tmp_pat
         assert errors[5] == "none"
 
 
-@pytest.mark.parametrize("depth", [600, 900, 5000])
+@pytest.mark.parametrize("depth", [900, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (600, 5000))])
 def test_note_that_only_one_rank_could_keep_is_an_error_of_all(session: Session, depth: int, tmp_path: Path) -> None:
     """JSON is read deeper than Python's objects travel between ranks."""
     session.run_cell(f"on_ranks.save_twice('fsdp', {str(tmp_path)!r})")

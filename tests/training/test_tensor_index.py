@@ -69,6 +69,7 @@ def test_parts_that_are_no_grid_are_taken() -> None:
     assert index_of((3, 3), spiral).shape("w") == (3, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_many_parts_cut_along_many_dimensions_take_no_minutes() -> None:
     """A mesh of eight axes; an index that others have written may say so."""
