@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -331,20 +330,16 @@ def test_changes_behind_it_are_told() -> None:
 # ---- on ranks
 
 
-def start(ranks: int) -> Iterator[Session]:
-    with Session.start(ranks, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import deferred_ranks")
-        yield started
+@pytest.fixture(scope="module")
+def two_ranks(two_ranks: Session) -> Session:
+    two_ranks.run_cell("import deferred_ranks", timeout_s=60)
+    return two_ranks
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Session]:
-    yield from start(2)
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Session]:
-    yield from start(4)
+def four_ranks(four_ranks: Session) -> Session:
+    four_ranks.run_cell("import deferred_ranks", timeout_s=60)
+    return four_ranks
 
 
 def require_the_same(session: Session, axes: dict[str, int], **options: Any) -> None:
@@ -390,11 +385,11 @@ def test_four_ranks_have_their_parts(four_ranks: Session, axes: dict[str, int], 
 
 
 @pytest.mark.slow
-def test_no_rank_holds_the_model() -> None:
+def test_no_rank_holds_the_model(four_new_ranks: Session) -> None:
     """Its quarter, and a few tensors of 4% each."""
-    for session in start(4):
-        for grown, whole in session.run_cell("deferred_ranks.peak_growth()", timeout_s=90).values.values():
-            assert whole > 400e6 and grown < whole / 2
+    four_new_ranks.run_cell("import deferred_ranks", timeout_s=60)
+    for grown, whole in four_new_ranks.run_cell("deferred_ranks.peak_growth()", timeout_s=90).values.values():
+        assert whole > 400e6 and grown < whole / 2
 
 
 def test_rank_that_makes_it_otherwise_is_named(two_ranks: Session) -> None:

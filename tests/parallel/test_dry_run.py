@@ -6,7 +6,6 @@ import functools
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,19 +25,19 @@ from .models import GPT, Experts
 from .tensor_models import Llama
 
 TOKENS = torch.zeros(2, 16, dtype=torch.long)
+IMPORTS = "import mixed_ranks; from parallel import memory_ranks"
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    yield from _start(2)
+def session(two_ranks: Session) -> Session:
+    two_ranks.run_cell(IMPORTS, timeout_s=60)
+    return two_ranks
 
 
-def _start(ranks: int) -> Iterator[Session]:
-    with Session.start(ranks, device="cpu") as started:
-        here = Path(__file__).parent
-        started.run_cell(f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]; import mixed_ranks")
-        started.run_cell("from parallel import memory_ranks")
-        yield started
+@pytest.fixture(scope="module")
+def four(four_ranks: Session) -> Session:
+    four_ranks.run_cell(IMPORTS, timeout_s=60)
+    return four_ranks
 
 
 @pytest.mark.slow  # as all that needs ranks
@@ -131,9 +130,8 @@ def test_the_peak_is_that_of_real_ranks_in_most_layouts(session: Session) -> Non
 
 
 @pytest.mark.thorough
-def test_the_peak_is_that_of_four_real_ranks() -> None:
-    for four_ranks in _start(4):
-        require_peaks(four_ranks, OVER_FOUR)
+def test_the_peak_is_that_of_four_real_ranks(four: Session) -> None:
+    require_peaks(four, OVER_FOUR)
 
 
 def require_largest(session: Session, axes: dict[str, int]) -> None:
@@ -157,16 +155,15 @@ def test_the_largest_parameters_are_told_as_a_rank_has_them(session: Session) ->
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)  # four ranks start, and a loaded machine takes its time
-def test_it_says_what_stages_of_parts_hold() -> None:
+def test_it_says_what_stages_of_parts_hold(four: Session) -> None:
     axes = {"pp": 2, "tp": 2}
-    for four_ranks in _start(4):
-        held = four_ranks.run_cell(f"mixed_ranks.bytes_here({axes})", timeout_s=60).values
-        found = dry_run(GPT(), axes, example_inputs=TOKENS)
-        assert [row.ranks for row in found.rows] == [(0, 1), (2, 3)]
-        for row in found.rows:
-            assert (row.parameter_bytes, row.optimizer_bytes) == held[row.ranks[0]]
-            assert held[row.ranks[1]][0] <= row.parameter_bytes
-        require_largest(four_ranks, axes)
+    held = four.run_cell(f"mixed_ranks.bytes_here({axes})", timeout_s=60).values
+    found = dry_run(GPT(), axes, example_inputs=TOKENS)
+    assert [row.ranks for row in found.rows] == [(0, 1), (2, 3)]
+    for row in found.rows:
+        assert (row.parameter_bytes, row.optimizer_bytes) == held[row.ranks[0]]
+        assert held[row.ranks[1]][0] <= row.parameter_bytes
+    require_largest(four, axes)
 
 
 @pytest.mark.slow

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -227,10 +226,9 @@ def test_hidden_states_are_those_of_the_whole_model(number: int, transformers: A
 
 
 @pytest.fixture(scope="module")
-def session(transformers: Any) -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import families")
-        yield started
+def session(transformers: Any, two_ranks: Session) -> Session:
+    two_ranks.run_cell("import families", timeout_s=60)
+    return two_ranks
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,23 +21,18 @@ LIKE_ANOTHER = {
 # Four ranks take their time: each pair of axes has another kind of model.
 SLOW_ON_FOUR_RANKS = {"ppxtp": ("Llama",), "ppxdp_shard": ("ResNet",), "dp_shardxtp": ("GPT tied",)}
 CLOSE = 2e-5  # relative, in float32
-IMPORT = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import family_ranks"
-
-
-def _start(ranks: int) -> Iterator[Session]:
-    with Session.start(ranks, device="cpu") as started:
-        started.run_cell(IMPORT, timeout_s=60)
-        yield started
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Session]:
-    yield from _start(2)
+def two_ranks(two_ranks: Session) -> Session:
+    two_ranks.run_cell("import family_ranks", timeout_s=60)
+    return two_ranks
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Session]:
-    yield from _start(4)
+def four_ranks(four_ranks: Session) -> Session:
+    four_ranks.run_cell("import family_ranks", timeout_s=60)
+    return four_ranks
 
 
 def require_close(session: Session, family: str, axes: dict[str, int], **options: Any) -> None:
@@ -79,10 +72,10 @@ def test_two_axes_on_four_ranks(four_ranks: Session, family: str, axes: dict[str
 
 @pytest.mark.thorough
 @pytest.mark.timeout(240)
-def test_stages_of_shards_of_parts_on_eight_ranks() -> None:
-    for eight_ranks in _start(8):
-        for family in ("GPT-2", "Llama"):
-            require_close(eight_ranks, family, {"pp": 2, "dp_shard": 2, "tp": 2})
+def test_stages_of_shards_of_parts_on_eight_ranks(eight_ranks: Session) -> None:
+    eight_ranks.run_cell("import family_ranks", timeout_s=60)
+    for family in ("GPT-2", "Llama"):
+        require_close(eight_ranks, family, {"pp": 2, "dp_shard": 2, "tp": 2})
 
 
 @pytest.mark.slow

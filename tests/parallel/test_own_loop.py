@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from detrain_nb import Session
@@ -12,10 +9,9 @@ from detrain_nb.errors import RankError
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import own_loop_ranks")
-        yield started
+def ranks(two_ranks: Session) -> Session:
+    two_ranks.run_cell("import own_loop_ranks", timeout_s=60)
+    return two_ranks
 
 
 @pytest.mark.parametrize("axes", [{"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}], ids=str)

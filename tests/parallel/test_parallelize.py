@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,16 @@ CLOSE = {"loss": 3e-6, "gradient": 1e-5, "later gradient": 3e-4, "norm": 3e-6, "
 CLOSE_NUMBERS = 1e-5  # relative; of what a Trainer says
 
 
-def start(ranks: int) -> Iterator[Session]:
-    with Session.start(ranks, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import mixed_ranks")
-        yield started
+@pytest.fixture(scope="module")
+def two_ranks(two_ranks: Session) -> Session:
+    two_ranks.run_cell("import mixed_ranks", timeout_s=60)
+    return two_ranks
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Session]:
-    yield from start(2)
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Session]:
-    yield from start(4)
+def four_ranks(four_ranks: Session) -> Session:
+    four_ranks.run_cell("import mixed_ranks", timeout_s=60)
+    return four_ranks
 
 
 def require_close(session: Session, axes: dict[str, int], **options: Any) -> None:
@@ -147,10 +142,9 @@ def test_cell_that_lays_a_trained_model_out_once_more_loses_nothing(two_ranks: S
 
 
 @pytest.mark.slow
-def test_three_axes_on_eight_ranks() -> None:
-    for session in start(8):
-        axes = {"pp": 2, "dp_shard": 2, "tp": 2}
-        require_close(session, axes, schedule="Interleaved1F1B", is_tied=True)
+def test_three_axes_on_eight_ranks(eight_ranks: Session) -> None:
+    eight_ranks.run_cell("import mixed_ranks", timeout_s=60)
+    require_close(eight_ranks, {"pp": 2, "dp_shard": 2, "tp": 2}, schedule="Interleaved1F1B", is_tied=True)
 
 
 def require_same_numbers(session: Session, axes: dict[str, int], folder: Path, **options: Any) -> None:

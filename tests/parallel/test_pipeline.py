@@ -26,10 +26,9 @@ CLOSE = 2e-6  # relative; 5e-7 was measured
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import on_ranks")
-        yield started
+def session(two_ranks: Session) -> Session:
+    two_ranks.run_cell("import on_ranks", timeout_s=60)
+    return two_ranks
 
 
 @pytest.mark.parametrize(

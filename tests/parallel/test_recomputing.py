@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections import Counter, deque
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +27,9 @@ AXES = [
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import recomputing_ranks")
-        yield started
+def session(two_ranks: Session) -> Session:
+    two_ranks.run_cell("import recomputing_ranks", timeout_s=60)
+    return two_ranks
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)

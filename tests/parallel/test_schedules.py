@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,10 +45,9 @@ WRITTEN = {
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import on_ranks")
-        yield started
+def session(two_ranks: Session) -> Session:
+    two_ranks.run_cell("import on_ranks", timeout_s=60)
+    return two_ranks
 
 
 def _write(folder: Path, lines: list[str], name: str = "own.csv") -> str:

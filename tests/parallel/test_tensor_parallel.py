@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,21 @@ from .tensor_models import FAMILIES, OTHER_FAMILIES
 
 CLOSE = 1e-11  # relative, in float64; 1e-14 was measured
 CLOSE_IN_FLOAT32 = 1e-5  # 1e-6 was measured
-IMPORT = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from tensor_ranks import *"
 
 
 SLOWER = ("gpt", "gpt tied", "llama", "llama tied", "encoder", "recurrent", "beside", "mixture by turns")
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
-        started.run_cell(IMPORT)
-        yield started
+def session(two_ranks: Session) -> Session:
+    two_ranks.run_cell("from tensor_ranks import *", timeout_s=60)
+    return two_ranks
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[Session]:
-    with Session.start(4, device="cpu") as started:
-        started.run_cell(IMPORT)
-        yield started
+def four(four_ranks: Session) -> Session:
+    four_ranks.run_cell("from tensor_ranks import *", timeout_s=60)
+    return four_ranks
 
 
 def assert_trained(session: Session, code: str, *, close: float = CLOSE) -> dict[str, Any]:

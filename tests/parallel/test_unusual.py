@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +11,9 @@ from detrain_nb.errors import RankError
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
-        started.run_cell(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import unusual_ranks")
-        yield started
+def ranks(two_ranks: Session) -> Session:
+    two_ranks.run_cell("import unusual_ranks", timeout_s=60)
+    return two_ranks
 
 
 def require_refusal(ranks: Session, code: str, message: str) -> None:
