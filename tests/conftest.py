@@ -6,7 +6,8 @@ is a failure unless its reason says GPU; so is a missing Debian package, unless 
 (then the Makefile could not install it).
 
 Fixtures of a room stand in ``tests/<room>/conftest.py``; those for any room, `testbed` and `make_testbed`, in
-``tests/testbed/fixtures.py``, and how sessions start in ``tests/checks/starts.py``.
+``tests/testbed/fixtures.py``, those for ranks that modules share in ``tests/checks/shared_ranks.py``, and how sessions
+start in ``tests/checks/starts.py``.
 
 Which tests `.ci/run` never runs a second time stands here too: NEVER_RERUN.
 """
@@ -23,8 +24,8 @@ from pathlib import Path
 
 import pytest
 
-# Nothing where tests/test_skips.py has this file alone in a folder; tests/checks/small.py leaves the first two empty.
-_PLUGINS = ("testbed.fixtures", "checks.starts", "checks.outcomes")
+# Nothing where tests/test_skips.py has this file alone in a folder; those of tests/checks/small.py are empty but the last.
+_PLUGINS = ("testbed.fixtures", "checks.starts", "checks.shared_ranks", "checks.outcomes")
 pytest_plugins = [f"{__package__}.{name}" for name in _PLUGINS] if __package__ else []
 
 # What shows that a package is there: a program, or a file. Other systems may bring it in their own way.

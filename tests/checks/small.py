@@ -13,7 +13,8 @@ def lay_out_tests(folder: Path) -> Path:
     tests = folder / "tests"
     shutil.copytree(ROOT / "tests/checks", tests / "checks", ignore=shutil.ignore_patterns("__pycache__"))
     (tests / "testbed").mkdir()
-    for of_sessions in ("testbed/fixtures.py", "checks/starts.py"):  # there are none; to import it takes a second
+    # There are no sessions; to import these takes a second.
+    for of_sessions in ("testbed/fixtures.py", "checks/starts.py", "checks/shared_ranks.py"):
         (tests / of_sessions).write_text("")
     for name in ("conftest.py", "../pyproject.toml"):
         shutil.copy(ROOT / "tests" / name, tests / name)

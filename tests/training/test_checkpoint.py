@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,15 @@ LAYOUTS = ["pp", "fsdp", "ddp", "tp", "zbv"]
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    yield from _start(2)
+def session(two_ranks: Session) -> Session:
+    two_ranks.run_cell("import checkpoint_ranks as on_ranks", timeout_s=60)
+    return two_ranks
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Session]:
-    yield from _start(4)
-
-
-def _start(ranks: int) -> Iterator[Session]:
-    with Session.start(ranks, device="cpu") as session:
-        session.run_cell(f"import sys; sys.path.insert(0, {str(HERE)!r}); import checkpoint_ranks as on_ranks")
-        yield session
+def four_ranks(four_ranks: Session) -> Session:
+    four_ranks.run_cell("import checkpoint_ranks as on_ranks", timeout_s=60)
+    return four_ranks
 
 
 @pytest.fixture(scope="module")

@@ -614,12 +614,11 @@ def test_optimizers_and_schedulers_that_cannot_be_are_told(options: Any, message
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    with Session.start(2, device="cpu") as started:
-        folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "parallel")]
-        started.run_cell(f"import sys; sys.path[:0] = {folders!r}; import os, trainer_ranks")
-        started.run_cell(f"os.environ['DETRAIN_NB_METRICS'] = {str(tmp_path_factory.mktemp('ranks'))!r}")
-        yield started
+def session(two_ranks: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    two_ranks.run_cell("import os, trainer_ranks", timeout_s=60)
+    two_ranks.run_cell(f"os.environ['DETRAIN_NB_METRICS'] = {str(tmp_path_factory.mktemp('ranks'))!r}")
+    yield two_ranks
+    two_ranks.run_cell("os.environ.pop('DETRAIN_NB_METRICS')")
 
 
 @pytest.mark.parametrize("axes", ["dp_replicate", "dp_shard", "pp", "tp"])

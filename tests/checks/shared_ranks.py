@@ -14,8 +14,9 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.errors import DetrainError
 
-HERE = Path(__file__).parent
-_IMPORTS = f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(HERE.parent)!r}]"
+TESTS = Path(__file__).parents[1]
+ROOMS = [str(TESTS), str(TESTS / "parallel"), str(TESTS / "training")]
+_IMPORTS = f"import sys; sys.path[:0] = {ROOMS!r}"
 _END = "for name in {*globals()} - _kept: del globals()[name]"
 
 
