@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-# Nothing where tests/test_skips.py has this file alone in a folder; those of tests/checks/small.py are empty but the last.
+# Nothing where tests/test_skips.py has this file alone in a folder. tests/checks/small.py leaves the last.
 _PLUGINS = ("testbed.fixtures", "checks.starts", "checks.shared_ranks", "checks.outcomes")
 pytest_plugins = [f"{__package__}.{name}" for name in _PLUGINS] if __package__ else []
 

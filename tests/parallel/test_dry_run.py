@@ -245,6 +245,7 @@ class Repeating(nn.Module):
         return x + kept[..., :16] * kept.sum(-1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_in_an_int_are_not_taken_for_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = (Repeating(number, 40 if number > 2 else 1) for number in range(12))
     model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(16, 16))
@@ -289,6 +290,7 @@ def test_blocks_that_nothing_can_stand_for_all_run() -> None:
     assert row.activation_bytes > 8 * 64 * 8 * 4 and row.num_parameters == 8 * 36
 
 
+@pytest.mark.slow
 def test_what_a_model_on_the_meta_device_keeps_beside_its_buffers_is_found() -> None:
     """Also under tp, where its large blocks have no values: the plan is that of a small one."""
     with torch.device("meta"):

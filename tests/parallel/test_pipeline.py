@@ -399,9 +399,10 @@ def test_training_without_gradients_is_told(session: Session) -> None:
 @pytest.mark.parametrize(
     "code, message",
     [
-        (
+        pytest.param(
             "loss = lambda output, target: F.mse_loss(output.detach(), target)",
             "element 0 of tensors does not require grad",
+            marks=pytest.mark.slow,
         ),
         ("model.requires_grad_(False)", "does not require grad: all parameters of the model are frozen"),
     ],

@@ -49,7 +49,10 @@ from .models import (
     WithToken,
     Writes,
 )
+from .sampled import one_in
 from .untouched import assert_untouched, look_of
+
+pytestmark = pytest.mark.usefixtures("few_passes")
 
 TOKENS = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -116,7 +119,7 @@ FAMILIES: dict[str, tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", one_in(2, FAMILIES))
 def test_stages_compute_what_the_whole_model_does(family: str) -> None:
     """Of a batch that the split has not seen, then of the one that it has."""
     make, example, other, num_stages = FAMILIES[family]
@@ -191,7 +194,7 @@ def test_no_cut_goes_through_a_module_with_a_backward_hook(where: str, kind: str
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-@pytest.mark.parametrize("number", [-2, 2, 3])
+@pytest.mark.parametrize("number", one_in(2, [-2, 2, 3]))
 def test_what_hooks_collect_has_as_many_parts_as_in_the_whole_model(number: int, is_used: bool) -> None:
     """Also in a batch of a shape that was met before, and whether the hooks are there when the model is cut or not."""
     model, x = made(Collecting(number)), batch(4, 8)
@@ -574,7 +577,7 @@ def test_what_a_layer_writes_and_a_later_one_reads_is_in_one_stage() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks for that of what it compiles
-@pytest.mark.parametrize("way", ["in place", "around"])
+@pytest.mark.parametrize("way", one_in(2, ["in place", "around"]))
 def test_compiled_parts_are_compiled_in_their_stages(way: str) -> None:
     import torch._dynamo
 
@@ -752,7 +755,7 @@ WAYS |= {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", one_in(4, WAYS))
 def test_what_holds_layers_leads_to_those_of_the_stage(way: str) -> None:
     """And for the user to the model's: with all gradients, at every cut."""
     model, x = made(WAYS[way]()), batch(3, 8)

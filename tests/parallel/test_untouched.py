@@ -22,7 +22,8 @@ from .families import OF_TRANSFORMERS, draw, tokens
 from .forgetful import FORGETFUL
 from .untouched import assert_untouched, look_of
 
-pytestmark = pytest.mark.timeout(300)  # the largest families take all calls in turn
+# The largest families take all calls in turn.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("few_passes")]
 
 THERE: Any = None  # a module, or a function of it: what a test puts into this file for a while
 CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
@@ -42,11 +43,6 @@ FAIL = {
     "replaces": ["dry_run of tp"],
     "writes": ["stages", "dry_run of pp", "dry_run of tp"],
 }
-
-
-@pytest.fixture(autouse=True)
-def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.parallel.costs.measuring._ENOUGH_S", 0.0)
 
 
 # Those that have run before are tried, some of them quickly: one of those that look at values, too.
