@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -250,8 +250,9 @@ def _find_whole(
     Collective: all ranks. Raises: SpecError, DetrainError.
     """
     passed: dict[str, str] = {}
+    listed = functools.cache(functools.partial(list_checkpoints, place))  # not anew for each that is damaged
     while True:
-        choose = functools.partial(_choose, place, step, passed)
+        choose = functools.partial(_choose, place, listed, step, passed)
         chosen, note, index, passed = ranks.first(choose)
         try:
             reading = Reading(step_folder(place, chosen.step), chosen, note, index, ranks, *parts)
@@ -264,7 +265,7 @@ def _find_whole(
 
 
 def _choose(
-    place: Location, step: int | None, passed: Mapping[str, str]
+    place: Location, listed: Callable[[], Checkpoints], step: int | None, passed: Mapping[str, str]
 ) -> tuple[Checkpoint, dict[str, Any], TensorIndex, dict[str, str]]:
     """The one to load, its note, its index, and why others were passed over for it, by name: those in ``passed`` are.
 
@@ -272,7 +273,7 @@ def _choose(
     """
     if not place.exists():
         raise SpecError(f"{place.name} is not there: give the URL that was saved to")
-    there = list_checkpoints(place)
+    there = listed()
     found = there if step is None else Checkpoints(each for each in there if each.step == step)
     wrong = dict(passed)
     for each in sorted(found, key=lambda each: (each.serial < 0, each.serial, each.step), reverse=True):

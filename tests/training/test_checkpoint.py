@@ -985,6 +985,19 @@ def test_indices_of_a_data_set_can_be_kept(tmp_path: Path) -> None:
     assert training.load(str(tmp_path), model).data_position == order
 
 
+def test_folder_is_listed_once_however_many_are_damaged(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each the note is read: else the time would go with the square of how many there are."""
+    listed: list[Location] = []
+    list_them = checkpoint.list_checkpoints
+    monkeypatch.setattr(checkpoint, "list_checkpoints", lambda place: listed.append(place) or list_them(place))
+    for step in (2, 3):
+        file = the_file(saved, step, "rank-*")
+        file.write_bytes(flip(file.stat().st_size - 1)(file.read_bytes()))
+    with pytest.warns(UserWarning, match="is passed over"):
+        assert training.load(str(saved), filled(0)).step == 1
+    assert len(listed) == 1
+
+
 def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
     """A pickle in the place of every file, of the same size where sizes are looked at, is never run."""
 

@@ -207,7 +207,7 @@ def _reference(
             with _put_back(whole, state):
                 found = Run(whole, call, dtype, unread).go()
         except Exception as exc:  # noqa: BLE001 - the user's code, in another precision than it was written for
-            fault = f"it does not run on the CPU in {str(dtype).removeprefix('torch.')}: {in_short(exc)}"
+            fault = f"evaluating, it does not run on the CPU in {str(dtype).removeprefix('torch.')}: {in_short(exc)}"
             continue
         if not found.gradients:
             return None, "its outputs have no gradients"
