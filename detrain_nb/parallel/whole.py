@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -82,8 +83,7 @@ class WholeModel(ParallelModel):
 
         ``backward()`` of a loss, a mean over rows as a rule, leaves the mean of the gradients of all replicas. Modes,
         microbatches and weights are the caller's. Collective: all ranks of the model, which then make the same
-        backward passes. Raises: SpecError for parameters
-        whose gradients ``train_step`` alone completes.
+        backward passes. Raises: SpecError for parameters whose gradients ``train_step`` alone completes.
         """
         if self._replicated and torch.is_grad_enabled():
             raise SpecError(
@@ -95,7 +95,7 @@ class WholeModel(ParallelModel):
             self._later_hooks.require_none()
         self._look_at_kinds(args, kwargs)
         is_averaged_later = isinstance(self._called, DistributedDataParallel)
-        with self.surroundings(), self._in_sync(is_last=not is_averaged_later):
+        with self.surroundings(), self._in_sync(is_last=not is_averaged_later), _told_of_shards(self._called):
             output = self._known(self._called(*args, **kwargs))
         if self._passes is not None and torch.is_grad_enabled():
             self._passes.follow([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
@@ -107,7 +107,7 @@ class WholeModel(ParallelModel):
     def _send(self, passage: Passage, *, is_training: bool) -> None:
         self._require_no_failed_pass()
         passes = self._passes
-        with passes.left_to_ddp() if isinstance(passes, ReplicatedPasses) else contextlib.nullcontext():
+        with passes.left_to_ddp() if isinstance(passes, ReplicatedPasses) else _told_of_shards(self._called):
             self._send_parts(passage, is_training=is_training)
 
     def _require_no_failed_pass(self) -> None:
@@ -175,6 +175,24 @@ def _told_of_ddp() -> Iterator[None]:
             f"the gradient of {found[1] if found else 'a parameter'} comes past the forward, where DDP does not see "
             "it: have the model return what a loss computes with its parameters, and compute again what is not kept by "
             "torch.utils.checkpoint with use_reentrant=False"
+        ) from exc
+
+
+@contextlib.contextmanager
+def _told_of_shards(model: nn.Module) -> Iterator[None]:
+    """Raises: SpecError where a layer computes that FSDP2 has not put together: its block does not run just then."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "mixed torch.Tensor and DTensor" not in str(exc) or not isinstance(model, FSDPModule):
+            raise
+        names = {module: name for name, module in model.named_modules()}
+        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(exc.__traceback__)]
+        name = next((names[owner] for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names), "")
+        raise SpecError(
+            f"{name or 'a layer'} computes while its block does not run, and dp_shard puts a block's parameters "
+            "together for its forward alone: compute again what is not kept by torch.utils.checkpoint with "
+            "use_reentrant=False, call the block in the place of what is in it, or cut its layers (tp)"
         ) from exc
 
 

@@ -222,6 +222,14 @@ def test_code_that_mixes_parameters_in_parts_with_others_is_told(ranks: Session)
     require_refusal(ranks, code, r"parameters\(\), say, where each is a DTensor: read self\.weight, or return")
 
 
+def test_block_whose_parts_compute_again_behind_it_is_told_in_shards(ranks: Session) -> None:
+    """As reversible layers do; under tp it is right."""
+    message = r"blocks\.2\.0 computes while its block does not run, and dp_shard puts a block's parameters together for"
+    require_refusal(ranks, "unusual_ranks.apart_after_steps(unusual_ranks.Reversible, {'dp_shard': 2})", message)
+    code = "unusual_ranks.apart_after_steps(unusual_ranks.Reversible, {'tp': 2})"
+    assert max(ranks.run_cell(code, timeout_s=60).values.values()) < 1e-6
+
+
 def test_parameter_that_is_made_of_parts_and_of_others_is_told(ranks: Session) -> None:
     code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Functional(is_scaled=True), {'tp': 2})"
     require_refusal(

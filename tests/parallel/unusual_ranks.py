@@ -646,3 +646,36 @@ def squares(output: Any, target: Tensor) -> Tensor:
 
 def apart_with_given(way: str, axes: dict[str, int]) -> float:
     return apart_after_steps(lambda: Giving(way), axes, loss=squares)
+
+
+class _PartsAgain(torch.autograd.Function):
+    """Computes a block anew in the backward pass, by calling what is in it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Sequential) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            result: Tensor = block(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            result = ctx.block[1](ctx.block[0](x))
+        torch.autograd.backward(result, gradients)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = _PartsAgain.apply(x, block)
+        return x
