@@ -359,6 +359,36 @@ class GroupedBlock(nn.Module):
         return result
 
 
+class BesideHeads(nn.Module):
+    """Gates with the features of another tensor, in blocks whose attention has heads as wide as these."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.LayerNorm(16)
+            self.attention.head_dim = 8  # type: ignore[assignment]
+            self.gate, self.down = nn.Linear(16, 8), nn.Linear(8, 16)
+
+        def forward(self, x: Tensor, features: Tensor) -> Tensor:
+            result: Tensor = x + self.down(self.gate(self.attention(x)).tanh() * features)
+            return result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.features(x).unflatten(-1, (2, 8))
+        for number, block in enumerate(self.blocks):
+            x = block(x, features[..., number, :])
+        return x
+
+
+def test_heads_of_another_layer_are_not_the_reason() -> None:
+    assert tp_plan(made(BesideHeads()), draw(2, 5, 16)).reasons["blocks.0.gate"].startswith("not proved: ")
+
+
 def test_fused_layer_of_unequal_parts_is_cut_in_each_of_them() -> None:
     model = made(GroupedBlock(4, 2))
     plan = tp_plan(model, draw(2, 6, 16))

@@ -300,11 +300,18 @@ def heads_that_do_not_divide(parent: nn.Module, pair: Pair, modules: dict[str, P
     for _, key, value in sorted(candidates_of(parent, pair, modules), key=lambda each: "." in each[1]):
         if _counts_heads(key) and value % tp:
             return f"{value} heads ({key}) do not divide by {tp}"
-    head_dims = {getattr(module, "head_dim", None) for module in parent.modules()}
-    widths = [each for each in head_dims if type(each) is int and each > 0]
     for name in pair.columns:
         outputs = size_to_cut(modules[name], is_column=True)
-        for head_dim in widths:
+        head_dims = {getattr(module, "head_dim", None) for module in _around(parent, name)}
+        for head_dim in (each for each in head_dims if type(each) is int and each > 0):
             if outputs % head_dim == 0 and (outputs // head_dim) % tp:
                 return f"{outputs // head_dim} heads of {name.rpartition('.')[2]} do not divide by {tp}"
     return ""
+
+
+def _around(parent: nn.Module, name: str) -> Iterator[nn.Module]:
+    """``parent``, and the modules in it that lead to its part ``name``."""
+    yield parent
+    for part in name.split("."):
+        parent = parent.get_submodule(part)
+        yield parent
