@@ -1,6 +1,7 @@
-"""Ranks that the modules of a worker share: to start them, and to import on them, takes as long as thirty tests do.
+"""Ranks that the modules of a room share: to start them, and to import on them, takes as long as thirty tests do.
 
 Each module finds them without the names of the one before, or others where that one has left them unable to go on.
+They end with the room: tests of other rooms look whether a session is left.
 """
 
 from __future__ import annotations
@@ -18,26 +19,25 @@ TESTS = Path(__file__).parents[1]
 ROOMS = [str(TESTS), str(TESTS / "parallel"), str(TESTS / "training")]
 _IMPORTS = f"import sys; sys.path[:0] = {ROOMS!r}"
 _END = "for name in {*globals()} - _kept: del globals()[name]"
+_shared: dict[int, Session] = {}  # by how many ranks they have
 
 
-@pytest.fixture(scope="session")
-def shared_ranks() -> Iterator[dict[int, Session]]:
-    """Sessions by how many ranks they have."""
-    started: dict[int, Session] = {}
-    yield started
-    for session in started.values():
-        session.stop()
+@pytest.hookimpl(tryfirst=True)  # a fixture of another room may look at what is left when it ends
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        while _shared:
+            _shared.popitem()[1].stop()
 
 
 @pytest.fixture(scope="module")
-def two_ranks(shared_ranks: dict[int, Session]) -> Iterator[Session]:
-    with _lent(shared_ranks, 2) as session:
+def two_ranks() -> Iterator[Session]:
+    with _lent(2) as session:
         yield session
 
 
 @pytest.fixture(scope="module")
-def four_ranks(shared_ranks: dict[int, Session]) -> Iterator[Session]:
-    with _lent(shared_ranks, 4) as session:
+def four_ranks() -> Iterator[Session]:
+    with _lent(4) as session:
         yield session
 
 
@@ -61,12 +61,14 @@ def _started(count: int) -> Session:
 
 
 @contextlib.contextmanager
-def _lent(shared: dict[int, Session], count: int) -> Iterator[Session]:
-    if count not in shared:
-        shared[count] = _started(count)
-        shared[count].run_cell("_kept = {*globals(), '_kept'}")
-    yield shared[count]
-    try:
-        shared[count].run_cell(_END, timeout_s=60)
-    except DetrainError:
-        shared.pop(count).stop()
+def _lent(count: int) -> Iterator[Session]:
+    if count not in _shared:
+        _shared[count] = _started(count)
+        _shared[count].run_cell("_kept = {*globals(), '_kept'}")
+    session = _shared[count]
+    yield session
+    if count in _shared:
+        try:
+            session.run_cell(_END, timeout_s=60)
+        except DetrainError:
+            _shared.pop(count).stop()

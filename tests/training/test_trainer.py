@@ -9,7 +9,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -614,11 +613,10 @@ def test_optimizers_and_schedulers_that_cannot_be_are_told(options: Any, message
 
 
 @pytest.fixture(scope="module")
-def session(two_ranks: Session, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+def session(two_ranks: Session, tmp_path_factory: pytest.TempPathFactory) -> Session:
     two_ranks.run_cell("import os, trainer_ranks", timeout_s=60)
     two_ranks.run_cell(f"os.environ['DETRAIN_NB_METRICS'] = {str(tmp_path_factory.mktemp('ranks'))!r}")
-    yield two_ranks
-    two_ranks.run_cell("os.environ.pop('DETRAIN_NB_METRICS')")
+    return two_ranks
 
 
 @pytest.mark.parametrize("axes", ["dp_replicate", "dp_shard", "pp", "tp"])
