@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import signal
 import threading
 import time
@@ -43,9 +44,10 @@ def assert_no_session_is_left(folder: Path) -> None:
 def each_below(folder: Path, look: Callable[[Path], _Look]) -> list[_Look]:
     """What ``look`` says of each file and folder; not of what goes meanwhile, as logs of earlier tests may."""
     found = []
-    for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            found.append(look(path))
+    for parent, folders, files in os.walk(folder):  # unlike rglob it leaves out a folder that is gone
+        for name in (*folders, *files):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(look(Path(parent, name)))
     return found
 
 
