@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from holding import Held, Hooked  # noqa: F401 - the tests name them
 from meshes import mesh_of
+from models import Checkpointed
 from on_ranks import draw, made
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -668,12 +669,7 @@ class _PartsAgain(torch.autograd.Function):
         return x.grad, None
 
 
-class Reversible(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-
+class Reversible(Checkpointed):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for block in self.blocks:
