@@ -42,14 +42,23 @@ class Outcome:
 
 
 class Kernel:
-    """One kernel; every wait has a deadline."""
+    """One kernel; every wait has a deadline.
+
+    It talks over sockets in its folder: a port that is chosen for a kernel may be another process's when it starts.
+    """
 
     def __init__(self, folder: Path, env: dict[str, str]) -> None:
-        self.manager = KernelManager(kernel_name="python3")
+        self.manager = KernelManager(
+            kernel_name="python3", transport="ipc", connection_file=str(folder / "kernel.json")
+        )
         self.manager.start_kernel(cwd=str(folder), env={**os.environ, **env})
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        try:
+            self.client.wait_for_ready(timeout=60)
+        except RuntimeError:
+            self.close(now=True)
+            raise
 
     def run(self, code: str, *, interrupt_when: str | None = None, timeout_s: float = 60) -> Outcome:
         """Run a cell to its end; press stop when ``interrupt_when`` appears in its output."""
