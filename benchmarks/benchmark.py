@@ -18,7 +18,7 @@ from kernel import Kernel, KernelError
 from peers import DETRAIN_NB, PEERS, Toolkit
 from report import Measure, Samples, describe_machine, fill_rows, format_table, write_results
 
-from detrain_nb.node.processes import adopt_orphans, end_descendants
+from detrain_nb.node.system.processes import adopt_orphans, end_descendants
 
 SizesT = TypeVar("SizesT")  # a frozen dataclass: how much is measured
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import paramiko
 from floors import RANK
 
+from detrain_nb.agents import AGENT_MODULE
 from detrain_nb.deploy.remote_program import connect_to
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.spec.node import Node
@@ -101,7 +102,7 @@ class Hosts:
 
     def agent(self, host: int = 0) -> int:
         """The pid, as seen from here, of the agent on a host."""
-        return self._find_process(host, lambda process: b"detrain_nb.node.agent" in (process / "cmdline").read_bytes())
+        return self._find_process(host, lambda process: AGENT_MODULE.encode() in (process / "cmdline").read_bytes())
 
     def pid_of(self, host: int, pid: int) -> int:
         """The pid, as seen from here, of the process that has ``pid`` on a host."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from kernel import Cell, Kernel, KernelError
 from peers import Toolkit
 
-from detrain_nb.node.processes import descendants, end_descendants
+from detrain_nb.node.system.processes import descendants, end_descendants
 
 _ARRIVE = "from pathlib import Path\nPath('{folder}', str(rank)).touch()\n"
 _KEEP = "keep = 1000 + rank"

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmark import Benchmark, run_benchmark
 from parallel_measures import DETRAIN, PARTS, QUICK, Sizes, list_measures, write_sizes
 
-from detrain_nb.node.processes import end_descendants
+from detrain_nb.node.system.processes import end_descendants
 
 # They import torch, which leaves files where temporary ones were before this benchmark has a folder for them.
 _OURS, _DETRAINS = (str(Path(__file__).with_name(name)) for name in ("parallel_ranks.py", "parallel_peers.py"))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from detrain_nb.magics import current_session
 
     from .metrics import log_metrics, read_metrics
-    from .session.results import CellResult, RankResult
+    from .session.running.results import CellResult, RankResult
     from .session.session import Session
 
 __all__ = ["CellResult", "RankResult", "Session", "__version__", "current_session", "log_metrics", "read_metrics"]

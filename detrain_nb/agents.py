@@ -1,6 +1,6 @@
 """The agents of one machine: the folders they serve, started, found, connected to.
 
-Used by transport/local.py on the notebook's machine, and by node/attach.py on a node.
+Used by transport/local.py on the notebook's machine, and by node/ssh/attach.py on a node.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENDED_PREFIX = ".ended-"  # of the folder of an agent that is ending
 GROUPS_FILE = re.compile(r"groups\.([0-9]+)\.[0-9]+(\.end)?")  # where ranks meet to make groups: a file, then a link
 _WRITTEN = re.compile(r"agent\.(lock|pid|sock|log)|launcher\.log|holder|(started|uses)\.json|spool\.[0-9]{6,}")
 _LAUNCHER_LOGS = "torchelastic"  # the folder that launch.py names to torchrun
-_AGENT_MODULE = "detrain_nb.node.agent"
+AGENT_MODULE = "detrain_nb.node.agent.agent"
 READY = b"detrain-nb agent ready\n"
 _MAX_SOCKET_PATH = 100
 _START_LIMIT_S = 30.0
@@ -48,7 +48,7 @@ def start_agent(
     """Start the agent that serves the session ``folder``, detached; return it and a socket that is connected to it.
 
     What dead agents have left beside ``folder`` is removed. ``uses``: folders to keep as long as it lives, see
-    node/leftovers.py.
+    node/ssh/cache_cleanup.py.
     Raises: LaunchError when it does not come up, SessionError when a session of that name runs already.
     """
     if sys.platform != "linux":
@@ -56,7 +56,7 @@ def start_agent(
     lock, agent = claim_folder(folder, uses=uses), None
     try:
         agent = subprocess.Popen(
-            [sys.executable, "-c", RUN_MODULE, _AGENT_MODULE, str(folder), str(lock)],
+            [sys.executable, "-c", RUN_MODULE, AGENT_MODULE, str(folder), str(lock)],
             cwd="/",  # nobody else's
             env={**os.environ, **(env or {})},  # not what C libraries have set beside it, as readline does
             stdin=subprocess.DEVNULL,

@@ -12,9 +12,10 @@ from .plan import Plan
 
 __all__ = ["NodeLaunch", "RankConfig", "launch_node"]
 
-WORKER_MODULE = "detrain_nb.node.worker"
-LAUNCHER_MODULE = "detrain_nb.node.launcher"
+WORKER_MODULE = "detrain_nb.node.rank.worker"
+LAUNCHER_MODULE = "detrain_nb.node.rank.launcher"
 RENDEZVOUS_BACKEND = "detrain-bound"
+RENDEZVOUS_HANDLER = "detrain_nb.node.rank.rendezvous:make_handler"
 RANK_CONFIG_VARIABLE = "DETRAIN_NB_RANK_CONFIG"
 STORE_FD_VARIABLE = "DETRAIN_NB_STORE_FD"  # a bound socket that the agent hands to the launcher
 WARM_FD_VARIABLE = "DETRAIN_NB_WARM_FD"  # where the agent gives orders to its warm process

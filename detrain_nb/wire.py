@@ -124,8 +124,8 @@ class Begin(Message):
     """To an agent that was kept: serve session ``session`` in ``folder`` (empty: beside the last); see ``Begun``.
 
     ``work_folder``: to be made there, if not empty; ``uses`` as in agents.py. On the notebook's machine ``starter`` is
-    what an agent would get from the notebook's process now, see node/surroundings.py, and ``env`` its environment;
-    elsewhere the one is empty, the other None.
+    what an agent would get from the notebook's process now (node/system/surroundings.py), and ``env`` its
+    environment; elsewhere the one is empty, the other None.
     """
 
     session: str
@@ -429,7 +429,7 @@ class GenerationEnded(Message):
 
 @dataclass(frozen=True)
 class Collectives(Message):
-    """What a rank's process says of itself; from the interpreter to its worker. See node/recorder.py."""
+    """What a rank's process says of itself; from the interpreter to its worker. See node/cell/recorder.py."""
 
     rank: int
     request: int
@@ -563,7 +563,7 @@ class Position(Message):
     ``seconds``: since it came into that state. ``cpu_s``: processor time of its main thread so far, on the clock
     ``clock_s``. ``stack``: frames, innermost first, down to the cell's own. ``call``: the source of what the innermost
     calls; ``asleep_in``: the function of the kernel that the main thread sleeps in; empty where not known.
-    ``collectives``: what the interpreter said ``age_s`` ago (-1: nothing yet). See node/recorder.py.
+    ``collectives``: what the interpreter said ``age_s`` ago (-1: nothing yet). See node/cell/recorder.py.
     """
 
     rank: int

@@ -12,9 +12,9 @@ from IPython.display import display
 from ..deploy.kept import drop_kept, seconds_kept, shorten_kept
 from ..deploy.known import known_sessions
 from ..errors import RankError, count_ranks, format_ranks, short_ranks
-from ..session.cells import CellRun
-from ..session.safe_output import one_line
+from ..session.output.safe_output import one_line
 from ..session.session import Session
+from ..session.state.cell_run import CellRun
 from . import options
 from .holder import SessionHolder, StartOptions
 from .host_commands import HostCommands

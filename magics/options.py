@@ -18,7 +18,7 @@ from IPython.core.error import UsageError
 
 from ..deploy.kept import LONGEST_WARM_S
 from ..plan import MOST_RANKS
-from ..session.start import LARGEST_SEED, LONGEST_S
+from ..session.running.start import LARGEST_SEED, LONGEST_S
 
 
 class HelpShown(Exception):

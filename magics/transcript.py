@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import short_ranks
-from ..session.safe_output import MOST_TEXT_CHARS
+from ..session.output.safe_output import MOST_TEXT_CHARS
 from ..wire import count_values
 from .rank_terminal import Drawn
 

@@ -85,23 +85,27 @@ class Libraries:
 
 @dataclass(frozen=True)
 class Rules:
-    """The two blocks of docs/design.md. Rooms are named as in the second one: `wire`, `node`, `__init__`."""
+    """The three blocks of docs/design.md. Rooms are named as in the second one: `wire`, `node`, `__init__`."""
 
     top_level: frozenset[str]  # "detrain_nb/", "magics/": folders end with a slash
     in_package: frozenset[str]  # "wire.py", "node/"
     may_import: dict[str, frozenset[str]]  # transitive, the room itself included
+    inside: dict[
+        str, frozenset[str]
+    ]  # the same for the rooms in a room: `node/cell`; `node/.` is what stands beside them
     libraries: dict[str, Libraries]
     on_node: frozenset[str]
 
 
 def read_rules(design: str) -> Rules:
-    """Parse the block of rooms and the block of arrows; raises ValueError on a line it cannot read."""
+    """Parse the block of rooms and the two of arrows; raises ValueError on a line it cannot read."""
     blocks = re.findall(r"(?:^ {4}.*\n)+", design, flags=re.MULTILINE)
     rooms = next(block for block in blocks if block.startswith(f"    {PACKAGE}/"))
     arrows = next(block for block in blocks if block.startswith("    __init__:"))
     top_level, in_package = _read_rooms(rooms)
+    inner = next(block for block in blocks if block.startswith("    node/system:"))
     may_import, libraries, on_node = _read_arrows(arrows)
-    return Rules(top_level, in_package, may_import, libraries, on_node)
+    return Rules(top_level, in_package, may_import, _read_inner_arrows(inner), libraries, on_node)
 
 
 def _read_rooms(block: str) -> tuple[frozenset[str], frozenset[str]]:
@@ -132,6 +136,21 @@ def _read_arrows(block: str) -> tuple[dict[str, frozenset[str]], dict[str, Libra
             may_import[name] = reached | set(names)
             libraries[name] = _read_libraries(comment)
     return may_import, libraries, on_node
+
+
+def _read_inner_arrows(block: str) -> dict[str, frozenset[str]]:
+    inside: dict[str, frozenset[str]] = {}
+    for line in block.splitlines():
+        match = re.fullmatch(r" {4}(\w+)/(\w+): +(-|[\w.]+(?:, [\w.]+)*)", line)
+        if not match:
+            raise ValueError(f"docs/design.md: cannot read {line!r}: write 'room/room: rooms beside it'")
+        room, name, targets = match.groups()
+        names = [f"{room}/{target}" for target in targets.split(", ") if target != "-"]
+        if unknown := [target for target in names if target not in inside and not target.endswith("/.")]:
+            raise ValueError(f"docs/design.md: {', '.join(unknown)} stands in no line above {line!r}")
+        reached = [inside.get(target, frozenset({target})) for target in names]
+        inside[f"{room}/{name}"] = frozenset({f"{room}/{name}"}).union(*reached)
+    return inside
 
 
 def _read_targets(targets: str, above: dict[str, frozenset[str]]) -> frozenset[str]:
@@ -170,6 +189,12 @@ class Module:
     path: Path  # below the root of the tree
     room: str
     package: str  # what a relative import starts from
+
+    @property
+    def inner_room(self) -> str:
+        """`node/cell`, or `node/.` where it stands beside the rooms."""
+        inside = self.package.removeprefix(f"{PACKAGE}.").split(".")
+        return f"{self.room}/{inside[1] if inside[1:] else '.'}"
 
     @property
     def import_name(self) -> str:
@@ -216,6 +241,9 @@ def _find_strangers(root: Path, rules: Rules) -> Iterator[str]:
             name = f"{path.name}/" if path.is_dir() else path.name
             if (path.is_dir() or path.suffix == ".py") and name not in known:
                 yield f"{path.relative_to(root)}: is not in docs/design.md: move it into a room, or add it there first"
+    for module in list_modules(root):
+        if not module.inner_room.endswith("/.") and module.inner_room not in rules.inside:
+            yield f"{module.path.parent}: is not in docs/design.md: say there what it may import of the rooms beside it"
 
 
 def _find_faults_in(module: Module, source: str, rules: Rules) -> Iterator[tuple[int, str]]:
@@ -229,6 +257,7 @@ def _find_faults_in(module: Module, source: str, rules: Rules) -> Iterator[tuple
     uses.visit(tree)
     for use in uses.imports:
         yield from _check_import(module, use, rules)
+        yield from _check_inner_import(module, use, rules)
     if module.room in DRIVES_NODES:
         for use in uses.imports + uses.names:
             if use.scope == "top" and (use.target.split(".")[0] in NOT_ON_WINDOWS or use.target == "socket.AF_UNIX"):
@@ -258,6 +287,21 @@ def _check_import(module: Module, use: Use, rules: Rules) -> Iterator[tuple[int,
     ):
         where = " here" if library in rules.libraries[module.room].in_functions else ""
         yield use.line, f"{module.room} may not import {library}{where}: design.md says which file may, and where"
+
+
+def _check_inner_import(module: Module, use: Use, rules: Rules) -> Iterator[tuple[int, str]]:
+    """An import from one room of a room to another."""
+    _, *parts = use.target.split(".")
+    if not use.target.startswith(f"{PACKAGE}.{module.room}.") or module.inner_room not in rules.inside:
+        return
+    inner = f"{module.room}/{parts[1]}"
+    inner = inner if inner in rules.inside else f"{module.room}/."
+    if inner not in rules.inside[module.inner_room]:
+        allowed = ", ".join(sorted(rules.inside[module.inner_room] - {module.inner_room})) or "no other of these rooms"
+        yield (
+            use.line,
+            f"{module.inner_room} imports {inner} but may import {allowed}: move the code, or change design.md",
+        )
 
 
 def _room_of(use: Use, inner: list[str], rules: Rules) -> str:
@@ -399,6 +443,24 @@ def test_both_blocks_of_the_design_name_the_same_rooms(rules: Rules) -> None:
     assert all(name.endswith("/") or name == "environment.yml" for name in rules.top_level)
 
 
+def test_rooms_in_rooms_are_those_of_the_design(rules: Rules) -> None:
+    found = {module.inner_room for module in list_modules(ROOT) if not module.inner_room.endswith("/.")}
+    assert found == set(rules.inside)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {module.import_name: module for module in list_modules(ROOT)}
+    below: dict[str, set[str]] = {}
+    for name, module in modules.items():
+        uses = _Uses(module)
+        uses.visit(ast.parse((ROOT / module.path).read_text(encoding="utf-8")))
+        found = {use.target if use.target in modules else use.module for use in uses.imports}
+        below[name] = (found & set(modules)) - {name, PACKAGE}  # the porch imports in functions what imports it
+    while leaves := [name for name, found in below.items() if not found]:
+        below = {name: found - {*leaves} for name, found in below.items() if name not in leaves}
+    assert not below
+
+
 def test_what_a_room_may_import_is_transitive(rules: Rules) -> None:
     assert rules.may_import["errors"] == {"errors"}
     assert rules.may_import["deploy"] >= {"transport", "wire", "errors", "launch", "plan", "storage", "spec"}
@@ -410,9 +472,9 @@ def test_what_a_room_may_import_is_transitive(rules: Rules) -> None:
 
 
 FAULTS = {
-    "a room above": ("wire.py", "from detrain_nb.session import cells", "wire imports session but may import errors"),
+    "a room above": ("wire.py", "from detrain_nb.session import files", "wire imports session but may import errors"),
     "a room above, relative": ("wire.py", "from . import launch", "wire imports launch"),
-    "a room above, from a folder": ("node/agent.py", "from ..session import cells", "node imports session"),
+    "a room above, from a folder": ("node/agent/agent.py", "from ...session import files", "node imports session"),
     "a room above, in a function": ("plan.py", "def f():\n    import detrain_nb.launch", "plan imports launch"),
     "a room above, for types": ("plan.py", "if TYPE_CHECKING:\n    from .launch import x", "plan imports launch"),
     "a room above, by name": (
@@ -420,23 +482,34 @@ FAULTS = {
         "from importlib import import_module as i\ni('detrain_nb.cli')",
         "plan imports",
     ),
+    "a room above in the same room": (
+        "session/state/history.py",
+        "from ..running import core",
+        "session/state imports session/running but may import session/output",
+    ),
+    "what stands beside the rooms": ("node/cell/a.py", "from .. import b", "node/cell imports node/."),
+    "a room in a room, of no name": ("session/views/a.py", "", "session/views: is not in docs/design.md"),
     "the porch": ("wire.py", "from detrain_nb import Session", "wire imports __init__"),
     "a porch that is not lazy": ("__init__.py", "from .wire import Frame", "the porch imports wire"),
-    "a view in the core": ("session/cells.py", "def f():\n    import IPython", "session may not import IPython"),
+    "a view in the core": (
+        "session/files.py",
+        "def f():\n    import IPython",
+        "session may not import IPython",
+    ),
     "magics in a view": ("../widgets/board.py", "import detrain_nb.magics", "widgets imports magics"),
     "magics by its folder": ("cli/commands.py", "import magics", "cli may not import magics"),
     "torch at the top of values": ("values.py", "import torch", "values may not import torch here"),
-    "torch in the agent": ("node/agent.py", "def f():\n    import torch", "node may not import torch"),
-    "IPython in the launcher": ("node/launcher.py", "import IPython", "node may not import IPython"),
+    "torch in the agent": ("node/agent/agent.py", "def f():\n    import torch", "node may not import torch"),
+    "IPython in the launcher": ("node/rank/launcher.py", "import IPython", "node may not import IPython"),
     "paramiko beside ssh.py": ("transport/local.py", "import paramiko", "transport may not import paramiko"),
-    "any library in the agent": ("node/agent.py", "from psutil import Process", "node may not import psutil"),
+    "any library in the agent": ("node/agent/agent.py", "from psutil import Process", "node may not import psutil"),
     "syntax of 3.11 on a node": ("wire.py", "try: pass\nexcept* OSError: pass", "does not parse as Python 3.10"),
-    "a module of 3.11 on a node": ("node/agent.py", "from tomllib import load", "tomllib.load is newer"),
+    "a module of 3.11 on a node": ("node/agent/agent.py", "from tomllib import load", "tomllib.load is newer"),
     "a name of 3.11 on a node": ("plan.py", "from enum import StrEnum", "enum.StrEnum is newer"),
     "an attribute of 3.11 on a node": ("plan.py", "import datetime as d\nd.UTC", "datetime.UTC is newer"),
     "a builtin of 3.11 on a node": ("plan.py", "def f(e):\n    ExceptionGroup('', [e])", "ExceptionGroup is newer"),
     "a method of 3.11 on a node": ("plan.py", "def f(e):\n    e.add_note('')", "add_note is newer"),
-    "fcntl in the session": ("session/cells.py", "import fcntl", "fcntl does not exist on Windows"),
+    "fcntl in the session": ("session/files.py", "import fcntl", "fcntl does not exist on Windows"),
     "AF_UNIX in the transport": ("transport/a.py", "import socket\nF = socket.AF_UNIX", "does not exist on Windows"),
     "AF_UNIX, imported": ("transport/a.py", "from socket import AF_UNIX", "does not exist on Windows"),
     "AF_UNIX as a default": ("transport/a.py", "import socket\ndef f(x=socket.AF_UNIX): pass", "does not exist on Win"),
@@ -458,15 +531,23 @@ def test_fault_is_found(case: str, rules: Rules, tmp_path: Path) -> None:
 
 ALLOWED = {
     "a room below": ("wire.py", "from detrain_nb.errors import DetrainError\nfrom . import errors"),
-    "a room below the one below": ("node/agent.py", "from ..errors import DetrainError\nfrom . import spool"),
+    "a room below the one below": ("node/agent/agent.py", "from ...errors import DetrainError\nfrom . import spool"),
+    "a room below in the same room": ("session/recovery/a.py", "from ..output.log import OutputLog"),
+    "what stands beside a room of helpers": (
+        "parallel/stages/a.py",
+        "from .. import recording\nfrom ..mesh import AXES",
+    ),
     "a lazy porch": ("__init__.py", "def load_ipython_extension(ip):\n    from .magics import load"),
     "the version in a view": ("../magics/a.py", "import IPython\nfrom detrain_nb import __version__"),
     "torch in a function of values": ("values.py", "import struct\ndef f():\n    import torch"),
     "torch for types": ("values.py", "if TYPE_CHECKING:\n    import torch\n    from typing import Self"),
-    "torch in the launcher": ("node/launcher.py", "from torch.distributed.elastic import agent"),
+    "torch in the launcher": ("node/rank/launcher.py", "from torch.distributed.elastic import agent"),
     "AF_UNIX in a function": ("transport/local.py", "import socket\ndef f():\n    return socket.AF_UNIX"),
     "a newer name behind a version": ("plan.py", "import sys\nif sys.version_info >= (3, 11):\n    import tomllib"),
-    "newer things in the kernel": ("session/cells.py", "import asyncio\nfrom typing import Self\nasyncio.TaskGroup"),
+    "newer things in the kernel": (
+        "session/files.py",
+        "import asyncio\nfrom typing import Self\nasyncio.TaskGroup",
+    ),
     "caches and environments": ("../.cache/a.py", ""),
 }
 

@@ -34,7 +34,7 @@ CASES = {
         ["detrain_nb/deploy/code.py"],
         ["deploy/test_a", "session/test_a", "session/test_b", "test_doctor", "test_layout"],
     ),
-    "one arrow, not two": (["detrain_nb/node/agent.py"], ["node/test_a", "deploy/test_a", "test_layout"]),
+    "one arrow, not two": (["detrain_nb/node/agent/agent.py"], ["node/test_a", "deploy/test_a", "test_layout"]),
     "over a room that is not built": (
         ["detrain_nb/training/trainer.py"],
         ["training/test_a", "magics/test_a", "cli/test_a", "test_layout"],
@@ -42,7 +42,7 @@ CASES = {
     "a folder elsewhere": (["magics/render.py"], ["magics/test_a", "test_layout"]),
     "a module": (["detrain_nb/wire.py"], ["test_wire", "transport/test_a", "test_layout"]),
     "a changed test first": (
-        ["detrain_nb/session/core.py", "tests/session/test_b.py", "tests/test_plan.py"],
+        ["detrain_nb/session/running/core.py", "tests/session/test_b.py", "tests/test_plan.py"],
         ["session/test_b", "test_plan", "session/test_a", "magics/test_a", "cli/test_a", "test_layout"],
     ),
     "a test that is gone": (["tests/session/test_gone.py"], ["test_layout"]),

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, Union
 
+from ..copying.json_lines import clean
 from ..errors import DetrainError, LaunchError, SessionError, SpecError, TransportError, behind_ours
-from ..node.talk import clean
 from ..plan import split_names
 from ..transport import Transport
 from ..transport.local import LocalTransport

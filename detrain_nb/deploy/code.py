@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from ..launch import RENDEZVOUS_BACKEND
+from ..launch import RENDEZVOUS_BACKEND, RENDEZVOUS_HANDLER
 
 __all__ = ["ON_NODE", "CodeArchive", "ipython_code", "own_code", "pack_files"]
 
@@ -36,6 +36,7 @@ ON_NODE = (
     "guarded",
     "storage",
     "metrics",
+    "copying",
     "node",
     "parallel",
     "training",
@@ -112,7 +113,7 @@ def _write_own_metadata() -> dict[str, bytes]:
         version = "0"
     texts = {
         "METADATA": f"Metadata-Version: 2.1\nName: detrain_nb\nVersion: {version}\n",
-        "entry_points.txt": f"[torchrun.handlers]\n{RENDEZVOUS_BACKEND} = detrain_nb.node.rendezvous:make_handler\n",
+        "entry_points.txt": f"[torchrun.handlers]\n{RENDEZVOUS_BACKEND} = {RENDEZVOUS_HANDLER}\n",
     }
     return {f"detrain_nb-{version}.dist-info/{name}": text.encode() for name, text in texts.items()}
 

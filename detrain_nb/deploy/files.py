@@ -1,4 +1,4 @@
-"""Files between this machine and the nodes: node/files.py runs at the other end, and large files go over SFTP, if any.
+"""Files between this machine and the nodes, where copying/remote_program.py runs; large ones go over SFTP, if any.
 
 Where sshd gives only one channel everything goes over a connection of its own; where it offers no SFTP, or shows other
 folders there, through the program. A copy that ends early leaves nothing that is not whole, on either side.
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ..copying.json_lines import SLOWEST_BYTES_PER_S, Failed, FilesError, Talk, Untrue, as_size, check_name
+from ..copying.receiver import TreeWriter, receive_tree
+from ..copying.remote_program import MAGIC
+from ..copying.sender import MOST_NAMED, STAGING_NAME, File, Progress, Tree, is_guarded, list_tree, send_tree
 from ..errors import DetrainError, SpecError, TransportError, WireError
-from ..node.arrivals import TreeWriter, receive_tree
-from ..node.files import MAGIC
-from ..node.talk import SLOWEST_BYTES_PER_S, Failed, FilesError, Talk, Untrue, as_size, check_name
-from ..node.trees import MOST_NAMED, STAGING_NAME, File, Progress, Tree, is_guarded, list_tree, send_tree
 from .private import holds_homes, is_private
 from .remote_program import ended_after
 
@@ -33,7 +33,7 @@ __all__ = ["Copied", "NodeAccess", "OnProgress", "Stop", "get", "label", "on_eve
 OnProgress = Callable[[int, int, int], object]  # files done, bytes done, bytes in all
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from detrain_nb.node import files; files.main()"
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from detrain_nb.copying.remote_program import main; main()"
 _SILENCE_LIMIT_S = 60.0  # the program says every few seconds that it is still at it
 _PATIENCE_S = 1800.0  # for one answer: a million files on a slow disk take a while to list
 _BUFFER_BYTES = 1 << 18
@@ -340,7 +340,7 @@ class _Told:
 
 @contextlib.contextmanager
 def open_talk(node: NodeAccess, *, stop: Stop | None = None) -> Iterator[tuple[Talk, Lane]]:
-    """Run node/files.py on a node. What goes wrong in the block is raised with the node's name, as DetrainError."""
+    """Run copying/remote_program.py on a node. What goes wrong in the block raises DetrainError with its name."""
     host = label(node)
     run = getattr(node, "run_files", _run_here)
     with contextlib.ExitStack() as stack:

@@ -19,9 +19,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from ..copying.json_lines import Untrue, check_name
+from ..copying.sender import is_guarded, is_owners_alone, open_regular
 from ..errors import SpecError
-from ..node.talk import Untrue, check_name
-from ..node.trees import is_guarded, is_owners_alone, open_regular
 from .code import pack_files
 from .ignoring import GIT_FILE, OWN_FILE, Rules, cannot_read, extend, is_left_out, read_rules_above
 from .private import is_private

@@ -1,4 +1,4 @@
-"""A host, asked by a program on it (node/probe.py) over one connection; host_facts.py reads what it says."""
+"""A host, asked by a program on it (node/ssh/probe.py) over one connection; host_facts.py reads what it says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .remote_program import RemoteProgram, connect_to
 
 __all__ = ["Clock", "Door", "HostProbe", "Way"]
 
-_PROGRAM = Path(__file__).parent.parent / "node" / "probe.py"
+_PROGRAM = Path(__file__).parent.parent / "node" / "ssh" / "probe.py"
 _MAGIC = b"\ndetrain-nb probe 1\n"
 _CONNECT_LIMIT_S = 8.0
 _START_LIMIT_S = 10.0

@@ -20,9 +20,9 @@ from typing import Any
 from pathspec import GitIgnoreSpec
 from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
 
+from ..copying.sender import open_regular
 from ..errors import SpecError
 from ..guarded import can_others_write
-from ..node.trees import open_regular
 
 __all__ = ["GIT_FILE", "OWN_FILE", "Rules", "cannot_read", "extend", "is_left_out", "read_rules_above"]
 

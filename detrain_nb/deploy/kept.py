@@ -15,7 +15,7 @@ import threading
 import time
 
 from ..errors import DetrainError, SessionError, SpecError, TransportError, WireError
-from ..node.surroundings import read_starter
+from ..node.system.surroundings import read_starter
 from ..transport import Transport
 from ..wire import ALIVE_GAP_S, Alive, Begin, Begun, FrameReader, to_frame
 from .remote_program import as_text

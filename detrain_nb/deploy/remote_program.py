@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..copying.json_lines import clean
 from ..errors import DetrainError, LaunchError, SessionError, TransportError, behind_ours
-from ..node.talk import clean
 from ..spec.node import Node
 from ..transport.ssh import AskPassphrase, SshConnection, find_route
 from ..transport.ssh_config import HostSettings, SshTarget, default_config, read_config

@@ -1,7 +1,7 @@
 """A node reached over SSH: one connection, on it one channel to the agent's socket; our code goes there by itself.
 
-A short program is sent to the node's Python (node/bootstrap.py). It says what is there; what is missing is put there,
-each archive once for every version of it; then it becomes the attach program.
+A short program is sent to the node's Python (node/ssh/bootstrap.py). It says what is there; what is missing is put
+there, each archive once for every version of it; then it becomes the attach program.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..copying.json_lines import SLOWEST_BYTES_PER_S
+from ..copying.remote_program import MAGIC as FILES_MAGIC
 from ..errors import DetrainError, LaunchError, TransportError
-from ..node.files import MAGIC as FILES_MAGIC
-from ..node.talk import SLOWEST_BYTES_PER_S
 from ..plan import NodeOffer
 from ..spec.node import Node
 from ..storage import locate
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NodeFacts", "SshNode", "choose_address"]
 
-_BOOTSTRAP = Path(__file__).parent.parent / "node" / "bootstrap.py"
+_BOOTSTRAP = Path(__file__).parent.parent / "node" / "ssh" / "bootstrap.py"
 _GUARDED = Path(__file__).parent.parent / "guarded.py"
 _MAGIC = b"\ndetrain-nb bootstrap 1\n"
 _RUN_FILES = """\
@@ -238,7 +238,7 @@ class SshNode:
 
     @contextlib.contextmanager
     def run_files(self) -> Iterator[tuple[socket.socket, Callable[[], Any]]]:
-        """Run node/files.py there; gives the byte stream to it, and what opens SFTP on the same connection.
+        """Run copying/remote_program.py there; gives the byte stream to it, and what opens SFTP on the same connection.
 
         That is the agent's, or, where sshd gives no further channel on it, one of its own, which ends with the block.
         Raises: LaunchError, TransportError.

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..copying.json_lines import SLOWEST_BYTES_PER_S, Overdue, Talk, Untrue, as_size, clean
+from ..copying.remote_program import SAMPLE_FILES
 from ..errors import SessionError
-from ..node.files import SAMPLE_FILES
-from ..node.talk import SLOWEST_BYTES_PER_S, Overdue, Talk, Untrue, as_size, clean
 from .files import NodeAccess, OnProgress, Stop, label, on_every, open_talk
 from .folder import Manifest, list_folder, name_hidden, pack
 from .ignoring import OWN_FILE

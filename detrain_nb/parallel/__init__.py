@@ -7,6 +7,7 @@ from .costs.profiler import ModelProfile, Unit, profile
 from .deferred import deferred, materialize
 from .dry_run import dry_run
 from .mesh import make_mesh
+from .microbatches import loss_on_parts
 from .model import ParallelModel
 from .norms import clip_grad_norm, grad_norm
 from .parallelize import parallelize
@@ -16,7 +17,7 @@ from .stages.pipeline import PipelineStages
 from .stages.schedules import SCHEDULES, Schedule, WrittenSchedule, stages_of_rank
 from .stages.splitter import Split, split
 from .stages.timeline import Timeline, timeline
-from .tensor.apply import apply_tensor_plan, from_saved_order, loss_on_parts, to_saved_order
+from .tensor.apply import apply_tensor_plan, from_saved_order, to_saved_order
 from .tensor.plan import TensorPlan
 from .tensor.planner import tp_plan
 from .whole import WholeModel

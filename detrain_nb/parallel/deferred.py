@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
 from .arguments import require_model
-from .model import usual_device
+from .mesh import usual_device
 from .module_copies import ghost_of, replace_tensors, zeros_without_memory
 from .recording import TensorMemo
 from .tape import Place, Tape

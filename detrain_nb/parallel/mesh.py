@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import SessionError, SpecError
 from .arguments import require_sizes
 
-__all__ = ["AXES", "can_send_from", "make_mesh", "replica_number", "require_there", "resolve_axes"]
+__all__ = ["AXES", "can_send_from", "make_mesh", "replica_number", "require_there", "resolve_axes", "usual_device"]
 
 # From the outermost to the innermost: neighbouring ranks, on one node as a rule, are those that say most to each other.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -120,3 +120,7 @@ def _device_type() -> str:
             "make_mesh(pp=..., device_type='cpu') and parallelize(..., device='cuda') where there is one"
         )
     return every[0]
+
+
+def usual_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -28,9 +28,18 @@ from .kept import random_state_kept
 from .losses import name_of_torchs, require_loss, require_one_number, require_target_of, told
 from .mesh import replica_number
 from .operators import OperatorMode
-from .tensor.apply import loss_on_parts
 
-__all__ = ["Loss", "Objective", "Passage", "cut_batch", "cut_call", "lists_in", "require_rows_in_tensors", "rows_of"]
+__all__ = [
+    "Loss",
+    "Objective",
+    "Passage",
+    "cut_batch",
+    "cut_call",
+    "lists_in",
+    "loss_on_parts",
+    "require_rows_in_tensors",
+    "rows_of",
+]
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -419,3 +428,25 @@ def _joined(*leaves: Any) -> Any:
     if leaves[0].dim():
         return torch.cat(leaves)
     return torch.stack(leaves).mean() if leaves[0].is_floating_point() else leaves[0]
+
+
+def loss_on_parts(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``loss``, which says what it lacks where the output of the model stays in parts (``loss_parallel``).
+
+    It, and the backward pass, run under `torch.distributed.tensor.parallel.loss_parallel`. Raises: SpecError.
+    """
+
+    def run(output: Any, *target: Any) -> Tensor:
+        if not isinstance(output, DTensor):
+            return loss(output, *target)
+        try:
+            return loss(output, *target)
+        except (RuntimeError, NotImplementedError) as exc:
+            parts = f"{output.shape[-1]} classes over {output.device_mesh.size()} ranks"
+            said = str(exc).strip().splitlines()[0]
+            raise SpecError(
+                f"the loss needs the whole output, of which each rank has its part ({parts}): use cross entropy, under "
+                f"torch's loss_parallel(), or plan without loss_parallel; torch says: {said}"
+            ) from exc
+
+    return run

@@ -17,11 +17,12 @@ from ..errors import SpecError
 from .costs.profiler import ExampleInputs, as_call
 from .kinds import KnownKinds
 from .limits import LaterHooks
+from .mesh import usual_device
 from .microbatches import Loss, Objective, Passage, cut_batch, cut_call, require_rows_in_tensors, rows_of
 from .replicated import average_gradients, averaged, replicated_in
 from .running import RunningBuffers
 
-__all__ = ["Arrangement", "ParallelModel", "Prepare", "autocast_left", "usual_device"]
+__all__ = ["Arrangement", "ParallelModel", "Prepare", "autocast_left"]
 
 _GIVE_LOSS = "give parallelize, or the Trainer of a plain model, loss=, a function of the output and the target"
 # Shards what a rank has, in place: the module, and whether it gives the model's output. What it returns is called in
@@ -325,7 +326,3 @@ def autocast_left(device: torch.device) -> contextlib.AbstractContextManager[Non
     """For a backward pass: each of its operators computes in what its forward one did."""
     is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()
-
-
-def usual_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .blocks import looks_of, names_of_blocks
 from .recording import first_float_tensor
-from .stages.stubs import StageState, Stub
+from .stubs import StageState, Stub
 
 __all__ = ["Skipping", "UnlikeBlocks"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..plan import split_names
 from ..transport import Transport
-from .asked import names_of
+from .running.asked import names_of
 
 if TYPE_CHECKING:
     from ..deploy.files import Copied, OnProgress, Paths

@@ -43,24 +43,24 @@ from ..errors import (
 )
 from ..plan import MOST_RANKS, Plan, plan_nodes, plan_one_node, split_names
 from ..wire import Complete, Completions, Inspect, Inspection, Message, RanCell, StartedCold
-from .asked import check_mapping, check_number, check_paths, check_text, check_whole, names_of
-from .cells import CellObserver, CellRun
-from .core import Core, Ranks
-from .diagnosis import describe_mismatch, judge
-from .evidence import Evidence
+from .diagnosis.diagnosis import describe_mismatch, judge
+from .diagnosis.evidence import Evidence
+from .diagnosis.where_report import Whereabouts
 from .files import SessionFiles, current_folder
-from .generations import describe_new_groups
-from .log import OutputLog
-from .members import Members
-from .overwritten import OF_ONE_RANK, describe_overwritten
-from .rank_link import IDLE_LIMIT_S
-from .results import CellResult
-from .runs import Runs
-from .safe_output import safe_completions
-from .start import RankStart, attach, go_on, launch, require_room
-from .status import SessionStatus, describe_over, look
-from .uncut import run_to_its_end
-from .whereabouts import Whereabouts
+from .link.rank_link import IDLE_LIMIT_S
+from .output.log import OutputLog
+from .output.safe_output import safe_completions
+from .recovery.process_groups import describe_new_groups
+from .running.asked import check_mapping, check_number, check_paths, check_text, check_whole, names_of
+from .running.core import Core, Ranks
+from .running.rank_replacement import Members
+from .running.results import CellResult
+from .running.runs import Runs
+from .running.start import RankStart, attach, go_on, launch, require_room
+from .running.status import SessionStatus, describe_over, look
+from .running.uncut import run_to_its_end
+from .state.cell_run import CellObserver, CellRun
+from .state.overwritten import OF_ONE_RANK, describe_overwritten
 
 if TYPE_CHECKING:
     from ..deploy.files import Copied, OnProgress, Paths

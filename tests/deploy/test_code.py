@@ -51,7 +51,7 @@ def test_rooms_on_a_node_are_those_of_the_design() -> None:
 
 def test_own_code_is_the_sources_of_these_rooms(tmp_path: Path) -> None:
     names = [name for name in _unpack(own_code(), tmp_path) if ".dist-info/" not in name]
-    assert {"detrain_nb/__init__.py", "detrain_nb/wire.py", "detrain_nb/node/agent.py"} <= set(names)
+    assert {"detrain_nb/__init__.py", "detrain_nb/wire.py", "detrain_nb/node/agent/agent.py"} <= set(names)
     assert {Path(name).parts[1].removesuffix(".py") for name in names} <= {"__init__", *ON_NODE}
     for name in names:
         source = (tmp_path / name).read_bytes()
@@ -75,7 +75,7 @@ def test_own_code_imports_without_anything_else(tmp_path: Path) -> None:
     names = [name for name in _unpack(own_code(), tmp_path) if ".dist-info/" not in name]
     rooms = [name[: -len(".py")].replace("/", ".") for name in names if name.count("/") == 1]
     rooms.remove("detrain_nb.storage")  # which needs fsspec: torch brings it
-    modules = [*rooms, "detrain_nb.node.agent", "detrain_nb.node.worker", "detrain_nb.node.gpus"]
+    modules = [*rooms, "detrain_nb.node.agent.agent", "detrain_nb.node.rank.worker", "detrain_nb.node.agent.gpus"]
     script = f"from importlib import import_module\nfor name in {modules}: print(import_module(name).__file__)"
     for line in _run_alone(tmp_path, script).splitlines():
         assert Path(line).is_relative_to(tmp_path)

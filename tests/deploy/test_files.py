@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
+from detrain_nb.copying import json_lines, receiver, sender
+from detrain_nb.copying.json_lines import LINE_BYTES, Failed, FilesError, Talk
+from detrain_nb.copying.receiver import TreeWriter
+from detrain_nb.copying.sender import MOST_ENTRIES, list_tree, open_listed
 from detrain_nb.deploy import code, files
 from detrain_nb.deploy.files import Copied, Stop, get, on_every, put
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.errors import DetrainError, SpecError, TransportError, WireError
-from detrain_nb.node import arrivals, talk, trees
-from detrain_nb.node.arrivals import TreeWriter
-from detrain_nb.node.talk import LINE_BYTES, Failed, FilesError, Talk
-from detrain_nb.node.trees import MOST_ENTRIES, list_tree, open_listed
 from detrain_nb.spec.node import Node
 from detrain_nb.transport.local import LocalTransport
 
@@ -124,7 +124,7 @@ def no_checks_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our code on nodes without what foresees a full disk."""
     with zipfile.ZipFile(io.BytesIO(code.own_code().data)) as archive:
         sources = {name: archive.read(name) for name in archive.namelist()}
-    before, name = b"if size > free:", "detrain_nb/node/arrivals.py"
+    before, name = b"if size > free:", "detrain_nb/copying/receiver.py"
     assert before in sources[name]
     sources[name] = sources[name].replace(before, b"if False:")
     careless = code._archive(sources)
@@ -409,7 +409,7 @@ def test_folder_in_the_place_of_the_staging_folder_is_not_used(tmp_path: Path) -
         writer.add_file("own", 1, False, [b"x"], is_private=True)
         with writer.open_staged("archive") as file:
             file.write(b"overwritten")
-        with pytest.raises(talk.Untrue, match="has not arrived"):
+        with pytest.raises(json_lines.Untrue, match="has not arrived"):
             writer.add_staged("large", 3, 3, True)
     assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("key", 0o600)
     assert describe(tmp_path / "base").items() >= {"run.sh": b"xx", "own": b"-x"}.items()
@@ -518,8 +518,8 @@ def test_file_of_another_user_is_not_guarded_in_a_folder_like_tmp(tmp_path: Path
     for name in ("own", "theirs"):
         (tmp_path / name).write_text("x")
     os.chown(tmp_path / "theirs", 12345, 12345)
-    assert trees.is_guarded(str(tmp_path / "own")) and trees.is_guarded(str(tmp_path / "not there yet"))
-    assert not trees.is_guarded(str(tmp_path / "theirs"))
+    assert sender.is_guarded(str(tmp_path / "own")) and sender.is_guarded(str(tmp_path / "not there yet"))
+    assert not sender.is_guarded(str(tmp_path / "theirs"))
 
 
 def test_another_file_in_the_place_of_one_that_was_listed_is_not_sent(tmp_path: Path) -> None:
@@ -731,7 +731,7 @@ def test_folders_that_come_are_no_more_than_were_announced(tmp_path: Path, monke
 
 
 def test_names_of_folders_have_a_limit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_MOST_NAME_CHARS", 1000)
+    monkeypatch.setattr(receiver, "_MOST_NAME_CHARS", 1000)
     folders = [{"type": "folder", "name": f"asked/{number:0100}"} for number in range(20)]
     with pytest.raises(WireError, match="liar: the names of its folders have more than 1000 characters"):
         get(FakeNode(saying(tree(0, 20, 0), *folders, END)), "asked", tmp_path / "back")
@@ -915,7 +915,7 @@ def test_node_that_is_always_at_it_is_not_waited_for_for_ever(
             time.sleep(0.01)
 
     monkeypatch.setattr(files, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(talk, "SLOWEST_BYTES_PER_S", 1 << 50)
+    monkeypatch.setattr(json_lines, "SLOWEST_BYTES_PER_S", 1 << 50)
     with pytest.raises(DetrainError, match="liar: the other side takes too long"):
         get(FakeNode(play), "asked", tmp_path / "back")
     assert not (tmp_path / "back").exists()

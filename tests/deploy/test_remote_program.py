@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from detrain_nb.copying.json_lines import clean
 from detrain_nb.deploy import host_facts, host_probe, remote_program, ssh_node
 from detrain_nb.errors import TransportError
-from detrain_nb.node import bootstrap, probe
-from detrain_nb.node import files as node_files
-from detrain_nb.node.talk import clean
+from detrain_nb.node.ssh import bootstrap, probe
 from detrain_nb.spec.node import Node
 
 _PLANTED = ("__future__", "collections", "ctypes", "json", "platform", "socket", "struct", "typing")
@@ -86,7 +85,7 @@ def test_probe_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> N
 def test_program_for_files_is_from_our_code(planted: Path) -> None:
     code = str(Path(remote_program.__file__).parents[2])
     said = run(ssh_node._RUN_FILES.format(code=code), b"", planted)
-    assert said.startswith(node_files.MAGIC.decode())
+    assert said.startswith(remote_program.MAGIC.decode())
 
 
 def test_nothing_of_what_python_itself_looks_in_is_left_out(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from detrain_nb.deploy import code, end_agents
 from detrain_nb.deploy.code import own_code
 from detrain_nb.deploy.ssh_node import NodeFacts, SshNode, choose_address
 from detrain_nb.errors import LaunchError, TransportError
-from detrain_nb.node import bootstrap
+from detrain_nb.node.ssh import bootstrap
 from detrain_nb.spec.node import Node
 from detrain_nb.transport.ssh import SshConnection
 
@@ -90,7 +90,7 @@ def _write_anew(path: Path, text: str) -> None:
     [
         lambda folder: os.truncate(folder / "detrain_nb/wire.py", 100),
         lambda folder: os.truncate(folder / "detrain_nb/wire.py", 0),
-        lambda folder: (folder / "detrain_nb/node/talk.py").unlink(),
+        lambda folder: (folder / "detrain_nb/copying/json_lines.py").unlink(),
         lambda folder: shutil.rmtree(folder / "detrain_nb/node"),
         lambda folder: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in folder.iterdir()],
         lambda folder: (folder / bootstrap.LIST_NAME).unlink(),
@@ -115,7 +115,7 @@ def test_code_that_is_not_whole_on_a_node_is_mended(testbed: Testbed, fault: Cal
 
 def test_code_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that loses its power then has all of it or none."""
-    files = {"detrain_nb/__init__.py": b"", "detrain_nb/node/agent.py": b"x = 1"}
+    files = {"detrain_nb/__init__.py": b"", "detrain_nb/node/agent/agent.py": b"x = 1"}
     archive = tmp_path / "archive"
     archive.write_bytes(code.pack_files(files))
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()[:32]

@@ -18,13 +18,13 @@ from typing import Any, cast
 import pytest
 
 from detrain_nb import Session
+from detrain_nb.copying import folder_sync_remote
+from detrain_nb.copying.sync_manifest import Sent, read_state, write_note
 from detrain_nb.deploy import files, sync
 from detrain_nb.deploy.folder import Manifest
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.deploy.sync import DataCheck, DataState, FolderSync, check
 from detrain_nb.errors import DetrainError, SessionError, SpecError, WireError
-from detrain_nb.node import sync as node_sync
-from detrain_nb.node.notes import Sent, read_state, write_note
 from detrain_nb.session.files import SessionFiles
 
 from ..testbed.nodes import ssh_nodes
@@ -428,10 +428,11 @@ def test_node_waits_for_another_that_writes_to_the_same_folder(
 
 def test_notebook_that_is_gone_without_a_word_holds_up_no_other_for_ever(root: Path, node: FolderNode) -> None:
     write(root, a_py="a")
-    limits = "from detrain_nb.node import sync; sync._DONE_LIMIT_S = 0.5; sync.SLOWEST_BYTES_PER_S = 1e9; "
+    limits = "from detrain_nb.copying import folder_sync_remote as sync; "
+    limits += "sync._DONE_LIMIT_S = 0.5; sync.SLOWEST_BYTES_PER_S = 1e9; "
     order = {"type": "sync", "base": str(node.work), "cache": node.cache, "root": "x", "takes_over": True, "size": 14}
     said = json.dumps(order) + '\n[["b","",0,0]]'
-    command = [sys.executable, "-c", f"{limits}from detrain_nb.node import files; files.main()"]
+    command = [sys.executable, "-c", f"{limits}from detrain_nb.copying.remote_program import main; main()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
         assert program.stdin and program.stdout
         program.stdin.write(said.encode())
@@ -599,7 +600,7 @@ def test_link_that_is_put_on_the_way_meanwhile_is_not_followed(tmp_path: Path, m
         return look(self, status)
 
     monkeypatch.setattr(Sent, "is_untouched", exchange)
-    node_sync._remove_unwanted(str(tmp_path / "work"), {}, sent)
+    folder_sync_remote._remove_unwanted(str(tmp_path / "work"), {}, sent)
     assert sorted(path.name for path in private.rglob("*.*")) == ["a.cpython-311.pyc", "a.py", "b.txt"]
     assert [path.name for path in (tmp_path / "moved").iterdir()] == ["b.txt"], "what was looked at has gone"
     assert not sent

@@ -6,7 +6,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellTimeout, RankError, RankLost, SpecError
-from detrain_nb.node.agent import count_gpus
+from detrain_nb.node.agent.agent import count_gpus
 
 pytestmark = [
     pytest.mark.gpu,

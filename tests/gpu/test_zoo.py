@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from detrain_nb.node.agent import count_gpus
+from detrain_nb.node.agent.agent import count_gpus
 
 from ..parallel.zoo.cases import QUICK, SLOW, require_expected
 from ..parallel.zoo.trials import Trials

@@ -10,7 +10,7 @@ from detrain_nb.magics.rank_terminal import _NARROW, Drawn, RankTerminal
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from detrain_nb.session.safe_output import PieceCleaner
+from detrain_nb.session.output.safe_output import PieceCleaner
 
 UP, ERASE = "\x1b[A", "\x1b[2K"
 

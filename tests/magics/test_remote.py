@@ -184,7 +184,7 @@ def test_shrink_leaves_the_ranks_of_the_hosts_that_are_left(kernel: Any, testbed
     assert kernel.run("%%distributed\nkept = rank\nprint('of', rank)").status == "ok"
     cell = int(_lines(kernel.run("%distributed log --list"))[-1].split()[1].rstrip(":"))
     for pid, argv in testbed_of_two.processes("h1").items():
-        if "detrain_nb.node.agent" in " ".join(argv):
+        if "detrain_nb.node.agent.agent" in " ".join(argv):
             testbed_of_two.exec("h1", "kill", "-9", str(pid))
     lost = kernel.run("%%distributed\nprint(rank)")
     assert lost.status == "error"

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 from detrain_nb.deploy import transports_to
 from detrain_nb.plan import NodePlan, Plan
-from detrain_nb.session.status import NodeStatus, RankStatus, SessionStatus, node_statuses
+from detrain_nb.session.running.status import NodeStatus, RankStatus, SessionStatus, node_statuses
 from detrain_nb.spec.node import Node
 
 

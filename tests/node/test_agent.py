@@ -91,7 +91,7 @@ def agent() -> Iterator[Agent]:
     with tempfile.TemporaryDirectory() as base, contextlib.ExitStack() as sockets:
         folder = Path(base) / "mine"
         folder.mkdir(mode=0o700)
-        command = [sys.executable, "-c", RUN_MODULE, "detrain_nb.node.agent", str(folder)]
+        command = [sys.executable, "-c", RUN_MODULE, "detrain_nb.node.agent.agent", str(folder)]
         process = sockets.enter_context(
             subprocess.Popen(command, cwd="/", stdout=subprocess.PIPE, start_new_session=True)
         )
@@ -272,7 +272,7 @@ def test_agent_that_reads_no_further_says_that_it_is_there(agent: Agent) -> None
 
 def test_second_agent_for_the_folder_leaves_at_once(agent: Agent) -> None:
     again = subprocess.run(
-        [sys.executable, "-c", RUN_MODULE, "detrain_nb.node.agent", str(agent.folder)],
+        [sys.executable, "-c", RUN_MODULE, "detrain_nb.node.agent.agent", str(agent.folder)],
         cwd="/", capture_output=True, text=True, timeout=20, check=False,
     )  # fmt: skip
     assert again.returncode == 1

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from detrain_nb.node.connections import Connections
+from detrain_nb.node.groups.connections import Connections
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 
 from detrain_nb.errors import ForeignConnection, SessionError
-from detrain_nb.node import far_ends
-from detrain_nb.node.connections import Connections
-from detrain_nb.node.far_ends import require_own
+from detrain_nb.node.groups import far_ends
+from detrain_nb.node.groups.connections import Connections
+from detrain_nb.node.groups.far_ends import require_own
 
 _UID = 12345
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

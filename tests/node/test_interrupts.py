@@ -77,7 +77,7 @@ print(f"{at} places, lost at {lost}")
 
 
 def test_what_a_cell_raised_is_known_wherever_an_interrupt_comes_after_it() -> None:
-    code = f"import detrain_nb.node.interrupts as ours\nexec(compile({_STRIKES!r}, ours.__file__, 'exec'))"
+    code = f"import detrain_nb.node.cell.interrupts as ours\nexec(compile({_STRIKES!r}, ours.__file__, 'exec'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     found = re.search(r"^(\d+) places, lost at \[\]$", done.stdout, re.MULTILINE)  # IPython says a word of its own
     assert found, done.stdout + done.stderr[-2000:]

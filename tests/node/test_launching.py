@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from detrain_nb.launch import LAUNCHER_MODULE
-from detrain_nb.node.launching import LauncherEnd, Launching
+from detrain_nb.node.agent.launching import LauncherEnd, Launching
 
 # Answers every order with the next line of a file, and ends where that says so.
 _WARM_PROCESS = """

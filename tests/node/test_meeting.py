@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from detrain_nb.node import meeting as meetings
-from detrain_nb.node.meeting import Meeting
+from detrain_nb.node.groups import meeting as meetings
+from detrain_nb.node.groups.meeting import Meeting
 
 
 def test_end_frees_who_waits(tmp_path: Path) -> None:

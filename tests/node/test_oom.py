@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from detrain_nb.node.oom import OomWatch
+from detrain_nb.node.rank.oom import OomWatch
 
 from .cgroups import can_make_cgroups, memory_cgroup
 

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from detrain_nb.node.generation import count_operations
-from detrain_nb.node.recorder import look_inside, read_collectives
+from detrain_nb.node.cell.recorder import look_inside, read_collectives
+from detrain_nb.node.groups.process_groups import count_operations
 
 
 def _entry(number: int, *, is_pending: bool = False) -> dict[str, Any]:

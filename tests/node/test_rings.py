@@ -109,7 +109,7 @@ def test_generator_of_the_user_that_an_error_went_through_goes_on() -> None:
 
 def test_frames_of_all_that_led_to_an_error_are_freed() -> None:
     """Of a cause, and of what was being handled when it was raised, too."""
-    from detrain_nb.node.failures import free_frames
+    from detrain_nb.node.cell.failures import free_frames
 
     def hold() -> None:
         held = object()

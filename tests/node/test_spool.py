@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from detrain_nb.node.spool import Spool
+from detrain_nb.node.agent.spool import Spool
 from detrain_nb.wire import Frame, FrameReader, Notice, Output, RequestDone, to_frame
 
 from ..full_disk import files_end_at
@@ -61,16 +61,16 @@ def _size_on_disk(folder: Path) -> int:
 @pytest.fixture
 def a_mark_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every frame were large."""
-    monkeypatch.setattr("detrain_nb.node.spool._MARK_BYTES", 1)
+    monkeypatch.setattr("detrain_nb.node.agent.spool._MARK_BYTES", 1)
 
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment holds a few frames, and memory a few segments."""
-    monkeypatch.setattr("detrain_nb.node.spool._SEGMENT_BYTES", 600)
-    monkeypatch.setattr("detrain_nb.node.spool._MEMORY_SEGMENT_BYTES", 300)
-    monkeypatch.setattr("detrain_nb.node.spool._MEMORY_BYTES", 1500)
-    monkeypatch.setattr("detrain_nb.node.spool._MARK_BYTES", 150)
+    monkeypatch.setattr("detrain_nb.node.agent.spool._SEGMENT_BYTES", 600)
+    monkeypatch.setattr("detrain_nb.node.agent.spool._MEMORY_SEGMENT_BYTES", 300)
+    monkeypatch.setattr("detrain_nb.node.agent.spool._MEMORY_BYTES", 1500)
+    monkeypatch.setattr("detrain_nb.node.agent.spool._MARK_BYTES", 150)
 
 
 def test_frames_come_out_once_numbered_in_order(tmp_path: Path) -> None:

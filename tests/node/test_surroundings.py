@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from detrain_nb.node.surroundings import ImportedEnvironment, find_difference, read_starter
+from detrain_nb.node.system.surroundings import ImportedEnvironment, find_difference, read_starter
 
 _CHANGES = {
     "affinity": "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
@@ -54,7 +54,8 @@ def test_trait_that_changes_is_named_and_no_other(trait: str) -> None:
     if trait == "affinity" and len(os.sched_getaffinity(0)) == 1:
         return  # there is no other
     code = (
-        "import ctypes, os, resource, sys\nfrom detrain_nb.node.surroundings import find_difference, read_starter\n"
+        "import ctypes, os, resource, sys\n"
+        "from detrain_nb.node.system.surroundings import find_difference, read_starter\n"
         f"before = read_starter()\n{_CHANGES[trait]}\nprint(find_difference(before, read_starter()))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel import Split, StageNode, profile, split, tp_plan
 from detrain_nb.parallel.stages.boundaries import Boundaries
-from detrain_nb.parallel.stages.stubs import Stub
+from detrain_nb.parallel.stubs import Stub
 
 from .holding import HOLDERS, Held, Hooked
 from .models import (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from detrain_nb.errors import SpecError
-from detrain_nb.node.agent import count_gpus
+from detrain_nb.node.agent.agent import count_gpus
 from detrain_nb.parallel import PipelineStages
 
 SCRIPT = """

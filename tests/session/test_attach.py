@@ -23,9 +23,9 @@ from detrain_nb import Session
 from detrain_nb.deploy import End, attach_to_agents
 from detrain_nb.errors import DetrainError, NodeLost, SessionError, SpecError
 from detrain_nb.session import session as session_module
-from detrain_nb.session.cells import CellObserver
-from detrain_nb.session.node_link import NodeLink
+from detrain_nb.session.link.node_link import NodeLink
 from detrain_nb.session.session import end_session
+from detrain_nb.session.state.cell_run import CellObserver
 
 _LIMIT_S = 60.0
 _SERVE = """
@@ -330,7 +330,7 @@ def test_end_of_the_launcher_while_nobody_was_there_is_told_after_what_was_misse
     other.start(f"s.run_cell({code!r})")
     _wait_for(tmp_path / "0")
     other.kill()
-    agent = next(p for p in processes() if "detrain_nb.node.agent" in p.cmdline())
+    agent = next(p for p in processes() if "detrain_nb.node.agent.agent" in p.cmdline())
     agent.children()[0].kill()
     _eventually(lambda: not agent.children())
     session = Session.attach(name)

@@ -19,7 +19,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, RankLost, SessionError
-from detrain_nb.session import conduct
+from detrain_nb.session.running import cell_execution
 from detrain_nb.wire import Message, NewGeneration, Pull, RunCell
 
 from ..node.cgroups import can_make_cgroups, memory_cgroup
@@ -133,7 +133,7 @@ def test_others_are_freed_whatever_they_do(equipped: Session, what: str) -> None
 def test_rank_that_has_ended_the_cell_dies_while_the_others_run_it(
     equipped: Session, monkeypatch: pytest.MonkeyPatch, others: str
 ) -> None:
-    monkeypatch.setattr(conduct, "LOSS_LIMIT_S", 20.0)
+    monkeypatch.setattr(cell_execution, "LOSS_LIMIT_S", 20.0)
     code = f"threading.Timer(0.3, os.kill, (os.getpid(), 9)).start() if rank == 1 else None\nif rank == 0: {others}"
     equipped.run_cell("import threading")
     with pytest.raises(RankLost, match=r"rank 1 .*SIGKILL[\s\S]*rank 0 kept its variables") as caught:
@@ -224,7 +224,7 @@ def test_cell_that_was_meant_for_a_dead_rank_does_not_run_on_the_fresh_one(
     """The agent is held up: news of the death and the cell cross there."""
     pid = equipped.status().ranks[1].pid
     agent = psutil.Process(pid).parents()[3]  # above worker, launcher and warm process
-    assert "detrain_nb.node.agent" in agent.cmdline()
+    assert "detrain_nb.node.agent.agent" in agent.cmdline()
     agent.suspend()
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.5)  # the fresh one is up by now
@@ -457,7 +457,7 @@ def test_broadcast_that_a_stop_has_left_is_waited_for_by_name(
         equipped.broadcast("slow")
     shown = Watcher()
     with monkeypatch.context() as patch:
-        patch.setattr("detrain_nb.session.runs.IDLE_LIMIT_S", 1.5)
+        patch.setattr("detrain_nb.session.running.runs.IDLE_LIMIT_S", 1.5)
         with pytest.raises(SessionError, match=r"^rank 1 still in the broadcast of slow: .* interrupt --kill 1$"):
             equipped.run_cell("rank", observer=shown)
     assert "waiting for rank 1, still in the broadcast of slow" in shown.waited

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from detrain_nb.session.definitions import definitions_of
+from detrain_nb.session.state.definitions import definitions_of
 
 
 def test_imports_and_definitions_stay_on_their_lines() -> None:
@@ -78,7 +78,7 @@ def test_names_of_modules_are_not_parsed_at_any_length(code: str) -> None:
 
 
 def test_definitions_that_share_a_line_take_time_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.session.definitions._MOST_CHARS", 1 << 20)
+    monkeypatch.setattr("detrain_nb.session.state.definitions._MOST_CHARS", 1 << 20)
     count = (1 << 20) // len("import a;")
     began = time.process_time()
     assert definitions_of("import a;" * count) == "; ".join(["import a"] * count)

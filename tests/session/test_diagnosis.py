@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from detrain_nb.session.diagnosis import HangWatch, are_in_step, describe_mismatch, describe_wait, judge
-from detrain_nb.session.evidence import Collective, Evidence, gather
-from detrain_nb.session.rescue import _Story
-from detrain_nb.session.stuck import StuckWatch
-from detrain_nb.session.whereabouts import Whereabouts
+from detrain_nb.session.diagnosis.diagnosis import HangWatch, are_in_step, describe_mismatch, describe_wait, judge
+from detrain_nb.session.diagnosis.evidence import Collective, Evidence, gather
+from detrain_nb.session.diagnosis.stuck import StuckWatch
+from detrain_nb.session.diagnosis.where_report import Whereabouts
+from detrain_nb.session.recovery.rescue import _Story
 from detrain_nb.wire import Position
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
@@ -32,7 +32,7 @@ ALL_REDUCE = (
 RECV = (f"{TORCH}/distributed/distributed_c10d.py:2799 recv", f"{TORCH}/distributed/c10d_logger.py:83 wrapper", CELL)
 NEW_GROUP = (
     f"{TORCH}/distributed/distributed_c10d.py:2169 _new_process_group_helper",
-    "/root/code/detrain_nb/node/generation.py:139 _new_group",
+    "/root/code/detrain_nb/node/groups/process_groups.py:139 _new_group",
     f"{TORCH}/distributed/distributed_c10d.py:6056 _new_group_with_tag",
     f"{TORCH}/distributed/distributed_c10d.py:5863 new_group",
     f"{TORCH}/distributed/c10d_logger.py:97 wrapper",

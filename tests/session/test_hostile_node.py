@@ -43,17 +43,17 @@ from detrain_nb.errors import (
     TransportError,
     WireError,
 )
-from detrain_nb.session import node_link
-from detrain_nb.session.cells import CellObserver, CellRun
-from detrain_nb.session.diagnosis import HangWatch, describe_mismatch, judge
-from detrain_nb.session.evidence import gather
-from detrain_nb.session.losses import advice, describe_ends, describe_silence
-from detrain_nb.session.rank_link import RankLink
-from detrain_nb.session.safe_output import safe_bundle, safe_completions
+from detrain_nb.session.diagnosis.diagnosis import HangWatch, describe_mismatch, judge
+from detrain_nb.session.diagnosis.evidence import gather
+from detrain_nb.session.diagnosis.where_report import Whereabouts
+from detrain_nb.session.link import node_link
+from detrain_nb.session.link.rank_link import RankLink
+from detrain_nb.session.output.safe_output import safe_bundle, safe_completions
+from detrain_nb.session.running.start import _open_store
+from detrain_nb.session.running.status import RankStatus
 from detrain_nb.session.session import end_session
-from detrain_nb.session.start import _open_store
-from detrain_nb.session.status import RankStatus
-from detrain_nb.session.whereabouts import Whereabouts
+from detrain_nb.session.state.cell_run import CellObserver, CellRun
+from detrain_nb.session.state.rank_deaths import advice, describe_ends, describe_silence
 from detrain_nb.spec.node import Node
 from detrain_nb.wire import (
     Attach,
@@ -360,7 +360,7 @@ def test_what_a_node_says_by_the_million_is_not_all_kept(pair: Pair) -> None:
 
 
 def test_values_reach_other_nodes_when_one_takes_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.session.rank_link.ROOM_LIMIT_S", 0.5)
+    monkeypatch.setattr("detrain_nb.session.link.rank_link.ROOM_LIMIT_S", 0.5)
     is_over = threading.Event()
     taken = 0
 
@@ -547,7 +547,7 @@ def test_rank_is_given_again_only_what_its_own_node_says(code: str, first_line: 
 
 def test_code_of_a_node_is_not_looked_at_to_replay_on_the_ranks_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr("detrain_nb.session.history.definitions_of", lambda code: seen.append(code) or code)
+    monkeypatch.setattr("detrain_nb.session.state.history.definitions_of", lambda code: seen.append(code) or code)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     lie = RanCell([1], 3, "import evil", 1, True, [], False)
     bad.answers[Attach] = lambda _: [lie, RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2"), bad.attached]
@@ -649,7 +649,7 @@ def test_node_that_is_lost_just_before_it_is_asked_is_not_waited_for(
         assert bad.wait_until_hung_up_on()
         return {}
 
-    monkeypatch.setattr("detrain_nb.session.start.noted_owners", between)
+    monkeypatch.setattr("detrain_nb.session.running.start.noted_owners", between)
     with _attached(good, bad) as session:
         _assert_absent(session)
 
@@ -657,7 +657,7 @@ def test_node_that_is_lost_just_before_it_is_asked_is_not_waited_for(
 def test_node_that_hangs_up_or_says_nothing_when_it_is_attached_to_counts_as_absent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("detrain_nb.session.start.ATTACH_LIMIT_S", 0.2)
+    monkeypatch.setattr("detrain_nb.session.running.start.ATTACH_LIMIT_S", 0.2)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     for act, why in ((bad.leave, "is gone"), (lambda: None, "did not answer within 0.2 s")):
         bad.answers[Attach] = lambda _, act=act: act() or []
@@ -684,7 +684,7 @@ def test_node_that_is_lost_after_it_has_answered_while_another_is_asked_is_lost_
 
 
 def test_node_that_promises_output_and_sends_none_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.session.start.CATCH_UP_LIMIT_S", 0.2)
+    monkeypatch.setattr("detrain_nb.session.running.start.CATCH_UP_LIMIT_S", 0.2)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.attached = replace(bad.attached, last_number=1 << 53)
     with _attached(good, bad) as session:
@@ -692,7 +692,7 @@ def test_node_that_promises_output_and_sends_none_is_lost_alone(monkeypatch: pyt
 
 
 def test_node_that_sends_what_was_missed_in_drops_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.session.start.CATCH_UP_LIMIT_S", 0.3)
+    monkeypatch.setattr("detrain_nb.session.running.start.CATCH_UP_LIMIT_S", 0.3)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.attached = replace(bad.attached, last_number=1 << 53)
 
@@ -712,7 +712,7 @@ def test_node_that_sends_what_was_missed_in_drops_is_lost_alone(monkeypatch: pyt
 
 def test_node_that_is_slow_to_send_what_was_missed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It can hold up an attach for minutes: whoever waits can leave it out."""
-    monkeypatch.setattr("detrain_nb.session.rank_link._TELL_GAP_S", 0.05)
+    monkeypatch.setattr("detrain_nb.session.link.rank_link._TELL_GAP_S", 0.05)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.attached = replace(bad.attached, last_number=4)
     is_told, told = threading.Event(), []
@@ -738,7 +738,7 @@ def test_node_that_is_slow_to_send_what_was_missed_is_named(monkeypatch: pytest.
 
 
 def test_node_whose_ranks_never_come_up_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.session.start.START_LIMIT_S", 0.3)
+    monkeypatch.setattr("detrain_nb.session.running.start.START_LIMIT_S", 0.3)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[Attach] = lambda _: [bad.attached]
     with _attached(good, bad) as session:
@@ -749,7 +749,7 @@ def test_node_whose_ranks_never_come_up_is_lost_alone(monkeypatch: pytest.Monkey
 def test_ranks_of_other_nodes_do_without_a_group_that_one_node_does_not_make(
     monkeypatch: pytest.MonkeyPatch, said: list[Message]
 ) -> None:
-    monkeypatch.setattr("detrain_nb.session.generations.GROUP_LIMIT_S", 0.3)
+    monkeypatch.setattr("detrain_nb.session.recovery.process_groups.GROUP_LIMIT_S", 0.3)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[RunCell] = lambda message: [CellDone(1, message.cell, 0.1, False, False, b"")]
     asked: list[Message] = []
@@ -770,7 +770,7 @@ def test_ranks_of_other_nodes_do_without_a_group_that_one_node_does_not_make(
 def test_node_whose_ranks_are_fresh_again_and_again_holds_the_others_up_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("detrain_nb.session.generations.GROUP_LIMIT_S", 0.2)
+    monkeypatch.setattr("detrain_nb.session.recovery.process_groups.GROUP_LIMIT_S", 0.2)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[RunCell] = lambda message: [CellDone(1, message.cell, 0.1, False, False, b"")]
     asked: list[Message] = []
@@ -809,7 +809,7 @@ def _renumbered_wrongly(how: str, node: FakeNode) -> Callable[[Renumber], list[M
 
 @pytest.mark.parametrize("how", ["says nothing", "refuses", "ended", "hangs up", "nonsense"])
 def test_node_that_takes_no_new_numbers_is_lost_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr("detrain_nb.session.rank_link.IDLE_LIMIT_S", 0.3)
+    monkeypatch.setattr("detrain_nb.session.link.rank_link.IDLE_LIMIT_S", 0.3)
     nodes = [FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)]
     for node in nodes:
         up = RankUp(node.rank, 1, 0, 3, 1, node.name, "cpu", "2")
@@ -1425,7 +1425,7 @@ def test_nobody_else_waits_while_what_a_node_shows_is_cleaned(pair: Pair, monkey
         free.append(not turn.is_alive())
         return safe_bundle(bundle, is_this_machine=is_this_machine, rest_is_in=rest_is_in)
 
-    monkeypatch.setattr("detrain_nb.session.cells.safe_bundle", look)
+    monkeypatch.setattr("detrain_nb.session.state.cell_run.safe_bundle", look)
     eyes, value = Eyes(), json_body({"text/plain": "x"})
     result = _run(pair, Display(1, 0, "", False, value), replace(_DONE, body=value), observer=eyes, values=False)
     assert eyes.bundles == [result[1].bundle] == [{"text/plain": "x"}]
@@ -1449,7 +1449,7 @@ def test_answer_that_nobody_waits_for_is_not_cleaned(
 ) -> None:
     _run(pair, _DONE)
     seen: list[object] = []
-    for name in ("inbox.cleaned", "cells.safe_bundle", "cells.parse_bundle"):
+    for name in ("state.session_state.cleaned", "state.cell_run.safe_bundle", "state.cell_run.parse_bundle"):
         monkeypatch.setattr(f"detrain_nb.session.{name}", lambda said, **_: seen.append(said))
     pair.bad.say(answer, is_numbered=False)
     pair.assert_not_heard()
@@ -1478,7 +1478,7 @@ _JSONS = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-_KNOWN = st.fixed_dictionaries(  # what node/recorder.py says, of any numbers
+_KNOWN = st.fixed_dictionaries(  # what node/cell/recorder.py says, of any numbers
     {},
     optional={
         "entries": st.lists(

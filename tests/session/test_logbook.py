@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tracemalloc
 
-from detrain_nb.session.cells import CellObserver, CellRun
-from detrain_nb.session.log import OutputLog
-from detrain_nb.session.logbook import Logbook
-from detrain_nb.session.results import CellResult, RankResult
-from detrain_nb.session.shown_again import ShownAgain
+from detrain_nb.session.output.log import OutputLog
+from detrain_nb.session.output.logbook import Logbook
+from detrain_nb.session.running.results import CellResult, RankResult
+from detrain_nb.session.running.shown_again import ShownAgain
+from detrain_nb.session.state.cell_run import CellObserver, CellRun
 from detrain_nb.wire import MAX_HEADER_BYTES, CellDone, CellFailed, Display, Output, Unfinished
 
 from ..full_disk import files_end_at

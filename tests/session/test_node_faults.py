@@ -14,7 +14,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, RankError, RankLost
-from detrain_nb.session import generations
+from detrain_nb.session.recovery import process_groups
 
 from .soon import assert_soon
 from .training import COLLECTIVE, Watcher, be_patient
@@ -181,11 +181,11 @@ def test_generation_that_crossed_a_death_is_ended_on_the_fresh_rank(
     two_here: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent is held up: the order to make a generation finds the fresh rank, which is slow to come up."""
-    monkeypatch.setattr(generations, "GROUP_LIMIT_S", 6.0)
+    monkeypatch.setattr(process_groups, "GROUP_LIMIT_S", 6.0)
     two_here.run_cell("dist.destroy_process_group()")
     inbox, interpreter = two_here._inbox, psutil.Process(_pid(two_here, 1))
     worker, agent = interpreter.parent(), interpreter.parents()[3]
-    assert "detrain_nb.node.agent" in agent.cmdline()
+    assert "detrain_nb.node.agent.agent" in agent.cmdline()
     before, helds = inbox.generation, []
     agent.suspend()
     os.kill(interpreter.pid, signal.SIGKILL)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from detrain_nb.errors import CellTimeout, NodeLost, SessionError, WireError
-from detrain_nb.session.requests import Requests
+from detrain_nb.session.state.requests import Requests
 from detrain_nb.values import pack
 from detrain_nb.wire import Piece, RequestDone, RequestFailed, Value, json_body
 
@@ -95,7 +95,7 @@ def test_memory_is_taken_for_what_comes_and_not_for_what_is_announced() -> None:
 
 def test_description_that_there_is_no_room_for_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes many times its size."""
-    monkeypatch.setattr("detrain_nb.node.room.free_memory_bytes", lambda **_: 300 << 20)
+    monkeypatch.setattr("detrain_nb.node.system.memory_room.free_memory_bytes", lambda **_: 300 << 20)
     requests = Requests()
     request = requests.new([0], ["x"])
     requests.take(Value(0, request.number, "x", b"[" + b"[]," * 2_600_000 + b"[]]"))

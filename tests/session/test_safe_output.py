@@ -21,10 +21,10 @@ from detrain_nb import wire
 from detrain_nb.cli import terminal
 from detrain_nb.doctor import judgement
 from detrain_nb.errors import HUNG_UP, DetrainError, RemoteError
-from detrain_nb.session import definitions, diagnosis, evidence, inbox, losses
-from detrain_nb.session.evidence import Evidence
-from detrain_nb.session.image_size import read_size
-from detrain_nb.session.safe_output import (
+from detrain_nb.session.diagnosis import diagnosis, evidence
+from detrain_nb.session.diagnosis.evidence import Evidence
+from detrain_nb.session.output.image_size import read_size
+from detrain_nb.session.output.safe_output import (
     MOST_TEXT_CHARS,
     PieceCleaner,
     clean_text,
@@ -37,6 +37,7 @@ from detrain_nb.session.safe_output import (
     show_hidden,
     variable_names,
 )
+from detrain_nb.session.state import definitions, rank_deaths, session_state
 from detrain_nb.values import buffer_sizes
 from detrain_nb.wire import SIZES, Completions, Notice
 
@@ -384,7 +385,7 @@ def _as_image_text(text: str) -> object:
 
 
 def _as_silence(text: str) -> object:
-    return losses.describe_silence({0: RemoteError(0, "gpu1", "RuntimeError", text)})
+    return rank_deaths.describe_silence({0: RemoteError(0, "gpu1", "RuntimeError", text)})
 
 
 def _as_frame(text: str) -> object:
@@ -470,10 +471,14 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
     "errors.HUNG_UP": (HUNG_UP.search, "c", ["connection ", "broken ", "remote process ", "c"]),
     "evidence._NO_NAME": (evidence._as_name, "a", ["(", "a", "a("]),
     "evidence._TENSORS": (evidence._TENSORS.fullmatch, "Float[", ["1", ", ", "]Float[", "1], Float[", ".", "... (1"]),
-    "losses._TIMED_OUT": (_as_silence, "timed out waiting ", ["timed out waiting for 1", "1", "t"]),
+    "rank_deaths._TIMED_OUT": (_as_silence, "timed out waiting ", ["timed out waiting for 1", "1", "t"]),
     "diagnosis._STANDARD_LIBRARY": (_as_frame, "/lib/python3.", ["/lib64/python3.1", "1", "/lib"]),
     "diagnosis._called_name": (diagnosis._called_name, "a", ["(", ")", "a(", " ", "."]),
-    "inbox._last_words": (inbox._last_words, "Root Cause\n", ["\n", " ", "rank : ", "rank: x\n", "exitcode : \t", "="]),
+    "session_state._last_words": (
+        session_state._last_words,
+        "Root Cause\n",
+        ["\n", " ", "rank : ", "rank: x\n", "exitcode : \t", "="],
+    ),
     "values._ARRAY_DTYPE": (_as_dtype, "<M8[", ["9", "[", "<U9"]),
     "wire._DECODER": (_as_json, "[", [" ", "[", '{"a":', "1", "1.", "1e9", '"', "\\u0041", "-", "\\"]),
     "wire.count_values": (_as_bundle, '"', ['"', "\\", '\\"', ",", "[{"]),

@@ -34,11 +34,11 @@ from detrain_nb.errors import (
     ValueNotSupported,
 )
 from detrain_nb.plan import plan_one_node
-from detrain_nb.session import runs
-from detrain_nb.session.cells import CellObserver
-from detrain_nb.session.results import CellResult, TextOnly
+from detrain_nb.session.running import runs
+from detrain_nb.session.running.results import CellResult, TextOnly
+from detrain_nb.session.running.start import require_room
 from detrain_nb.session.session import end_session
-from detrain_nb.session.start import require_room
+from detrain_nb.session.state.cell_run import CellObserver
 from detrain_nb.wire import Attached, Display, Interrupt, RunCell, parse_bundle
 
 from .soon import assert_soon
@@ -723,7 +723,7 @@ def test_death_of_what_holds_the_ranks_is_told_and_leaves_nothing(
 ) -> None:
     session = Session.start(ranks=2, device="cpu")
     try:
-        agent = next(p for p in processes() if "detrain_nb.node.agent" in p.cmdline())
+        agent = next(p for p in processes() if "detrain_nb.node.agent.agent" in p.cmdline())
         warm = agent.children()[0]
         launcher = warm.children()[0]
         above = {"agent": agent, "warm process": warm, "launcher": launcher, "worker": launcher.children()[0]}
@@ -750,7 +750,7 @@ def test_session_that_is_over_says_why_whatever_it_is_asked(
     ending: str, why: str, processes: Callable[[], set[psutil.Process]]
 ) -> None:
     session = Session.start(ranks=2, device="cpu")
-    agent = next(p for p in processes() if "detrain_nb.node.agent" in p.cmdline())
+    agent = next(p for p in processes() if "detrain_nb.node.agent.agent" in p.cmdline())
     try:
         session.run_cell("1")
         {"killed": agent.kill, "stopped": session.stop, "left": session.detach}[ending]()
@@ -953,7 +953,7 @@ def test_runtime_folder_with_a_long_path_works(tmp_path: Path, monkeypatch: pyte
 
 
 def _gpus() -> int:
-    from detrain_nb.node.agent import count_gpus
+    from detrain_nb.node.agent.agent import count_gpus
 
     return count_gpus()
 

@@ -27,7 +27,7 @@ from detrain_nb.errors import (
     SessionError,
     SpecError,
 )
-from detrain_nb.session.node_link import NodeLink
+from detrain_nb.session.link.node_link import NodeLink
 
 from ..testbed.fixtures import MakeTestbed
 from ..testbed.nodes import processes_of_sessions, ssh_nodes
@@ -193,7 +193,7 @@ def test_output_that_a_cut_holds_up_is_said_to_be_missing_and_comes(session: Ses
 
 def test_lost_agent_takes_its_ranks_and_no_others(session: Session, testbed: Testbed) -> None:
     session.run_cell("import time\nkept = rank")
-    with _later(0.5, lambda: _kill(testbed, "h1", "detrain_nb.node.agent")), pytest.raises(RankLost) as caught:
+    with _later(0.5, lambda: _kill(testbed, "h1", "detrain_nb.node.agent.agent")), pytest.raises(RankLost) as caught:
         session.run_cell("if rank == 0:\n    dist.recv(torch.ones(1), 1)\nelse:\n    time.sleep(600)")
     assert "node h1 is lost" in str(caught.value)
     assert not _ours(testbed, "h1"), "ranks outlived their agent"

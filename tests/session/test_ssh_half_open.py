@@ -18,8 +18,8 @@ import pytest
 import detrain_nb
 from detrain_nb import Session
 from detrain_nb.errors import SessionError
-from detrain_nb.session import node_link
-from detrain_nb.session.cells import CellObserver
+from detrain_nb.session.link import node_link
+from detrain_nb.session.state.cell_run import CellObserver
 
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from detrain_nb.errors import TransportError
-from detrain_nb.session import node_link
-from detrain_nb.session.node_link import Checkpoint, NodeEvents, NodeLink
+from detrain_nb.session.link import node_link
+from detrain_nb.session.link.node_link import Checkpoint, NodeEvents, NodeLink
 from detrain_nb.wire import Alive, Attach, FrameReader, Locate, Received, RunCell, to_frame
 
 from .soon import interrupted

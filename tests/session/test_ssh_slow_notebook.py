@@ -11,7 +11,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellTimeout, RankError
-from detrain_nb.session.cells import CellObserver
+from detrain_nb.session.state.cell_run import CellObserver
 from detrain_nb.wire import Message, Output
 
 pytestmark = pytest.mark.timeout(120)
@@ -86,7 +86,7 @@ def test_stop_lets_go_of_a_rank_whose_end_was_dropped(session: Session) -> None:
 def test_ends_that_come_are_not_taken_for_lost(tmp_path: Path) -> None:
     """Cells are looked at all the time, also in the moments in which they begin and end."""
     with Session.start(ranks=2, device="cpu", init=False) as session, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("detrain_nb.session.conduct.LOOK_GAP_S", 0.001)
+        patch.setattr("detrain_nb.session.running.cell_execution.LOOK_GAP_S", 0.001)
         is_over = threading.Event()
 
         def look() -> None:

@@ -22,8 +22,8 @@ from detrain_nb.deploy.kept import drop_kept
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.deploy.trust import trusted_host_keys
 from detrain_nb.errors import DetrainError, LaunchError, SpecError
-from detrain_nb.session.cells import CellObserver
-from detrain_nb.session.start import RankStart
+from detrain_nb.session.running.start import RankStart
+from detrain_nb.session.state.cell_run import CellObserver
 from detrain_nb.spec.node import Node
 from detrain_nb.spec.nodes_file import parse_nodes, read_nodes
 from detrain_nb.transport.ssh_config import SshTarget
@@ -235,7 +235,7 @@ def test_secrets_are_in_no_argv_no_file_no_repr_and_no_error(
         broken = ssh_nodes(testbed, 1, env=["TOKEN_OF_NODE"], python="/bin/false")
         Session.start(1, sync=False, nodes=broken, device="cpu", env={"TOKEN_OF_START": of_start})
     texts += [str(failed.value), repr(RankStart("/", {"A": of_start}, "fork", 0, True, 0.0, 0))]
-    assert any("detrain_nb.node.agent" in word for word in seen), "the agent was seen"
+    assert any("detrain_nb.node.agent.agent" in word for word in seen), "the agent was seen"
     for secret in (of_node, of_start):
         assert not [word for word in seen if secret in word]
         assert not [text for text in texts if secret in text]
@@ -278,7 +278,7 @@ def test_ranks_have_the_umask_of_the_login_and_what_is_ours_stays_private(testbe
                 assert session.run_cell(_WRITE).values == {0: ["0o0", "0o666", "0o777", "0o666", "0o777"]}
                 assert testbed.output("h0", "find ~/.cache ! -name __pycache__ ! -type l -perm /077") == ""
                 running = testbed.processes("h0").items()
-                agents.add(next(pid for pid, argv in running if "detrain_nb.node.agent" in argv))
+                agents.add(next(pid for pid, argv in running if "detrain_nb.node.agent.agent" in argv))
             testbed.output("h0", "rm -rf /tmp/shared")
         assert len(agents) == 1, "the second start was not warm"
     finally:

@@ -20,8 +20,9 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionError
-from detrain_nb.session import conduct, rescue
-from detrain_nb.session.cells import CellObserver
+from detrain_nb.session.recovery import rescue
+from detrain_nb.session.running import cell_execution
+from detrain_nb.session.state.cell_run import CellObserver
 from detrain_nb.wire import Message, Replace, RunCell
 
 from ..failing_cells import FAILING_CELLS
@@ -206,7 +207,7 @@ def test_rank_that_another_ones_end_has_freed_tells_nothing_of_that(equipped: Se
     """A connection is shut from both ends; here the other rank is first."""
     slow_end = "generation = dist.init_process_group.__self__\nend_now = generation.end"
     slow_end += "\nif rank == 0: generation.end = lambda number: (time.sleep(0.2), end_now(number))[1]"
-    slow_end += "\nsys.modules['detrain_nb.node.interpreter']._OWN_END_LIMIT_S = 5"
+    slow_end += "\nsys.modules['detrain_nb.node.cell.interpreter']._OWN_END_LIMIT_S = 5"
     equipped.run_cell(slow_end)
     try:
         code = f"print('begun')\nif rank == 0: dist.all_reduce(torch.ones(1))\nelse:\n    {_NEVER}"
@@ -556,11 +557,11 @@ def test_timeout_of_a_cell_frees_as_stop_does(equipped: Session, caplog: pytest.
 @pytest.mark.slow
 def test_next_cell_gives_up_on_a_rank_that_does_not_return(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
-    monkeypatch.setattr("detrain_nb.session.runs.IDLE_LIMIT_S", 0.3)
+    monkeypatch.setattr("detrain_nb.session.running.runs.IDLE_LIMIT_S", 0.3)
     _stop(equipped, f"if rank == 1: {_SLOW_C}; {_SLOW_C}")
     with pytest.raises(SessionError, match=r"rank 1( on h1)? \(line 1\) still in cell \d+: .* --kill 1"):
         equipped.run_cell("1")
-    monkeypatch.setattr("detrain_nb.session.runs.IDLE_LIMIT_S", 30.0)  # that rank 1 would return within
+    monkeypatch.setattr("detrain_nb.session.running.runs.IDLE_LIMIT_S", 30.0)  # that rank 1 would return within
     for _ in range(3):  # the rest of "run all" does not wait as long again
         with pytest.raises(SessionError, match="still in cell"):
             equipped.run_cell("1")
@@ -626,7 +627,7 @@ def test_stop_in_the_moment_a_cell_is_sent_is_found_out(equipped: Session, monke
 def test_stop_while_it_is_waited_for_the_news_of_a_death_tells_what_was_raised(
     equipped: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conduct, "LOSS_LIMIT_S", 20.0)
+    monkeypatch.setattr(cell_execution, "LOSS_LIMIT_S", 20.0)
     began = time.monotonic()
     with _presses(1.5), pytest.raises(RankError, match="Connection closed by peer"):
         equipped.run_cell("raise RuntimeError('Connection closed by peer')")

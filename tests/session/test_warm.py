@@ -24,7 +24,7 @@ from detrain_nb import Session
 from detrain_nb.deploy import kept
 from detrain_nb.deploy.kept import begin_on_kept, drop_kept, keep, seconds_kept
 from detrain_nb.errors import LaunchError, NodeLost, SessionError, SpecError
-from detrain_nb.node.surroundings import read_starter
+from detrain_nb.node.system.surroundings import read_starter
 from detrain_nb.transport.local import LocalTransport
 from detrain_nb.wire import ALIVE_GAP_S, SILENCE_LIMIT_S, Begin, Begun, FrameReader, Kept, to_frame
 
@@ -496,7 +496,7 @@ def test_plain_torchrun_between_two_warm_starts() -> None:
 _AT_FORK = """
 import os, signal, sys
 import library
-if "detrain_nb.node.launcher" in " ".join(sys.orig_argv):
+if "detrain_nb.node.rank.launcher" in " ".join(sys.orig_argv):
     warm_pid, flag = os.getpid(), {flag!r}
     def is_due():
         return os.path.exists(flag) and os.getpid() == warm_pid
@@ -700,7 +700,7 @@ def _warm_processes(session: Session) -> dict[int, tuple[int, str]]:
 def _agents(testbed: Testbed) -> list[str]:
     """The hosts on which something of ours runs, as often as it does."""
     running = {host.name: testbed.processes(host.name).values() for host in testbed.hosts}
-    return [name for name, lines in running.items() for line in lines if "detrain_nb.node.agent" in line]
+    return [name for name, lines in running.items() for line in lines if "detrain_nb.node.agent.agent" in line]
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from detrain_nb import Session
-from detrain_nb.session import generations, rescue
-from detrain_nb.session.cells import CellObserver
+from detrain_nb.session.recovery import process_groups, rescue
+from detrain_nb.session.state.cell_run import CellObserver
 
 EQUIP = """
 import os, time, signal, subprocess, sys
@@ -51,7 +51,7 @@ def assert_works(session: Session) -> None:
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait longer for ranks that are about to end a cell: what is told must not hang on how busy this machine is."""
     monkeypatch.setattr(rescue, "FREED_LIMIT_S", 10.0)
-    monkeypatch.setattr(generations, "END_LIMIT_S", 10.0)
+    monkeypatch.setattr(process_groups, "END_LIMIT_S", 10.0)
 
 
 def press_stop() -> None:

@@ -16,7 +16,17 @@ from detrain_nb.errors import DetrainError, SessionError
 from detrain_nb.plan import NodeOffer
 from detrain_nb.transport import Transport
 from detrain_nb.transport.local import LocalTransport
-from detrain_nb.wire import Attach, Attached, EndSession, FrameReader, Launch, Message, OpenStore, StoreOpened, to_frame
+from detrain_nb.wire import (
+    Attach,
+    Attached,
+    EndSession,
+    FrameReader,
+    Launch,
+    Message,
+    OpenStore,
+    StoreOpened,
+    to_frame,
+)
 
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed

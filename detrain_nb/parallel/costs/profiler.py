@@ -25,16 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 from ...errors import SpecError
 from ..arguments import require_model
 from ..kept import state_kept
-from ..recording import (
-    AskingMode,
-    Entries,
-    ModuleOutput,
-    Recording,
-    TensorLook,
-    device_of,
-    fails_with_inputs,
-    record,
-)
+from ..recording import AskingMode, Entries, ModuleOutput, Recording, TensorLook, device_of, fails_with_inputs, record
 from ..writes import writes_undone
 from .block_use import BlockUse, find_block_use
 from .carried_attributes import CarriedAttribute, changed_attributes, find_carried, find_gathered, note_attributes

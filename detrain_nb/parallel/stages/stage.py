@@ -22,8 +22,8 @@ from ..deferred import find_value
 from ..holders import follow_copies
 from ..module_copies import ghost_of, make_subclass, shallow_copy
 from ..recording import ModuleOutput, device_of, first_float_tensor, modules_around, without_fused_layers
+from ..stubs import End, Reached, StageState, stop_at, stub_of
 from .root_hooks import RootHooks
-from .stubs import End, Reached, StageState, stop_at, stub_of
 
 __all__ = ["StageForward", "build_stage"]
 

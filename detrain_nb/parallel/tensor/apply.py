@@ -24,7 +24,6 @@ __all__ = [
     "apply_tensor_plan",
     "draws_of",
     "from_saved_order",
-    "loss_on_parts",
     "plan_of",
     "set_draws",
     "to_saved_order",
@@ -117,28 +116,6 @@ def _agree_on_seed(module: nn.Module, mesh: DeviceMesh) -> int:
     seed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=device)
     dist.broadcast(seed, group_src=0, group=mesh.get_group())
     return int(seed)
-
-
-def loss_on_parts(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``loss``, which says what it lacks where the output of the model stays in parts (``loss_parallel``).
-
-    It, and the backward pass, run under `torch.distributed.tensor.parallel.loss_parallel`. Raises: SpecError.
-    """
-
-    def run(output: Any, *target: Any) -> Tensor:
-        if not isinstance(output, DTensor):
-            return loss(output, *target)
-        try:
-            return loss(output, *target)
-        except (RuntimeError, NotImplementedError) as exc:
-            parts = f"{output.shape[-1]} classes over {output.device_mesh.size()} ranks"
-            said = str(exc).strip().splitlines()[0]
-            raise SpecError(
-                f"the loss needs the whole output, of which each rank has its part ({parts}): use cross entropy, under "
-                f"torch's loss_parallel(), or plan without loss_parallel; torch says: {said}"
-            ) from exc
-
-    return run
 
 
 def to_saved_order(name: str, tensor: Tensor, plan: TensorPlan) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import SpecError
 from ..module_copies import shallow_copy
-from ..stages.stubs import Stub
+from ..stubs import Stub
 from .layers import Region, Share, change_class
 from .plan import EXPERTS, OUTPUT_DIM, Layout, Pair, SequenceParts, TensorPlan, is_inside
 from .ranks import TensorRanks, add_up, add_up_gradients, bounds, cut_own, put_together

@@ -1,0 +1,363 @@
+"""Trees of files, as they come by talk.py and are written.
+
+A file is written beside its place and renamed when it is whole; when the other side hangs up, what is not whole is
+removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ..guarded import SEARCH, find_guest_parent
+from .json_lines import FilesError, Talk, Untrue, as_size, check_name, clean, reason_of
+from .sender import MOST_ENTRIES, MOST_NAMED, STAGING, Progress
+
+_MOST_NAME_CHARS = 1 << 27  # of the folders that are made, which are remembered
+
+
+class TreeWriter:
+    """Writes files and folders below ``folder``, which is made; through no link, and over no folder.
+
+    What is not whole yet stands in the folder ``staging``. Where ``is_guarded``, nobody can put another in its place:
+    a program that goes by its path may write there.
+    On the way out nothing that is not whole is left, nor a folder that was made for it in vain.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = os.path.abspath(folder)
+        self.staging = ""
+        self.is_guarded = False
+        self.opened = self._opened_staging = -1  # descriptors
+        self._made: list[str] = []
+        self._checked: set[str] = set()
+        self._count = 0
+
+    def __enter__(self) -> TreeWriter:
+        try:
+            self._make_folders(self.folder)
+            self.opened = os.open(self.folder, SEARCH)
+            self._make_staging()
+        except OSError as exc:
+            self._remove_staging()
+            self._close()
+            self._remove_in_vain()
+            raise FilesError(f"{self.folder} cannot be written to: {reason_of(exc)}") from exc
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._remove_staging()
+        self._close()
+        if kind is not None:
+            self._remove_in_vain()
+
+    def _make_staging(self) -> None:
+        """Raises: OSError, also when others have put something in its place before it was opened."""
+        name = f"{STAGING}{secrets.token_hex(8)}"
+        os.mkdir(name, 0o700, dir_fd=self.opened)
+        self.staging = os.path.join(self.folder, name)
+        try:
+            self._opened_staging = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self.opened)
+        except OSError:
+            with contextlib.suppress(OSError):  # another one has the name
+                os.rmdir(name, dir_fd=self.opened)
+            raise
+        if not self._is_ours(self._opened_staging):
+            os.close(self._opened_staging)
+            self._opened_staging = -1
+            raise PermissionError(errno.EPERM, "somebody else has put a folder in the place of ours")
+        self.is_guarded = find_guest_parent(Path(os.path.realpath(self.folder), name)) is None
+
+    def _is_ours(self, opened: int) -> bool:
+        """The folder is as it was made, not another one, perhaps of this user's too."""
+        state = os.fstat(opened)
+        if state.st_uid != os.geteuid() or os.listdir(opened):
+            return False
+        if not state.st_mode & 0o077:
+            return True
+        probe = os.open("probe", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=opened)
+        try:
+            return bool(os.fstat(probe).st_mode & 0o077)  # a file system that knows no modes
+        finally:
+            os.close(probe)
+            os.unlink("probe", dir_fd=opened)
+
+    def _close(self) -> None:
+        for opened in (self.opened, self._opened_staging):
+            if opened >= 0:
+                os.close(opened)
+
+    def _remove_staging(self) -> None:
+        """Empty the folder that was made, whatever has its name now: in a folder of a group others can rename it."""
+        if self._opened_staging < 0:
+            return
+        for name in os.listdir(self._opened_staging):
+            with contextlib.suppress(OSError):  # a folder that somebody has put there
+                os.unlink(name, dir_fd=self._opened_staging)
+        name = os.path.basename(self.staging)
+        with contextlib.suppress(OSError):
+            named = os.stat(name, dir_fd=self.opened, follow_symlinks=False)
+            if os.path.samestat(named, os.fstat(self._opened_staging)):
+                os.rmdir(name, dir_fd=self.opened)
+
+    def new_number(self) -> int:
+        """Of a file in the staging folder."""
+        self._count += 1
+        return self._count
+
+    def staged(self, number: int) -> str:
+        return os.path.join(self.staging, str(number))
+
+    def open_staged(self, name: str, *, is_private: bool = True) -> IO[bytes]:
+        """Make a file in the staging folder: in ours, whatever has its name now."""
+        flags, mode = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if is_private else 0o666
+        handle = os.open(name, flags, mode, dir_fd=self._opened_staging)
+        return os.fdopen(handle, "w+b")
+
+    def add_folder(self, name: str, *, is_private: bool = False) -> None:
+        with self._opened_parent(f"{name}/_", mode=0o700 if is_private else 0o777):
+            pass
+
+    def has_folder(self, name: str) -> bool:
+        """Whether one was made, or needed, for what has come."""
+        return os.path.join(self.folder, *name.split("/")) in self._checked
+
+    def add_file(
+        self, name: str, size: int, is_executable: bool, pieces: Iterable[bytes], *, is_private: bool = False
+    ) -> None:
+        """``pieces`` have ``size`` bytes together. ``is_private``: for nobody but its owner, as it was."""
+        place = os.path.join(self.folder, name)
+        self.check_room(name, size)
+        part = f"{self.new_number()}.part"
+        try:
+            with self._explained(place), self.open_staged(part, is_private=is_private) as file:
+                file.writelines(pieces)
+                file.flush()
+                status = os.fstat(file.fileno())
+                if (mode := _mode(status, is_executable, is_private)) != stat.S_IMODE(status.st_mode):
+                    os.fchmod(file.fileno(), mode)
+            self._place(part, name)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(part, dir_fd=self._opened_staging)
+
+    def add_staged(self, name: str, number: int, size: int, is_executable: bool, *, is_private: bool = False) -> None:
+        """What came into the staging folder in another way. Raises: Untrue when it is not all there."""
+        staged = str(number)
+        try:
+            status = os.stat(staged, dir_fd=self._opened_staging, follow_symlinks=False)
+        except OSError:
+            raise Untrue(f"{name} has not arrived") from None
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            raise Untrue(f"{name} has arrived with {status.st_size} bytes and not {size}")
+        if (mode := _mode(status, is_executable, is_private)) != stat.S_IMODE(status.st_mode):
+            os.chmod(staged, mode, dir_fd=self._opened_staging)  # guarded: it is the file that was looked at
+        self._place(staged, name)
+
+    def check_room(self, name: str, size: int) -> None:
+        """Raises: FilesError when so much does not fit: it need not be tried."""
+        disk = os.fstatvfs(self._opened_staging)
+        free = disk.f_bavail * disk.f_frsize
+        if size > free:
+            place = os.path.join(self.folder, name)
+            raise FilesError(f"{place} cannot be written: it has {size} bytes and {free} are free: the disk is full")
+
+    def _place(self, staged: str, name: str) -> None:
+        with self._opened_parent(name) as (parent, last), self._explained(os.path.join(self.folder, name)):
+            os.replace(staged, last, src_dir_fd=self._opened_staging, dst_dir_fd=parent)
+
+    @contextlib.contextmanager
+    def _opened_parent(self, name: str, *, mode: int = 0o777) -> Iterator[tuple[int, str]]:
+        """The folder that a name is in, opened, and the last part of the name; the folders on the way are made.
+
+        None of them is a link: each is opened in the one before, as others may put a link in the place of one that has
+        been looked at, where a group can write it.
+        """
+        *parents, last = name.split("/")
+        opened, place = os.dup(self.opened), self.folder
+        try:
+            for parent in parents:
+                place = os.path.join(place, parent)
+                with self._explained(place):
+                    if place not in self._checked:
+                        self._make_folder(parent, opened, place, mode)
+                    inner = os.open(parent, SEARCH | os.O_NOFOLLOW, dir_fd=opened)
+                    os.close(opened)
+                    opened = inner
+                self._checked.add(place)
+            yield opened, last
+        finally:
+            os.close(opened)
+
+    def _make_folder(self, name: str, parent: int, place: str, mode: int) -> None:
+        """Raises: FilesError when something else stands there."""
+        try:
+            os.mkdir(name, mode, dir_fd=parent)
+            self._made.append(place)
+        except FileExistsError:
+            found = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
+            if stat.S_ISLNK(found):
+                raise FilesError(
+                    f"{place} is a link, and nothing is written through it: name the folder that it leads to"
+                ) from None
+            if not stat.S_ISDIR(found):
+                raise FilesError(f"{place} is there and is no folder") from None
+
+    def _make_folders(self, path: str) -> None:
+        """Other writers may make the same ones at the same time."""
+        if os.path.isdir(path):
+            return
+        self._make_folders(os.path.dirname(path))
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+        else:
+            self._made.append(path)
+
+    def _remove_in_vain(self) -> None:
+        for folder in reversed(self._made):
+            with contextlib.suppress(OSError):  # there is something in it
+                os.rmdir(folder)
+
+    @contextlib.contextmanager
+    def _explained(self, place: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise FilesError(f"{place} cannot be written: {reason_of(exc)}") from exc
+
+
+def _mode(status: os.stat_result, is_executable: bool, is_private: bool) -> int:
+    """Of a file that came to be with ``status``."""
+    mode = stat.S_IMODE(status.st_mode)
+    if is_executable:
+        mode |= (mode & 0o444) >> 2
+    return mode & 0o700 if is_private else mode
+
+
+@contextlib.contextmanager
+def opened_parent(folder: int, name: str) -> Iterator[tuple[int, str]]:
+    """The folder that ``name`` below an opened one is in, opened through no link, and the last part of the name.
+
+    Raises: OSError, as where a link stands on the way.
+    """
+    *parents, last = name.split("/")
+    opened = os.dup(folder)
+    try:
+        for parent in parents:
+            inner = os.open(parent, SEARCH | os.O_NOFOLLOW, dir_fd=opened)
+            os.close(opened)
+            opened = inner
+        yield opened, last
+    finally:
+        os.close(opened)
+
+
+@dataclass(frozen=True)
+class Received:
+    """``skipped`` names some of the links and devices that stayed where they are."""
+
+    num_skipped: int
+    skipped: tuple[str, ...]
+
+
+def receive_tree(
+    talk: Talk,
+    writer: TreeWriter,
+    progress: Progress,
+    *,
+    roots: Iterable[str] | None = None,
+    fetch: Callable[[str, int, int], bool] = lambda path, size, number: False,
+) -> Received:
+    """Write what the other side sends, of which it has announced how much it is.
+
+    Every name is one of ``roots``, or below it, in a folder that has come before: no more are made than were announced,
+    and one for each of ``roots``. ``fetch`` brings a large file from a path there, of so many bytes, to a number of the
+    staging folder. Raises: FilesError, Failed, Untrue.
+    """
+    allowed = None if roots is None else frozenset(roots)
+    announced = talk.hear("tree")
+    files, folders, size = (as_size(announced.get(key)) for key in ("files", "folders", "size"))
+    if files + folders > MOST_ENTRIES:
+        raise Untrue(f"{files + folders} files were announced, more than {MOST_ENTRIES}")
+    progress.begin(size)
+    offered, done, name_chars = False, 0, 0
+    while True:
+        said = talk.hear(*(["file"] if offered else ["folder", "file", "offer", "gone", "end"]))
+        kind = said["type"]
+        offered = kind == "offer"  # the file itself comes next
+        if kind == "end":
+            names = said.get("skipped")
+            names = names[:MOST_NAMED] if isinstance(names, list) else []
+            return Received(as_size(said.get("num_skipped")), tuple(map(clean, names)))
+        if kind == "offer":
+            talk.say("answer", number=_accept_offer(writer, said, size - done, fetch))
+            talk.flush()
+            continue
+        folders, files = folders - (kind == "folder"), files - (kind != "folder")
+        if folders < 0 or files < 0:
+            raise Untrue("more files came than were announced")
+        if kind == "gone":
+            continue
+        name = _check_place(said.get("name"), writer, allowed)
+        if kind == "folder":
+            name_chars += len(name)
+            if name_chars > _MOST_NAME_CHARS:
+                raise Untrue(f"the names of its folders have more than {_MOST_NAME_CHARS} characters")
+            writer.add_folder(name, is_private=said.get("private") is True)
+        else:
+            done += _receive_file(talk, writer, progress, name, said, done=done, left=size - done)
+
+
+def _check_place(said: object, writer: TreeWriter, allowed: frozenset[str] | None) -> str:
+    name = check_name(said)
+    if allowed is not None and name.partition("/")[0] not in allowed:
+        raise Untrue(f"{name[:200]!r} was not asked for")
+    parent = name.rpartition("/")[0]
+    if "/" in parent and not writer.has_folder(parent):
+        raise Untrue(f"{name[:200]!r} came before the folder that it is in")
+    return name
+
+
+def _receive_file(
+    talk: Talk, writer: TreeWriter, progress: Progress, name: str, said: dict[str, Any], *, done: int, left: int
+) -> int:
+    """Returns its size."""
+    size, staged = as_size(said.get("size")), said.get("staged")
+    is_executable, is_private = said.get("executable") is True, said.get("private") is True
+    if size > left:
+        raise Untrue(f"{name!r} has {size} bytes, and {left} of those announced are left")
+
+    def counted() -> Iterator[bytes]:
+        progress.be_at(done)
+        for data in talk.read(size):
+            yield data
+            progress.be_at(progress.size + len(data))
+
+    if staged is None:
+        writer.add_file(name, size, is_executable, counted(), is_private=is_private)
+    else:
+        writer.add_staged(name, as_size(staged), size, is_executable, is_private=is_private)
+    progress.be_at(done + size)
+    progress.end_file()
+    return size
+
+
+def _accept_offer(
+    writer: TreeWriter, said: dict[str, Any], left: int, fetch: Callable[[str, int, int], bool]
+) -> int | None:
+    size, path = as_size(said.get("size")), said.get("path")
+    if size > left or not isinstance(path, str):
+        raise Untrue(f"a file of {size} bytes is offered, and {left} of those announced are left")
+    writer.check_room(os.path.basename(clean(path)), size)
+    number = writer.new_number()
+    return number if fetch(path, size, number) else None

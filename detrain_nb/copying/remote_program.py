@@ -1,0 +1,134 @@
+"""Files on a node: a program beside the agent, which serves one order of the notebook, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, cast
+
+from ..guarded import refuse_squatted
+from .folder_sync_remote import sync
+from .json_lines import Failed, FilesError, Talk, reason_of
+from .receiver import TreeWriter, receive_tree
+from .sender import File, Progress, is_guarded, list_tree, open_listed, send_tree
+
+MAGIC = b"\ndetrain-nb files 1\n"
+SAMPLE_FILES = 64
+SAMPLE_BYTES = 1 << 20  # of the beginning of each, and of its end
+
+
+def main() -> None:
+    """Serve one order."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+        signal.signal(number, lambda *_: sys.exit(1))
+    sys.stdout.buffer.write(MAGIC)
+    talk = Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer)
+    orders = {"put": _put, "get": _get, "sync": _sync, "check": _check}
+    try:
+        order = talk.hear(*orders)
+        orders[order["type"]](talk, order)
+        talk.flush()
+    except Failed:
+        sys.exit(1)  # the notebook is gone, or has given up
+    except FilesError as exc:
+        _say_last(talk, str(exc))
+    except (OSError, MemoryError) as exc:
+        _say_last(talk, f"{getattr(exc, 'filename', None) or 'our program'}: {exc}")
+
+
+def _say_last(talk: Talk, text: str) -> None:
+    with contextlib.suppress(Failed):
+        talk.say("failed", text=text)
+        talk.flush()
+    sys.exit(1)
+
+
+def _expand(order: dict[str, Any], path: str) -> str:
+    """A path that was not given in full is one of the folder that the ranks start in. Raises: FilesError."""
+    if order["base"]:
+        try:  # it was made for the session; others may have put another one in its place
+            refuse_squatted(Path(os.path.expanduser(order["base"])))
+        except PermissionError as exc:
+            raise FilesError(f"the work folder cannot be used: {exc}") from exc
+        except OSError:
+            pass  # what comes next says it
+    return os.path.abspath(os.path.join(os.path.expanduser(order["base"] or "~"), os.path.expanduser(path)))
+
+
+def _put(talk: Talk, order: dict[str, Any]) -> None:
+    with TreeWriter(_expand(order, order["target"])) as writer:
+        talk.say("ready", staging=writer.staging, guarded=writer.is_guarded)
+        progress = Progress()
+        receive_tree(talk, writer, progress)
+    talk.say("done", files=progress.files, size=progress.size)  # and nothing of ours is left in the folder
+    talk.flush()
+
+
+def _get(talk: Talk, order: dict[str, Any]) -> None:
+    sources = [(name, _expand(order, path)) for name, path in zip(order["names"], order["paths"])]
+
+    def offer(file: File) -> int | None:
+        if not is_guarded(file.path):
+            return None  # by its path somebody else might have another one sent
+        talk.say("offer", path=file.path, size=file.size)
+        number: int | None = talk.hear("answer")["number"]
+        return number
+
+    send_tree(talk, list_tree(sources, tick=talk.tick), Progress(), bulk=offer)
+
+
+def _sync(talk: Talk, order: dict[str, Any]) -> None:
+    sync(talk, order, _expand(order, "."))
+
+
+def _check(talk: Talk, order: dict[str, Any]) -> None:
+    """What stands under a path: how much, a digest of all names and sizes, and of the contents of some files."""
+    path = _expand(order, order["path"])
+    if not os.path.exists(path):
+        talk.say("state", exists=False)
+        return
+    tree = list_tree([("it", path)], follow_links=True, tick=talk.tick)
+    names = hashlib.sha256()
+    for file in tree.files:
+        names.update(f"{file.size} {file.name}\n".encode())
+    sample = {}
+    for file in _choose_sample(tree.files):
+        talk.tick()
+        sample[file.name.partition("/")[2] or os.path.basename(path)] = [file.size, _digest_ends(file)]
+    size = sum(file.size for file in tree.files)
+    talk.say(
+        "state",
+        exists=True,
+        files=len(tree.files),
+        folders=len(tree.folders),
+        size=size,
+        skipped=tree.num_skipped,
+        names=names.hexdigest(),
+        sample=sample,
+    )
+
+
+def _choose_sample(files: list[File]) -> list[File]:
+    """Half of them the largest, the others such as are the same wherever the names are."""
+    by_size = sorted(files, key=lambda file: (-file.size, file.name))
+    largest, others = by_size[: SAMPLE_FILES // 2], by_size[SAMPLE_FILES // 2 :]
+    others.sort(key=lambda file: hashlib.sha256(file.name.encode()).digest())
+    return sorted(largest + others[: SAMPLE_FILES - len(largest)], key=lambda file: file.name)
+
+
+def _digest_ends(file: File) -> str:
+    digest = hashlib.sha256()
+    try:
+        with open_listed(file) as opened:
+            digest.update(opened.read(SAMPLE_BYTES))
+            if file.size > SAMPLE_BYTES:
+                opened.seek(max(SAMPLE_BYTES, file.size - SAMPLE_BYTES))
+                digest.update(opened.read(SAMPLE_BYTES))
+    except OSError as exc:
+        raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
+    return digest.hexdigest()

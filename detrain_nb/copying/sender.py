@@ -1,0 +1,276 @@
+"""Trees of files, as they are found and sent by talk.py; arrivals.py writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from ..guarded import find_guest_parent
+from .json_lines import FilesError, Talk, Untrue, check_name, clean, reason_of
+
+MOST_ENTRIES = 1_000_000
+MOST_NAMED = 20  # of what was left out, or left alone
+BULK_BYTES = 1 << 20  # files of that size and more go over SFTP where there is one
+_CHUNK_BYTES = 1 << 18
+STAGING = ".detrain_nb-"  # begins the name of the folder for what is not whole yet; each copy has its own
+STAGING_NAME = re.compile(re.escape(STAGING) + "[0-9a-f]{16}")
+
+
+class Progress:
+    """How far a copy is; ``on_change`` is told the files that are done, the bytes, and the bytes in all."""
+
+    def __init__(self, on_change: Callable[[int, int, int], object] | None = None) -> None:
+        self.files = self.size = self.total = 0
+        self._on_change = on_change
+
+    def begin(self, total: int) -> None:
+        self.total = total
+        self._tell()
+
+    def be_at(self, size: int) -> None:
+        self.size = size
+        self._tell()
+
+    def end_file(self) -> None:
+        self.files += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._on_change:
+            self._on_change(self.files, self.size, self.total)
+
+
+@dataclass(frozen=True)
+class File:
+    """A file to be sent; ``name`` is the one that it will have."""
+
+    name: str
+    path: str
+    size: int
+    is_executable: bool
+    is_private: bool
+    identity: tuple[int, int]  # its device and inode when it was listed
+
+
+@dataclass
+class Tree:
+    """``skipped`` are links, devices and the like, and names that cannot travel."""
+
+    files: list[File] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    private_folders: set[str] = field(default_factory=set)
+    skipped: list[str] = field(default_factory=list)
+    num_skipped: int = 0
+
+    def skip(self, path: str) -> None:
+        self.num_skipped += 1
+        if len(self.skipped) < MOST_NAMED:
+            self.skipped.append(path)
+
+    def note_private(self, folder: str, status: os.stat_result) -> None:
+        if is_owners_alone(status.st_mode):
+            self.private_folders.add(folder)
+
+    def is_private(self, file: File) -> bool:
+        """Nobody else could read it, by its own mode or by that of a folder: it may come into one that is there."""
+        parts = file.name.split("/")
+        above = ("/".join(parts[:end]) for end in range(1, len(parts)))
+        return file.is_private or (bool(self.private_folders) and not self.private_folders.isdisjoint(above))
+
+
+def is_owners_alone(mode: int) -> bool:
+    """Nobody but its owner can do anything with it."""
+    return not mode & 0o077
+
+
+def _file(name: str, path: str, status: os.stat_result) -> File:
+    modes = bool(status.st_mode & 0o100), is_owners_alone(status.st_mode)
+    return File(name, path, status.st_size, *modes, _identity(status))
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def list_tree(
+    sources: Iterable[tuple[str, str]], *, follow_links: bool = False, tick: Callable[[], object] = lambda: None
+) -> Tree:
+    """List files and folders, given as (name, path), with all that is in them.
+
+    A link that was given itself is followed, one further down is not; to files it is with ``follow_links``. Nor is one
+    that somebody puts in the place of a folder meanwhile: what is opened is what was seen.
+    """
+    tree = Tree()
+    waiting: list[tuple[str, str, tuple[int, int]]] = []
+    for name, path in sources:
+        path = os.path.realpath(path)
+        try:
+            status = os.stat(path)
+        except OSError as exc:
+            raise FilesError(f"{path}: {reason_of(exc)}") from exc
+        if stat.S_ISDIR(status.st_mode):
+            waiting.append((name, path, _identity(status)))
+            tree.note_private(name, status)
+        elif stat.S_ISREG(status.st_mode):
+            tree.files.append(_file(name, path, status))
+        else:
+            raise FilesError(f"{path} is neither a file nor a folder")
+    while waiting:
+        name, path, identity = waiting.pop()
+        tree.folders.append(name)
+        tick()
+        with _opened_folder(path, identity) as opened:
+            for entry in _scan(path, opened):
+                _list_entry(entry, name, path, tree, waiting, follow_links=follow_links)
+        if len(tree.files) + len(tree.folders) + len(waiting) > MOST_ENTRIES:
+            raise FilesError(f"{path}: more than {MOST_ENTRIES} files: pack them into one, or name less")
+    tree.folders.sort()
+    tree.files.sort(key=lambda file: file.name)
+    return tree
+
+
+def _list_entry(
+    entry: os.DirEntry[str],
+    folder: str,
+    path: str,
+    tree: Tree,
+    waiting: list[tuple[str, str, tuple[int, int]]],
+    *,
+    follow_links: bool,
+) -> None:
+    name, path = f"{folder}/{entry.name}", os.path.join(path, entry.name)
+    try:
+        is_followed = follow_links and entry.is_symlink() and entry.is_file()
+        status = entry.stat(follow_symlinks=is_followed)
+        check_name(name)
+    except FileNotFoundError:
+        return  # deleted meanwhile
+    except Untrue:
+        tree.skip(clean(path))
+        return
+    if stat.S_ISDIR(status.st_mode):
+        waiting.append((name, path, _identity(status)))
+        tree.note_private(name, status)
+    elif stat.S_ISREG(status.st_mode):
+        tree.files.append(_file(name, os.path.realpath(path) if is_followed else path, status))
+    else:
+        tree.skip(clean(path))
+
+
+@contextlib.contextmanager
+def _opened_folder(path: str, identity: tuple[int, int]) -> Iterator[int | None]:
+    """The folder that was seen there; None where it is gone. Raises: FilesError, also for another one in its place."""
+    replaced = FilesError(f"{path} was replaced while it was copied: copy it again")
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield None
+        return
+    except OSError as exc:
+        is_link = exc.errno in (errno.ENOTDIR, errno.ELOOP)
+        raise (replaced if is_link else FilesError(f"{path} cannot be read: {reason_of(exc)}")) from exc
+    try:
+        if not _is_same(path, os.fstat(opened), identity):
+            raise replaced
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def _scan(path: str, opened: int | None) -> list[os.DirEntry[str]]:
+    if opened is None:
+        return []
+    try:
+        with os.scandir(opened) as entries:
+            return [entry for entry in entries if not entry.name.startswith(STAGING)]
+    except OSError as exc:
+        raise FilesError(f"{path} cannot be read: {reason_of(exc)}") from exc
+
+
+def send_tree(
+    talk: Talk, tree: Tree, progress: Progress, *, bulk: Callable[[File], int | None] = lambda file: None
+) -> None:
+    """Send all of a tree. ``bulk`` brings a large file into the receiver's staging folder in another way, and returns
+    its number there; None where there is none."""
+    total = sum(file.size for file in tree.files)
+    talk.say("tree", files=len(tree.files), folders=len(tree.folders), size=total)
+    progress.begin(total)
+    for name in tree.folders:
+        talk.say("folder", name=name, private=name in tree.private_folders)
+    for file in tree.files:
+        with contextlib.ExitStack() as stack:
+            try:
+                opened = stack.enter_context(open_listed(file))
+            except FileNotFoundError:
+                talk.say("gone")
+                continue
+            except OSError as exc:
+                raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
+            before = progress.size
+            staged = bulk(file) if file.size >= BULK_BYTES else None
+            modes = {"executable": file.is_executable, "private": tree.is_private(file)}
+            talk.say("file", name=file.name, size=file.size, **modes, staged=staged)
+            if staged is None:
+                progress.be_at(before)  # what went another way in vain
+                _send_exactly(talk, opened, file, progress)
+            progress.be_at(before + file.size)
+            progress.end_file()
+    talk.say("end", skipped=tree.skipped, num_skipped=tree.num_skipped)
+    talk.flush()
+
+
+def _send_exactly(talk: Talk, opened: IO[bytes], file: File, progress: Progress) -> None:
+    """So many bytes as were announced, also where the file has grown since."""
+    left = file.size
+    while left:
+        try:
+            data = opened.read(min(left, _CHUNK_BYTES))
+        except OSError as exc:
+            raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
+        if not data:
+            raise FilesError(f"{file.path} became shorter while it was copied: copy it again")
+        talk.send(data)
+        left -= len(data)
+        progress.be_at(progress.size + len(data))
+
+
+def open_listed(file: File) -> IO[bytes]:
+    """Open the very file that was listed. Raises: OSError, FilesError for another one in its place."""
+    opened = open_regular(file.path)
+    if not _is_same(file.path, os.fstat(opened.fileno()), file.identity):
+        opened.close()
+        raise FilesError(f"{file.path} was replaced while it was copied: copy it again")
+    return opened
+
+
+def _is_same(path: str, status: os.stat_result, identity: tuple[int, int]) -> bool:
+    """Where nobody else can replace what is there, its number says nothing: some network file systems change it."""
+    return _identity(status) == identity or is_guarded(path)
+
+
+def is_guarded(path: str) -> bool:
+    """Nobody else can put another file in the place of that one; in a folder like /tmp the file's owner can."""
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
+            owner = os.lstat(path).st_uid
+            if owner != 0 and owner != os.geteuid():  # 0 on Windows
+                return False
+        return find_guest_parent(Path(path)) is None
+    return False
+
+
+def open_regular(path: str) -> IO[bytes]:
+    """Open what was a file when it was listed: no link or device in its place, nor what waits for a writer."""
+    flags = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+    handle = os.open(path, os.O_RDONLY | flags)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "no longer a file")
+    return os.fdopen(handle, "rb")

@@ -1,0 +1,483 @@
+"""The agent: one per node and session, detached from what started it. Standard library only.
+
+It listens on one Unix socket in a folder that only its user can enter. The notebook, and the workers that the launcher
+starts, connect to it; it hands messages down to the workers, numbers and spools what they say, and gives it to the
+notebook at the notebook's pace. When its notebook is gone it keeps the ranks for a while, and gives the next one what
+nobody has shown. It starts the launcher, and with its end ends every process of the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import platform
+import shutil
+import signal
+import socket
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from ...agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, SOCKET_NAME, is_same_user
+from ...errors import WireError
+from ...launch import GPUS_VARIABLE, usable_cpus
+from ...locks import take_lock
+from ...wire import (
+    ALIVE_GAP_S,
+    MAX_HEADER_BYTES,
+    MAX_ORDER_HEADER_BYTES,
+    PROTOCOL,
+    Acknowledge,
+    Alive,
+    Attach,
+    Attached,
+    EndSession,
+    Frame,
+    Launch,
+    LauncherEnded,
+    Link,
+    LinkClosed,
+    Message,
+    OpenStore,
+    Piece,
+    RankEnded,
+    Received,
+    Refused,
+    Renumber,
+    StartedCold,
+    StoreOpened,
+    Value,
+    WorkerUp,
+    to_frame,
+)
+from ..system.loop import Loop
+from ..system.memory_room import free_memory_bytes
+from ..system.processes import drain
+from .gpus import count_gpus, list_gpus, name_gpus
+from .kept import LONGEST_WAIT_S, AgentProcess
+from .launching import LauncherEnd
+from .pace import Pace
+from .snapshot import Memory
+from .spool import Spool
+
+_ATTACH_LIMIT_S = 30.0
+_FULL_BYTES = 16 << 20
+_SMALL_BYTES = 1 << 16
+_CONFIRM_GAP_S = 0.02
+_STORE_BACKLOG = 128
+
+
+def main(folder: Path, lock: int | None = None) -> None:
+    """Serve one session in ``folder``, then remove it; and, where its notebook wants to keep us, those that follow.
+
+    ``lock``: the folder's, where who starts us holds it.
+    """
+    process = AgentProcess(users_umask=os.umask(0o077))
+    os.chdir(folder)
+    if lock is None:
+        lock = take_lock(folder / LOCK_NAME, is_new=True)
+        if lock is None:
+            sys.exit(f"another agent serves {folder}")
+    os.set_inheritable(lock, False)  # it is held as long as we live, and no longer
+    agent: _Agent | None = _Agent(folder, lock, process)
+    while agent:
+        agent.serve()
+        wait_for_next = agent.leave()
+        agent = None  # what it remembers of the session goes
+        agent = wait_for_next()
+    process.launching.end()
+
+
+def _free_the_name(folder: Path) -> Path | None:
+    """Another session may have the name from now on; returns where the folder is, None where somebody removed it."""
+    ended = folder.with_name(f"{ENDED_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    try:
+        if os.path.samestat(folder.lstat(), os.stat(".")):
+            folder.rename(ended)
+            return ended
+    except OSError as exc:
+        print(f"the folder stays for now: {exc}", file=sys.stderr)
+    return None
+
+
+class _Agent:
+    """One session."""
+
+    def __init__(self, folder: Path, lock: int, process: AgentProcess, link: Link | None = None) -> None:
+        """In ``folder``, which is the current one. ``link``: a connection of which it is not known yet who it is."""
+        self._folder = folder
+        self._lock = lock
+        self._process = process
+        self._launching = process.launching
+        self._keep_s = 0.0  # after its end
+        self._incarnation = uuid.uuid4().hex
+        self._loop = Loop()
+        self._spool = Spool(Path(), known_as=folder)  # relative: another session may get the name before it is removed
+        self._memory = Memory()
+        self._pace = Pace()
+        self._notebook: Link | None = None
+        self._holder = ""
+        self._received = 0  # the number of the last message of the notebook, where it counts them
+        self._confirm_at: float | None = None  # when that is to be said, if nothing else is before
+        self._store: socket.socket | None = None
+        self._ends_at: float | None = time.monotonic() + _ATTACH_LIMIT_S  # unless a notebook attaches before
+        self._workers: dict[int, Link] = {}
+        self._is_ending = False
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        self._listener = socket.socket(socket.AF_UNIX)
+        Path(SOCKET_NAME).unlink(missing_ok=True)
+        self._listener.bind(SOCKET_NAME)  # relative: the path of a folder may be longer than a socket's may be
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        if link:
+            self._watch(link)
+
+    def serve(self) -> None:
+        """Serve the session to its end; nothing is left of it then but, perhaps, the connection to its notebook."""
+        try:
+            Path(PID_NAME).write_text(str(os.getpid()), encoding="ascii")
+            self._process.say_ready()
+            _write_to_the_log()
+            self.run()
+        except BaseException as exc:
+            self._keep_s = 0.0
+            if isinstance(exc, Exception):
+                where = traceback.extract_tb(exc.__traceback__)[-1]
+                self.say_last_words(f"the agent failed: {exc!r}, at {where}")
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is under way
+            ended = _free_the_name(self._folder)
+            self.end()
+            _let_go_of_files(self._lock)
+            if ended:
+                shutil.rmtree(ended, ignore_errors=True)
+            os.chdir("/")
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def run(self) -> None:
+        """Serve until the session ends, or its notebook has been gone for too long."""
+        self._loop.add(self._listener.fileno(), self._accept)
+        self._loop.add(self._process.child_ended, self._on_child_ended)
+        self._loop.add(self._launching.channel.fileno(), lambda: self._note_end(self._launching.take_answer()))
+        while not self._is_ending:
+            self._loop.once(
+                _seconds_until(self._ends_at, self._confirm_at, self._launching.answer_by, self._pace.lets_go_at)
+            )
+            self._note_end(self._launching.take_silence())
+            self._feed_notebook()
+            self._hold_back()
+            self._is_ending = self._is_ending or (self._ends_at is not None and time.monotonic() >= self._ends_at)
+
+    def _hold_back(self) -> None:
+        """Do not read values faster than the other side takes them, nor output while it takes some."""
+        waiting_bytes = self._notebook.waiting_bytes if self._notebook else 0
+        has_to_wait = self._pace.has_to_wait(self._spool, waiting_bytes) if self._notebook else False
+        for worker in self._workers.values():
+            self._loop.pause(worker, has_to_wait or waiting_bytes > _FULL_BYTES)
+        if self._notebook:
+            is_any_full = any(worker.waiting_bytes > _FULL_BYTES for worker in self._workers.values())
+            self._loop.pause(self._notebook, is_any_full)
+            if is_any_full and self._confirm_at is None:  # its signs of life are not read meanwhile, and wait for this
+                self._confirm_at = time.monotonic() + ALIVE_GAP_S
+
+    def say_last_words(self, reason: str, *, is_taken: bool = False) -> None:
+        """Tell the notebook why its session ends, as far as that is still possible."""
+        if self._notebook:
+            with contextlib.suppress(LinkClosed):
+                self._notebook.send(Refused(reason, is_taken))
+
+    def end(self) -> None:
+        """End the ranks, the launcher, and whatever else the session started."""
+        for link in self._workers.values():
+            with contextlib.suppress(LinkClosed):
+                link.flush()
+            link.close()  # a worker takes this as the end, and ends its rank
+        self._launching.end(keep_warm=self._keep_s > 0)
+        self._spool.close()
+        self._listener.close()
+        self._loop.close()
+
+    def leave(self) -> Callable[[], _Agent | None]:
+        """How to stay for the notebook's next session, as long as it wanted; that gives None when there is none."""
+        link, process = self._notebook, self._process
+        if not self._keep_s or link is None:
+            return lambda: None
+        make = functools.partial(_Agent, process=process, link=link)
+        return functools.partial(process.wait_for_next, link, keep_s=self._keep_s, beside=self._folder, make=make)
+
+    # ---- connections
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        if not is_same_user(sock):
+            sock.close()
+            return
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self._watch(Link(sock, max_header_bytes=MAX_ORDER_HEADER_BYTES))
+
+    def _watch(self, link: Link) -> None:
+        self._loop.add(link, lambda: self._first_message(link))
+
+    def _first_message(self, link: Link) -> None:
+        """The first message says who connected."""
+        try:
+            frames = link.receive()
+            if not frames:
+                return
+            message = frames[0].message()
+            if isinstance(message, WorkerUp):
+                self._workers[message.rank] = link
+                link.limit_headers(MAX_HEADER_BYTES)  # as the notebook, which would take us for somebody else
+                self._loop.add(link, lambda: self._from_worker(link))
+                self._from_worker(link, frames[1:])
+            elif isinstance(message, Attach):
+                if self._attach(link, message):
+                    self._from_notebook(frames[1:])
+            else:
+                raise WireError(f"{type(message).__name__} does not introduce anybody")
+        except WireError:
+            self._hang_up(link)
+
+    def _attach(self, link: Link, message: Attach) -> bool:
+        """Serve another notebook from now on; False when it is refused."""
+        if refusal := self._why_refuse(message):
+            with contextlib.suppress(LinkClosed):
+                link.send(Refused(refusal, is_taken=True))
+            self._hang_up(link)
+            return False
+        if self._notebook is not None:
+            self.say_last_words(
+                f"session {message.session!r} was taken over by {message.holder}: "
+                "%distributed attach --steal takes it back",
+                is_taken=True,
+            )
+            self._lose_notebook()
+        self._notebook, self._holder, self._ends_at, self._confirm_at = link, message.holder, None, None
+        if not message.resumes:
+            self._received = 0
+        with contextlib.suppress(OSError):  # a full disk
+            Path(HOLDER_NAME).write_text(message.holder, encoding="utf-8", errors="replace")
+        self._loop.add(link, self._from_notebook)
+        sent = self._spool.sent
+        self._spool.rewind()
+        with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+            for frame in self._memory.told():
+                link.send_bytes(frame.to_bytes())
+            link.send(self._describe(sent))
+        return True
+
+    def _why_refuse(self, message: Attach) -> str:
+        """Empty when the notebook may have the session; who holds it always may: the other connection is half-open."""
+        if message.protocol != PROTOCOL:
+            spoken = f"the notebook speaks protocol {message.protocol}, this node {PROTOCOL}"
+            return f"{spoken}: install one version of detrain_nb on both"
+        if message.resumes and message.holder != self._holder:
+            return f"session {message.session!r} was taken over by {self._holder} meanwhile"
+        if self._notebook is None or message.steal or message.holder == self._holder:
+            return ""
+        return f"session {message.session!r} is held by {self._holder}: %distributed attach --steal takes it over"
+
+    def _describe(self, sent: int) -> Attached:
+        return Attached(
+            self._incarnation,
+            os.getpid(),
+            platform.node(),
+            gpus=count_gpus(),
+            cpus=usable_cpus(),
+            last_number=self._spool.last_number,
+            acknowledged=self._spool.acknowledged,
+            sent=sent,
+            ranks=self._memory.ranks,
+            with_group=self._memory.with_group,
+            generation=self._memory.generation,
+            info=self._memory.info,
+            received=self._received,
+            free_bytes=free_memory_bytes() or 0,
+        )
+
+    def _lose_notebook(self) -> None:
+        """The ranks go on, and what they say is kept for the next notebook, until nobody has come for too long."""
+        assert self._notebook is not None
+        with contextlib.suppress(LinkClosed):
+            self._notebook.flush()
+        self._hang_up(self._notebook)
+        self._notebook = self._confirm_at = None
+        self._pace = Pace()
+        self._ends_at = time.monotonic() + self._memory.linger_s
+
+    def _hang_up(self, link: Link) -> None:
+        self._loop.remove(link)
+        link.close()
+
+    # ---- notebook -> workers
+
+    def _from_notebook(self, frames: list[Frame] | None = None) -> None:
+        """Take what has come with its first message, or what comes now."""
+        assert self._notebook is not None
+        try:
+            self._handle_all(self._notebook.receive() if frames is None else frames)
+        except WireError as exc:
+            if not isinstance(exc, LinkClosed):
+                self.say_last_words(f"the agent could not read a message: {exc}")
+            if self._notebook is not None:
+                self._lose_notebook()
+
+    def _handle_all(self, frames: list[Frame]) -> None:
+        """Take what the notebook said; what is said again on another connection only once."""
+        received = self._received
+        for frame in frames:
+            if frame.number == 0 or frame.number > self._received:
+                self._received = max(self._received, frame.number)
+                self._handle(frame)
+        if self._received > received:
+            is_large = sum(len(frame.body) for frame in frames) > _SMALL_BYTES  # the notebook waits to send more
+            self._confirm_at = min(self._confirm_at or math.inf, time.monotonic() + (0 if is_large else _CONFIRM_GAP_S))
+
+    def _handle(self, frame: Frame) -> None:
+        message = frame.message()
+        self._memory.note_down(message)
+        if isinstance(message, Acknowledge):
+            self._spool.acknowledge(message.number)
+        elif isinstance(message, OpenStore):
+            self._say(self._open_store(message.address))
+        elif isinstance(message, Launch):
+            self._launch(message)
+        elif isinstance(message, EndSession):
+            self._is_ending, self._keep_s = True, max(0.0, message.keep_s)
+        elif isinstance(message, Alive):
+            self._confirm_at = time.monotonic()  # an answer, which says that we are there
+        else:
+            data = frame.to_bytes()
+            for rank in getattr(message, "ranks", []):
+                self._to_worker(rank, data)
+            if isinstance(message, Renumber):
+                number = dict(zip(message.ranks, message.numbers))
+                self._workers = {number.get(rank, rank): link for rank, link in self._workers.items()}
+
+    def _to_worker(self, rank: int, data: bytes) -> None:
+        link = self._workers.get(rank)
+        if link is not None:
+            with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+                link.send_bytes(data)
+
+    def _open_store(self, address: str) -> StoreOpened:
+        """Bind the store's socket here, where the port is known before any rank has imported torch."""
+        try:
+            family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+            self._store = socket.create_server((address, 0), family=family, backlog=_STORE_BACKLOG)
+        except (OSError, ValueError) as exc:  # a name that no resolver takes
+            return StoreOpened(0, f"the store cannot listen on {address} of {platform.node()}: {exc}")
+        return StoreOpened(self._store.getsockname()[1])
+
+    def _launch(self, message: Launch) -> None:
+        self._spool.limit_bytes = message.spool_limit_bytes
+        env = {**os.environ, **message.env}
+        if "PYTHONPATH" in message.env and (own := os.environ.get("PYTHONPATH")):  # our code may be there
+            env["PYTHONPATH"] = os.pathsep.join([own, message.env["PYTHONPATH"]])
+        if GPUS_VARIABLE in message.env and "CUDA_VISIBLE_DEVICES" not in message.env:
+            env["CUDA_VISIBLE_DEVICES"] = name_gpus(message.env[GPUS_VARIABLE], list_gpus())
+        store, self._store = self._store, None
+        self._note_end(self._launching.start(message.argv, env, store))
+
+    # ---- workers -> notebook
+
+    def _from_worker(self, link: Link, frames: list[Frame] | None = None) -> None:
+        """Take what has come with its first message, or what comes now."""
+        try:
+            self._spool_frames(link.receive() if frames is None else frames)
+        except WireError as exc:
+            self._hang_up(link)
+            for rank in [rank for rank, worker in self._workers.items() if worker is link]:
+                del self._workers[rank]
+                is_faulty = not isinstance(exc, LinkClosed)  # one that ends takes the launcher with it
+                if is_faulty and self._launching.is_launched:
+                    gone = f"its worker is gone: {exc}"
+                    end = to_frame(RankEnded(rank, 0, 0, 0, -1, "", gone, False, gone))
+                    self._memory.note_up(end)
+                    self._spool.append(end)
+
+    def _spool_frames(self, frames: list[Frame]) -> None:
+        """Number and keep what ranks say; values that were asked for go to who asked, and are never kept."""
+        for frame in frames:
+            if frame.header.endswith((b'"type":"Piece"}', b'"type":"Value"}')) and isinstance(
+                frame.message(), (Piece, Value)
+            ):
+                if self._notebook:
+                    self._feed_notebook(everything=True)  # the order of what one rank says is kept
+                    with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+                        self._notebook.send_bytes(frame.to_bytes())
+            else:
+                self._memory.note_up(frame)
+                self._spool.append(frame)
+
+    def _say(self, message: Message) -> None:
+        self._spool.append(to_frame(message))
+
+    def _feed_notebook(self, *, everything: bool = False) -> None:
+        """Give the notebook what it has not had, as far as it takes it."""
+        if self._notebook is None:
+            return
+        with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+            while self._spool.has_more and (everything or not self._notebook.waiting_bytes):
+                self._notebook.send_bytes(self._confirm() + self._spool.read())
+            if self._confirm_at is not None and (self._is_ending or time.monotonic() >= self._confirm_at):
+                self._notebook.send_bytes(self._confirm())
+
+    def _confirm(self) -> bytes:
+        """What tells the notebook that its messages have come, if it does not know; it goes with what goes anyway."""
+        if self._confirm_at is None:
+            return b""
+        self._confirm_at = None
+        return to_frame(Received(self._received)).to_bytes()
+
+    # ---- the launcher
+
+    def _on_child_ended(self) -> None:
+        drain(self._process.child_ended)
+        self._note_end(self._launching.take_end())
+
+    def _note_end(self, end: LauncherEnd | None) -> None:
+        if why_cold := self._launching.take_why_cold():
+            self._say(StartedCold(why_cold))
+        if end and not self._is_ending:
+            self._launching.end_ranks()
+            self._say(LauncherEnded(end.exit_code, end.log_tail))
+
+
+def _seconds_until(*times: float | None) -> float | None:
+    """How long to wait now for the first of them; a system knows a longest wait."""
+    first = min((at for at in times if at is not None), default=None)
+    return None if first is None else min(LONGEST_WAIT_S, max(0.0, first - time.monotonic()))
+
+
+def _let_go_of_files(lock: int) -> None:
+    """NFS keeps a file that is open, and the folder with it."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for log in (1, 2):
+        os.dup2(nothing, log)
+    os.close(nothing)
+    os.close(lock)
+
+
+def _write_to_the_log() -> None:
+    """Keep nothing of who started us: its end must not end us, nor our output reach it."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    log = os.open("agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(log)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,0 +1,446 @@
+"""IPython as it runs cells on a rank: what is shown, a cell's value and its error go to callbacks, nothing is kept.
+
+No history, no cache of outputs: a tensor that a cell showed is freed when the next one has run.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import builtins
+import contextlib
+import json
+import linecache
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from IPython.core.async_helpers import get_asyncio_loop
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.completer import provisionalcompleter, rectify_completions
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from traitlets import Type, default
+from traitlets.config import Config
+
+from ...errors import SessionError
+from ...wire import MAX_BUNDLE_BYTES, MAX_BUNDLE_VALUES, SIZES, count_values, json_body
+from ..system.processes import stop_with_descendants
+from .rings import break_rings
+from .unattended import Exit
+
+Bundle = dict[str, Any]
+_LONGEST_CHAIN = 20
+_MOST_PARTS = 20  # of a group of errors
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
+_END_FRAMES = 12  # of a long traceback, this many from either end
+_NEVER_AUTOMAGIC = (ast.Pass, ast.For, ast.While, ast.With, ast.If, ast.FunctionDef, ast.ClassDef, ast.Import, ast.Try)
+_AFTER_EXIT = "the cell ends here, the rank goes on with its variables"
+_EXIT_ADVICE = "To exit: use 'exit'"  # IPython's, for a person at a terminal
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_NO_WIDGETS = "widgets of ranks are not carried to the notebook: make them in a cell without %%distributed"
+_OUR_FOLDER = os.path.dirname(__file__)
+_OUR_PACKAGE = os.path.join(os.path.dirname(_OUR_FOLDER), "")
+
+
+@dataclass(frozen=True)
+class Screen:
+    """Where the rich outputs of a cell go: ``display(bundle, display_id, is_update)`` and ``clear(wait)``."""
+
+    display: Callable[[Bundle, str, bool], None]
+    clear: Callable[[bool], None]
+
+
+@dataclass(frozen=True)
+class CellOutcome:
+    """How a cell ended: the rich form of its last expression's value, and the exception that ended it, if any."""
+
+    value: Bundle
+    error: BaseException | None
+
+
+class _CellCompiler(CachingCompiler):
+    """Names the code of cell 3 ``<cell 3>``, in tracebacks, in faulthandler's dumps and for inspect.getsource."""
+
+    lines_before = 0  # lines of the notebook's cell that stand before the code
+
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        return f"<cell {number}>"
+
+    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        return str(super().cache("\n" * self.lines_before + transformed_code, number, raw_code))
+
+
+class _CellDisplayHook(DisplayHook):
+    shell: Any
+
+    def __call__(self, result: object = None) -> None:
+        self.check_for_underscore()
+        if result is None or self.semicolon_at_end_of_expression(self.shell.cell_source):
+            return
+        bundle, metadata = self.compute_format_data(result)
+        self.shell.user_ns["_"] = result
+        self.fill_exec_result(result)
+        self.shell.say_if_widget(bundle)
+        self.shell.cell_value = sendable_bundle(bundle, metadata)
+
+
+class _CellDisplayPublisher(DisplayPublisher):
+    shell: Any
+
+    def publish(
+        self,
+        data: Bundle,
+        metadata: Bundle | None = None,
+        source: object = None,
+        *,
+        transient: Bundle | None = None,
+        update: bool = False,
+        **kwargs: object,
+    ) -> None:
+        display_id = str((transient or {}).get("display_id", ""))
+        self.shell.say_if_widget(data)
+        self.shell.screen.display(sendable_bundle(data, metadata), display_id, update)
+
+    def clear_output(self, wait: bool = False) -> None:
+        self.shell.screen.clear(wait)
+
+
+class CellRunner(InteractiveShell):
+    """One per rank. ``run`` a cell; ``user_ns`` is the namespace of ``__main__``."""
+
+    compiler_class = Type(_CellCompiler)
+    displayhook_class = Type(_CellDisplayHook)
+    display_pub_class = Type(_CellDisplayPublisher)
+    compile: _CellCompiler
+    screen: Screen
+    cell_source = ""
+    cell_value: Bundle
+    _has_said_widget = False  # in this cell
+    _usual_cleanups: int
+
+    @classmethod
+    def create(cls, screen: Screen) -> CellRunner:
+        """Make the only one of this process; ``__main__`` becomes the module of the cells."""
+        main = types.ModuleType("__main__", "The cells of a rank.")
+        sys.modules["__main__"] = main
+        config = Config()
+        config.HistoryManager.enabled = False
+        config.InteractiveShell.cache_size = 0
+        config.InteractiveShell.enable_tip = False
+        config.Completer.use_jedi = False  # its first answer takes seconds; the objects themselves are here to ask
+        config.InteractiveShell.loop_runner = _run_in_loop
+        runner: CellRunner = cls.instance(config=config, user_module=main)
+        runner.screen = screen
+        runner.cell_value = {}
+        runner._usual_cleanups = len(runner.input_transformers_cleanup)
+        for prompt in ("ps1", "ps2", "ps3"):  # of somebody who answers: Lightning does not train with DDP then
+            sys.__dict__.pop(prompt, None)
+        warnings.filterwarnings("ignore", _EXIT_ADVICE)
+        for trap in (runner.builtin_trap, runner.display_trap):
+            trap.__enter__()  # set once: nobody else uses this process, and each cell would set and unset them
+        return runner
+
+    def run(self, code: str, cell: int, *, first_line: int = 1) -> CellOutcome:
+        """Run ``code`` in the calling thread; lines are counted from ``first_line``.
+
+        Raises: KeyboardInterrupt that came when the code had ended; what the code had raised is its context then.
+        """
+        self.display_trap.set()  # a cell may have set sys.displayhook: IPython sets it for each cell
+        self.execution_count = cell
+        self.compile.lines_before = first_line - 1
+        self.cell_source, self.cell_value = code, {}
+        self._has_said_widget = False
+        self._unreported: list[BaseException] = []
+        try:
+            result: ExecutionResult = self.run_cell(code, store_history=False)
+            error = result.error_before_exec or result.error_in_exec
+            _forget_error(result)
+            if isinstance(error, KeyboardInterrupt):
+                self._say_what_came_before(error)
+            elif error is None:
+                self._show_unreported()
+            value, self.cell_value = self.cell_value, {}
+            self._let_go_of_all_but(error)
+            outcome = CellOutcome({} if error else value, error)
+        except KeyboardInterrupt as interrupt:  # it came in what IPython does after the code, or above
+            self._say_what_came_before(interrupt)
+            self._let_go_of_all_but(interrupt)
+            self._unreported = []
+            raise
+        self._unreported = []
+        return outcome
+
+    def say_if_widget(self, bundle: Bundle) -> None:
+        """What a rank shows as a widget would never change: say so once in a cell."""
+        if _WIDGET in bundle and not self._has_said_widget:
+            self._has_said_widget = True
+            sys.stderr.write(f"{_NO_WIDGETS}\n")
+
+    def _show_unreported(self) -> None:
+        """%run and the like show an error and go on."""
+        for earlier in self._unreported:
+            sys.stderr.write("\n".join([*user_traceback(earlier), error_summary(earlier)]) + "\n")
+
+    def _let_go_of_all_but(self, error: BaseException | None) -> None:
+        """Of errors after which IPython went on, and of the one that it keeps: after an interrupt it may be another."""
+        for earlier in self._unreported:
+            if earlier is not error:
+                break_rings(earlier)
+        if self.last_execution_result is not None:
+            _forget_error(self.last_execution_result)
+
+    def _say_what_came_before(self, interrupt: KeyboardInterrupt) -> None:
+        """Let what the code raised before an interrupt came be its context; Python knows only what was handled then."""
+        before = [error for error in self._unreported if error is not interrupt]
+        raised = [error for error in before if not isinstance(error, KeyboardInterrupt)]
+        if before and not any(error in before for error in chain_of(interrupt)):
+            interrupt.__context__ = raised[-1] if raised else before[0]
+
+    def complete_code(self, code: str, position: int) -> tuple[list[str], list[str], int, int]:
+        """Completions at ``position`` (characters), their types, and the span of the text they replace."""
+        with provisionalcompleter():
+            found = list(rectify_completions(code, self.Completer.completions(code, position)))
+        if not found:
+            return [], [], position, position
+        return [c.text for c in found], [c.type or "" for c in found], found[0].start, found[0].end
+
+    def inspect_name(self, name: str, detail: int) -> str:
+        """What ``name?`` shows; empty when there is no such name."""
+        try:
+            bundle = self.object_inspect_mime(name, detail_level=detail)
+        except KeyError:
+            return ""
+        return str(bundle.get("text/plain", ""))
+
+    # ---- what IPython would do for a person at a terminal
+
+    def transform_cell(self, raw_cell: str) -> str:
+        """Leave plain Python as it is: IPython's transformations would find nothing to do, and take their time.
+
+        A single expression may be an automagic (``pwd``), and whoever has added transformations wants them applied.
+        """
+        if self.input_transformers_post or len(self.input_transformers_cleanup) != self._usual_cleanups:
+            return str(super().transform_cell(raw_cell))
+        try:
+            body = ast.parse(raw_cell).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return str(super().transform_cell(raw_cell))
+        if len(body) < 2 and not (body and isinstance(body[0], _NEVER_AUTOMAGIC)):
+            return str(super().transform_cell(raw_cell))
+        return raw_cell if raw_cell.endswith("\n") else raw_cell + "\n"
+
+    def transform_ast(self, node: ast.Module) -> ast.Module:
+        """Let lines count as they do in the notebook's cell."""
+        node = super().transform_ast(node)
+        if self.compile.lines_before:
+            ast.increment_lineno(node, self.compile.lines_before)
+        return node
+
+    def should_run_async(self, raw_cell: str, **kwargs: Any) -> bool:
+        """Compile a cell to find out only where it could be so."""
+        has_word = "await" in raw_cell or "async" in raw_cell
+        return has_word and bool(super().should_run_async(raw_cell, **kwargs))
+
+    @contextlib.contextmanager
+    def _tee(self, channel: str) -> Iterator[None]:
+        """Keep no copy of what a cell prints."""
+        yield
+
+    def showtraceback(self, *args: object, **kwargs: object) -> None:
+        """Keep the error; ``run`` returns it, or writes it where IPython goes on after it."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._unreported.append(error)
+
+    showsyntaxerror = showindentationerror = showtraceback
+
+    def system(self, cmd: str) -> None:
+        """Run ``!cmd``; its output goes where the rank's own goes. It stays in the rank's process group.
+
+        When the cell is stopped, all that the command has started is stopped too: a shell alone would leave it running.
+        """
+        sys.stdout.flush()
+        command = self.var_expand(cmd, depth=1)
+        process = subprocess.Popen(command, shell=True, stdin=subprocess.DEVNULL)  # noqa: S602
+        try:
+            self.user_ns["_exit_code"] = process.wait()
+        except BaseException:
+            stop_with_descendants(process)
+            raise
+
+    system_piped = system_raw = system
+
+    def enable_gui(self, gui: str | None = None) -> None:
+        """``%matplotlib inline`` asks for it; a rank has no window."""
+
+    @default("exiter")
+    def _make_exiter(self) -> Exit:
+        return Exit(self)
+
+
+def _forget_error(result: ExecutionResult) -> None:
+    """Else it keeps all that the functions held."""
+    result.error_before_exec = result.error_in_exec = None
+
+
+def _run_in_loop(coroutine: Coroutine[Any, Any, ExecutionResult]) -> ExecutionResult:
+    """Run a cell that awaits; when it is interrupted, cancel it: else the next one that awaits would go on with it."""
+    loop = get_asyncio_loop()
+    cell = loop.create_task(coroutine)
+    interrupt: BaseException | None = None
+    while not cell.done():
+        try:
+            loop.run_until_complete(cell)
+        except (KeyboardInterrupt, SystemExit) as exc:  # it came while all waited, or one of the user's tasks raised it
+            interrupt = exc
+            cell.cancel()
+    if interrupt is not None:
+        raise interrupt
+    result: ExecutionResult = cell.result()
+    return result
+
+
+def sendable_bundle(data: Bundle, metadata: Bundle | None = None) -> Bundle:
+    """A mime bundle as JSON: images as base64 text, nothing that JSON does not have, nothing beyond bounds.
+
+    Of ``metadata`` the sizes in which images are to be shown go with it.
+    """
+    bundle: Bundle = {}
+    sizes = {mime: size for mime, size in (metadata or {}).items() if mime in data and isinstance(size, dict)}
+    for mime, value in [*data.items(), *([(SIZES, sizes)] if sizes else [])]:
+        if isinstance(value, bytes):
+            bundle[mime] = base64.b64encode(value).decode("ascii")
+        elif isinstance(value, str):
+            bundle[mime] = value
+        else:
+            with contextlib.suppress(TypeError, ValueError):
+                bundle[mime] = json.loads(json.dumps(value, allow_nan=False))
+    lengths = {mime: len(json_body({mime: value})) for mime, value in bundle.items()}
+    while sum(lengths.values()) > MAX_BUNDLE_BYTES:
+        largest = max(lengths, key=lambda mime: lengths[mime])
+        del bundle[largest]
+        bundle["text/plain"] = f"<{largest} of {lengths.pop(largest) >> 20} MB is not shown>"
+        lengths["text/plain"] = len(json_body({"text/plain": bundle["text/plain"]}))
+    num_values = 4 * (len(bundle) + 1)  # more than the bundle itself has
+    for mime, value in list(bundle.items()):
+        more = 0 if isinstance(value, str) else count_values(json_body(value))
+        if num_values + more > MAX_BUNDLE_VALUES:
+            del bundle[mime]
+            words = f"<{mime} of {more:,} values is not shown>"
+            bundle["text/plain"] = "\n".join(filter(None, [bundle.get("text/plain", ""), words]))
+        else:
+            num_values += more
+    return bundle
+
+
+def error_summary(error: BaseException) -> str:
+    """The last line of a traceback."""
+    message = error_message(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def error_message(error: BaseException) -> str:
+    """The text of an error; a user's class may fail to make one."""
+    try:
+        if isinstance(error, SystemExit):
+            return f"{'' if error.code is None else f'{error.code}: '}{_AFTER_EXIT}"
+        return "\n".join([str(error), *map(str, getattr(error, "__notes__", ()))])
+    except Exception as exc:  # noqa: BLE001  anything may be in a user's __str__
+        return f"<its text cannot be made: {type(exc).__name__}>"
+
+
+def user_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:
+    """The lines of a traceback that are the user's: cells and own files, and the innermost frame wherever it is.
+
+    Errors of a group, and what was the cause, come first. With ``is_own_code_enough``: not what happened inside
+    libraries, nor what came before.
+    """
+    chain = chain_of(error)
+    if is_own_code_enough:  # an interrupt may come when the user's code has raised already: then that says where
+        return next((own for step in chain if (own := _own_traceback(step, is_own_code_enough=True))), [])
+    lines: list[str] = []
+    for cause, effect in zip(reversed(chain), reversed(chain[:-1])):
+        link = "caused" if effect.__cause__ is cause else "was being handled before"
+        lines += [*_own_traceback(cause), error_summary(cause), f"  ... which {link}:"]
+    parts = _parts_of(error)
+    for number, part in enumerate(parts, 1):
+        lines += [*_own_traceback(part), error_summary(part), f"  ... which is {number} of {len(parts)} in a group:"]
+    return lines + _own_traceback(error)
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """An error, what caused it, and so on; it may be a ring."""
+    chain = [error]
+    while len(chain) < _LONGEST_CHAIN:
+        last = chain[-1]
+        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if cause is None or any(cause is known for known in chain):
+            break
+        chain.append(cause)
+    return chain
+
+
+def _parts_of(error: BaseException) -> list[BaseException]:
+    """The errors of a group, also of groups in it. Python 3.10 has no groups."""
+    found: list[BaseException] = []
+    left = [error]
+    while left and len(found) < _MOST_PARTS:
+        first = left.pop(0)
+        parts = getattr(first, "exceptions", ()) if isinstance(first, _GROUP) else ()
+        left[:0] = parts
+        found += [] if parts or first is error else [first]
+    return found
+
+
+def _own_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:
+    """As ``user_traceback``, without what caused it."""
+    lines: list[str] = []
+    if isinstance(error, SyntaxError) and error.text:
+        marker = " " * max(0, (error.offset or 1) - 1) + "^"
+        place = f"  {_place(error.filename or '?')}, line {error.lineno}"
+        return [*lines, place, f"    {error.text.rstrip()}", f"    {marker}"]
+    frames = _frames(error)
+    is_own_code_enough |= isinstance(error, (SessionError, SystemExit))  # what a library did on the way says nothing
+    is_own_code_enough |= isinstance(error, KeyboardInterrupt) and not any(_is_users(f[0]) for f in frames)
+    shown = [f for f in frames if _is_users(f[0]) or f is frames[-1] and not is_own_code_enough]
+    for index, (filename, line, function, source) in enumerate(shown):
+        if _END_FRAMES <= index < len(shown) - _END_FRAMES:  # a recursion without end
+            if index == _END_FRAMES:
+                lines.append(f"  ... {len(shown) - 2 * _END_FRAMES} more")
+            continue
+        lines.append(f"  {_place(filename)}, line {line}, in {function}")
+        if source:
+            lines.append(f"    {source}")
+    return lines
+
+
+def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
+    frames = []
+    step = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        line = step.tb_lineno or code.co_firstlineno  # an interrupt can come where no line is
+        frames.append((code.co_filename, line, code.co_name, linecache.getline(code.co_filename, line).strip()))
+        step = step.tb_next
+    first = next((i for i, frame in enumerate(frames) if frame[0].startswith("<cell ")), 0)
+    while len(frames) > first + 1 and frames[-1][0].startswith(_OUR_FOLDER):
+        frames.pop()  # an interrupt is raised in a handler of ours, and what we refuse in a function of ours
+    return frames[first:]  # above the cell stand IPython's frames and ours
+
+
+def _place(filename: str) -> str:
+    return filename.strip("<>") if filename.startswith("<cell ") else filename
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith("<cell ") or filename in ("<timed exec>", "<magic-timeit>"):
+        return True
+    library = (sys.prefix, sys.base_prefix, _OUR_PACKAGE, "<")
+    return not filename.startswith(library) and "site-packages" not in filename

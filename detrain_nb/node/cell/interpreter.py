@@ -1,0 +1,562 @@
+"""The interpreter: the process of a rank in which cells run, in its main thread, in the namespace ``__main__``.
+
+It is forked by its worker from memory in which torch and IPython are imported, serves one message after the other, and
+ends when the worker hangs up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import difflib
+import gc
+import json
+import mmap
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ... import values
+from ...errors import DetrainError, SessionError
+from ...guarded import enter_users_folder
+from ...launch import RankConfig
+from ...wire import (
+    MAX_HEADER_BYTES,
+    MAX_ORDER_HEADER_BYTES,
+    PIECE_BYTES,
+    Broadcast,
+    CellDone,
+    CellFailed,
+    ClearOutput,
+    Collectives,
+    Complete,
+    Completions,
+    Display,
+    EndGeneration,
+    FrameReader,
+    GenerationEnded,
+    GenerationReady,
+    Inspect,
+    Inspection,
+    Locate,
+    Message,
+    NewGeneration,
+    Piece,
+    Pull,
+    Push,
+    RankUp,
+    Renumber,
+    RequestDone,
+    RequestFailed,
+    RunCell,
+    Value,
+    json_body,
+    to_frame,
+)
+from ..groups.broadcast import broadcast, noted_orphans
+from ..groups.process_groups import Generation
+from ..groups.stale_variables import StaleVariables
+from ..system.memory_room import require_room
+from .bars import use_text_bars
+from .cellrunner import Bundle, CellRunner, Screen, chain_of, error_message, error_summary, user_traceback
+from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory, speak_before_abort
+from .given import Given
+from .interrupts import HeldSignals, Interrupts
+from .recorder import describe_last, look_inside
+from .rings import break_rings
+from .streams import Streams
+from .unattended import refuse_questions
+
+_LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
+_NAME_CHARS = 1000
+_OWN_END_LIMIT_S = 0.4  # after another rank's: shorter than the notebook waits for ranks that it freed
+_LEAST_RECURSION = 1000  # that Python begins with
+
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What connects an interpreter with its worker, beside the pipes that descriptors 1 and 2 already are.
+
+    ``cells`` is served by the main thread, ``control`` by a thread of its own, whatever the main thread waits for. The
+    worker writes the number of the cell that it sends a SIGINT for into ``interrupted_cell``.
+    """
+
+    cells: socket.socket
+    control: socket.socket
+    interrupted_cell: mmap.mmap
+
+
+def serve(config: RankConfig, rank: int, incarnation: int, lines: Lines) -> None:
+    """Be the interpreter of ``rank`` until the worker hangs up; ``incarnation`` others were it before."""
+    interpreter = _Interpreter(config, rank, incarnation, lines)
+    gc.freeze()  # what is there now stays: no collection has to look at it
+    with contextlib.suppress(EOFError):
+        interpreter.run()
+    atexit._run_exitfuncs()
+
+
+class _Interpreter:
+    def __init__(self, config: RankConfig, rank: int, incarnation: int, lines: Lines) -> None:
+        self._config = config
+        self._rank = rank
+        self._incarnation = incarnation
+        self._pid = os.getpid()
+        self._local_rank = int(os.environ["LOCAL_RANK"])
+        self._world_size = int(os.environ["WORLD_SIZE"])
+        self._link = lines.cells
+        self._sending = threading.Lock()
+        self._control_link = lines.control
+        self._interrupts = Interrupts(lines.interrupted_cell)
+        self._held_signals = HeldSignals()
+        self._cell = 0
+        self._sequences_before: dict[str, int] = {}  # of the groups, when the last cell began
+        self._arriving: dict[int, tuple[Push, list[int], list[bytearray]]] = {}
+        self._streams = Streams(self._link.fileno())
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._interrupts.install()
+        sys.argv = [""]  # as in any Python that nobody gave a script: a parser takes no option of the launcher
+        session_folder = Path.cwd()
+        if config.is_work_folder:
+            enter_users_folder(Path(config.folder))
+        else:
+            os.chdir(config.folder)
+        others = [path for path in sys.path if path not in ("", config.folder)]
+        sys.path[:] = [config.folder, "", *others]  # and, as in a notebook, the folder that %cd went to
+        self._device = self._set_device()
+        self._seed()
+        self._generation = Generation(
+            rank=rank,
+            world_size=self._world_size,
+            backend=config.backend,
+            device=self._device,
+            timeout_s=config.group_timeout_s,
+            folder=session_folder if config.is_only_node else None,
+        )
+        self._generation.take_over_torch()
+        speak_before_abort(lambda: describe_last(since_ns=self._generation.started_ns))
+        self._stale = StaleVariables()
+        self._runner = CellRunner.create(Screen(self._display, self._clear))
+        events = self._runner.events
+        events.trigger = self._interrupts.raised_after(events.trigger)  # type: ignore[method-assign]
+        self._given = Given(
+            self._runner.user_ns,
+            rank=rank,
+            local_rank=self._local_rank,
+            world_size=self._world_size,
+            device=self._device,
+            dist=dist,
+            torch=torch,
+        )
+        self._runner.user_ns_hidden.update(self._runner.user_ns)
+        refuse_questions(self._runner)
+        use_text_bars()
+
+    def run(self) -> NoReturn:
+        """Serve messages. Raises: EOFError when the worker has hung up."""
+        threading.Thread(target=self._serve_control, name="detrain_nb control", daemon=True).start()
+        self._send_up()
+        reader = FrameReader(max_header_bytes=MAX_ORDER_HEADER_BYTES)
+        while True:
+            data = self._link.recv(1 << 16)
+            if not data:
+                raise EOFError
+            for frame in reader.feed(data):
+                self._generation.is_in_use = True
+                self._handle(frame.message())
+                self._generation.is_in_use = False
+
+    def _send_up(self) -> None:
+        self._send(
+            RankUp(
+                self._rank,
+                self._incarnation,
+                self._local_rank,
+                self._world_size,
+                os.getpid(),
+                socket.gethostname(),
+                str(self._device),
+                torch.__version__,
+            )
+        )
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, RunCell):
+            self._run_cell(message)
+        elif isinstance(message, NewGeneration):
+            self._start_generation(message)
+        elif isinstance(message, Renumber):
+            self._renumber(message)
+        elif isinstance(message, Pull):
+            self._answer(message.request, lambda: self._pull(message))
+        elif isinstance(message, Push):
+            self._answer(message.request, lambda: self._begin_push(message))
+        elif isinstance(message, Piece):
+            self._answer(message.request, lambda: self._take_piece(message))
+        elif isinstance(message, Complete):
+            self._answer(message.request, lambda: self._complete(message))
+        elif isinstance(message, Inspect):
+            self._answer(message.request, lambda: self._inspect(message))
+        elif isinstance(message, Broadcast):
+            self._answer(message.request, lambda: self._broadcast(message))
+
+    # ---- the control thread
+
+    def _serve_control(self) -> None:
+        """End generations and say what is known of collectives, while the main thread may wait for other ranks.
+
+        No collection of garbage here: what the cells left may take its time to go, as a DataLoader's workers do.
+        """
+        reader = FrameReader()
+        with contextlib.suppress(OSError):  # the worker is gone: no answer raises one
+            while data := self._control_link.recv(1 << 16):
+                is_collecting = gc.isenabled()
+                gc.disable()
+                try:
+                    for frame in reader.feed(data):
+                        if answer := self._control(frame.message()):
+                            self._control_link.sendall(to_frame(answer).to_bytes())
+                finally:
+                    if is_collecting:
+                        gc.enable()
+
+    def _control(self, message: Message) -> Message | None:
+        """The answer, whatever a cell has done to this process: without this thread nobody is freed any more."""
+        if isinstance(message, EndGeneration):
+            return self._end_generation(message.number)
+        if isinstance(message, Locate):
+            known: dict[str, Any] = {}
+            with contextlib.suppress(Exception):
+                known = look_inside(
+                    since_ns=self._generation.started_ns,
+                    before_cell=self._sequences_before,
+                    comparisons=self._generation.comparisons,
+                )
+            if _json_bytes(known) > _LISTED_BYTES:  # somebody has given a group a very long name
+                known = {}
+            return Collectives(self._rank, message.request, known)
+        return None
+
+    def _end_generation(self, number: int) -> GenerationEnded:
+        connections = 0
+        stale: list[str] = []
+        # The notebook waits for an answer in any case, and sees by itself who has not been freed.
+        with contextlib.suppress(Exception):
+            connections = self._generation.end(number)
+        with contextlib.suppress(Exception):
+            stale = self._stale.note(self._runner.user_ns)
+        return GenerationEnded(self._rank, number, connections, stale[: _count_fitting(stale)])
+
+    # ---- cells
+
+    def _run_cell(self, message: RunCell) -> None:
+        self._cell = message.cell
+        ended_before, operations_before = self._generation.ended, self._generation.operations
+        self._sequences_before = self._generation.sequences
+        started = time.perf_counter()
+        value, error = self._run_code(message)
+        if os.getpid() != self._pid:
+            _end_forked(error)
+        seconds = time.perf_counter() - started
+        _flush_streams()
+        self._say_what_was_broken()
+        _flush_streams()
+        self._given.hide(self._runner.user_ns_hidden)
+        overwritten = self._given.newly_overwritten()
+        if message.is_replay:  # it was said when it ran first
+            overwritten = []
+        has_group, is_collective = self._generation.has_group, self._generation.operations != operations_before
+        has_generation_ended = self._generation.ended > ended_before
+        if error is None and has_generation_ended and self._device.type == "cuda":
+            error = SessionError("its process groups were ended while the cell ran: what it computed is not to be used")
+        body = json_body(value) if value else b""
+        done = CellDone(self._rank, message.cell, seconds, has_group, is_collective, body, overwritten)
+        if error is None:
+            self._send(done)
+        else:
+            self._report_failure(done, error, was_freed=self._was_freed(error, ended_before))
+            held, error = [error], None
+            self._interrupts.let_go_by(lambda: break_rings(held[0]))
+            self._interrupts.let_go_by(held.clear)
+
+    def _run_code(self, message: RunCell) -> tuple[Bundle, BaseException | None]:
+        """The value of a cell, or what it raised."""
+        try:
+            try:
+                self._interrupts.begin(message.cell)
+                self._held_signals.release()
+                outcome = self._runner.run(message.code, message.cell, first_line=message.first_line)
+            finally:
+                self._interrupts.is_in_cell = False
+                self._held_signals.hold()
+        except BaseException as exc:  # noqa: BLE001  an interrupt, or a handler of the user, between their code and ours
+            self._interrupts.is_in_cell = False
+            self._held_signals.hold()
+            return {}, exc
+        return outcome.value, outcome.error
+
+    def _say_what_was_broken(self) -> None:
+        """Put back what the cell has broken of what later cells need."""
+        lines = self._streams.put_back()
+        if sys.getrecursionlimit() < _LEAST_RECURSION:
+            lines.append(
+                f"this cell has set the recursion limit to {sys.getrecursionlimit()}, which lets no later cell run: "
+                f"it is {_LEAST_RECURSION} again"
+            )
+            sys.setrecursionlimit(_LEAST_RECURSION)
+        with contextlib.suppress(Exception):  # a cell may have put anything there
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
+
+    def _was_freed(self, error: BaseException, ended_before: int) -> bool:
+        """A stop has ended the generation in which the cell waited.
+
+        A rank that waits for another is freed as soon as the other's end is: its own may come a little later.
+        """
+        if not self._interrupts.is_due:
+            return False
+        if any(isinstance(step, RuntimeError) for step in chain_of(error)):  # what torch raises of a closed connection
+            self._generation.wait_for_end(ended_before, _OWN_END_LIMIT_S)
+        return self._generation.ended > ended_before
+
+    def _report_failure(self, done: CellDone, error: BaseException, *, was_freed: bool) -> None:
+        """Say what a cell raised, instead of ``done``; of a rank that was freed by a stop, only where it was."""
+        traceback: list[str] = []
+        is_broken = False
+        text = "" if was_freed else error_message(error)
+        try:
+            traceback += [_bounded(line) for line in user_traceback(error, is_own_code_enough=was_freed)]
+            if not was_freed:
+                is_broken = is_context_broken(error, text)
+                traceback += [f"  {line}" for line in self._explain(error, text, is_broken=is_broken)]
+                text = self._stale.explain(error, text) or text
+        except Exception as exc:  # noqa: BLE001  it walks through what is the user's: the error itself is told in any case
+            traceback.append(f"  more cannot be said of it: {type(exc).__name__}")
+        if was_freed:  # torch's error of being freed may have come first
+            error = KeyboardInterrupt()
+        self._send(
+            CellFailed(
+                self._rank,
+                done.cell,
+                done.seconds,
+                self._generation.has_group,
+                done.is_collective,
+                _bounded(type(error).__name__, limit=_NAME_CHARS),
+                _bounded(text),
+                _bounded_lines(traceback),
+                isinstance(error, KeyboardInterrupt),
+                is_broken,
+                done.overwritten,
+            )
+        )
+        if is_broken:
+            # the news of its end may come first, and then nothing else of the error is told
+            summary = _bounded(text.strip().partition("\n")[0], limit=_NAME_CHARS)
+            words = f"{type(error).__name__}: {summary}: no CUDA call works in this process any more: it is replaced"
+            os.write(2, f"{words}\n".encode())
+            os._exit(1)
+
+    def _explain(self, error: BaseException, text: str, *, is_broken: bool) -> Iterator[str]:
+        """Lines for the traceback that say more than the error does."""
+        if is_out_of_memory(error, text):
+            if largest := describe_largest(self._runner.user_ns):
+                yield f"the largest variables on rank {self._rank}: {largest}"
+            free_frames(error)
+        if is_broken:
+            yield f"no CUDA call works on rank {self._rank} after this: it is replaced, and its variables are lost"
+
+    def _display(self, bundle: Bundle, display_id: str, is_update: bool) -> None:
+        self._streams.before_display()
+        self._send(
+            Display(self._rank, self._cell, _bounded(display_id, limit=_NAME_CHARS), is_update, json_body(bundle))
+        )
+
+    def _clear(self, wait: bool) -> None:
+        self._streams.before_display()
+        self._send(ClearOutput(self._rank, self._cell, wait))
+
+    def _start_generation(self, message: NewGeneration) -> None:
+        if not message.has_group:
+            self._generation.begin(message.number, is_checked=message.is_checked)
+            return
+        error = ""
+        try:
+            self._generation.start(message.number, is_checked=message.is_checked)
+        except Exception as exc:  # noqa: BLE001  whatever torch raises here, the notebook has to know and the rank lives on
+            error = f"{type(exc).__name__}: {exc}"
+        self._send(GenerationReady(self._rank, message.number, _bounded(error)))
+
+    def _renumber(self, message: Renumber) -> None:
+        self._rank = message.numbers[message.ranks.index(self._rank)]
+        self._world_size = message.world_size
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._world_size))
+        self._generation.renumber(self._rank, self._world_size)
+        self._given.set(rank=self._rank, world_size=self._world_size)
+        self._runner.user_ns_hidden.update(rank=self._rank, world_size=self._world_size)
+        self._send_up()
+        self._send(RequestDone(self._rank, message.request))
+
+    # ---- questions
+
+    def _complete(self, message: Complete) -> None:
+        matches, types, start, end = self._runner.complete_code(message.code, message.position)
+        count = _count_fitting([match + kind for match, kind in zip(matches, types)])
+        self._send(Completions(self._rank, message.request, matches[:count], types[:count], start, end))
+
+    def _inspect(self, message: Inspect) -> None:
+        text = self._runner.inspect_name(message.name, message.detail)
+        self._send(Inspection(self._rank, message.request, _bounded(text, limit=200_000)))
+
+    def _answer(self, request: int, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as exc:  # noqa: BLE001  repr of a user's class, memory, torch: the rank lives on and says what it was
+            self._arriving.pop(request, None)
+            error = str(exc) if isinstance(exc, DetrainError) else f"{type(exc).__name__}: {exc}"
+            self._send(RequestFailed(self._rank, request, _bounded(error)))
+
+    def _pull(self, message: Pull) -> None:
+        packed = [(name, *values.pack(self._look_up(name), name=name)) for name in message.names]
+        for name, description, buffers in packed:
+            self._send(Value(self._rank, message.request, name, json_body(description)))
+            for index, buffer in enumerate(buffers):
+                for start in range(0, len(buffer), PIECE_BYTES):
+                    piece = bytes(buffer[start : start + PIECE_BYTES])
+                    self._send(Piece([self._rank], message.request, name, index, piece))
+        self._send(RequestDone(self._rank, message.request))
+
+    def _look_up(self, name: str) -> object:
+        namespace = self._runner.user_ns
+        if name in namespace:
+            return namespace[name]
+        others = self._runner.user_ns_hidden  # what IPython has put there, ``open`` among it
+        own = [n for n in namespace if n in self._given or n[:1] != "_" and namespace[n] is not others.get(n)]
+        near = difflib.get_close_matches(name, own, 1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        if not name.isidentifier():
+            hint = ": what is asked for is a name; give the value one in a cell first"
+        raise DetrainError(f"there is no variable {name!r}{hint}")
+
+    def _begin_push(self, message: Push) -> None:
+        for request, (earlier, _, _) in list(self._arriving.items()):
+            if earlier.name == message.name:  # a push that was interrupted, made again
+                del self._arriving[request]
+        sizes, memory_bytes = values.read_announcement(message.description)
+        require_room(memory_bytes, what=message.name, advice="push a part of it, or %distributed put a file")
+        self._arriving[message.request] = (message, sizes, [bytearray() for _ in sizes])
+        self._finish_push(message.request)
+
+    def _take_piece(self, message: Piece) -> None:
+        if message.request not in self._arriving:
+            return  # its first part was refused
+        _, _, buffers = self._arriving[message.request]
+        buffers[message.buffer] += message.body
+        self._finish_push(message.request)
+
+    def _finish_push(self, request: int) -> None:
+        message, sizes, buffers = self._arriving[request]
+        if all(len(buffer) == size for buffer, size in zip(buffers, sizes)):
+            del self._arriving[request]
+            self._runner.user_ns[message.name] = values.unpack(message.description, buffers)
+            self._given.newly_overwritten()  # as with a broadcast
+            self._send(RequestDone(self._rank, request))
+
+    def _broadcast(self, message: Broadcast) -> None:
+        found = broadcast(
+            lambda: {name: self._look_up(name) for name in message.names},
+            message.ranks,
+            message.source,
+            self._device,
+            self._generation.require_not_ended,
+        )
+        with noted_orphans(self._runner.user_ns, found) as orphans:
+            self._runner.user_ns.update(found)
+        self._given.newly_overwritten()  # it is said by who asked for it, not by the next cell
+        self._send(RequestDone(self._rank, message.request, orphans[: _count_fitting(orphans)]))
+
+    # ---- set-up
+
+    def _set_device(self) -> torch.device:
+        torch.set_num_threads(self._config.threads)
+        os.environ["OMP_NUM_THREADS"] = str(self._config.threads)  # it was 1 until all forks were made
+        if self._config.device != "cuda":
+            return torch.device("cpu")
+        torch.cuda.set_device(self._local_rank)
+        return torch.device("cuda", self._local_rank)
+
+    def _seed(self) -> None:
+        """Forked ranks share the state of every generator of random numbers: give each rank its own."""
+        seed = self._config.seed + self._rank
+        random.seed(seed)
+        torch.manual_seed(seed)
+        with contextlib.suppress(ImportError):  # torch goes without it
+            import numpy as np
+
+            np.random.seed(seed % (1 << 32))
+
+    def _send(self, message: Message) -> None:
+        if os.getpid() != self._pid:
+            return  # a process that a cell has forked: what it says would get into the middle of what the rank says
+        with self._interrupts.held_back(), self._sending:
+            self._link.sendall(to_frame(message).to_bytes())
+
+
+def _end_forked(error: BaseException | None) -> NoReturn:
+    """End a process that a cell has forked, which has come to the end of the cell, as at the end of a script.
+
+    It would take messages that are the rank's.
+    """
+    if error is not None and not isinstance(error, SystemExit):
+        with contextlib.suppress(Exception):  # a cell may have put anything there
+            sys.stderr.write("\n".join([*user_traceback(error), error_summary(error), ""]))
+    _flush_streams()
+    code = error.code if isinstance(error, SystemExit) else error is not None
+    os._exit(code & 0xFF if isinstance(code, int) else bool(code))
+
+
+def _flush_streams() -> None:
+    for name in ("stdout", "stderr"):
+        with contextlib.suppress(Exception):  # a cell may have put anything there, or nothing
+            getattr(sys, name).flush()
+    _libc.fflush(None)
+
+
+def _bounded_lines(lines: list[str]) -> list[str]:
+    """Lines that fit a message: the first and the last ones of those that are too many."""
+    if _count_fitting(lines) == len(lines):
+        return lines
+    first, last = _count_fitting(lines, limit=_LISTED_BYTES // 2), _count_fitting(lines[::-1], limit=_LISTED_BYTES // 2)
+    return [*lines[:first], f"  ... {len(lines) - first - last:,} lines ...", *lines[len(lines) - last :]]
+
+
+def _count_fitting(texts: Sequence[str], *, limit: int = 0) -> int:
+    """How many of the first texts a message has room for."""
+    left = limit or _LISTED_BYTES
+    for count, text in enumerate(texts):
+        left -= _json_bytes(text) + 4
+        if left < 0:
+            return count
+    return len(texts)
+
+
+def _json_bytes(value: object) -> int:
+    return len(json.dumps(value))
+
+
+def _bounded(text: str, *, limit: int = 20_000) -> str:
+    """Text that fits a message: the first and the last part of what is too long."""
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}\n... {len(text) - limit:,} characters ...\n{text[-half:]}"

@@ -1,0 +1,91 @@
+"""torchrun as a library: its own parser reads the command line, its engine does rendezvous, ranks and environment,
+but the workers start by fork from this process, which has imported torch and IPython once for all of them.
+
+Started by an agent, it stays behind as the warm process (warm.py), and is forked for each session. Nothing here may
+start a thread or touch CUDA before the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...launch import WARM_FD_VARIABLE
+from .preload import preload
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+
+def main(argv: list[str]) -> None:
+    """Run the ranks of this node until all workers have returned; with an agent's socket, as often as it orders."""
+    channel = os.environ.pop(WARM_FD_VARIABLE, "")
+    gc.disable()  # imports make no garbage: the collector would look at all they have made again and again
+    preload()
+    _import_engine()
+    gc.enable()
+    if channel:
+        from .warm import WarmProcess
+
+        WarmProcess(socket.socket(fileno=int(channel)), run).serve()
+    else:
+        gc.freeze()  # the collector of a forked process leaves these pages shared
+        run(argv)
+
+
+def run(argv: list[str]) -> None:
+    """Be the launcher of one session."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    from . import worker
+
+    users_umask = os.umask(0o077)  # the engine's own folders are in the session's
+    try:
+        elastic_launch(read_config(argv), worker.main)(users_umask)
+    except ChildFailedError as exc:
+        sys.exit(str(exc))
+
+
+def read_config(argv: list[str]) -> LaunchConfig:
+    """What torchrun's own parser makes of its command line, without a call of CUDA."""
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    args = get_args_parser().parse_args(argv)
+    with _no_gpu_to_be_seen():
+        config, _, _ = config_from_args(args)
+    return config
+
+
+@contextlib.contextmanager
+def _no_gpu_to_be_seen() -> Iterator[None]:
+    """In here torch finds no GPU. It would ask CUDA, to choose processors: no forked rank could use a GPU then."""
+    import torch
+
+    known = torch.cuda.is_available, torch.cuda.device_count
+    torch.cuda.is_available, torch.cuda.device_count = lambda: False, lambda: 0
+    try:
+        yield
+    finally:
+        torch.cuda.is_available, torch.cuda.device_count = known
+
+
+def _import_engine() -> None:
+    """All that ``run`` needs, and our rendezvous where torchrun finds it."""
+    import torch.distributed.launcher.api  # noqa: F401
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    from ...launch import RENDEZVOUS_BACKEND
+    from . import worker  # noqa: F401
+    from .rendezvous import create_bound_handler
+
+    rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, create_bound_handler)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

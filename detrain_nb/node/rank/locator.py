@@ -1,0 +1,228 @@
+"""Where a rank is, found out from beside it: the line by a signal that faulthandler answers also while C code holds the
+GIL, processor time from /proc, collectives from the interpreter's control thread where that can answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from typing import Any, NamedTuple
+
+from ...wire import Collectives, Link, LinkClosed, Locate, Position
+from ..system.processes import main_thread_asleep_in, main_thread_seconds, memory_bytes
+
+WHERE_SIGNAL = signal.SIGRTMIN + 7  # not SIGUSR1: code for clusters saves its state, and leaves, when that comes
+
+_DUMP_LIMIT_S = 0.5
+_DUMP_GAP_S = 0.05  # a dump comes in many pieces; if its end is not known by a frame of ours, silence is its end
+_KNOWN_LIMIT_S = 0.2  # longer, and C code holds the GIL: what was known before is said, with its age
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_CRASH = b"Fatal Python error: "
+_HEAD = b"(most recent call first):"
+_FRAME = re.compile(r'File "(.*)", line (\d+|\?\?\?) in (.*)')
+_RUNS_CELLS = re.compile(
+    re.escape(os.path.join(os.path.dirname(__file__), "interpreter.py")) + r'", line \d+ in (_run_cell|run)\n'
+)
+_ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+_CELL = re.compile(r"<cell (\d+)>")
+_FRAME_CHARS = 300  # the end of a path that is longer, and the line
+_TIMED = "<timed exec>"  # the cell below its first line, which is %%time
+
+
+class _Frame(NamedTuple):
+    path: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} {self.function}"
+
+
+class _Question(NamedTuple):
+    """A request, and what the main thread did before the question itself kept it busy."""
+
+    request: int
+    cpu_s: float
+    clock_s: float
+    asleep_in: str
+
+
+class Locator:
+    """Answers for one interpreter. All is done by the worker's one thread; ``answer_at`` is when it must look again."""
+
+    def __init__(self, rank: int, pid: int, control: Link, where: int) -> None:
+        self.rank = rank
+        self._pid = pid
+        self._control = control
+        self._where = where
+        self._questions: list[_Question] = []
+        self._dump = b""
+        self._dump_until = 0.0  # 0: nobody waits for a dump
+        self._known_until = 0.0  # 0: nobody waits for the control thread
+        self._is_asked = False  # the control thread has not answered yet
+        self._known: dict[str, Any] = {}
+        self._call: object = None
+        self._awaited: object = None
+        self._known_at = 0.0
+
+    @property
+    def answer_at(self) -> float | None:
+        """When the questions that are open are answered at the latest; None when there are none."""
+        return max(self._dump_until, self._known_until) if self._questions else None
+
+    def ask(self, message: Locate, *, state: str) -> None:
+        """Begin to find out what ``Position`` tells."""
+        now = time.monotonic()
+        asleep_in = main_thread_asleep_in(self._pid)
+        self._questions.append(_Question(message.request, main_thread_seconds(self._pid), now, asleep_in))
+        if message.stack and state == "running" and not self._dump_until:
+            self.read_dump()  # what came too late for the last answer
+            self._take_dump()
+            self._dump_until = now + _DUMP_LIMIT_S
+            os.kill(self._pid, WHERE_SIGNAL)
+        if state in ("running", "idle") and not self._known_until:
+            self._known_until = now + _KNOWN_LIMIT_S
+            if not self._is_asked:  # one that holds the GIL need not answer many times when it is free
+                with contextlib.suppress(LinkClosed):
+                    self._control.send(message)
+                    self._is_asked = True
+
+    def take(self, message: Collectives) -> None:
+        """What the control thread says."""
+        known = message.known if isinstance(message.known, dict) else {}
+        self._call, self._awaited = known.pop("call", None), known.pop("awaited", None)
+        self._known = known
+        self._known_at = time.monotonic()
+        self._known_until, self._is_asked = 0.0, False
+
+    def on_where(self) -> None:
+        """A piece of a dump."""
+        self.read_dump()
+        if self._dump_until:
+            is_complete = _is_complete(self._dump)
+            gap_s = 0.0 if is_complete else _DUMP_GAP_S
+            self._dump_until = min(self._dump_until, time.monotonic() + gap_s)
+
+    def read_dump(self) -> bytes:
+        """All that faulthandler has written since it was last asked."""
+        with contextlib.suppress(BlockingIOError):
+            self._dump += os.read(self._where, 1 << 16)
+        return self._dump
+
+    def _take_dump(self) -> bytes:
+        dump = self._dump
+        if _CRASH not in dump:  # which is there for the last words
+            self._dump = b""
+        return dump
+
+    def answers(self, *, state: str, cell: int, since: float) -> list[Position]:
+        """The answers to all open questions, when everything for them is there or its time is over."""
+        now = time.monotonic()
+        if not self._questions or max(self._dump_until, self._known_until) > now:
+            return []
+        questions, self._questions = self._questions, []
+        dump = self._take_dump()
+        self._dump_until = self._known_until = 0.0
+        is_known = self._known_at > since  # and not of an earlier cell
+        is_known_now = is_known and self._known_at >= questions[0].clock_s
+        frames = _read_frames(dump)
+        call = ""
+        if is_known_now:
+            if not any(_CELL.fullmatch(frame.path) for frame in frames):
+                frames = [*_as_frames(self._awaited), *frames]
+            call = _call_of(frames, self._call)
+        frames = _down_to_cell(frames)
+        line, function = _place_in_cell(frames, cell)
+        return [
+            Position(
+                self.rank,
+                question.request,
+                self._pid,
+                state,
+                cell,
+                line,
+                function,
+                seconds=now - since,
+                rss_bytes=memory_bytes(self._pid),
+                stack=[str(frame)[-_FRAME_CHARS:] for frame in frames],
+                cpu_s=question.cpu_s,
+                clock_s=question.clock_s,
+                collectives=self._known if is_known else {},
+                age_s=now - self._known_at if is_known else -1.0,
+                call=call,
+                asleep_in=question.asleep_in,
+            )
+            for question in questions
+        ]
+
+
+def _is_complete(dump: bytes) -> bool:
+    """What runs the cell was reached, or the most frames that are dumped."""
+    text = dump.rpartition(_HEAD)[2].decode(errors="replace")
+    return _RUNS_CELLS.search(text) is not None or text.endswith("\n  ...\n")
+
+
+def _read_frames(dump: bytes) -> list[_Frame]:
+    """The frames of the last dump, innermost first."""
+    _, head, text = dump.rpartition(_HEAD)
+    if not head:
+        return []
+    return [
+        _Frame(_unescape(match[1]), int(match[2]) if match[2].isdigit() else 0, _unescape(match[3]))
+        for match in _FRAME.finditer(text.decode(errors="replace"))
+    ]
+
+
+def _down_to_cell(frames: list[_Frame]) -> list[_Frame]:
+    """Without what runs the cell."""
+    outermost = max((index for index, frame in enumerate(frames) if _CELL.fullmatch(frame.path)), default=-1)
+    return frames[: outermost + 1] or frames
+
+
+def _unescape(text: str) -> str:
+    """faulthandler writes ASCII alone."""
+    return _ESCAPE.sub(lambda match: _character(match[1] or match[2] or match[3]), text)
+
+
+def _character(code: str) -> str:
+    number = int(code, 16)
+    return chr(number) if number <= 0x10FFFF else "?"
+
+
+def _as_frames(found: object) -> list[_Frame]:
+    return [_Frame(*frame) for frame in found] if isinstance(found, list) else []
+
+
+def _call_of(frames: list[_Frame], call: object) -> str:
+    """The call that the innermost frame is in, if the control thread saw the main thread at the same place."""
+    if not frames or not isinstance(call, list) or len(call) != 3:
+        return ""
+    return str(call[2]) if call[:2] == [frames[0].path, frames[0].line] else ""
+
+
+def _place_in_cell(frames: list[_Frame], cell: int) -> tuple[int, str]:
+    """The innermost line of the cell, and the innermost function of the user's (empty at the cell's own level)."""
+    function = next((frame.function for frame in frames if _is_users(frame.path) and _is_name(frame.function)), "")
+    for index, frame in enumerate(frames):
+        named = _CELL.fullmatch(frame.path)
+        if named and int(named[1]) == cell:
+            timed = [inner for inner in frames[:index] if inner.path == _TIMED]
+            is_timed = bool(timed) and timed[-1].function == "<module>"
+            return frame.line + (timed[0].line if is_timed else 0), function
+    return 0, function
+
+
+def _is_name(function: str) -> bool:
+    """Not ``<module>``, ``<lambda>``, ``<listcomp>``: their line says where they are."""
+    return not function.startswith("<")
+
+
+def _is_users(path: str) -> bool:
+    if _CELL.fullmatch(path) or path == _TIMED:
+        return True
+    return not path.startswith((_LIBRARY, _OURS, "<")) and not any(part in path for part in _INSTALLED)

@@ -1,0 +1,78 @@
+"""Whether the kernel's out-of-memory killer ended a process, from what Linux counts for it. Elsewhere: not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from signal import SIGKILL
+
+from ..system.cgroups import MemoryGroup, find_groups, read, read_mounts, read_number
+
+
+class OomWatch:
+    """Counts of out-of-memory kills around a process, to compare before and after.
+
+    The count of the cgroup that holds the process decides. Where none can be read, that of the machine does, which in a
+    container counts other people's processes too: the reason then says "probably".
+    """
+
+    def __init__(self, pid: int, *, root: Path = Path("/")) -> None:
+        self._root = str(root).rstrip("/")
+        self._pid = pid
+        self._mounts = read_mounts(self._root)
+        self._cgroups: str | None = None
+        self._groups: list[MemoryGroup] = []
+        self._is_guess = False
+        self._counts: list[tuple[int | None, int | None]] = []
+        self._kills_of_machine = self._count_of_machine()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Count from now on, in the cgroups it is in now: what was ended there before was another process."""
+        statm = read(f"{self._root}/proc/{self._pid}/statm")
+        cgroups = read(f"{self._root}/proc/{self._pid}/cgroup")
+        if statm is not None and statm.startswith("0 "):  # it has ended: cgroup v1 shows it in the root group
+            return
+        if cgroups is not None and cgroups != self._cgroups:
+            self._cgroups = cgroups
+            self._groups, self._is_guess = find_groups(cgroups, self._mounts)
+        self._counts = [(group.kills(), group.hits()) for group in self._groups]
+        if self._is_guess or all(kills is None for kills, _ in self._counts):
+            self._kills_of_machine = self._count_of_machine()
+
+    def reason(self, *, signal: int) -> str:
+        """Say why ``signal`` ended the process, when that was for want of memory; else ""."""
+        verdict = self._verdict() if signal == SIGKILL else ""
+        return f"{verdict}: {self._cause(verdict)}" if verdict else ""
+
+    def _verdict(self) -> str:
+        is_removed = False
+        for group, (before, _) in zip(self._groups, self._counts):
+            if before is None:
+                continue
+            now = group.kills()
+            if now is None:  # removed with its last process: the group above may have counted it
+                is_removed = True
+            elif now > before:
+                return "probably out of memory" if is_removed else "out of memory"
+            elif group.version == 2 or not (is_removed or self._is_guess):
+                return ""
+            else:
+                break
+        before, now = self._kills_of_machine, self._count_of_machine()
+        return "probably out of memory" if before is not None and now is not None and now > before else ""
+
+    def _cause(self, verdict: str) -> str:
+        for group, (_, before) in zip(self._groups, self._counts):
+            now, limit = group.hits(), group.limit_bytes()
+            is_hit = before is not None and now is not None and now > before
+            if limit is not None and (is_hit or group.has_been_full()):
+                return f"the limit of its cgroup is {_size(limit)}"
+        ended = "it" if verdict == "out of memory" else "a process of this machine"
+        return f"the kernel ended {ended} to free memory"
+
+    def _count_of_machine(self) -> int | None:
+        return read_number(f"{self._root}/proc/vmstat", "oom_kill ")
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:,.0f} MB"

@@ -1,0 +1,152 @@
+"""The warm process: it stands between agent and launcher, has imported torch and IPython, and forks the launchers.
+
+It takes orders from its agent on a socket, one datagram each with descriptors: what to run and how (JSON in a file
+without a name), the launcher's log, the session's folder, and perhaps the socket of the store. It answers with JSON:
+``stale`` (what was imported is not what is there now), ``failed`` (no process could be forked), ``started``, ``ended``.
+It is single-threaded, and what it forks has never heard of CUDA.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from ...launch import STORE_FD_VARIABLE
+from ..system.imported import ImportedFiles
+from ..system.processes import die_with_parent, drain, forget_children, watch_children
+from ..system.surroundings import ImportedEnvironment
+
+MOST_ANSWER_BYTES = 1 << 16
+_MOST_FDS = 4
+
+
+class WarmProcess:
+    """Made when everything is imported. ``run`` is what a launcher does with its arguments."""
+
+    def __init__(self, channel: socket.socket, run: Callable[[list[str]], None]) -> None:
+        self._channel = channel
+        self._run = run
+        self._environment = ImportedEnvironment()
+        self._launcher = 0
+        self._files = ImportedFiles()
+        self._is_fresh = True  # nothing can be fresher: its first order is not refused
+        self._child_ended = watch_children()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def serve(self) -> None:
+        """Fork a launcher for every order, until the agent hangs up."""
+        _close_the_log()
+        while True:
+            ready, _, _ = select.select([self._channel.fileno(), self._child_ended], [], [])
+            if self._child_ended in ready:
+                self._reap()
+            if self._channel.fileno() in ready and not self._take_order():
+                return
+
+    def _take_order(self) -> bool:
+        """False when the agent has hung up."""
+        data, fds, _, _ = socket.recv_fds(self._channel, 1, _MOST_FDS)
+        if not data:
+            return False
+        try:
+            with open(fds.pop(0), "rb") as file:
+                file.seek(0)
+                order = json.loads(file.read())
+            if not self._is_fresh and (path := self._files.find_changed()):
+                self._answer(stale=path)
+            else:
+                self._fork(order, *fds)
+            self._is_fresh = False
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return True
+
+    def _fork(self, order: dict[str, Any], log: int, folder: int, store: int | None = None) -> None:
+        warm_pid = os.getpid()
+        gc.freeze()  # the collector of a forked process leaves these pages shared
+        try:
+            pid = os.fork()
+        except OSError as exc:
+            self._answer(failed=f"no process can be forked for the launcher: {exc}")
+            return
+        if pid == 0:
+            self._become_launcher(order, warm_pid, log, folder, store)
+        self._launcher = pid
+        self._answer(started=pid)
+
+    def _become_launcher(
+        self, order: dict[str, Any], warm_pid: int, log: int, folder: int, store: int | None
+    ) -> NoReturn:
+        """As if it had been started by itself: with its own folder, environment, streams and signals."""
+        status = 1
+        try:
+            die_with_parent(warm_pid)
+            forget_children(self._child_ended)
+            self._channel.close()
+            os.umask(order["umask"])
+            os.fchdir(folder)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(folder)
+            os.close(log)
+            importlib.invalidate_caches()
+            multiprocessing.current_process().authkey = os.urandom(32)
+            os.environ.clear()
+            os.environ.update(self._environment.applied_to(order["env"]))
+            if store is not None:
+                os.environ[STORE_FD_VARIABLE] = str(store)
+            sys.argv[1:] = order["argv"]
+            self._run(order["argv"])
+            status = 0
+        except SystemExit as exc:
+            status = _say_why(exc)
+        except BaseException:  # noqa: BLE001  its last words go where the agent reads them
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(status)
+
+    def _reap(self) -> None:
+        drain(self._child_ended)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._launcher:
+                    self._launcher = 0
+                    self._answer(ended=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
+
+    def _answer(self, **fields: object) -> None:
+        with contextlib.suppress(OSError):  # the agent is gone, and we are about to be
+            self._channel.send(json.dumps(fields).encode())
+
+
+def _close_the_log() -> None:
+    """The session's folder goes before this process does: NFS keeps a file that is open, and the folder with it."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    os.close(nothing)
+
+
+def _say_why(exc: SystemExit) -> int:
+    """What Python itself does with it at the end of a program; returns the exit status."""
+    if exc.code is None or isinstance(exc.code, int):
+        return exc.code or 0
+    print(exc.code, file=sys.stderr)
+    return 1

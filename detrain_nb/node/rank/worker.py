@@ -1,0 +1,494 @@
+"""The worker: the process of a rank that torchrun's engine knows; one per rank, single-threaded, never touches CUDA.
+
+It forks the interpreter and owns the read ends of its stdout and stderr, so that output, the line a rank is at, and the
+news of its death leave the node even while code in the interpreter holds the GIL or hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import functools
+import mmap
+import os
+import re
+import selectors
+import signal
+import socket
+import termios
+import time
+import traceback
+from dataclasses import dataclass, field, replace
+
+from ...errors import WireError
+from ...launch import RankConfig
+from ...wire import (
+    MAX_ORDER_HEADER_BYTES,
+    CellDone,
+    CellFailed,
+    Collectives,
+    EndGeneration,
+    Frame,
+    GenerationReady,
+    Interrupt,
+    Link,
+    LinkClosed,
+    Locate,
+    Message,
+    Output,
+    RankEnded,
+    RankUp,
+    Renumber,
+    Replace,
+    RunCell,
+    WorkerUp,
+)
+from ..system.loop import Loop, Source
+from ..system.processes import (
+    adopt_orphans,
+    close_inherited_sockets,
+    die_with_parent,
+    drain,
+    end_descendants,
+    forget_children,
+    watch_children,
+)
+from .locator import WHERE_SIGNAL, Locator
+from .oom import OomWatch
+
+_PIPE_BYTES = 1 << 20
+_SMALL_READ_BYTES = 1 << 16
+# A rank that prints line after line: each read would be a message of a few bytes, and the notebook falls far behind.
+_FEW_READS, _FEW_BYTES, _GATHER_S = 100, 1 << 14, 0.005
+_FULL_BYTES = 16 << 20  # of what the interpreter has not taken
+# Above this a rank waits in its print until the agent has taken some; above the second where it was stopped: the end of
+# its cell is to be known here.
+_FULL_OUTPUT_BYTES, _FULL_STOPPED_BYTES = 1 << 20, 3 << 20
+_STOP_S = 1.0  # a rank has so long to end a cell that was stopped: presses may come all at once
+_LEAVE_LIMIT_S = 1.0
+_STDERR_TAIL_BYTES = 4000
+_LAST_LINES = 10
+_CELL_LINE = re.compile(r'File "<cell \d+>", line \d+')
+_NOT_THE_USERS = re.compile(r"^Extension modules: |/detrain_nb/node/")  # in a dump of a crash
+_MANY_ENDS = 3  # so many in this time without a cell that ended: no fresh interpreter would fare better
+_MANY_ENDS_S = 60.0
+
+
+def main(umask: int | None = None) -> None:
+    """What the engine calls, in a process of its own, once per rank; returns when the session ends.
+
+    ``umask``: the user's, where this process has another one.
+    """
+    if umask is not None:
+        os.umask(umask)
+    launcher_pid = os.getppid()
+    config = RankConfig.from_env(os.environ)
+    rank = int(os.environ["RANK"])
+    agent = socket.socket(socket.AF_UNIX)
+    agent.connect(config.agent_socket)
+    close_inherited_sockets(keep={agent.fileno()})
+    adopt_orphans()
+    try:
+        _Worker(config, rank, Link(agent, max_header_bytes=MAX_ORDER_HEADER_BYTES)).run()
+    finally:
+        end_descendants()
+        die_with_parent(launcher_pid)  # the engine waits for all workers together, and they for it
+
+
+@dataclass
+class _Interpreter:
+    """The interpreter's process as its worker holds it."""
+
+    pid: int
+    link: Link
+    control: Link
+    outputs: dict[str, int]
+    where: int
+    locator: Locator
+    memory: OomWatch
+    state: str = "starting"
+    cell: int = 0
+    since: float = field(default_factory=time.monotonic)
+    stderr_tail: bytes = b""
+    is_to_be_replaced: bool = False
+    end: RankEnded | None = None
+
+    @property
+    def sources(self) -> list[Source]:
+        """What it says something through, save where it is."""
+        return [self.link, *self.outputs.values()]
+
+    def close(self) -> None:
+        """Nothing more is said to it, and all that it said has been read."""
+        self.link.close()
+        self.control.close()
+        for fd in (*self.outputs.values(), self.where):
+            os.close(fd)
+
+
+class _Worker:
+    def __init__(self, config: RankConfig, rank: int, agent: Link) -> None:
+        self._config = config
+        self._rank = rank
+        self._agent = agent
+        self._loop = Loop()
+        self._is_holding_back = False
+        self._read_bytes = _SMALL_READ_BYTES
+        self._reads_of = ("", 0)  # of which stream the last reads were, and how many of a few bytes in a row
+        self._gathering: tuple[int, float] | None = None  # what is not read before when
+        self._incarnations = 0
+        self._ends: list[float] = []  # when interpreters ended since a cell ended last
+        self._stopped = 0, 0.0  # the cell that was stopped last, and when first
+        self._replace_at = 0.0  # if it still runs that cell then
+        self._child_ended = watch_children()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._interrupted_cell = mmap.mmap(-1, 8)  # shared with the interpreter: which cell a SIGINT is meant for
+        self._agent.send(WorkerUp(rank, os.getpid()))
+        self._interpreter = self._fork_interpreter()
+
+    def run(self) -> None:
+        """Pass messages and output on until the agent is gone."""
+        self._loop.add(self._agent, self._from_agent)
+        self._loop.add(self._child_ended, self._on_child_ended)
+        self._watch(self._interpreter)
+        with contextlib.suppress(LinkClosed):
+            while True:
+                self._wait_once()
+        self._leave()
+
+    def _wait_once(self) -> None:
+        times = (self._interpreter.locator.answer_at, self._gathering and self._gathering[1], self._replace_at)
+        due = [at for at in times if at]
+        self._loop.once(max(0.0, min(due) - time.monotonic()) if due else None)
+        self._answer()
+        self._end_gathering()
+        self._hold_back()
+        if self._replace_at and time.monotonic() >= self._replace_at:
+            self._replace_at = 0.0
+            if self._runs(self._stopped[0]):
+                self._replace()
+
+    def _hold_back(self) -> None:
+        """Do not read faster than the other side takes it; a rank then waits in its print."""
+        interpreter = self._interpreter
+        self._loop.pause(self._agent, interpreter.link.waiting_bytes > _FULL_BYTES)
+        is_stopped = self._runs(self._stopped[0])
+        is_full = self._agent.waiting_bytes > (_FULL_STOPPED_BYTES if is_stopped else _FULL_OUTPUT_BYTES)
+        if is_full != self._is_holding_back:
+            self._is_holding_back = is_full
+            for source in interpreter.sources:
+                self._loop.pause(source, is_full or source == (self._gathering and self._gathering[0]))
+
+    def _gather(self, name: str, fd: int, num_bytes: int) -> None:
+        """Let more come together before the next read, after many that brought little; not where streams take turns:
+        the rank waits then until what it wrote has been read."""
+        of, count = self._reads_of
+        self._reads_of = (name, count + 1 if of == name and num_bytes < _FEW_BYTES else 0)
+        if self._reads_of[1] > _FEW_READS and self._gathering is None:
+            self._gathering = fd, time.monotonic() + _GATHER_S
+            self._loop.pause(fd, True)
+
+    def _end_gathering(self) -> None:
+        if self._gathering and time.monotonic() >= self._gathering[1]:
+            self._loop.pause(self._gathering[0], self._is_holding_back)
+            self._gathering = None
+
+    # ---- the interpreter's process
+
+    def _fork_interpreter(self) -> _Interpreter:
+        """Raises: OSError when there is no room for another process; nothing of it is left then."""
+        self._incarnations += 1
+        pipes: dict[str, tuple[int, int]] = {}
+        parent_pid = os.getpid()
+        with contextlib.ExitStack() as opened:
+            ours, theirs = map(opened.enter_context, socket.socketpair())
+            our_control, their_control = map(opened.enter_context, socket.socketpair())
+            for name in ("stdout", "stderr", "where"):
+                pipes[name] = os.pipe()
+                for fd in pipes[name]:
+                    opened.callback(os.close, fd)
+            pid = os.fork()
+            opened.pop_all()
+        if pid == 0:
+            status = 1
+            try:
+                forget_children(self._child_ended)
+                writing = {name: write for name, (_, write) in pipes.items()}
+                self._become_interpreter(theirs, their_control, writing, parent_pid)
+                status = 0
+            except BaseException:  # noqa: BLE001  its last words go where the worker reads them
+                os.write(2, traceback.format_exc().encode(errors="replace"))
+            finally:
+                os._exit(status)
+        theirs.close()
+        their_control.close()
+        for read, write in pipes.values():
+            os.close(write)
+            os.set_blocking(read, False)
+            with contextlib.suppress(OSError, AttributeError):  # more room: a rank that prints runs ahead of us
+                fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        outputs = {name: pipes[name][0] for name in ("stdout", "stderr")}
+        where, control = pipes["where"][0], Link(our_control)
+        locator = Locator(self._rank, pid, control, where)
+        return _Interpreter(pid, Link(ours), control, outputs, where, locator, OomWatch(pid))
+
+    def _become_interpreter(
+        self, link: socket.socket, control: socket.socket, pipes: dict[str, int], parent_pid: int
+    ) -> None:
+        """In the forked process: leave the worker's descriptors behind, and serve cells until the worker hangs up."""
+        os.setpgid(0, 0)
+        die_with_parent(parent_pid)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("50")  # short of memory, the kernel ends this process, not the worker; large ones go first
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (pipes["stdout"], 1), (pipes["stderr"], 2)):
+            os.dup2(source, target)
+        close_inherited_sockets(keep={link.fileno(), control.fileno()})
+        faulthandler.register(WHERE_SIGNAL, file=pipes["where"], all_threads=False)
+        faulthandler.enable(file=pipes["where"], all_threads=False)  # a crash says where, not what torch's engine did
+        from ..cell import interpreter
+
+        lines = interpreter.Lines(link, control, self._interrupted_cell)
+        interpreter.serve(self._config, self._rank, self._incarnations, lines)
+
+    def _watch(self, interpreter: _Interpreter) -> None:
+        self._loop.add(interpreter.link, functools.partial(self._from_interpreter, interpreter.link))
+        self._loop.add(interpreter.control, functools.partial(self._from_interpreter, interpreter.control))
+        self._loop.add(interpreter.where, interpreter.locator.on_where)
+        for name, fd in interpreter.outputs.items():
+            self._loop.add(fd, functools.partial(self._read_output, name, fd))
+
+    def _unwatch(self, interpreter: _Interpreter) -> None:
+        self._gathering = None
+        for source in (*interpreter.sources, interpreter.control, interpreter.where):
+            self._loop.remove(source)
+
+    def _on_child_ended(self) -> None:
+        drain(self._child_ended)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans of the rank come here too
+                if ended[0] == self._interpreter.pid:
+                    self._report_end(ended[1])
+                    return  # its successor's end will bring another signal
+
+    def _report_end(self, wait_status: int) -> None:
+        """The interpreter ended: say so with its last words, end what it left running, and fork its successor."""
+        interpreter = self._interpreter
+        exit_code = os.waitstatus_to_exitcode(wait_status)
+        reason = interpreter.memory.reason(signal=max(0, -exit_code))
+        self._unwatch(interpreter)
+        end_descendants()
+        for link in (interpreter.link, interpreter.control):
+            with contextlib.suppress(WireError):  # at the end of all that it has sent, or of what can be read of it
+                self._pass_on(_receive(link))
+                while self._has_input(link.fileno()):
+                    self._pass_on(_receive(link))
+        self._drain()
+        end = RankEnded(
+            self._rank,
+            interpreter.pid,
+            interpreter.cell,
+            signal=max(0, -exit_code),
+            exit_code=max(0, exit_code),
+            stderr_tail=self._last_words(),
+            reason=reason,
+            asked=interpreter.is_to_be_replaced,
+            down="" if interpreter.is_to_be_replaced else self._why_leave_down(),
+        )
+        interpreter.close()
+        interpreter.state = "down"
+        interpreter.end = end if end.down else replace(end, down=self._start_successor())
+        self._agent.send(interpreter.end)
+
+    def _why_leave_down(self) -> str:
+        """Empty unless interpreters end again and again."""
+        now = time.monotonic()
+        self._ends = [*(at for at in self._ends if now - at < _MANY_ENDS_S), now]
+        if len(self._ends) < _MANY_ENDS:
+            return ""
+        return f"it ended {_MANY_ENDS} times within {_MANY_ENDS_S:.0f} s without having finished a cell"
+
+    def _start_successor(self) -> str:
+        """Fork the next interpreter; says why that cannot be, if so."""
+        try:
+            self._interpreter = self._fork_interpreter()
+        except OSError as exc:
+            return f"no process can be started for it: {exc}"
+        self._is_holding_back = False
+        self._watch(self._interpreter)
+        return ""
+
+    def _replace(self) -> None:
+        """Kill the interpreter; its reaping brings the successor. One that was left down starts again."""
+        self._ends.clear()
+        if self._interpreter.state == "down":
+            end = self._interpreter.end
+            if (why := self._start_successor()) and end:
+                self._agent.send(replace(end, down=why))
+        else:
+            self._interpreter.is_to_be_replaced = True
+            os.kill(self._interpreter.pid, signal.SIGKILL)
+
+    def _last_words(self) -> str:
+        """The last lines of stderr, each as it stood when last redrawn; where a crash was, down to the cell's line."""
+        dump = self._interpreter.locator.read_dump().decode(errors="replace")
+        crash, _, below = dump.partition("Fatal Python error: ")[2].partition("\n\n")
+        words = (
+            self._interpreter.stderr_tail.decode(errors="replace")
+            .replace("\r\n", "\n")
+            .strip("\n")
+            .split("\n")[-_LAST_LINES:]
+        )
+        words = [line.rpartition("\r")[2] for line in words]
+        if crash:
+            words.append(f"Fatal Python error: {crash}")
+            for line in below.splitlines()[1:]:
+                if not line.strip() or _NOT_THE_USERS.search(line):
+                    continue
+                words.append(line)
+                if _CELL_LINE.search(line):
+                    break
+        return "\n".join(words)
+
+    def _leave(self) -> None:
+        """The session ends: an idle interpreter may run its exit functions, whatever still runs then is killed."""
+        interpreter = self._interpreter
+        if interpreter.state == "down":
+            return
+        interpreter.link.close()
+        deadline = time.monotonic() + (_LEAVE_LIMIT_S if interpreter.state == "idle" else 0)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._child_ended, selectors.EVENT_READ)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(interpreter.pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+                    selector.select(deadline - time.monotonic())
+                    drain(self._child_ended)
+
+    # ---- agent -> interpreter
+
+    def _from_agent(self) -> None:
+        for frame in self._agent.receive():
+            message = frame.message()
+            if isinstance(message, Locate):
+                self._interpreter.memory.refresh()
+                self._interpreter.locator.ask(message, state=self._interpreter.state)
+                self._answer()
+            elif isinstance(message, Replace):
+                if not message.cell:
+                    self._replace()
+                elif self._runs(message.cell):
+                    self._note_stop(message.cell)
+                    self._replace_at = self._stopped[1] + _STOP_S
+            elif isinstance(message, EndGeneration):
+                if self._interpreter.state != "down":
+                    with contextlib.suppress(LinkClosed):
+                        self._interpreter.control.send_bytes(frame.to_bytes())
+            elif isinstance(message, Interrupt):
+                if self._runs(message.cell):
+                    self._note_stop(message.cell)
+                    self._interrupted_cell[:] = message.cell.to_bytes(8, "little")
+                    os.kill(self._interpreter.pid, signal.SIGINT)
+            elif isinstance(message, Renumber):
+                self._renumber(message)
+                self._to_interpreter(frame)
+            elif self._interpreter.state != "down":
+                if isinstance(message, RunCell):
+                    if message.incarnations[message.ranks.index(self._rank)] != self._incarnations:
+                        continue  # the notebook learns by now that the rank was lost
+                    self._set_state("running", cell=message.cell)
+                    self._stopped, self._replace_at = (0, 0.0), 0.0
+                    self._interpreter.stderr_tail = b""
+                self._to_interpreter(frame)
+
+    def _note_stop(self, cell: int) -> None:
+        if self._stopped[0] != cell:
+            self._stopped = cell, time.monotonic()
+
+    def _runs(self, cell: int) -> bool:
+        return self._interpreter.state == "running" and self._interpreter.cell == cell
+
+    def _renumber(self, message: Renumber) -> None:
+        self._rank = self._interpreter.locator.rank = message.numbers[message.ranks.index(self._rank)]
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(message.world_size))  # for the interpreters to come
+
+    def _to_interpreter(self, frame: Frame) -> None:
+        with contextlib.suppress(LinkClosed):  # it is ending; its reaping brings the news
+            self._interpreter.link.send_bytes(frame.to_bytes())
+
+    # ---- interpreter -> agent
+
+    def _from_interpreter(self, link: Link) -> None:
+        try:
+            said = _receive(link)
+        except WireError as exc:
+            self._loop.remove(link)
+            if not isinstance(exc, LinkClosed):  # a cell has written there: what comes behind it cannot be read
+                self._interpreter.stderr_tail += f"\nit is ended, it sent what is no message: {exc}".encode()
+                os.kill(self._interpreter.pid, signal.SIGKILL)
+            return
+        self._pass_on(said)
+
+    def _pass_on(self, said: list[tuple[Frame, Message]]) -> None:
+        for frame, message in said:
+            if isinstance(message, Collectives):
+                self._interpreter.locator.take(message)
+                continue
+            if isinstance(message, (CellDone, CellFailed)):
+                self._drain()  # what the cell printed comes before its end
+                self._set_state("idle", cell=message.cell)
+                self._ends.clear()
+            elif isinstance(message, (RankUp, GenerationReady)) and self._interpreter.state != "running":
+                self._set_state("idle", cell=self._interpreter.cell)
+            self._agent.send_bytes(frame.to_bytes())
+
+    def _drain(self) -> None:
+        """Read what is in the pipes now: one read of its size takes all that a pipe holds."""
+        for name, fd in self._interpreter.outputs.items():
+            if self._has_input(fd):
+                self._read_bytes = _PIPE_BYTES
+                self._read_output(name, fd)
+
+    def _has_input(self, fd: int) -> bool:
+        waiting = fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0")
+        return waiting != b"\0\0\0\0"
+
+    def _read_output(self, name: str, fd: int) -> None:
+        try:
+            data = os.read(fd, self._read_bytes)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove(fd)
+            return
+        self._read_bytes = _SMALL_READ_BYTES if len(data) < self._read_bytes else _PIPE_BYTES
+        if name == "stderr":
+            self._interpreter.stderr_tail = (self._interpreter.stderr_tail + data)[-_STDERR_TAIL_BYTES:]
+        self._agent.send(Output(self._rank, self._interpreter.cell, name, data))
+        self._gather(name, fd, len(data))
+
+    # ---- where the rank is
+
+    def _set_state(self, state: str, *, cell: int) -> None:
+        self._interpreter.state, self._interpreter.cell = state, cell
+        self._interpreter.since = time.monotonic()
+
+    def _answer(self) -> None:
+        """Say where the rank is, as soon as that is known."""
+        interpreter = self._interpreter
+        if interpreter.locator.answer_at is not None:
+            found = interpreter.locator.answers(state=interpreter.state, cell=interpreter.cell, since=interpreter.since)
+            for position in found:
+                self._agent.send(position)
+
+
+def _receive(link: Link) -> list[tuple[Frame, Message]]:
+    """Read once. Raises: LinkClosed at the end, WireError on nonsense."""
+    return [(frame, frame.message()) for frame in link.receive()]
+
+
+if __name__ == "__main__":  # started by the torchrun command, each rank in a Python of its own
+    from .preload import preload
+
+    preload()
+    main()

@@ -1,0 +1,102 @@
+"""The attach program: copies bytes between the notebook's SSH channel, its stdin and stdout, and the agent's socket.
+
+It starts the agent if it is asked to. Its end is nothing to the agent, which goes on. A notebook from which nothing
+comes any more has gone, also where nobody tells sshd so: then it hangs up, and another one may have the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import select
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+from ...agents import connect, is_served, remove_dead_agent, require_private, start_agent
+from ...copying.sync_manifest import read_state
+from ...errors import DetrainError, LaunchError, SessionError
+from ...guarded import make_users_folder
+from ..rank.preload import EXTRA_PATH_VARIABLE
+from .cache_cleanup import clean_up, touch
+
+_READ_BYTES = 1 << 18
+
+
+def main(order: dict[str, Any], *, cache: str, code: list[str], hold: int) -> None:
+    """Serve the notebook until either side hangs up. ``code``: our own folder, then what is to be found last.
+
+    ``hold`` keeps others from removing it, until the agent has said that it uses it.
+    """
+    try:
+        sock = _connect(order, Path(cache), code)
+    except DetrainError as exc:
+        _say(type="failed", kind=type(exc).__name__, text=str(exc))
+        return
+    except OSError as exc:
+        _say(type="failed", kind="LaunchError", text=str(exc))
+        return
+    os.close(hold)
+    root, digest = read_state(cache, order["work_folder"])
+    _say(type="ready", root=root, digest=digest)
+    threading.Thread(target=clean_up, args=(Path(cache),), daemon=True).start()
+    threading.Thread(target=_copy_in, args=(sock, order["silence_s"]), daemon=True).start()
+    _copy_out(sock)
+    os._exit(0)  # the other thread waits for the notebook
+
+
+def _connect(order: dict[str, Any], cache: Path, code: list[str]) -> socket.socket:
+    session = order["session"]
+    folder = _sessions_folder(cache) / session
+    uses = [*code, order["work_folder"]]
+    touch(cache, uses)
+    if order["action"] == "start":
+        try:
+            make_users_folder(Path(order["work_folder"]))
+        except OSError as exc:
+            raise LaunchError(f"the workdir {order['work_folder']} cannot be used: {exc}") from exc
+        path = os.pathsep.join([code[0], *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {"PYTHONPATH": path, EXTRA_PATH_VARIABLE: os.pathsep.join(code[1:])}
+        return start_agent(folder, env=env, uses=uses)[1]
+    if not is_served(folder):  # an error of the disk tells nothing of it
+        remove_dead_agent(folder)  # who comes back to a node that was lost finds out here
+        raise SessionError(f"no session {session!r} runs there: its agent ended, or the machine was started anew")
+    return connect(folder)
+
+
+def _sessions_folder(cache: Path) -> Path:
+    """By host: machines may share the home."""
+    folder = cache
+    for name in ("run", platform.node()):
+        folder /= name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        require_private(folder)
+    return folder
+
+
+def _copy_in(sock: socket.socket, silence_s: float) -> None:
+    """Until the notebook hangs up, or has said something once and then nothing for ``silence_s``."""
+    is_silent = False
+    with contextlib.suppress(OSError):
+        while not is_silent and (data := os.read(0, _READ_BYTES)):
+            sock.sendall(data)
+            is_silent = not select.select([0], [], [], silence_s)[0]
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    if is_silent:
+        os._exit(0)  # the other thread may wait for room on the way to nobody
+
+
+def _copy_out(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := sock.recv(_READ_BYTES):
+            waiting = memoryview(data)
+            while waiting:
+                waiting = waiting[os.write(1, waiting) :]
+
+
+def _say(**fields: str) -> None:
+    os.write(1, json.dumps(fields).encode() + b"\n")

@@ -1,0 +1,247 @@
+"""What earlier sessions have left in our folder on a node: it goes when nobody has used it for a month.
+
+Versions of our code; work folders of ours that hold only what came from a notebook; notes of what came to folders that
+are gone; agents' folders of machines that shared the home. Who begins to use the folder shares its lock, from before it
+looks what is there until its agent has said what it uses of it; names change only while nobody does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import re
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from ...agents import ENDED_PREFIX, USES_NAME, is_served, remove_dead_agent
+from ...copying.sync_manifest import Sent, lstat, note_path, read_note
+
+LOCK_NAME = ".lock"
+_UNUSED_S = 30 * 86400.0
+_GAP_S = 86400.0
+_OLD = ".old-"
+_CODE = re.compile(r"[0-9a-f]{32}")
+_BROKEN_OFF = re.compile(r"\.(incoming|upload|unpacking|old)-.+")
+_NOTE = re.compile(r"[0-9a-f]{32}\.json(\.lock)?")
+
+
+def touch(cache: Path, used: Iterable[str]) -> None:
+    """Those of ``used`` that are ours, below ``cache``, are in use now."""
+    for path in map(Path, used):
+        if path.parent in (cache, cache / "work"):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+
+def clean_up(cache: Path) -> None:
+    """Remove what nobody has used for a month; once a day is enough. Where somebody begins a session, another time."""
+    with contextlib.suppress(OSError, ValueError, TypeError):  # an agent that does not say what it uses, a full disk
+        if time.time() - (cache / LOCK_NAME).stat().st_mtime < _GAP_S:
+            return
+        found = [folder for folder in _entries(cache / "work", _is_work) if _may_go(cache, folder)]
+        with _alone(cache) as is_alone:
+            if not is_alone:
+                return
+            os.utime(cache / LOCK_NAME)
+            used = _in_use(cache)
+            _remove_dead_agents_of_others(cache)
+            code = [folder for folder in _entries(cache, _CODE.fullmatch) if _is_unused(folder, used)]
+            condemned = [*_entries(cache, _BROKEN_OFF.fullmatch, can_be_file=True), *map(_put_aside, code)]
+            work = [(folder, _put_work_aside(cache, folder)) for folder in found if _is_unused(folder, used)]
+            _remove_notes(cache, used)
+        for path in condemned:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        for folder, aside in work:
+            _remove_sent(cache, aside)
+            if aside.exists():  # somebody has put something there at the last moment
+                aside.rename(folder)
+
+
+# ---- who uses what
+
+
+@contextlib.contextmanager
+def _alone(cache: Path) -> Iterator[bool]:
+    """Nobody else looks what is there, or changes it; False where somebody does."""
+    with open(cache / LOCK_NAME, "r+b") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def _in_use(cache: Path) -> set[str]:
+    """What live agents have said that they use, on this machine and on others that share the home.
+
+    Raises: OSError, ValueError, TypeError where one does not say it.
+    """
+    used: set[str] = set()
+    for folder in (cache / "run").glob("*/*"):
+        if is_served(folder):
+            used.update(map(os.path.realpath, json.loads((folder / USES_NAME).read_text(encoding="utf-8"))))
+    return used
+
+
+def _is_unused(path: Path, used: set[str]) -> bool:
+    return os.path.realpath(path) not in used and _is_old(path)
+
+
+def _is_old(path: Path) -> bool:
+    """What is not there is."""
+    try:
+        return time.time() - path.lstat().st_mtime > _UNUSED_S
+    except FileNotFoundError:
+        return True
+
+
+def _entries(folder: Path, is_name: Callable[[str], object], *, can_be_file: bool = False) -> list[Path]:
+    """The folders in ``folder`` that are ours by owner and name; links are nobody's."""
+    found = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            state = entry.stat(follow_symlinks=False)
+            is_kind = stat.S_ISDIR(state.st_mode) or (can_be_file and stat.S_ISREG(state.st_mode))
+            if is_name(entry.name) and is_kind and state.st_uid == os.getuid():
+                found.append(Path(entry.path))
+    return found
+
+
+def _is_work(name: str) -> bool:
+    return not name.startswith(".") or name.startswith(_OLD)
+
+
+def _remove_dead_agents_of_others(cache: Path) -> None:
+    """Those of this machine go at every start. Locks may be of one machine only, so others' have to be old as well."""
+    for host in _entries(cache / "run", lambda name: name != platform.node()):
+        for folder in _entries(host, lambda name: not name.startswith(".") or name.startswith(ENDED_PREFIX)):
+            if _is_old(folder) and all(_is_old(path) for path in folder.iterdir()):
+                remove_dead_agent(folder)
+        if _is_old(host):
+            with contextlib.suppress(OSError):  # not empty
+                host.rmdir()
+
+
+# ---- what goes
+
+
+def _put_aside(folder: Path) -> Path:
+    """Under a name that nobody looks for: what is left of it when we are ended goes another day."""
+    return folder.rename(folder.with_name(f"{_OLD}{folder.name}-{uuid.uuid4().hex[:8]}"))
+
+
+def _put_work_aside(cache: Path, folder: Path) -> Path:
+    """Its note goes with it, since that says what in it is ours."""
+    if folder.name.startswith(_OLD):
+        return folder
+    aside, note = _put_aside(folder), note_path(cache, folder)
+    with contextlib.suppress(FileNotFoundError):
+        note.rename(note_path(cache, aside))
+    _remove_note(note)
+    return aside
+
+
+def _may_go(cache: Path, folder: Path) -> bool:
+    """Nobody has used a work folder for long, and it holds nothing that did not come from a notebook.
+
+    One that does is looked at again in a month.
+    """
+    note = note_path(cache, folder)
+    if not (_is_old(folder) and _is_old(note)):
+        return False
+    _, sent = read_note(note)
+    with contextlib.suppress(OSError):
+        if all(_is_sent(folder, path, sent) for path in _files_in(folder)):
+            return True
+    os.utime(folder)
+    return False
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    """All that is no folder, links to one among it. Raises: OSError for a folder that cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        yield from (os.path.join(parent, name) for name in files)
+        yield from (os.path.join(parent, name) for name in folders if os.path.islink(os.path.join(parent, name)))
+
+
+def _is_sent(folder: Path, path: str, sent: dict[str, Sent]) -> bool:
+    """It came from a notebook, and is as it came, or Python compiled it from what did."""
+    name = os.path.relpath(path, folder)
+    if name in sent:
+        return sent[name].is_ours and sent[name].is_untouched(lstat(path))
+    parent, compiled = os.path.split(name)
+    outer, cache_name = os.path.split(parent)
+    source = os.path.join(outer, compiled.partition(".")[0] + ".py")
+    is_compiled = cache_name == "__pycache__" and compiled.endswith(".pyc") and not os.path.islink(path)
+    return is_compiled and source in sent and sent[source].is_ours
+
+
+def _remove_sent(cache: Path, folder: Path) -> None:
+    """Remove a work folder with what came from a notebook, and its note; what else is there by now stays."""
+    note = note_path(cache, folder)
+    _, sent = read_note(note)
+    for path in _files_in(folder):
+        if _is_sent(folder, path, sent):
+            os.unlink(path)
+    for parent, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):  # not empty
+            os.rmdir(parent)
+    _remove_note(note)
+
+
+def _remove_notes(cache: Path, used: set[str]) -> None:
+    """Those of folders that are gone. A folder of the user's keeps its own: by it we know what there is ours."""
+    kept = {note_path(cache, folder) for folder in _entries(cache / "work", _is_work)}
+    with contextlib.suppress(FileNotFoundError), os.scandir(cache / "sync") as entries:
+        for path in [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]:
+            if path in kept or not _is_old(path):
+                continue
+            if not _NOTE.fullmatch(path.name):  # a draft that was broken off
+                path.unlink()
+            elif path.suffix == ".json" and _is_of_none(path, used):
+                _remove_note(path)
+            elif path.suffix == ".lock" and not path.with_suffix("").exists():
+                _remove_note(path.with_suffix(""))
+
+
+def _is_of_none(note: Path, used: set[str]) -> bool:
+    """The folder of a note is gone. One whose parent is gone as well may be on a disk that is not there now."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        folder = json.loads(note.read_text(encoding="utf-8"))["folder"]
+        return (
+            os.path.realpath(folder) not in used
+            and os.path.isdir(os.path.dirname(folder))
+            and not os.path.lexists(folder)
+        )
+    return False
+
+
+def _remove_note(note: Path) -> None:
+    """With its lock, where nobody holds that."""
+    try:
+        lock = os.open(f"{note}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except FileNotFoundError:  # nothing was ever noted
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        note.unlink(missing_ok=True)
+        os.unlink(f"{note}.lock")
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)

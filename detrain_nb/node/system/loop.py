@@ -1,0 +1,89 @@
+"""One thread that waits for many sources: links are flushed when they can be, readers called in turn."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...wire import Link, LinkClosed
+
+Source = Link | int  # a link, or a descriptor that is only read
+
+
+@dataclass
+class _Watched:
+    on_readable: Callable[[], None]
+    is_paused: bool = False
+    events: int = 0
+
+
+class Loop:
+    """Sources and what to do when they can be read."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._watched: dict[Source, _Watched] = {}
+        self._links: list[Link] = []
+
+    def add(self, source: Source, on_readable: Callable[[], None]) -> None:
+        """Watch ``source``, or change who reads from it; ``on_readable`` deals with its end as well."""
+        if source in self._watched:
+            self._watched[source].on_readable = on_readable
+            return
+        self._watched[source] = _Watched(on_readable)
+        if isinstance(source, Link):
+            self._links.append(source)
+        self._register(source)
+
+    def remove(self, source: Source) -> None:
+        """Watch ``source`` no more; does nothing when it is not watched."""
+        watched = self._watched.pop(source, None)
+        if watched and watched.events:
+            self._selector.unregister(source)
+        if isinstance(source, Link) and watched:
+            self._links.remove(source)
+
+    def pause(self, source: Source, is_paused: bool) -> None:
+        """Do not read from ``source`` for a while; what waits for it is still sent."""
+        watched = self._watched.get(source)
+        if watched and watched.is_paused != is_paused:
+            watched.is_paused = is_paused
+            self._register(source)
+
+    def once(self, timeout_s: float | None = None) -> None:
+        """Wait until something happens, or for ``timeout_s``, and deal with all that did."""
+        for link in self._links:
+            if bool(link.waiting_bytes) != bool(self._watched[link].events & selectors.EVENT_WRITE):
+                self._register(link)
+        for key, events in self._selector.select(timeout_s):
+            source: Source = key.data
+            if events & selectors.EVENT_WRITE and isinstance(source, Link) and source in self._watched:
+                try:
+                    source.flush()
+                except LinkClosed:
+                    events |= selectors.EVENT_READ  # its reader meets the end too, and deals with it
+            watched = self._watched.get(source)
+            if events & selectors.EVENT_READ and watched:
+                watched.on_readable()
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self._selector.close()
+        self._watched.clear()
+        self._links.clear()
+
+    def _register(self, source: Source) -> None:
+        watched = self._watched[source]
+        wanted = 0 if watched.is_paused else selectors.EVENT_READ
+        if isinstance(source, Link) and source.waiting_bytes:
+            wanted |= selectors.EVENT_WRITE
+        if wanted == watched.events:
+            return
+        if not wanted:
+            self._selector.unregister(source)
+        elif watched.events:
+            self._selector.modify(source, wanted, source)
+        else:
+            self._selector.register(source, wanted, source)
+        watched.events = wanted

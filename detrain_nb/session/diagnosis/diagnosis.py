@@ -1,0 +1,416 @@
+"""Who waits, who computes, and what does not fit: decided from what is known of every rank, and said in a line.
+
+Each source is used where it is right. The flight recorder names collectives, op and sequence number, but neither
+point-to-point operations nor waits in the store; the stack names those, or the call that its innermost frame is in.
+Processor time tells a rank that computes in C from one that sleeps there, save on a GPU, where waiting takes processor
+time as well: there a rank waits when others have not come to its collective. What the main thread sleeps in tells a
+wait for a collective from a sleep while one is under way. All of it is pure: tests feed it cases.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...errors import format_ranks
+from .evidence import Collective, Evidence
+
+_DISTRIBUTED = "/torch/distributed/"
+_BACKWARD = "/torch/autograd/"  # DDP waits for its collectives below it
+_PASSED_THROUGH = ("/detrain_nb/node/", "/torch/_ops.py:")  # between torch.distributed and what is called in C
+_COMPARED = "/detrain_nb/node/groups/checking.py:"  # its frames have the names of the functions of torch.distributed
+_NOT_WAITING = ("/torch/distributed/checkpoint/",)  # for files, not for other ranks
+_STANDARD_LIBRARY = re.compile(r"/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen ")
+_OWN_WAITS = ("os.wait(", "torch.jit.wait(", "torch._C.wait(")
+_WRAPPERS = {"wrapper", "inner", "decorate_context"}
+_MOST_HOSTS = 3  # named one by one
+_HOPELESS = 3  # times ``hang_s``
+MESSAGE_LIMIT_S = 60.0
+_MAY_DIFFER = ("scatter", "reduce_scatter", "_reduce_scatter", "all_to_all", "alltoall", "coalesced")
+
+_STOPPED = "signal_stop"  # where the kernel keeps a process that SIGSTOP or SIGTSTP has stopped
+
+_Key = tuple[str, int]  # of a collective: its group and its sequence number there
+_Reached = Mapping[str, int]  # group -> sequence number
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``kind`` is waits, computes, sleeps (in Python or C, on its own), stopped (by a signal), or the state of a rank
+    that runs no cell.
+
+    ``missing``: the ranks that have not come to ``collective``, which the rank waits in. ``is_in_vain``: it is in
+    torch, and to each of the collectives that it has begun and not ended some rank has not come.
+    """
+
+    rank: int
+    kind: str
+    evidence: Evidence
+    waits_in: str = ""
+    collective: Collective | None = None
+    missing: tuple[int, ...] = ()
+    is_in_vain: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return self.kind == "waits"
+
+    def __str__(self) -> str:
+        line = f" (line {self.evidence.line})" if self.evidence.line else ""
+        if self.waits:
+            return f"{self.waits_in}{line}"
+        if self.kind == "computes":
+            return f"computing {self.evidence.place}"
+        if self.kind == "stopped":
+            return f"stopped by a signal {self.evidence.place}"
+        return self.evidence.place if self.kind == "sleeps" else self.kind
+
+
+def judge(ranks: Iterable[Evidence]) -> dict[int, Verdict]:
+    """What each rank is doing."""
+    everyone = list(ranks)
+    reached = {evidence.rank: _reached(evidence) for evidence in everyone}
+    return {evidence.rank: _judge(evidence, reached) for evidence in everyone}
+
+
+def _judge(evidence: Evidence, reached: Mapping[int, _Reached]) -> Verdict:
+    rank = evidence.rank
+    if evidence.state != "running":
+        return Verdict(rank, evidence.state, evidence)
+    if _STOPPED in evidence.asleep_in:
+        return Verdict(rank, "stopped", evidence)
+    collective, missing = _oldest_pending(evidence, reached)
+    is_waiting = bool(missing) if evidence.is_cuda else not evidence.is_busy
+    if collective and is_waiting and not _is_elsewhere(evidence):
+        is_in_vain = _is_in_torch(evidence) and all(_is_short(each, evidence, reached) for each in evidence.pending)
+        return Verdict(rank, "waits", evidence, str(collective), collective, missing, is_in_vain)
+    is_on_gpu = evidence.is_cuda and collective is not None  # all have come: the collective is at work
+    if not evidence.is_busy and not is_on_gpu and (name := _distributed_function(evidence) or _waiting_call(evidence)):
+        return Verdict(rank, "waits", evidence, name)
+    return Verdict(rank, "computes" if evidence.is_busy or evidence.cpu_share is None else "sleeps", evidence)
+
+
+def _reached(evidence: Evidence) -> _Reached:
+    """The last collective of each group that a rank has begun, as far as it could say."""
+    reached: dict[str, int] = {}
+    for collective in evidence.collectives:
+        reached[collective.group] = max(collective.sequence, reached.get(collective.group, 0))
+    return reached
+
+
+def _oldest_pending(evidence: Evidence, reached: Mapping[int, _Reached]) -> tuple[Collective | None, tuple[int, ...]]:
+    """The oldest collective that some members of its group have not come to, and these; else the oldest under way."""
+    for collective in evidence.pending:
+        if missing := _missing_from(collective, evidence, reached):
+            return collective, missing
+    return (evidence.pending[0] if evidence.pending else None), ()
+
+
+def _missing_from(collective: Collective, evidence: Evidence, reached: Mapping[int, _Reached]) -> tuple[int, ...]:
+    """The members of its group that have not come to it; of a group whose members are not known, any ranks."""
+    members = [rank for rank in evidence.members.get(collective.group, reached) if rank in reached]
+    return tuple(sorted(rank for rank in members if reached[rank].get(collective.group, 0) < collective.sequence))
+
+
+def _is_short(collective: Collective, evidence: Evidence, reached: Mapping[int, _Reached]) -> bool:
+    """A member of its group, which is known, has not come to it."""
+    is_known = collective.is_of_all or collective.group in evidence.members
+    return is_known and bool(_missing_from(collective, evidence, reached))
+
+
+def _is_in_torch(evidence: Evidence) -> bool:
+    """The main thread waits where torch waits for other ranks, not in a library that has threads of its own."""
+    is_in_backward = _BACKWARD in evidence.innermost
+    return is_in_backward or bool(_distributed_function(evidence) or _waiting_call(evidence))
+
+
+def _is_elsewhere(evidence: Evidence) -> bool:
+    """The main thread is not where it could wait for a collective: one that is under way will be waited for later."""
+    if _is_in_standard_library(evidence) or any(part in evidence.innermost for part in _NOT_WAITING):
+        return True
+    if not evidence.asleep_in:
+        return False
+    return "nanosleep" in evidence.asleep_in if evidence.is_cuda else "futex" not in evidence.asleep_in
+
+
+def _is_in_standard_library(evidence: Evidence) -> bool:
+    return _STANDARD_LIBRARY.search(evidence.innermost) is not None
+
+
+def _distributed_function(evidence: Evidence) -> str:
+    """The innermost public function of torch.distributed that the rank is in; empty when it is elsewhere."""
+    public = private = ""
+    for frame in evidence.stack:
+        path, _, function = frame.rpartition(" ")
+        if _COMPARED in path and not function.startswith("_"):
+            return function
+        if any(part in path for part in _PASSED_THROUGH):
+            continue
+        if _DISTRIBUTED not in path or any(part in path for part in _NOT_WAITING):
+            break
+        if function == "<module>":
+            return ""  # it is being imported
+        if not function.startswith("_") and function not in _WRAPPERS:
+            public = public or function
+        private = private or function
+    return public or private
+
+
+def _waiting_call(evidence: Evidence) -> str:
+    """``request.wait()``, called in C from the user's code or a library's; or what a store is asked for.
+
+    Not ``os.wait()``, for a process of its own, and ``torch.jit.wait(future)``, for what it computes itself.
+    """
+    called = "" if _is_in_standard_library(evidence) else _called_name(evidence.call)
+    is_own = evidence.call.startswith(_OWN_WAITS) or evidence.asleep_in == "do_wait"
+    is_wait = called == "wait" and not is_own and "nanosleep" not in evidence.asleep_in
+    is_file_store = "nanosleep" in evidence.asleep_in and "store" in evidence.call.lower()  # it looks, and sleeps
+    is_store = called == "get" and "poll" in evidence.asleep_in or called in ("get", "wait") and is_file_store
+    return evidence.call if is_wait or is_store else ""
+
+
+def _called_name(call: str) -> str:
+    """The last name before the arguments: ``wait`` of ``requests[0].wait(timeout=f(3))``."""
+    depth = 0
+    for index in range(len(call) - 1, -1, -1):
+        depth += (call[index] == ")") - (call[index] == "(")
+        if depth == 0:
+            return re.split(r"\W", call[:index].rstrip())[-1]
+    return ""
+
+
+# ---- in words
+
+
+def ranks_on_hosts(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
+    """``rank 1 on gpu2``, ``ranks 1-2 on gpu2 and gpu3``, ``ranks 1-7 on 4 hosts``; no host where none is known."""
+    numbers = sorted(ranks)
+    names = list(dict.fromkeys(hosts[rank] for rank in numbers if hosts.get(rank)))
+    if not names:
+        return format_ranks(numbers)
+    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    return f"{format_ranks(numbers)} on {listed if len(names) <= _MOST_HOSTS else f'{len(names)} hosts'}"
+
+
+def describe_wait(verdicts: Iterable[Verdict], *, hosts: Mapping[int, str] | None = None) -> str:
+    """Ranks and what they do, those that do the same together: ``ranks 0, 2 wait in all_reduce #6 (line 7); ...``.
+
+    ``hosts`` of ranks are named where these do not wait: the others wait for them.
+    """
+    everyone = list(verdicts)
+    newest = max((v.evidence.cell for v in everyone if v.evidence.state == "running"), default=0)
+    groups: dict[tuple[bool, str, str], list[int]] = {}
+    for verdict in everyone:
+        groups.setdefault((not verdict.waits, *_words(verdict, newest)), []).append(verdict.rank)
+    order = sorted(groups.items(), key=lambda item: (item[0][0], item[1]))
+    return "; ".join(
+        f"{ranks_on_hosts(ranks, (hosts or {}) if is_away else {})} {one if len(ranks) == 1 else many}"
+        for (is_away, one, many), ranks in order
+    )
+
+
+def _words(verdict: Verdict, cell: int) -> tuple[str, str]:
+    """What one rank does, and what several do."""
+    of_cell = f" of cell {verdict.evidence.cell}" if verdict.evidence.cell != cell else ""
+    if verdict.waits:
+        return f"waits in {verdict}{of_cell}", f"wait in {verdict}{of_cell}"
+    if verdict.kind == "idle" and of_cell:
+        return "does not run the cell", "do not run the cell"
+    if verdict.kind == "idle":
+        return "has ended the cell", "have ended the cell"
+    if verdict.kind == "no answer":
+        return "does not answer", "do not answer"
+    place = f"{verdict}{of_cell}" if verdict.evidence.state == "running" else str(verdict)
+    return f"is {place}", f"are {place}"
+
+
+def describe_mismatch(ranks: Iterable[Evidence], *, is_over: bool = False) -> str:
+    """What the ranks called as the same collective of a group although it is not the same; empty when all fits.
+
+    Of collectives that somebody has not finished, or with ``is_over`` of all that are known.
+    """
+    return next(iter(_find_mismatches(list(ranks), is_over=is_over).values()), "")
+
+
+def describe_last(ranks: Iterable[Evidence]) -> str:
+    """The collective that each rank has begun last, as far as that is known: ``all_reduce #1 Float[3] on rank 0``."""
+    last = {evidence.rank: evidence.collectives[-1] for evidence in ranks if evidence.collectives}
+    return _by_value({rank: f"{collective} {collective.tensors}".rstrip() for rank, collective in last.items()})
+
+
+def are_in_step(ranks: Iterable[Evidence]) -> bool:
+    """Idle ranks have begun the same collectives, and nothing else, in every group that they share.
+
+    Then their next ones meet. Else what one had begun would be taken for what another begins next.
+    """
+    everyone = list(ranks)
+    if not all(evidence.is_known for evidence in everyone) or describe_mismatch(everyone):
+        return False
+    reached: dict[str, set[int]] = {}
+    for evidence in everyone:
+        for group, steps in evidence.steps.items():
+            reached.setdefault(group, set()).add(steps)
+    return all(len(steps) == 1 and -1 not in steps for steps in reached.values())
+
+
+def _find_mismatches(everyone: list[Evidence], *, is_over: bool = False) -> dict[_Key, str]:
+    """In words, for every collective that is not the same on all ranks; see ``describe_mismatch``."""
+    looked_at = {
+        _key(collective): evidence.members
+        for evidence in everyone
+        for collective in (evidence.collectives if is_over else evidence.pending)
+    }
+    begun: dict[_Key, dict[int, Collective]] = {}
+    for evidence in everyone:
+        for collective in evidence.collectives:
+            begun.setdefault(_key(collective), {})[evidence.rank] = collective
+    found = {}
+    for key, members in looked_at.items():
+        called = {rank: each for rank, each in begun[key].items() if rank in members.get(key[0], (rank,))}
+        if len(called) > 1 and (words := _describe_difference(called)):
+            found[key] = words
+    return found
+
+
+def _describe_difference(called: Mapping[int, Collective]) -> str:
+    """``called`` as one collective, by rank; empty when it is one."""
+    any_of_them = next(iter(called.values()))
+    if len({collective.op for collective in called.values()}) > 1:
+        ops = _by_value({rank: f"{each.op} {each.tensors}".rstrip() for rank, each in called.items()})
+        return f"#{any_of_them.sequence}{any_of_them.of_group} is not the same on all ranks: {ops}"
+    tensors = {rank: collective.tensors for rank, collective in called.items()}
+    if len(set(tensors.values())) > 1 and not any_of_them.op.startswith(_MAY_DIFFER):
+        return f"{any_of_them} has different tensors: {_by_value(tensors)}"
+    return ""
+
+
+def _by_value(values: Mapping[int, str]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        groups.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
+
+
+# ---- while a cell runs
+
+
+_SLOW = 4  # times as long, before it is told that a collective that all have begun does not end
+_ALL_CAME = (
+    "all ranks have begun it: it is slow, or what they gave differs, as its root may: "
+    "%distributed config check=on compares that"
+)
+
+
+@dataclass
+class _Seen:
+    """When a rank was last seen to compute, to have begun something with others, to be elsewhere than ``waits_in``.
+
+    ``first_at``: when it was looked at for the first time; the others may be from before.
+    """
+
+    first_at: float
+    busy_at: float
+    moved_at: float
+    elsewhere_at: float
+    operations: int
+    waits_in: str = ""
+
+
+@dataclass
+class HangWatch:
+    """Watches the ranks of one cell, look by look: who has been waiting for others for ``hang_s``?"""
+
+    hang_s: float
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+
+    def wants_stack(self, *, now: float) -> bool:
+        """Somebody may be waiting for long enough that the signal which brings the stack is worth it."""
+        return any(now - max(seen.busy_at, seen.moved_at) >= self.hang_s - 1.0 for seen in self._seen.values())
+
+    def note(self, ranks: Iterable[Evidence], *, now: float) -> None:
+        """A look, with or without stacks."""
+        running = {evidence.rank: evidence for evidence in ranks if evidence.state == "running"}
+        self._seen = {rank: self._seen[rank] for rank in self._seen if rank in running}
+        for rank, evidence in running.items():
+            began = now - evidence.seconds
+            seen = self._seen.setdefault(rank, _Seen(now, began, began, began, evidence.operations))
+            if evidence.is_busy and not evidence.is_cuda:
+                seen.busy_at = now
+            if evidence.operations != seen.operations:
+                seen.operations, seen.moved_at = evidence.operations, now
+
+    def report(
+        self,
+        ranks: Iterable[Evidence],
+        *,
+        running: Collection[int],
+        now: float,
+        hosts: Mapping[int, str] | None = None,
+    ) -> str:
+        """The line that says who waits in what for whom, of a look with stacks that was noted.
+
+        ``running`` are the ranks that run the cell, ``hosts`` as in ``describe_wait``. Empty while none of them has
+        waited for ``hang_s``. Where all have come to what they wait in it is slow, as a rule: that is told later.
+        """
+        everyone = list(ranks)
+        verdicts = judge(everyone)
+        mismatches = _find_mismatches(everyone)
+        hung = [v for v in self._hung(verdicts, mismatches, now, limit_s=self.hang_s) if v.rank in running]
+        if not hung:
+            limit_s = _SLOW * max(self.hang_s, 1.0)
+            slow = [v for v in verdicts.values() if v.collective and self._waited_s(v, now) >= limit_s]
+            is_everybody = bool(slow) and {verdict.rank for verdict in slow} >= set(running)
+            return f"{describe_wait(slow, hosts=hosts)}; {_ALL_CAME}" if is_everybody else ""
+        away = {rank for verdict in hung for rank in verdict.missing}
+        is_for_anybody = any(verdict.collective is None for verdict in hung)
+        shown = [verdict for rank, verdict in verdicts.items() if rank in running or rank in away or is_for_anybody]
+        wrong = [mismatches[_key(v.collective)] for v in hung if v.collective and _key(v.collective) in mismatches]
+        return "; ".join([describe_wait(shown, hosts=hosts), *wrong[:1]])
+
+    def is_hopeless(self, ranks: Iterable[Evidence], *, now: float) -> bool:
+        """Whoever still runs a cell has waited for others for several times ``hang_s``, and nobody is left to come.
+
+        Of a look with stacks that was noted. A message may be long under way, which nobody can see: who waits for one
+        is given `MESSAGE_LIMIT_S` at least.
+        """
+        everyone = list(ranks)
+        verdicts = judge(everyone)
+        left = {rank for rank, verdict in verdicts.items() if verdict.kind != "idle"}
+        limit_s = _HOPELESS * max(self.hang_s, 1.0)
+        hung = self._hung(verdicts, _find_mismatches(everyone), now, limit_s=limit_s)
+        if not left or left != {verdict.rank for verdict in hung}:
+            return False
+        if any(verdict.collective is None for verdict in hung):
+            limit_s = max(limit_s, MESSAGE_LIMIT_S)
+        waited_s = (min(self._waited_s(verdict, now), now - self._seen[verdict.rank].first_at) for verdict in hung)
+        return min(waited_s) >= limit_s
+
+    def _hung(
+        self, verdicts: Mapping[int, Verdict], mismatches: Collection[_Key], now: float, *, limit_s: float
+    ) -> list[Verdict]:
+        """Who has waited for so long, and not in what all have come to: it is only slow then."""
+        return [
+            verdict
+            for verdict in verdicts.values()
+            if self._waited_s(verdict, now) >= limit_s
+            and (verdict.collective is None or verdict.missing or _key(verdict.collective) in mismatches)
+        ]
+
+    def _waited_s(self, verdict: Verdict, now: float) -> float:
+        """How long a rank has been waiting; below 0 for one that does not."""
+        seen = self._seen.get(verdict.rank)
+        if seen is None:
+            return -1.0
+        if not verdict.waits or seen.waits_in not in ("", str(verdict)):
+            seen.elsewhere_at = now
+        seen.waits_in = str(verdict) if verdict.waits else ""
+        if not verdict.waits:
+            return -1.0
+        if verdict.collective:
+            return min(verdict.collective.seconds, now - seen.busy_at)
+        return now - max(seen.busy_at, seen.moved_at, seen.elsewhere_at)
+
+
+def _key(collective: Collective) -> _Key:
+    return collective.group, collective.sequence

@@ -1,0 +1,97 @@
+"""Where every rank is: its line, its stack, and the collective it waits in, as a table."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..output.safe_output import one_line
+from .diagnosis import Verdict, describe_wait
+
+_COLUMNS = ("rank", "host", "state", "cell", "runs for", "line", "collective", "since", "known")
+_SHOWN_FRAMES = 12
+_NOW_S = 0.5  # what was known so long ago is known now
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What ``Session.where`` found. ``verdicts`` has one entry a rank; ``mismatch`` says what calls do not fit.
+
+    ``over`` says why the session has ended, and what to do; it is empty while it goes on.
+    """
+
+    name: str
+    verdicts: tuple[Verdict, ...]
+    hosts: Mapping[int, str]
+    mismatch: str
+    over: str = ""
+
+    @property
+    def summary(self) -> str:
+        """One line: who waits in what, and where the others are, or why there are none."""
+        if self.over:
+            return self.over
+        if not any(verdict.evidence.state == "running" for verdict in self.verdicts):
+            return "no cell runs"
+        return describe_wait(self.verdicts) + (f"; {self.mismatch}" if self.mismatch else "")
+
+    def __repr__(self) -> str:
+        table = [_COLUMNS, *(self._cells(verdict) for verdict in self.verdicts)]
+        widths = [max(len(row[column]) for row in table) for column in range(len(_COLUMNS))]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in table]
+        for verdict in self.verdicts:
+            if frames := _frames(verdict):
+                lines += [f"rank {verdict.rank}:", *(f"  {frame}" for frame in frames)]
+        return "\n".join([f"session {self.name}: {self.summary}", *lines])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{column}</th>" for column in (*_COLUMNS, "stack"))
+        rows = "".join(self._row(verdict) for verdict in self.verdicts)
+        title = f"session {html.escape(self.name)}: {html.escape(self.summary)}"
+        return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+    def _row(self, verdict: Verdict) -> str:
+        cells = "".join(f"<td>{html.escape(text)}</td>" for text in self._cells(verdict))
+        stack = html.escape("\n".join(_frames(verdict)))
+        return f"<tr>{cells}<td style='text-align:left'><pre>{stack}</pre></td></tr>"
+
+    def _cells(self, verdict: Verdict) -> tuple[str, ...]:
+        evidence = verdict.evidence
+        host = one_line(self.hosts.get(verdict.rank, ""))
+        if evidence.state != "running":
+            return (str(verdict.rank), host, verdict.kind, *[""] * (len(_COLUMNS) - 3))
+        collective = verdict.collective or next(iter(evidence.last_pending), None)
+        return (
+            str(verdict.rank),
+            host,
+            verdict.kind,
+            str(evidence.cell),
+            f"{evidence.seconds:.1f} s",
+            str(evidence.line) if evidence.line else "",
+            str(collective) if collective else verdict.waits_in,
+            f"{collective.seconds:.1f} s" if collective else "",
+            _known(evidence.age_s),
+        )
+
+
+def _known(age_s: float) -> str:
+    """Since when what is said of the collective holds: C code that keeps the GIL lets nobody ask for it."""
+    if age_s < 0:
+        return "not yet"
+    return "now" if age_s < _NOW_S else f"{age_s:.1f} s ago"
+
+
+def _frames(verdict: Verdict) -> list[str]:
+    """The stack of the user's code, innermost first: down to the cell, without what runs cells."""
+    stack = verdict.evidence.stack
+    if verdict.evidence.state != "running" or not stack:
+        return []
+    last = max((index for index, frame in enumerate(stack) if frame.startswith("<cell ")), default=len(stack) - 1)
+    shown = list(stack[: last + 1])
+    if verdict.evidence.call:
+        shown[0] += f": {verdict.evidence.call}"
+    if len(shown) > _SHOWN_FRAMES:
+        half = _SHOWN_FRAMES // 2
+        shown = [*shown[:half], f"... {len(shown) - 2 * half} more", *shown[-half:]]
+    return shown

@@ -1,0 +1,499 @@
+"""The session's end of the byte stream to one node: any thread queues, one background thread sends and receives.
+
+It tells the agent up to which number everything has been shown, a little later than that is so: when a notebook is
+killed in between, the next one shows that little again, and misses nothing. Where a connection can break while the
+agent goes on, it makes another one: what either side has sent is counted, and sent again where it has not arrived; and
+it gives a sign of life now and then, without which the node would take us for gone, and which the node answers: one
+that is silent behind another host would else be found out by nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ...errors import DetrainError, SessionError, TransportError, WireError
+from ...wire import (
+    ALIVE_GAP_S,
+    Acknowledge,
+    Alive,
+    Attach,
+    Attached,
+    EndSession,
+    Frame,
+    Kept,
+    Link,
+    LinkClosed,
+    Message,
+    Notice,
+    Output,
+    Received,
+    Refused,
+    to_frame,
+)
+from ..output.checkpoint import Checkpoint
+from ..output.safe_output import one_line
+
+_FULL_BYTES = 16 << 20  # of what is queued: an interrupt does not stand behind gigabytes
+_REST_LIMIT_S = 2.0
+_ACKNOWLEDGE_GAP_S = 0.1
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
+_LONGEST_REASON = 300
+_MOST_UNFINISHED_BYTES_PER_S = 1 << 20
+_SETTLED_S = 5.0  # a connection that ends earlier counts as a try that has failed
+_MOST_UNANSWERED = 6  # signs of life; files that go the same way may stand before them
+_SLOW_BYTES_PER_S = 10_000  # what is under way on a slow connection gives the node time
+_LONGEST_UNDER_WAY_S = 120.0  # but no more: each piece of 1 MB is answered
+_PIECE_BYTES = 1 << 16  # of output: so much is taken at once
+_GIVE_WAY_S = 0.001  # between two pieces: the locks that are let go of there are free for who waits for them
+
+
+@dataclass(frozen=True)
+class NodeEvents:
+    """What the background thread of a link calls; ``closed`` once, at the end: why.
+
+    ``gap``: so many numbered messages did not come. ``broken``: the connection is gone and another one is being made;
+    an answer that is not numbered is lost.
+    """
+
+    message: Callable[[Message, int], None]
+    checkpoint: Callable[[], Checkpoint]
+    gap: Callable[[int], None]
+    broken: Callable[[], None]
+    closed: Callable[[str], None]
+
+
+class NodeLink:
+    """One node. ``connect`` makes another connection to its agent; None where one that breaks means the agent's end.
+
+    ``connect`` raises SessionError when the agent is gone for good, another DetrainError when it cannot be reached now.
+    """
+
+    def __init__(
+        self, sock: socket.socket, events: NodeEvents, *, connect: Callable[[], socket.socket] | None = None
+    ) -> None:
+        self._link = Link(sock)
+        self._events = events
+        self._connect = connect
+        self._counts = connect is not None
+        self._sending = threading.Lock()
+        self._sent = 0  # the number of the last message, where they are counted
+        self._unreceived: deque[tuple[int, bytes]] = deque()
+        self._unreceived_bytes = 0
+        self._attach: Attach | None = None
+        self._incarnation = ""
+        self._is_resuming = False  # connected again, and the agent has not said what it had received
+        self.broken_at: float | None = None  # since when there is no connection
+        self._connected_at, self._gap_s = time.monotonic(), _FIRST_RETRY_S  # the next try comes after that
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)  # one that is full wakes as well
+        self._woken.setblocking(False)
+        self.is_closed = False
+        self._is_ending = False
+        self._wants_to_keep = False
+        self.is_kept = False  # the agent has ended the session, and waits for another one
+        self._is_seen = True
+        self.is_hung_up_on = False  # the other end is gone, or has done with us
+        self.is_taken = False  # it serves another notebook
+        self._last_number: int | None = None  # of the first numbered message: the one before it was shown by another
+        self._acknowledged = 0
+        self._to_acknowledge: Checkpoint | None = None
+        self._acknowledge_at = 0.0
+        self.why_broken = ""  # what the last try to connect again has met
+        self._alive_at = 0.0  # when the next sign of life is due
+        self._unanswered = 0  # those after which nothing has come
+        self._ended = threading.Event()  # not a join: one that is interrupted makes Python take a thread for ended
+        self._thread = threading.Thread(target=self._run, name="detrain_nb node link", daemon=True)
+        _links.add(self)
+        self._thread.start()
+
+    def end(self, *, keep_s: float = 0.0) -> None:
+        """Ask the agent to end. When it has heard that, its end is no reason for another connection.
+
+        With ``keep_s`` it may stay for another session: then ``take_socket`` gives the connection to it.
+        Raises: TransportError.
+        """
+        self._is_ending, self._wants_to_keep = True, keep_s > 0
+        self.send(EndSession(keep_s))
+
+    def take_socket(self) -> socket.socket:
+        """The connection to an agent that ``is_kept``, when this link has ended."""
+        return self._link.sock
+
+    def send(self, message: Message) -> None:
+        """Have the background thread send ``message``. Raises: TransportError.
+
+        Not in the caller's thread: an interrupt there leaves unknown whether the node has taken it.
+        """
+        with self._sending:
+            if self.is_closed:
+                raise TransportError("the node is gone")
+            self._add(message)
+        with contextlib.suppress(OSError):
+            self._wake.send(b"w")
+
+    def _add(self, message: Message) -> None:
+        """Queue a message; ``_sending`` is held."""
+        if isinstance(message, Attach):
+            self._attach = message
+            self._link.add_bytes(to_frame(message).to_bytes())
+            return
+        number = 0
+        if self._counts:
+            self._sent = number = self._sent + 1
+        data = to_frame(message).to_bytes(number=number)
+        if self._counts:
+            self._unreceived.append((number, data))
+            self._unreceived_bytes += len(data)
+        if self.broken_at is None and not self._is_resuming:  # else it goes with what was not received
+            self._link.add_bytes(data)
+
+    def wait_for_room(self, limit_s: float) -> bool:
+        """Wait until the node has taken most of what was sent, or is gone; False when it takes nothing for so long."""
+        waiting_bytes, deadline = self._waiting_bytes, time.monotonic() + limit_s
+        while self._waiting_bytes > _FULL_BYTES and not self.is_closed:
+            if self._waiting_bytes < waiting_bytes:
+                waiting_bytes, deadline = self._waiting_bytes, time.monotonic() + limit_s
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    @property
+    def _waiting_bytes(self) -> int:
+        return self._unreceived_bytes if self._counts else self._link.waiting_bytes
+
+    @property
+    def last_number(self) -> int:
+        """Of the numbered messages that were handled."""
+        return self._last_number or 0
+
+    def wait_for_end(self, *, limit_s: float) -> bool:
+        """Wait until the node has hung up, or we have."""
+        return self._ended.wait(limit_s)
+
+    def begin_to_close(self, *, is_seen: bool) -> None:
+        """Hang up, and do not wait for that."""
+        self._is_seen = is_seen
+        self.is_closed = True
+        with contextlib.suppress(OSError):
+            self._wake.send(b"w")
+
+    def close(self, *, is_seen: bool = True) -> None:
+        """Hang up. Not ``is_seen``: what was sent to be shown last may not have arrived."""
+        self.begin_to_close(is_seen=is_seen)
+        if threading.current_thread() is not self._thread:
+            self._ended.wait(5.0)
+
+    def forget(self) -> None:
+        """In a forked process, which has the descriptors, and not the thread: the connection is the parent's."""
+        self.is_closed = True
+        self._sending, self._ended = threading.Lock(), threading.Event()  # a thread of the parent may have held theirs
+        self._ended.set()
+        for sock in (self._link.sock, self._wake, self._woken):
+            sock.close()
+
+    # ---- the background thread
+
+    def _run(self) -> None:
+        reason = "closed"
+        try:
+            while True:
+                try:
+                    self._serve_connection()
+                    break
+                except LinkClosed as exc:
+                    has_heard_the_end = self._is_ending and not self._unreceived
+                    if self._connect is None or self.is_closed or has_heard_the_end:
+                        raise
+                    self._note_break()
+                    self._make_connection(str(exc))
+        except LinkClosed as exc:
+            reason, self.is_hung_up_on = str(exc), True
+        except WireError as exc:
+            reason = str(exc)
+        except Exception as exc:
+            reason = f"taking a message failed: {exc!r}"
+            raise
+        finally:
+            try:
+                self._end(reason)
+            finally:
+                self._ended.set()
+
+    def _serve_connection(self) -> None:
+        """Send and receive until we hang up. Raises: LinkClosed when the other end does, WireError."""
+        with selectors.DefaultSelector() as selector:
+            try:
+                selector.register(self._link, selectors.EVENT_READ)
+            except ValueError as exc:  # a start that was interrupted has closed it before this thread ran
+                self.is_closed = True
+                raise LinkClosed("the start was interrupted") from exc
+            selector.register(self._woken, selectors.EVENT_READ)
+            events = selectors.EVENT_READ
+            while not self.is_closed and not self.is_kept:
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._link.waiting_bytes else 0)
+                if wanted != events:
+                    selector.modify(self._link, wanted)
+                    events = wanted
+                for key, ready in selector.select(self._until_due()):
+                    if key.fileobj is self._woken:
+                        self._woken.recv(4096)
+                        self._flush()
+                    else:
+                        self._serve(ready)
+                if time.monotonic() >= self._acknowledge_at:
+                    self._look_what_was_shown()
+                if self._connect is not None and time.monotonic() >= self._alive_at:
+                    self._give_sign_of_life()
+            self._send_the_rest()
+            if not self.is_kept:
+                self._acknowledge_the_last()
+                self._send_the_rest()
+                self._wait_until_received()
+
+    def _end(self, reason: str) -> None:
+        with self._sending:
+            self.is_closed = True
+            if not self.is_kept:
+                self._link.close()
+        for sock in (self._wake, self._woken):
+            sock.close()
+        self._events.closed(reason)
+
+    def _until_due(self) -> float | None:
+        alive_in_s = None if self._connect is None else max(0.0, self._alive_at - time.monotonic())
+        return min((wait_s for wait_s in (self._until_acknowledging(), alive_in_s) if wait_s is not None), default=None)
+
+    def _give_sign_of_life(self) -> None:
+        """What waits to be sent is one too, for the node. Not before the first message, which says who we are.
+
+        Raises: LinkClosed where none is answered. They are counted, and not timed: a notebook that slept asks again.
+        """
+        self._alive_at = time.monotonic() + ALIVE_GAP_S
+        with self._sending:
+            if self._attach is None:
+                return
+            under_way_s = min(_LONGEST_UNDER_WAY_S, self._unreceived_bytes / _SLOW_BYTES_PER_S)
+            if self._unanswered >= _MOST_UNANSWERED + under_way_s / ALIVE_GAP_S:
+                raise LinkClosed(f"the node is silent: it has not answered for {self._unanswered * ALIVE_GAP_S:.0f} s")
+            self._unanswered += 1
+            if not self._link.waiting_bytes:
+                with contextlib.suppress(LinkClosed):  # the reader meets the end
+                    self._link.send(Alive())
+
+    def _serve(self, ready: int) -> None:
+        if ready & selectors.EVENT_WRITE:
+            self._flush()
+        if ready & selectors.EVENT_READ:
+            frames = self._link.receive()
+            self._unanswered = 0
+            for frame in frames:
+                if self._is_resuming:
+                    self._resume(frame)
+                elif not frame.number or self._last_number is None or frame.number > self._last_number:
+                    self._take(frame)  # what comes again on another connection has been taken
+
+    def _take(self, frame: Frame) -> None:
+        message = frame.message()
+        if isinstance(message, Received):
+            self._forget_up_to(message.number)
+            return
+        if isinstance(message, Kept):
+            if not self._wants_to_keep:
+                raise WireError("an agent stays that nobody has asked to stay")
+            self.is_kept = True
+            return
+        if isinstance(message, Attached):
+            self._incarnation = message.incarnation
+        elif isinstance(message, Refused):
+            self._connect, self.is_taken = None, message.is_taken  # it has done with us
+        for index, piece in enumerate(_pieces(message)):
+            if index:
+                time.sleep(_GIVE_WAY_S)
+            if self.is_closed:
+                return  # what has not been taken whole is not acknowledged: the next notebook shows it
+            self._events.message(piece, frame.number)
+        if frame.number:
+            self._check_number(frame.number, is_explained=isinstance(message, Notice))
+
+    def _send_the_rest(self) -> None:
+        """What was said before we hang up."""
+        deadline = time.monotonic() + _REST_LIMIT_S
+        with self._sending:
+            while not self._link.flush() and (left := deadline - time.monotonic()) > 0:
+                select.select([], [self._link], [], left)
+
+    def _wait_until_received(self) -> None:
+        """What is on its way is not cut off where a connection ends at once."""
+        deadline = time.monotonic() + _REST_LIMIT_S
+        while self._unreceived and (left := deadline - time.monotonic()) > 0:
+            if select.select([self._link], [], [], left)[0]:
+                for frame in self._link.receive():
+                    if isinstance(message := frame.message(), Received):
+                        self._forget_up_to(message.number)
+
+    def _flush(self) -> None:
+        with self._sending, contextlib.suppress(LinkClosed):  # the reader meets the end, and what was said before it
+            self._link.flush()
+
+    # ---- another connection
+
+    def _note_break(self) -> None:
+        with self._sending:
+            self.broken_at = self.broken_at or time.monotonic()
+            self._is_resuming = False
+            self._link.close()
+        self._events.broken()
+
+    def _make_connection(self, reason: str) -> None:
+        """Try until there is one. Raises: LinkClosed when the agent is gone, or we hang up meanwhile."""
+        if time.monotonic() - self._connected_at > _SETTLED_S:
+            self._gap_s = _FIRST_RETRY_S
+        else:  # it ended as soon as it was made: not again at once
+            self._wait_before_retry()
+        while not self.is_closed and (connect := self._connect):
+            try:
+                sock = connect()
+            except SessionError as exc:
+                raise LinkClosed(str(exc)) from exc
+            except (DetrainError, OSError) as exc:
+                reason = str(exc)
+                self.why_broken = one_line(next(iter(reason.splitlines()), ""), most_chars=_LONGEST_REASON)
+                self._wait_before_retry()
+                continue
+            if self.is_closed:  # meanwhile: an attach would take the session from whoever has it now
+                sock.close()
+                break
+            self._connected_at = time.monotonic()
+            self._begin_again(sock)
+            return
+        raise LinkClosed(reason)
+
+    def _wait_before_retry(self) -> None:
+        select.select([self._woken], [], [], self._gap_s * random.uniform(0.75, 1.25))
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        self._gap_s = min(_LONGEST_RETRY_S, 1.5 * self._gap_s)
+
+    def _begin_again(self, sock: socket.socket) -> None:
+        with self._sending:
+            self._link, self._unanswered, self.why_broken = Link(sock), 0, ""
+            if self._attach is None:
+                self.broken_at = None
+                return
+            self._is_resuming = bool(self._incarnation)
+            attach = replace(
+                self._attach, resumes=self._is_resuming, steal=self._attach.steal and not self._is_resuming
+            )
+            self._link.add_bytes(to_frame(attach).to_bytes())
+            if not self._is_resuming:  # the agent has perhaps not even got that
+                self.broken_at = None
+                for _, data in self._unreceived:
+                    self._link.add_bytes(data)
+
+    def _resume(self, frame: Frame) -> None:
+        """Wait for the agent to say what it has received; how ranks and cells stand is known already."""
+        message = frame.message()
+        if isinstance(message, Refused):
+            self._take(frame)
+        if not isinstance(message, Attached):
+            return
+        if message.incarnation != self._incarnation:
+            raise LinkClosed("its agent was started anew, and the ranks are gone")
+        with self._sending:
+            self._is_resuming, self.broken_at = False, None
+            self._drop_received(message.received)
+            for _, data in self._unreceived:
+                self._link.add_bytes(data)
+
+    def _forget_up_to(self, number: int) -> None:
+        with self._sending:
+            self._drop_received(number)
+
+    def _drop_received(self, number: int) -> None:
+        while self._unreceived and self._unreceived[0][0] <= number:
+            self._unreceived_bytes -= len(self._unreceived.popleft()[1])
+
+    # ---- what was shown
+
+    def _until_acknowledging(self) -> float | None:
+        if self._to_acknowledge is None and self._last_number in (None, self._acknowledged):
+            return None
+        return max(0.0, self._acknowledge_at - time.monotonic())
+
+    def _look_what_was_shown(self) -> None:
+        """Every now and then; what has been shown is acknowledged one look later: it may still be under way."""
+        is_taking = self._waiting_bytes <= _FULL_BYTES  # else more and more would be kept here for it
+        if is_taking and self._to_acknowledge is not None:
+            if self._to_acknowledge.was_shown:
+                self._acknowledge(self._to_acknowledge)
+                self._to_acknowledge = None
+            else:
+                self._to_acknowledge.was_shown = self._to_acknowledge.is_shown()
+        if is_taking and self._to_acknowledge is None:
+            self._to_acknowledge = self._next_checkpoint()
+        self._acknowledge_at = max(self._acknowledge_at, time.monotonic() + _ACKNOWLEDGE_GAP_S)
+
+    def _acknowledge_the_last(self) -> None:
+        """We leave in good order: what has been shown need not be shown again."""
+        last = self._next_checkpoint() if self._is_seen else None
+        for checkpoint in (self._to_acknowledge, last):
+            if checkpoint is not None and (checkpoint.is_shown() if self._is_seen else checkpoint.was_shown):
+                self._acknowledge(checkpoint)
+
+    def _next_checkpoint(self) -> Checkpoint | None:
+        if self._last_number is None or self._last_number <= self._acknowledged:
+            return None
+        checkpoint = self._events.checkpoint()
+        checkpoint.number = self._last_number
+        return checkpoint
+
+    def _acknowledge(self, checkpoint: Checkpoint) -> None:
+        self._acknowledged = checkpoint.number
+        size_bytes = sum(len(line.body) for line in checkpoint.unfinished)  # they are sent anew each time
+        self._acknowledge_at = time.monotonic() + size_bytes / _MOST_UNFINISHED_BYTES_PER_S
+        with self._sending, contextlib.suppress(LinkClosed):  # its reader meets the end as well
+            for message in (*checkpoint.unfinished, Acknowledge(checkpoint.number)):
+                self._add(message)
+            if self.broken_at is None:
+                self._link.flush()
+
+    def _check_number(self, number: int, *, is_explained: bool) -> None:
+        """The agent numbers what it keeps for us without a gap, or says in a notice what is missing."""
+        missing = 0 if self._last_number is None else number - self._last_number - 1
+        if missing and not is_explained:
+            self._events.gap(missing)
+        self._last_number = number
+
+
+def _pieces(message: Message) -> Iterator[Message]:
+    """Output in pieces: what a rank draws takes time, in which other nodes and a stop are to get through."""
+    if not isinstance(message, Output) or len(message.body) <= _PIECE_BYTES:
+        yield message
+        return
+    for start in range(0, len(message.body), _PIECE_BYTES):
+        yield replace(message, body=message.body[start : start + _PIECE_BYTES])
+
+
+_links: weakref.WeakSet[NodeLink] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    """In a forked process: it must not keep a session, nor what stays after it, from ending with the notebook."""
+    for link in list(_links):
+        link.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

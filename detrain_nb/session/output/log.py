@@ -1,0 +1,152 @@
+"""Everything the ranks printed and showed, cell by cell, on the notebook's disk, to be read again.
+
+The log outlives its session, since results read from it; it goes with the last of them, or with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...agents import is_running, open_private, runtime_folder
+from ...errors import LaunchError
+from ...wire import MAX_HEADER_BYTES, CellDone, CellFailed, ClearOutput, Display, FrameReader, Output, to_frame
+from .safe_output import clean_text
+
+Logged = Output | Display | ClearOutput | CellDone | CellFailed
+BEGINNINGS, SHOWN_PERHAPS, NEW = range(3)  # the parts of a cell, in the order in which they are read
+_READ_BYTES = 1 << 20
+_MOST_LOOKED_AT_BYTES = 64 << 20
+_MOST_PIECES = 10_000  # of a cell
+_GROWN = 8  # times, at most: a node may have left out what is written here, as defaults and zeros
+_PREFIX = ".log-"
+_WHAT_TO_DO = "make room on that disk, or start this process again with DETRAIN_NB_RUNTIME_DIR, a folder on another one"
+
+
+class OutputLog:
+    """One file of frames per cell, in a folder of its own."""
+
+    def __init__(self) -> None:
+        base = runtime_folder()
+        _remove_orphans(base)
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+        except OSError as exc:
+            raise LaunchError(
+                f"the log of the cells cannot be made under {base}: {exc.strerror}; {_WHAT_TO_DO}"
+            ) from exc
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._pieces: dict[int, list[tuple[int, int]]] = {}  # of each cell's file: part and bytes
+        self.lacking: dict[int, str] = {}  # the cells of which something, or all, found no room, and why
+        self.error = ""  # why it takes no more, until it does again
+
+    def append(self, message: Logged, *, part: int = NEW) -> None:
+        """Keep what a rank said. A disk that takes no more is remembered in ``error``; the cell goes on, and of it
+        nothing more is kept. Later cells are, as soon as there is room.
+
+        What several nodes kept for this notebook comes interleaved: each ``part`` of a cell is read as one.
+        """
+        if message.cell in self.lacking:
+            return
+        data = to_frame(message).to_bytes()
+        try:
+            self._write(message.cell, data)
+        except OSError as exc:
+            self.lacking[message.cell] = exc.strerror or str(exc)
+            self.error = (
+                f"the log under {self._folder} takes no more ({self.lacking[message.cell]}): what a cell prints now is "
+                f"only shown, neither %distributed log nor its result has it; {_WHAT_TO_DO}"
+            )
+            return
+        self.error = ""
+        pieces = self._pieces.setdefault(message.cell, [])
+        part = part if len(pieces) < _MOST_PIECES else NEW  # a node may go to and fro: the rest is read as it came
+        if pieces and pieces[-1][0] == part:
+            pieces[-1] = (part, pieces[-1][1] + len(data))
+        else:
+            pieces.append((part, len(data)))
+
+    def cells(self) -> list[int]:
+        """The cells that printed or showed something, and of which that was kept."""
+        return sorted(cell for cell, pieces in list(self._pieces.items()) if pieces)
+
+    def read(self, cell: int) -> Iterator[Logged]:
+        """What the ranks said in ``cell``, part by part, each in the order in which it arrived."""
+        return self.reader(cell).read()
+
+    def reader(self, cell: int) -> LogReader:
+        """Reads ``cell`` as far as it has come, and later on from there."""
+        return LogReader(self._path(cell), self._pieces.setdefault(cell, []))
+
+    def text(self, cell: int, rank: int, stream: str = "stdout") -> str:
+        """All that one rank printed to one stream in ``cell``, free of control sequences."""
+        pieces = (m.body for m in self.read(cell) if isinstance(m, Output) and (m.rank, m.stream) == (rank, stream))
+        return clean_text(b"".join(pieces).decode("utf-8", "replace"))
+
+    def beginning(self, cell: int, rank: int, *, limit_bytes: int) -> tuple[str, bool]:
+        """The first of what ``text`` is, and whether there is more; of a log without end not all is read."""
+        found, looked_at_bytes = bytearray(), 0
+        for message in self.read(cell):
+            looked_at_bytes += len(getattr(message, "body", b""))
+            if isinstance(message, Output) and (message.rank, message.stream) == (rank, "stdout"):
+                found += message.body[: limit_bytes + 1]
+            if len(found) > limit_bytes or looked_at_bytes > _MOST_LOOKED_AT_BYTES:
+                return clean_text(found[:limit_bytes].decode("utf-8", "replace")), True
+        return clean_text(found.decode("utf-8", "replace")), False
+
+    def _write(self, cell: int, data: bytes) -> None:
+        """Raises: OSError where there is no room; nothing of ``data`` is left then."""
+        with open(self._path(cell), "ab", buffering=0, opener=open_private) as file:
+            size_bytes, left = file.tell(), memoryview(data)
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(size_bytes)
+                raise
+
+    def _path(self, cell: int) -> Path:
+        return self._folder / f"{cell:06d}.frames"
+
+
+class LogReader:
+    """What was logged of one cell, as it becomes more."""
+
+    def __init__(self, path: Path, pieces: list[tuple[int, int]]) -> None:
+        self._path = path
+        self._pieces = pieces  # grows at its end
+        self._read_bytes: dict[int, int] = {}  # of a piece, by where it begins
+        self._frames = FrameReader(max_header_bytes=_GROWN * MAX_HEADER_BYTES)
+
+    def read(self) -> Iterator[Logged]:
+        """What has come since the last call."""
+        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+            for start, size_bytes in self._find_pieces():
+                file.seek(start + self._read_bytes.setdefault(start, 0))
+                while (left := size_bytes - self._read_bytes[start]) and (data := file.read(min(left, _READ_BYTES))):
+                    self._read_bytes[start] += len(data)
+                    for frame in self._frames.feed(data):
+                        message = frame.message()
+                        assert isinstance(message, Logged)
+                        yield message
+
+    def _find_pieces(self) -> list[tuple[int, int]]:
+        """Where the pieces begin and how long they are, in the order in which they are read."""
+        found, start = [], 0
+        for part, size_bytes in list(self._pieces):
+            found.append((part, start, size_bytes))
+            start += size_bytes
+        return [(start, size_bytes) for _, start, size_bytes in sorted(found)]
+
+
+def _remove_orphans(base: Path) -> None:
+    """Remove the logs of processes that were killed before they could."""
+    for folder in base.glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)

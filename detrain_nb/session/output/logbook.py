@@ -1,0 +1,169 @@
+"""What every cell has printed: its messages go to the log, and beside it stands what was lost, missed or half said."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from ...plan import Plan
+from ...wire import CellDone, Output, Unfinished
+from .log import BEGINNINGS, NEW, SHOWN_PERHAPS, Logged, OutputLog
+
+SAID_BEFORE_PERHAPS = "--- from here on perhaps shown before:"
+SAID_BEFORE_NEW = "--- from here on new:"
+_LONGEST_LINE_BYTES = 1 << 16  # as much of a line that does not end goes to a later notebook
+_MOST_UNFINISHED_BYTES = 32 << 20  # of all of them
+_MOST_GAPS = 1000
+_MOST_GAP_CHARS = 8 << 20  # of all cells
+
+
+@dataclass
+class LoggedCell:
+    """What the log has of a cell, counted in messages: where something is to be said when it is shown again.
+
+    Its parts are those of the log: beginnings of lines, cut where an earlier notebook was gone; what that one may have
+    shown; all else.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0])  # by part
+    is_missed: bool = False  # no earlier notebook had shown everything
+    gaps: list[tuple[int, int, str]] = field(default_factory=list)  # by part and index there, of the next message
+    era: int = 0  # how often ranks had got other numbers when it began
+
+    @property
+    def shown_perhaps(self) -> int:
+        return self.counts[SHOWN_PERHAPS]
+
+    def words_before(self, index: int) -> list[str]:
+        """What is to be said before the message of that index."""
+        begins_at = [sum(self.counts[:part]) for part in range(len(self.counts))]
+        words = [text for part, at, text in self.gaps if begins_at[part] + at == index]
+        if self.shown_perhaps and index == begins_at[SHOWN_PERHAPS]:
+            words.insert(0, SAID_BEFORE_PERHAPS)
+        elif self.shown_perhaps and index == begins_at[NEW]:
+            words.insert(0, SAID_BEFORE_NEW)
+        return words
+
+
+@dataclass
+class _Era:
+    """From one change of the ranks' numbers to the next."""
+
+    plan: Plan  # that of the ranks then
+    now: dict[int, int]  # the number that a rank has now, by the one that it had then
+
+
+class Logbook:
+    """That of one session."""
+
+    def __init__(self) -> None:
+        self._eras: list[_Era] = []  # that are over
+        self.log = OutputLog()
+        self.cells: dict[int, LoggedCell] = {}
+        self._gap_chars = 0  # of those that stand with a cell
+        self._with_gaps: dict[int, LoggedCell] = {}  # by cell, the first to be placed first
+        self._gaps: list[str] = []  # what is to be said where the next message of a cell is shown
+        self._unfinished: dict[tuple[int, int, str], bytes] = {}  # lines by cell, rank and stream, the latest last
+        self._unfinished_bytes = 0
+
+    def add(self, message: Logged, *, is_missed: bool, is_shown_perhaps: bool) -> str:
+        """A message of a cell, and whether an earlier notebook has missed it; says in words what went wrong."""
+        words = self._add(message, SHOWN_PERHAPS if is_shown_perhaps else NEW)
+        logged = self.cells[message.cell]
+        if not isinstance(message, CellDone) or message.body or message.overwritten:
+            logged.is_missed |= is_missed
+        logged.is_missed |= is_missed and not is_shown_perhaps  # that it ended is worth a line, but not two
+        return words
+
+    def add_beginning(self, message: Unfinished) -> str:
+        """The beginning of a line that an earlier notebook has shown; says as ``add`` does."""
+        return self._add(Output(message.rank, message.cell, message.stream, message.body), BEGINNINGS)
+
+    def cell(self, number: int) -> LoggedCell:
+        return self.cells.setdefault(number, LoggedCell(era=len(self._eras)))
+
+    def renumber(self, plan: Plan, number: Mapping[int, int]) -> None:
+        """Ranks of ``plan``, all idle, get other numbers. What is logged keeps the one under which it was said: another
+        node's rank may get that."""
+        for era in self._eras:
+            era.now = {then: number[now] for then, now in era.now.items() if now in number}
+        self._eras.append(_Era(plan, dict(number)))
+        for source in self.unfinished:
+            self._take_line(source)
+
+    def plan_of(self, cell: int) -> Plan | None:
+        """The plan of the ranks that ran a cell, where they have other numbers now."""
+        logged = self.cells.get(cell)
+        return self._eras[logged.era].plan if logged and logged.era < len(self._eras) else None
+
+    def _as_then(self, message: Logged, logged: LoggedCell) -> Logged | None:
+        """What a rank says late, of a cell from before it got another number. None where it was not there then."""
+        now_by_then = self._eras[logged.era].now if logged.era < len(self._eras) else {message.rank: message.rank}
+        then = next((then for then, now in now_by_then.items() if now == message.rank), None)
+        return None if then is None else replace(message, rank=then)
+
+    def _add(self, said: Logged, part: int) -> str:
+        logged = self.cell(said.cell)
+        message = self._as_then(said, logged)
+        if message is None:
+            return ""
+        had_error = self.log.error
+        if self._gaps:
+            self._place_gaps(message.cell, logged, part)
+        if not isinstance(message, CellDone) or message.body or message.overwritten:
+            self.log.append(message, part=part)
+            logged.counts[part] += 1
+        if isinstance(message, Output):
+            self._note_unfinished(message)
+        return self.log.error if self.log.error != had_error else ""
+
+    def _place_gaps(self, cell: int, logged: LoggedCell, part: int) -> None:
+        """They stand before the next message of that cell; of very many those of the first cells are forgotten."""
+        all_here = [*logged.gaps, *((part, logged.counts[part], text) for text in self._gaps)]
+        self._gap_chars += _chars_of(all_here[-_MOST_GAPS:]) - _chars_of(logged.gaps)
+        logged.gaps = all_here[-_MOST_GAPS:]
+        self._gaps.clear()
+        self._with_gaps[cell] = logged
+        while self._gap_chars > _MOST_GAP_CHARS:
+            first = self._with_gaps.pop(next(iter(self._with_gaps)))
+            self._gap_chars -= _chars_of(first.gaps)
+            first.gaps = []
+
+    def add_gap(self, text: str) -> None:
+        """Output was lost here."""
+        self._gaps = [*self._gaps, text][-_MOST_GAPS:]
+
+    @property
+    def unfinished(self) -> list[tuple[int, int, str]]:
+        """The cell, rank and stream of every line that has not ended."""
+        return list(self._unfinished)
+
+    def unfinished_lines(self, running: Collection[int]) -> list[Unfinished]:
+        """Those lines in cells that run; where a cell has ended, they are shown as they are."""
+        for source in self.unfinished:
+            if source[0] not in running:
+                self._take_line(source)
+        return [Unfinished(rank, cell, stream, line) for (cell, rank, stream), line in self._unfinished.items()]
+
+    def _note_unfinished(self, message: Output) -> None:
+        """Keep the line that a rank has begun, as it was drawn last; of very many the oldest are forgotten."""
+        source = (message.cell, message.rank, message.stream)
+        begun = self._take_line(source)
+        _, newline, line = message.body.rpartition(b"\n")
+        if not newline:
+            line = begun + line
+        line = line[line.rfind(b"\r", 0, -1) + 1 :][-_LONGEST_LINE_BYTES:]
+        if line:
+            self._unfinished[source] = line
+            self._unfinished_bytes += len(line)
+        while self._unfinished_bytes > _MOST_UNFINISHED_BYTES:
+            self._take_line(next(iter(self._unfinished)))
+
+    def _take_line(self, source: tuple[int, int, str]) -> bytes:
+        line = self._unfinished.pop(source, b"")
+        self._unfinished_bytes -= len(line)
+        return line
+
+
+def _chars_of(gaps: list[tuple[int, int, str]]) -> int:
+    return sum(len(text) for _, _, text in gaps)

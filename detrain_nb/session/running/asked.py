@@ -1,0 +1,53 @@
+"""What a session is asked for: of a type that does not fit is said in words, before anything is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...errors import SpecError
+
+__all__ = ["check_mapping", "check_number", "check_paths", "check_text", "check_whole", "names_of"]
+
+
+def names_of(names: str | Iterable[str], what: str = "names") -> list[str]:
+    """A name, or several, as a list, each once. Raises: SpecError."""
+    listed = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [None]
+    if not listed or not all(isinstance(name, str) and name for name in listed):
+        raise SpecError(f"{what} {names!r}: give a name, or a list of names")
+    return list(dict.fromkeys(map(str, listed)))
+
+
+def check_text(what: str, value: Any) -> None:
+    """Raises: SpecError."""
+    if not isinstance(value, str):
+        raise SpecError(f"{what} {value!r}: give text, a str")
+
+
+def check_number(what: str, value: Any) -> None:
+    """Raises: SpecError."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):  # numpy's have it too
+        raise SpecError(f"{what} {value!r}: give a number")
+
+
+def check_whole(what: str, value: Any) -> None:
+    """Raises: SpecError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise SpecError(f"{what} {value!r}: give a whole number")
+
+
+def check_mapping(what: str, value: Any) -> None:
+    """Raises: SpecError."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        kind = type(value).__name__  # the values may be secrets, or gigabytes
+        raise SpecError(f"{what}: give a dict with names, {{name: value}}, not {kind}")
+
+
+def check_paths(paths: Any, what: str = "paths") -> list[str]:
+    """A path, or several, as a list. Raises: SpecError."""
+    is_one = isinstance(paths, (str, os.PathLike))
+    listed: list[Any] = [paths] if is_one else list(paths) if isinstance(paths, Iterable) else [None]
+    if not all(isinstance(path, (str, os.PathLike)) for path in listed):
+        raise SpecError(f"{what} {paths!r}: give a path, or a list of paths")
+    return [os.fspath(path) for path in listed]

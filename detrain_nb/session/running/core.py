@@ -1,0 +1,188 @@
+"""What the parts of a session share: its nodes and ranks, what came from them, their plan, their process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ...deploy import End, nodes_of
+from ...deploy.known import StartedWith, remember
+from ...errors import CellInterrupted, DetrainError, SessionError
+from ...plan import Plan, parse_ranks
+from ..link.rank_link import IDLE_LIMIT_S, RankLink
+from ..recovery.process_groups import Generations
+from ..recovery.rescue import Rescue
+from ..state.cell_run import CellObserver, CellRun
+
+if TYPE_CHECKING:
+    from ...spec.node import Node
+
+Ranks = str | int | Iterable[int] | None
+
+
+class Core:
+    """One per session. It has no ranks until it has a plan."""
+
+    def __init__(self, name: str, ends: Sequence[End], *, holder: str, is_attaching: bool = False) -> None:
+        self.name = name
+        self.holder = holder
+        self.transports = [end.transport for end in ends]
+        self.ranks = RankLink(name, ends, is_attaching=is_attaching)
+        self.inbox = self.ranks.inbox
+        self.hang_s = 5.0
+        self.stop_gap_s = 0.0
+        self._wants_group = True
+        self._checks_collectives = False
+        self.group_timeout_s = 0.0  # 0: torch's own
+        self.is_stopped = False
+        self.is_left = False  # its ranks go on
+        self.set_plan(Plan((), "gloo"))
+
+    def set_plan(self, plan: Plan) -> None:
+        """These are its ranks from now on."""
+        self.plan = plan
+        self.generations = Generations(self.ranks, world_size=plan.world_size)
+        self.generations.is_wanted = self._wants_group
+        self.generations.is_checked = self._checks_collectives
+        self.rescue = Rescue(self.ranks, self.generations, world_size=plan.world_size)
+        self.ranks.cuda_ranks = plan.cuda_ranks
+        self.inbox.know_ranks(plan.node_of)
+
+    @property
+    def wants_group(self) -> bool:
+        """A default process group is made before the first cell, and after every loss."""
+        return self._wants_group
+
+    @wants_group.setter
+    def wants_group(self, wants_group: bool) -> None:
+        self._wants_group = self.generations.is_wanted = wants_group
+
+    @property
+    def checks_collectives(self) -> bool:
+        """The ranks compare collectives before they begin them, in all groups of later generations."""
+        return self._checks_collectives
+
+    @checks_collectives.setter
+    def checks_collectives(self, checks_collectives: bool) -> None:
+        self._checks_collectives = self.generations.is_checked = checks_collectives
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def is_alive(self) -> bool:
+        return self.why_over is None
+
+    @property
+    def why_over(self) -> DetrainError | None:
+        """Why nothing can be run any more, and what to do; None while it can."""
+        if self.is_stopped and not self.is_left:
+            return SessionError(f"session {self.name!r} has ended: start another one")
+        return self.inbox.failure
+
+    def require_alive(self) -> None:
+        """Raises: what ended the session."""
+        if self.why_over:
+            raise self.why_over
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of every rank, as far as it has said so."""
+        return {rank: up.host for rank, up in self.inbox.up.items()}
+
+    @property
+    def node_names(self) -> dict[int, str]:
+        """The name of every rank's node, of those that have one."""
+        return self.plan.node_names
+
+    @property
+    def nodes(self) -> tuple[Node, ...] | None:
+        """The nodes that it runs on, with as many ranks as each has; None for this machine."""
+        placed = zip(nodes_of(self.transports), self.plan.nodes)
+        return tuple(_placed(node, len(of.ranks)) for node, of in placed if of.ranks) or None
+
+    def note_down(self, started: StartedWith | None = None) -> None:
+        """A later notebook finds its nodes again, and how it was started: what was noted of that before, if None."""
+        remember(self.name, self.nodes or (), holder=self.holder, started=started)
+
+    def plan_of(self, cell: int) -> Plan:
+        """The ranks as they were numbered when ``cell`` ran."""
+        return self.inbox.logbook.plan_of(cell) or self.plan
+
+    def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
+        """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError.
+
+        Where nodes have no name, that is what errors call this machine. ``plan``: of earlier ranks.
+        """
+        plan = plan or self.plan
+        here = dict.fromkeys(self.hosts.values(), tuple(range(plan.world_size)))
+        return parse_ranks(ranks, world_size=plan.world_size, hosts=plan.hosts or here)
+
+    def choose_idle(
+        self, ranks: Ranks, *, limit_s: float = 0.0, tell: Callable[[Mapping[int, CellRun]], None] | None = None
+    ) -> tuple[int, ...]:
+        """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now.
+
+        ``tell`` gets those that are waited for, and the cells that they run, once a second.
+        """
+        self.require_alive()
+        chosen = self.choose(ranks)
+        self.ranks.require_idle(chosen, limit_s=limit_s, tell=tell)
+        return chosen
+
+    def wait_until_idle(self, ranks: Ranks, observer: CellObserver | None, *, limit_s: float) -> tuple[int, ...]:
+        """``choose_idle`` for a cell, which says meanwhile what it waits for.
+
+        Raises: CellInterrupted, too, where stop was pressed while the cell waited for others.
+        """
+        is_told = False
+
+        def tell(busy: Mapping[int, CellRun]) -> None:
+            nonlocal is_told
+            if observer:
+                is_told = True
+                observer.waiting(self.rescue.describe_in_the_way(busy))
+
+        try:
+            return self.choose_idle(ranks, limit_s=limit_s, tell=tell)
+        except KeyboardInterrupt:
+            chosen = self.choose(ranks)
+            in_the_way = {run for rank, run in self.inbox.busy.items() if rank in chosen}
+            if not in_the_way:
+                raise
+            self.rescue.make_way(next(iter(in_the_way)), gap_s=self.stop_gap_s)
+            note = f"the cell was not run; {self.rescue.stop_in_the_way(in_the_way)}"
+            raise CellInterrupted({}, world_size=len(chosen), note=note) from None
+        finally:
+            if observer and is_told:
+                observer.waiting("")
+
+    def mend_group(self, chosen: Iterable[int], observer: CellObserver | None) -> None:
+        """All ranks have a group again, or can make one, if ``chosen`` are all, or the others have time for it.
+
+        Where the others cannot make it, ``chosen`` go on without one.
+        """
+        is_everybody = len(set(chosen)) == self.world_size
+        left = self.inbox.requests.left(range(self.world_size))
+        if not is_everybody and (self.inbox.busy or self.inbox.lost or left):
+            return
+        if self.wants_group and not is_everybody:
+            self.tell(self.generations.mend_for_some(limit_s=IDLE_LIMIT_S), observer)
+        elif self.wants_group:
+            self.generations.mend(limit_s=IDLE_LIMIT_S)
+        else:
+            self.generations.begin()
+
+    def tell(self, words: str, observer: CellObserver | None) -> None:
+        """Say to the user what no cell says: in the cell that is to run, or whenever somebody asks."""
+        if words and observer:
+            observer.notice(words)
+        elif words:
+            self.inbox.notices.append(words)
+
+
+def _placed(node: Node, ranks: int) -> Node:
+    """A node, asked for as many ranks as it has got."""
+    devices = node.devices[:ranks] if isinstance(node.devices, tuple) else node.devices
+    return node.model_copy(update={"ranks": ranks, "devices": devices})

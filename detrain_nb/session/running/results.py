@@ -1,0 +1,129 @@
+"""What a cell gave: one RankResult per rank, gathered in a CellResult."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import RemoteError, behind_ours, short_ranks
+from ..output.log import OutputLog
+
+__all__ = ["CellResult", "RankResult", "TextOnly"]
+
+_SHOWN_CHARS = 2000
+
+
+class TextOnly(str):
+    """The text of a value that cannot travel itself; ``repr`` shows it without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How a cell ended on one rank.
+
+    ``value`` is the cell's last expression where it can travel, else its text (``TextOnly``), None where there is none;
+    ``bundle`` is its rich form, {mime type: data}, already made safe to show. ``seconds`` were measured on the rank.
+    """
+
+    rank: int
+    host: str
+    seconds: float
+    error: RemoteError | None
+    bundle: dict[str, Any] = field(repr=False)
+    value: Any = None
+    _log: OutputLog | None = field(default=None, repr=False, compare=False)
+    _cell: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def stdout(self) -> str:
+        """All that the rank printed to stdout in this cell."""
+        return self._log.text(self._cell, self.rank) if self._log else ""
+
+    @property
+    def stderr(self) -> str:
+        """All that the rank printed to stderr in this cell."""
+        return self._log.text(self._cell, self.rank, "stderr") if self._log else ""
+
+    @property
+    def beginning(self) -> str:
+        """What the rank printed to stdout, or its first part and that there is more."""
+        text, is_cut = (
+            self._log.beginning(self._cell, self.rank, limit_bytes=_SHOWN_CHARS) if self._log else ("", False)
+        )
+        return f"{text} ... more in .stdout" if is_cut else text
+
+
+class CellResult:
+    """How a cell ended on every rank that ran it. ``result[3]`` is rank 3's; iterating goes over the ranks' results."""
+
+    def __init__(self, cell: int, ranks: dict[int, RankResult]) -> None:
+        self.cell = cell
+        self._ranks = dict(sorted(ranks.items()))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self._ranks)
+
+    @property
+    def values(self) -> dict[int, Any]:
+        """The value of the cell's last expression, by rank."""
+        return {rank: result.value for rank, result in self._ranks.items()}
+
+    @property
+    def stdout(self) -> dict[int, str]:
+        """What each rank printed, by rank."""
+        return {rank: result.stdout for rank, result in self._ranks.items()}
+
+    @property
+    def stderr(self) -> dict[int, str]:
+        """What each rank printed to stderr, by rank."""
+        return {rank: result.stderr for rank, result in self._ranks.items()}
+
+    @property
+    def seconds(self) -> dict[int, float]:
+        """How long the cell took on each rank, by rank."""
+        return {rank: result.seconds for rank, result in self._ranks.items()}
+
+    def __getitem__(self, rank: int) -> RankResult:
+        try:
+            return self._ranks[rank]
+        except KeyError:
+            raise KeyError(f"cell {self.cell} did not run on rank {rank}, only on {short_ranks(self._ranks)}") from None
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __iter__(self) -> Iterator[RankResult]:
+        return iter(self._ranks.values())
+
+    def __repr__(self) -> str:
+        lines = [f"CellResult of cell {self.cell}"]
+        lines += [f"  [{r.rank}] {r.seconds:.3f} s  {behind_ours(_shown(r))}" for r in self]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{r.rank}</td><td>{html.escape(r.host)}</td><td>{r.seconds:.3f}</td>"
+            f"<td style='text-align:left'><pre>{html.escape(_shown(r))}</pre></td>"
+            f"<td style='text-align:left'><pre>{html.escape(r.beginning)}</pre></td></tr>"
+            for r in self
+        )
+        head = "<tr><th>rank</th><th>host</th><th>seconds</th><th>value</th><th>stdout</th></tr>"
+        return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+
+
+def _shown(result: RankResult) -> str:
+    if result.error:
+        return _clipped(result.error.summary)
+    return _clipped(str(result.bundle.get("text/plain", "")))
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} ... {len(text) - _SHOWN_CHARS:,} more"

@@ -1,0 +1,64 @@
+"""A cell from the log, shown again, with what is to be said between its messages."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from ...errors import WireError, format_ranks
+from ...wire import CellDone, CellFailed
+from ..output.log import Logged
+from ..output.logbook import SAID_BEFORE_NEW, SAID_BEFORE_PERHAPS, LoggedCell
+from ..state.cell_run import CellObserver, CellRun
+
+_SHOW_LIMIT_S = 10.0
+
+
+class ShownAgain:
+    """Gives the observer of ``run`` what was logged of its cell."""
+
+    def __init__(self, run: CellRun, logged: LoggedCell) -> None:
+        self.run = run
+        self.run.is_from_log = True
+        self._logged = logged
+        self._count = 0
+        self._words: list[str] = []  # to be said before what is shown next
+
+    def give(self, message: Logged) -> None:
+        """The next message of the log."""
+        self._words += self._logged.words_before(self._count)
+        self._count += 1
+        if not isinstance(message, (CellDone, CellFailed)):
+            self._say()
+        elif self.run.has_ended(message):
+            return
+        if message.rank in self.run.ranks:
+            try:
+                self.run.take(message)
+            except WireError:  # a body is read when it is shown, and a node may write anything there
+                self._words.append(f"something that {format_ranks([message.rank])} showed here cannot be read")
+                if isinstance(message, CellDone):
+                    self.run.take(replace(message, body=b""))
+
+    def end(self, *, is_running: bool) -> None:
+        """All that was logged has been given."""
+        self._words += self._logged.words_before(self._count)
+        if not is_running:
+            self._words = [words for words in self._words if words not in (SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW)]
+        self._say()
+        self.run.is_over = not is_running
+
+    def _say(self) -> None:
+        if {SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW} <= {*self._words}:  # there was nothing to show between them
+            self._words = [words for words in self._words if words not in (SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW)]
+        for words in self._words:
+            if self.run.observer:
+                self.run.observer.notice(words)
+        self._words.clear()
+
+
+def wait_until_shown(observer: CellObserver) -> None:
+    """Do not fill the memory with what is to be shown. One that shows nothing before the end is not waited for long."""
+    is_shown, deadline = observer.checkpoint(), time.monotonic() + _SHOW_LIMIT_S
+    while not is_shown() and time.monotonic() < deadline:
+        time.sleep(0.005)

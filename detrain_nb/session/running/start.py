@@ -1,0 +1,336 @@
+"""The beginning of a session: its ranks are started, or an earlier notebook's are taken up again."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...deploy.known import noted_owners
+from ...errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks, short_ranks
+from ...launch import LOOPBACK, LOOPBACK_INTERFACE, RankConfig, launch_node, threads_per_rank
+from ...plan import DEVICES, NodePlan, Plan
+from ...transport import Transport
+from ...wire import Attach, Attached, Launch, OpenStore, Refused, StoreOpened
+from ..output.safe_output import quote
+from ..state.session_state import agent_of
+from .asked import check_mapping, check_number, check_whole
+from .core import Core
+
+START_LIMIT_S = 120.0  # without a further rank that has come up
+ATTACH_LIMIT_S = 30.0  # of a node that others can do without
+CATCH_UP_LIMIT_S = 60.0
+LONGEST_S = 1e8  # three years; above some number a clock of the system or of torch runs over
+LARGEST_SEED = 1 << 62
+_TELL_GAP_S = 0.1
+_ALWAYS_FIT = 8  # ranks of a node, whatever it has
+_PER_PROCESSOR = 4
+_RANK_BYTES = 250_000_000  # what torch, a group and a small model take
+
+Say = Callable[[str], None]  # how far a start is, in a line
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What ``Session.start`` was asked for, of the ranks' processes."""
+
+    folder: str
+    env: Mapping[str, str] = field(repr=False)  # it may hold secrets
+    start: str
+    seed: int
+    has_group: bool
+    linger_s: float
+    spool_limit_bytes: int
+    group_timeout_s: float = 0.0
+
+    def check(self) -> None:
+        """Raises: SpecError for what does not fit, SessionError where this process is a rank itself."""
+        for name, seconds in (("linger_s", self.linger_s), ("group_timeout_s", self.group_timeout_s)):
+            check_number(name, seconds)
+            if not 0 <= seconds <= LONGEST_S:
+                raise SpecError(f"{name} {seconds}: give a number of seconds, 0 or more, at most {LONGEST_S:.0f}")
+        check_whole("seed", self.seed)
+        check_whole("spool_limit_bytes", self.spool_limit_bytes)
+        check_mapping("env", self.env)
+        if abs(self.seed) > LARGEST_SEED:
+            raise SpecError(f"seed {self.seed}: give a number from -2**62 to 2**62")
+        if self.start not in ("fork", "exec"):
+            raise SpecError(f"start {self.start!r} is neither fork nor exec")
+        if not os.path.isdir(self.folder):
+            raise SpecError(f"folder {self.folder} is not there: the ranks start in it")
+        for key, value in self.env.items():
+            if not isinstance(value, str):
+                raise SpecError(f"env {key}: its value is text, a str, not {type(value).__name__}")
+            if not key or "=" in key or "\0" in key + value:
+                raise SpecError(f"{key!r} is no name of an environment variable")
+        torch_distributed = sys.modules.get("torch.distributed")
+        if torch_distributed is not None and torch_distributed.is_available() and torch_distributed.is_initialized():
+            raise SessionError(
+                "torch.distributed is initialised in this process itself: call "
+                "torch.distributed.destroy_process_group() first, the ranks are processes of their own"
+            )
+
+    def message(
+        self, plan: Plan, node_rank: int, transport: Transport, *, cpus: int, run_id: str, store: tuple[str, int]
+    ) -> Launch:
+        """What the agent of a node is told: the launcher's command, and what it remembers for a later notebook."""
+        node = plan.nodes[node_rank]
+        ranks = list(node.ranks)
+        own = os.environ if transport.is_this_machine else {}
+        wanted_threads = self.env.get("OMP_NUM_THREADS") or own.get("OMP_NUM_THREADS", "")
+        threads = int(wanted_threads) if wanted_threads.isdigit() else 0
+        threads = threads or threads_per_rank(len(ranks), cpus=cpus)
+        config = RankConfig(
+            agent_socket="agent.sock",
+            folder=transport.work_folder(self.folder),
+            device=node.device,
+            backend=plan.backend,
+            seed=self.seed,
+            threads=threads,
+            group_timeout_s=self.group_timeout_s,
+            is_only_node=len(plan.nodes) == 1,
+            is_work_folder=not transport.is_this_machine,
+        )
+        launch = launch_node(
+            plan,
+            config,
+            node_rank=node_rank,
+            python=transport.python,
+            run_id=run_id,
+            store=store,
+            interface=transport.interface if len(plan.nodes) > 1 else LOOPBACK_INTERFACE,
+            start=self.start,
+            extra_env={**transport.env, **self.env},
+        )
+        info = {
+            "device": node.device,
+            "backend": plan.backend,
+            "init": self.has_group,
+            "group_timeout_s": self.group_timeout_s,
+        }
+        return Launch(launch.argv, launch.env, ranks, self.linger_s, info, self.spool_limit_bytes)
+
+
+def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int, Attached]:
+    """What the agents of ``nodes`` say of themselves, by the node's position.
+
+    The first node has to answer, as have all at a start; another that does not is one of ``Inbox.absent``.
+    """
+    inbox = core.inbox
+    inbox.attached = inbox.requests.new(map(agent_of, nodes))
+    for node in nodes:
+        if node in inbox.absent:
+            inbox.attached.take_from(agent_of(node), Refused(inbox.absent[node]))
+        else:
+            core.ranks.send_to(node, Attach(core.name, core.holder, steal))
+    try:
+        inbox.attached.wait(START_LIMIT_S if 0 in nodes else ATTACH_LIMIT_S, what="attach")
+    except CellTimeout:
+        if 0 in nodes:
+            raise
+        for node in nodes:
+            if inbox.attached.waits_for(agent_of(node)):
+                core.ranks.hang_up(node, f"it did not answer within {ATTACH_LIMIT_S:g} s")
+    answers = {node: inbox.attached.answers.get(agent_of(node)) for node in nodes}
+    return {node: answer for node, answer in answers.items() if isinstance(answer, Attached)}
+
+
+def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
+    """Raises: SpecError where a node is to have far more ranks than it has processors or memory for."""
+    for number, node in enumerate(plan.nodes):
+        has = attached[number]
+        fitting = _PER_PROCESSOR * has.cpus
+        if has.free_bytes:
+            fitting = min(fitting, has.free_bytes // _RANK_BYTES)
+        if len(node.ranks) > max(_ALWAYS_FIT, fitting):
+            free = f" and {has.free_bytes / 1e9:.1f} GB of free memory" if has.free_bytes else ""
+            processors = "1 processor" if has.cpus == 1 else f"{has.cpus} processors"
+            raise SpecError(
+                f"{len(node.ranks):,} ranks on {node.name or 'this machine'}, which has {processors}{free}: they take "
+                f"about {len(node.ranks) * _RANK_BYTES / 1e9:.0f} GB and share the processors; start at most "
+                f"{max(_ALWAYS_FIT, fitting)}, or all the same with --force (in Python force=True)"
+            )
+
+
+def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say: Say) -> None:
+    """Start the ranks of all nodes at once. Raises: LaunchError."""
+    core.wants_group, core.group_timeout_s = how.has_group, how.group_timeout_s
+    address = core.transports[0].address if len(core.transports) > 1 else LOOPBACK
+    store = (address, _open_store(core, address))
+    run_id = uuid.uuid4().hex
+    core.inbox.ranks_up = core.inbox.requests.new(range(core.world_size))
+    for node, transport in enumerate(core.transports):
+        message = how.message(core.plan, node, transport, cpus=attached[node].cpus, run_id=run_id, store=store)
+        core.ranks.send_to(node, message)
+    _wait_until_all_up(core, say)
+    if how.has_group:
+        core.generations.make(tell=lambda ready: say(f"making the process group: {ready} of {core.world_size} ranks"))
+
+
+def _wait_until_all_up(core: Core, say: Say) -> None:
+    """Raises: CellTimeout, or why a rank cannot come."""
+    request, num_up, deadline = core.inbox.ranks_up, -1, math.inf
+    while not request.wait_quietly(_TELL_GAP_S) and not request.has_failed:
+        if len(request.answers) > num_up:
+            num_up, deadline = len(request.answers), time.monotonic() + START_LIMIT_S
+        say(f"importing torch: {num_up} of {core.world_size} ranks are up")
+        if time.monotonic() >= deadline:
+            apart = "; do the nodes reach each other? %distributed doctor --nodes NODES tells" if core.nodes else ""
+            raise CellTimeout(
+                f"{num_up} of {core.world_size} ranks are up, and no other came in {START_LIMIT_S:g} s{apart}"
+            )
+    request.wait(0.0, what="start")
+
+
+def _open_store(core: Core, address: str) -> int:
+    """The port on the first node that the store of the rendezvous will listen on."""
+    core.inbox.store_opened = core.inbox.requests.new([agent_of(0)])
+    core.ranks.send_to(0, OpenStore(address))
+    core.inbox.store_opened.wait(START_LIMIT_S, what="a socket for the store")
+    answer = core.inbox.store_opened.answers[agent_of(0)]
+    if not isinstance(answer, StoreOpened) or not answer.port:
+        name = core.transports[0].name or "this machine"
+        raise LaunchError(f"{name}: no socket for the store: {quote(getattr(answer, 'error', ''))}")
+    return answer.port
+
+
+def go_on(core: Core, *, steal: bool = False, say: Say) -> None:
+    """Take up what the agents remember. Raises: SessionError, CellTimeout.
+
+    The first node has the store of the rendezvous: without it there is no session, and what it says is the measure for
+    the others. One of them that is lost before it has answered, or says what cannot be, counts as absent, as does one
+    that claims a rank which another had when this machine noted it down.
+    """
+    attached = attach(core, [0], steal=steal)
+    names = [transport.name for transport in core.transports]
+    noted = noted_owners(core.name, names)
+    for rank in attached[0].ranks:
+        if noted.get(rank):
+            owner = names[noted[rank]]
+            raise _disputed(core.name, rank, f"{names[0]} says that it has", f"this machine has noted {owner}")
+    core.inbox.measure_by(attached[0], noted)
+    attached |= attach(core, range(1, len(core.transports)), steal=steal) if len(core.transports) > 1 else {}
+    for rank, (one, other) in core.inbox.disputed.items():
+        both = f"{names[one]} and {names[other]} both say that they have"
+        raise _disputed(core.name, rank, both, "this machine has not noted which had it")
+    world_size = max((up.world_size for up in core.inbox.up.values()), default=0)
+    known = _what_runs(attached, names, world_size=world_size, session=core.name)
+    core.wants_group, core.group_timeout_s = known.has_group, known.group_timeout_s
+    core.set_plan(known.plan)
+    core.generations.go_on_from(max(answer.generation for answer in attached.values()))
+    core.inbox.lose_absent()
+    for node, answer in attached.items():
+        if answer.last_number > answer.acknowledged:
+            _catch_up(core, node, answer.last_number, say)
+    _wait_until_up(core)
+    core.generations.go_on_with_ranks()
+    if disputed := core.inbox.history.disputed:
+        core.inbox.notice(
+            f"nodes do not agree on the code of cell {short_ranks(disputed)} (%distributed log --list shows it): "
+            "a rank is given again only what its own node says"
+        )
+    for run in core.inbox.runs.values():
+        run.hosts.update(core.hosts)
+
+
+def _disputed(session: str, rank: int, who_has: str, noted: str) -> SessionError:
+    return SessionError(
+        f"{who_has} rank {rank} of session {session!r}, and {noted}: attach where it was started, or end it: "
+        f"%distributed stop {session}"
+    )
+
+
+def _catch_up(core: Core, node: int, number: int, say: Say) -> None:
+    """Have what was missed of a node. One that sends nothing of it is lost, the first one with the session.
+
+    Raises: CellTimeout, or what ended the session.
+    """
+    try:
+        source = core.transports[node].name or "the ranks"
+        core.ranks.wait_for_number(
+            node,
+            number,
+            limit_s=CATCH_UP_LIMIT_S,
+            tell=lambda share: say(f"{share:.0%} of what {source} has kept is here"),
+        )
+    except CellTimeout as exc:
+        if node == 0:
+            raise
+        core.ranks.hang_up(node, str(exc))
+
+
+def _wait_until_up(core: Core) -> None:
+    """Wait for ranks that were still starting when their notebook was gone. A node whose ranks do not come is lost, the
+    first one with the session."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while starting := set(range(core.world_size)) - core.inbox.up.keys() - core.inbox.lost.keys():
+        if core.inbox.failure:
+            raise core.inbox.failure
+        if time.monotonic() >= deadline:
+            words = f"{format_ranks(starting)} of session {core.name!r} did not start within {START_LIMIT_S:g} s"
+            if starting & set(core.plan.nodes[0].ranks):
+                raise SessionError(words)
+            for number, node in enumerate(core.plan.nodes):
+                if starting & set(node.ranks):
+                    core.ranks.hang_up(number, words)
+        time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the agents remember of the start."""
+
+    plan: Plan
+    has_group: bool
+    group_timeout_s: float
+
+
+def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_size: int, session: str) -> _Known:
+    """``attached`` has the nodes, by position, that are there; ranks that none of them has were on the others.
+
+    Raises: SessionError when they do not say, or do not fit together.
+    """
+    nodes: list[NodePlan] = []
+    for node, name in enumerate(names):
+        answer = attached.get(node)
+        if answer is None:
+            nodes.append(NodePlan((), "cpu", name))
+            continue
+        if not answer.ranks:
+            raise SessionError(f"session {session!r} has not started its ranks: %distributed stop {session} ends it")
+        device = _info(answer).get("device")
+        if device not in DEVICES:
+            raise SessionError(f"the agent of session {session!r} does not say what it runs: end it with its pid")
+        nodes.append(NodePlan(tuple(answer.ranks), device, name))
+    info = _info(attached[0])
+    backend, has_group = info.get("backend"), bool(info.get("init"))
+    if not isinstance(backend, str):
+        raise SessionError(f"the agent of session {session!r} does not say what it runs: end it with its pid")
+    if 0 not in nodes[0].ranks:
+        raise SessionError(f"these are not the nodes of session {session!r} in order: name all, as at its start")
+    known = {rank for node in nodes for rank in node.ranks}
+    if missing := tuple(rank for rank in range(world_size) if rank not in known):
+        absent = next((node for node in range(len(names)) if node not in attached), None)
+        if absent is None:
+            raise SessionError(
+                f"these are not all nodes of session {session!r}: name all, in the order of its start, or leave out "
+                "one that does not say all its ranks (--without)"
+            )
+        nodes[absent] = replace(nodes[absent], ranks=missing)
+    plan = Plan(tuple(nodes), backend)
+    if sorted(rank for node in nodes for rank in node.ranks) != list(range(plan.world_size)):
+        raise SessionError(f"the agents of session {session!r} do not say which ranks they run: end them")
+    return _Known(plan, has_group, _seconds(info.get("group_timeout_s")))
+
+
+def _info(answer: Attached) -> dict[str, Any]:
+    return answer.info if isinstance(answer.info, dict) else {}
+
+
+def _seconds(said: object) -> float:
+    return said if isinstance(said, float) and 0 <= said < math.inf else 0.0

@@ -1,0 +1,100 @@
+"""Ranks that ended, in words: how, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+
+from ...errors import RemoteError, format_ranks, short_ranks
+from ...wire import RankEnded
+from ..output.safe_output import one_line, quote
+
+_TIMED_OUT = re.compile(r"[Tt]imed out waiting (?:for )?(\d{1,15})ms")  # gloo's words
+_LONGEST_REASON = 4000
+_WITHOUT = (
+    "others keep their variables; %distributed shrink makes them one group without what is gone, "
+    "%distributed restart starts all anew"
+)
+
+
+def advice(ends: Mapping[int, RankEnded], *, world_size: int, is_told: bool = False) -> list[str]:
+    """What to do about ranks that ended, of ``world_size``; ``is_told``: why they did stands above."""
+    fresh = [rank for rank, end in ends.items() if not end.down]
+    lines = [what_to_do_about_down({rank: end}) for rank, end in sorted(ends.items()) if end.down and not is_gone(end)]
+    if gone := {rank: end for rank, end in ends.items() if is_gone(end)}:
+        lines.append(f"the {_WITHOUT}" if is_told else what_to_do_about_down(gone))
+    if fresh:
+        is_one, short = len(fresh) == 1, short_ranks(fresh)
+        source = min(set(range(world_size)) - ends.keys(), default=None)  # nobody else has the variables
+        lines.append(
+            f"{format_ranks(fresh)} {'is' if is_one else 'are'} fresh, "
+            f"{'its' if is_one else 'their'} variables are gone:\n"
+            f"  %distributed replay -r {short}  runs earlier cells there again"
+        )
+        if source is not None:
+            option = f" --from {source}" if source else ""
+            lines[-1] += f"\n  %broadcast NAME{option} -r {short}  brings variables from rank {source}"
+    return lines
+
+
+def is_gone(end: RankEnded) -> bool:
+    """The rank went with its node: nobody there can start it again."""
+    return end.exit_code < 0
+
+
+def what_to_do_about_down(ends: Mapping[int, RankEnded]) -> str:
+    """Of ranks that are down for one reason: the reason, and how to go on."""
+    first = next(iter(ends.values()))
+    ranks, are = format_ranks(ends), "is" if len(ends) == 1 else "are"
+    if is_gone(first):
+        return f"{ranks} {are} gone, {_reason(first.down)}: the {_WITHOUT}"
+    return f"{ranks} {are} left down, {_reason(first.down)}: %distributed restart -r {short_ranks(ends)} tries again"
+
+
+def describe_ends(ends: Mapping[int, RankEnded], *, hosts: Mapping[int, str]) -> str:
+    """How each of the ranks ended."""
+    gone: dict[str, list[int]] = {}
+    for end in ends.values():
+        if is_gone(end):
+            gone.setdefault(_reason(end.reason), []).append(end.rank)
+    lines = [f"{format_ranks(of)} {'is' if len(of) == 1 else 'are'} gone: {reason}" for reason, of in gone.items()]
+    alone = [end for _, end in sorted(ends.items()) if not is_gone(end)]
+    return "\n".join([*lines, *(describe_end(end, host=hosts.get(end.rank, "this machine")) for end in alone)])
+
+
+def describe_end(end: RankEnded, *, host: str) -> str:
+    """How a rank's process ended, with the last lines of its stderr."""
+    how = f"signal {end.signal} ({_signal_name(end.signal)})" if end.signal else f"exit code {end.exit_code}"
+    reason = f", {_reason(end.reason)}" if end.reason else ""
+    words = quote(f"\n{end.stderr_tail.strip()}") if end.stderr_tail.strip() else ""
+    if is_gone(end):
+        return f"rank {end.rank}: {_reason(end.reason)}"
+    what = "was replaced" if end.asked else f"ended with {how}{reason}"
+    return f"rank {end.rank} on {host} (pid {end.pid}) {what}{f'; its last words:{words}' if words else ''}"
+
+
+def describe_silence(errors: Mapping[int, RemoteError]) -> str:
+    """That ranks did not hear of others until the time of their group was over, if so; with the hosts of several."""
+    silent = {rank: match for rank, error in errors.items() if (match := _TIMED_OUT.search(error.message))}
+    if not silent:
+        return ""
+    hosts = sorted({errors[rank].host for rank in silent})
+    waited_s = max(int(match[1]) for match in silent.values()) / 1000
+    said = f"heard nothing for {waited_s:g} s, the time of their group (--group-timeout)"
+    if len(hosts) < 2:
+        return f"{format_ranks(silent)} {said}"
+    cut = "the network between these hosts may be cut"
+    return f"{format_ranks(silent)} on {' and '.join(hosts)} {said.replace('nothing', 'nothing of each other')}: {cut}"
+
+
+def _reason(words: str) -> str:
+    """Why, in the words of a node, in the middle of a line of ours."""
+    return one_line(words, most_chars=_LONGEST_REASON)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
