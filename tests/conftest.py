@@ -57,7 +57,7 @@ NEVER_RERUN = {
     "cli/test_commands.py",
     "deploy/test_files.py",
     "deploy/test_folder.py",
-    "deploy/test_leftovers.py",
+    "deploy/test_cache_cleanup.py",
     "deploy/test_remote_program.py",
     "deploy/test_sync.py",
     "test_layout.py",
