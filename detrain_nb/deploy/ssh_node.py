@@ -44,8 +44,8 @@ _MAGIC = b"\ndetrain-nb bootstrap 1\n"
 _RUN_FILES = """\
 import sys
 sys.path[:0] = [{code!r}]
-from detrain_nb.node import files
-files.main()
+from detrain_nb.copying.remote_program import main
+main()
 """
 _UNPACK_LIMIT_S = 60.0
 _MOST_ADDRESSES = 256

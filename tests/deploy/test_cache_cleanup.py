@@ -369,7 +369,7 @@ def test_lock_that_was_removed_locks_nothing(tmp_path: Path) -> None:
 import fcntl, os, sys
 from pathlib import Path
 from detrain_nb.locks import take_lock
-from detrain_nb.node.leftovers import _remove_note
+from detrain_nb.node.ssh.cache_cleanup import _remove_note
 
 met = False
 def hook(event, args):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from detrain_nb.copying import remote_program as files_program
 from detrain_nb.copying.json_lines import clean
 from detrain_nb.deploy import host_facts, host_probe, remote_program, ssh_node
 from detrain_nb.errors import TransportError
@@ -83,9 +84,9 @@ def test_probe_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> N
 
 
 def test_program_for_files_is_from_our_code(planted: Path) -> None:
-    code = str(Path(remote_program.__file__).parents[2])
+    code = str(Path(files_program.__file__).parents[2])
     said = run(ssh_node._RUN_FILES.format(code=code), b"", planted)
-    assert said.startswith(remote_program.MAGIC.decode())
+    assert said.startswith(files_program.MAGIC.decode())
 
 
 def test_nothing_of_what_python_itself_looks_in_is_left_out(tmp_path: Path) -> None:

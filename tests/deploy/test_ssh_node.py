@@ -135,7 +135,7 @@ def test_code_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
     bootstrap._unpack_whole(str(archive), str(tmp_path / digest), digest)
-    assert len(needed) == 6, "three folders, two files and their list"
+    assert len(needed) == 7, "four folders, two files and their list"
     assert tmp_path.stat().st_ino in synced, "and the name itself"
 
 

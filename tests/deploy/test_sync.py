@@ -618,14 +618,14 @@ def test_full_disk_leaves_old_files_whole_and_the_rest_comes_later(
     full = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from detrain_nb.node import arrivals, files
+from detrain_nb.copying import receiver, remote_program
 
 def check_room(self, name, size):
     if name == "b.py":
-        raise arrivals.FilesError(f"{self.folder}/{name} cannot be written: the disk is full")
+        raise receiver.FilesError(f"{self.folder}/{name} cannot be written: the disk is full")
 
-arrivals.TreeWriter.check_room = check_room
-files.main()
+receiver.TreeWriter.check_room = check_room
+remote_program.main()
 """
     with monkeypatch.context() as patch:
         patch.setattr(files, "_PROGRAM", full)

@@ -48,7 +48,7 @@ _CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "
 # The server ends when this process is killed, before it could end the server.
 _WITH_US = """
 import os, sys
-from detrain_nb.node.processes import die_with_parent
+from detrain_nb.node.system.processes import die_with_parent
 die_with_parent(int(sys.argv[1]))
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """

@@ -13,7 +13,7 @@ import pytest
 
 _ATTACH = """
 import json, os, sys
-from detrain_nb.node import attach
+from detrain_nb.node.ssh import attach
 order = {"session": "mine", "action": "attach", "work_folder": sys.argv[1] + "/work", "silence_s": 20}
 attach.main(order, cache=sys.argv[1], code=[sys.argv[1] + "/code"], hold=os.open(os.devnull, os.O_RDONLY))
 """

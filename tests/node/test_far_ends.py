@@ -94,7 +94,7 @@ _AS_NOBODY = ["unshare", "--user", "--map-user=65534", "--map-group=65534"]
 _SERVE = """
 import socket
 from detrain_nb.errors import ForeignConnection
-from detrain_nb.node.far_ends import require_own
+from detrain_nb.node.groups.far_ends import require_own
 server = socket.create_server(("127.0.0.1", 0))
 own = socket.create_connection(server.getsockname())
 accepted, _ = server.accept()

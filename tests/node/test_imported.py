@@ -19,7 +19,7 @@ import pytest
 _WATCH = """
 import os, sys
 import json, library, link, package
-from detrain_nb.node.imported import ImportedFiles
+from detrain_nb.node.system.imported import ImportedFiles
 files = ImportedFiles()
 os.chdir("/")  # as a warm process does
 print(flush=True)

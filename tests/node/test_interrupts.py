@@ -10,7 +10,7 @@ import pytest
 
 _STORM = """
 import mmap, os, signal, subprocess, sys
-from detrain_nb.node.interrupts import Interrupts
+from detrain_nb.node.cell.interrupts import Interrupts
 
 interrupts = Interrupts(mmap.mmap(-1, 8))
 interrupts.install()
@@ -35,8 +35,8 @@ def test_interrupts_that_come_while_a_failed_cell_is_let_go_of_end_nobody() -> N
 # Python delivers a signal when a function begins or has returned, or a loop goes round: there, one after the other.
 _STRIKES = """
 import dis, mmap, sys
-from detrain_nb.node.cellrunner import CellRunner, Screen, user_traceback
-from detrain_nb.node.interrupts import Interrupts
+from detrain_nb.node.cell.cellrunner import CellRunner, Screen, user_traceback
+from detrain_nb.node.cell.interrupts import Interrupts
 
 interrupts = Interrupts(mmap.mmap(-1, 8))
 runner = CellRunner.create(Screen(lambda *shown: None, lambda wait: None))

@@ -20,8 +20,8 @@ def ask_cuda(*args):
 asked = ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties")
 for name in asked:
     setattr(torch.cuda, name, ask_cuda)
-from detrain_nb.node.launcher import read_config
-from detrain_nb.node.preload import preload
+from detrain_nb.node.rank.launcher import read_config
+from detrain_nb.node.rank.preload import preload
 
 preload()
 config = read_config(sys.argv[1:])

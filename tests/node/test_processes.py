@@ -8,7 +8,7 @@ import sys
 # asyncio does so where it is imported, since Python 3.12.
 _CODE = """
 import os, signal
-from detrain_nb.node.processes import forget_children, watch_children
+from detrain_nb.node.system.processes import forget_children, watch_children
 
 before = os.listdir("/proc/self/fd")
 ended = watch_children()

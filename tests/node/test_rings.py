@@ -15,8 +15,8 @@ from ..failing_cells import FAILING_CELLS
 _RUN = """
 import gc, json, sys
 gc.disable()
-from detrain_nb.node.cellrunner import CellRunner, Screen
-from detrain_nb.node.rings import break_rings
+from detrain_nb.node.cell.cellrunner import CellRunner, Screen
+from detrain_nb.node.cell.rings import break_rings
 
 runner = CellRunner.create(Screen(lambda *shown: None, lambda wait: None))
 assert runner.run('''
@@ -84,8 +84,8 @@ def test_what_a_failed_cell_held_goes_with_its_error(found: dict[str, list[objec
 
 
 _GOES_ON = """
-from detrain_nb.node.cellrunner import CellRunner, Screen
-from detrain_nb.node.rings import break_rings
+from detrain_nb.node.cell.cellrunner import CellRunner, Screen
+from detrain_nb.node.cell.rings import break_rings
 
 runner = CellRunner.create(Screen(lambda *shown: None, lambda wait: None))
 error = runner.run('''

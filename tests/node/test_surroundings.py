@@ -24,7 +24,7 @@ _SET = """
 import os
 os.environ |= {"SET": "1", "CHANGED": "2"}
 del os.environ["GONE"]
-from detrain_nb.node.surroundings import ImportedEnvironment
+from detrain_nb.node.system.surroundings import ImportedEnvironment
 imported = ImportedEnvironment()
 for env in ({"CHANGED": "1", "GONE": "1", "OTHER": "3"}, {"SET": "0", "CHANGED": "0", "GONE": "0"}):
     made = imported.applied_to(env)

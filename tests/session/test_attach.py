@@ -668,7 +668,7 @@ def test_stop_that_has_not_heard_yet_that_the_session_was_taken_does_not_end_the
 
 _SLOW_TO_HEAR = """
 import time
-from detrain_nb.session.node_link import NodeLink
+from detrain_nb.session.link.node_link import NodeLink
 take = NodeLink._take
 def take_later(self, frame):
     time.sleep(1)

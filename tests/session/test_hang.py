@@ -532,7 +532,7 @@ else: load_earlier()
 
 def test_recorder_gives_what_was_enqueued_since(hanging: Session) -> None:
     code = """
-from detrain_nb.node.recorder import read_collectives
+from detrain_nb.node.cell.recorder import read_collectives
 dist.destroy_process_group(); dist.init_process_group()
 dist.all_reduce(torch.ones(2))
 since_ns = time.time_ns()
@@ -547,7 +547,7 @@ while any(entry[5] for entry in read_collectives(since_ns=since_ns)): time.sleep
 
 def test_recorder_keeps_the_last_collective_of_every_group(hanging: Session) -> None:
     code = """
-from detrain_nb.node.recorder import read_collectives
+from detrain_nb.node.cell.recorder import read_collectives
 group = dist.new_group([0, 1])
 dist.all_reduce(torch.ones(2), group=group)
 for _ in range(50): dist.all_reduce(torch.ones(2))

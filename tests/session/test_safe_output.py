@@ -500,7 +500,7 @@ def test_what_reads_a_node_s_words_takes_time_by_their_length(name: str) -> None
 
 def test_every_expression_that_reads_a_node_s_words_is_among_them() -> None:
     package = Path(detrain_nb.__file__).parent
-    files = [*(package / "session").glob("*.py"), *(package / name for name in ("wire.py", "values.py", "errors.py"))]
+    files = [*(package / "session").rglob("*.py"), *(package / name for name in ("wire.py", "values.py", "errors.py"))]
     found = set()
     for path in files:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -31,6 +31,7 @@ from traitlets.config import Config
 
 from ...errors import SessionError
 from ...wire import MAX_BUNDLE_BYTES, MAX_BUNDLE_VALUES, SIZES, count_values, json_body
+from ..system import own_files
 from ..system.processes import stop_with_descendants
 from .rings import break_rings
 from .unattended import Exit
@@ -45,8 +46,7 @@ _AFTER_EXIT = "the cell ends here, the rank goes on with its variables"
 _EXIT_ADVICE = "To exit: use 'exit'"  # IPython's, for a person at a terminal
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _NO_WIDGETS = "widgets of ranks are not carried to the notebook: make them in a cell without %%distributed"
-_OUR_FOLDER = os.path.dirname(__file__)
-_OUR_PACKAGE = os.path.join(os.path.dirname(_OUR_FOLDER), "")
+_OUR_PACKAGE = os.path.join(own_files.PACKAGE, "")
 
 
 @dataclass(frozen=True)
@@ -430,7 +430,7 @@ def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
         frames.append((code.co_filename, line, code.co_name, linecache.getline(code.co_filename, line).strip()))
         step = step.tb_next
     first = next((i for i, frame in enumerate(frames) if frame[0].startswith("<cell ")), 0)
-    while len(frames) > first + 1 and frames[-1][0].startswith(_OUR_FOLDER):
+    while len(frames) > first + 1 and frames[-1][0].startswith(own_files.ON_NODE):
         frames.pop()  # an interrupt is raised in a handler of ours, and what we refuse in a function of ours
     return frames[first:]  # above the cell stand IPython's frames and ours
 

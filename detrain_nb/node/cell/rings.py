@@ -13,12 +13,14 @@ from types import FrameType
 
 import IPython
 
+from ..system import own_files
+
 _LIBRARIES = tuple(
     os.path.join(path, "")
     for path in (
         os.path.dirname(IPython.__file__),
         os.path.join(os.path.dirname(os.__file__), "asyncio"),
-        os.path.dirname(__file__),
+        own_files.ON_NODE,
     )
 )
 

@@ -12,6 +12,7 @@ import time
 from typing import Any, NamedTuple
 
 from ...wire import Collectives, Link, LinkClosed, Locate, Position
+from ..system import own_files
 from ..system.processes import main_thread_asleep_in, main_thread_seconds, memory_bytes
 
 WHERE_SIGNAL = signal.SIGRTMIN + 7  # not SIGUSR1: code for clusters saves its state, and leaves, when that comes
@@ -20,14 +21,12 @@ _DUMP_LIMIT_S = 0.5
 _DUMP_GAP_S = 0.05  # a dump comes in many pieces; if its end is not known by a frame of ours, silence is its end
 _KNOWN_LIMIT_S = 0.2  # longer, and C code holds the GIL: what was known before is said, with its age
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OURS = own_files.PACKAGE + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _CRASH = b"Fatal Python error: "
 _HEAD = b"(most recent call first):"
 _FRAME = re.compile(r'File "(.*)", line (\d+|\?\?\?) in (.*)')
-_RUNS_CELLS = re.compile(
-    re.escape(os.path.join(os.path.dirname(__file__), "interpreter.py")) + r'", line \d+ in (_run_cell|run)\n'
-)
+_RUNS_CELLS = re.compile(re.escape(own_files.RUNS_CELLS) + r'", line \d+ in (_run_cell|run)\n')
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _CELL = re.compile(r"<cell (\d+)>")
 _FRAME_CHARS = 300  # the end of a path that is longer, and the line
