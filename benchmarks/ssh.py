@@ -25,7 +25,7 @@ from ssh_faults import measure_faults
 from ssh_measures import CHANNEL, DELAY_MS, LOCAL_AND_LINK, QUICK, SFTP, TORCHRUN_AND_SSH, Sizes, list_measures
 
 from detrain_nb import Session
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.wire import Output
 
 _WARM_UP = 5

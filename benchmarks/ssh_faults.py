@@ -15,7 +15,7 @@ from hosts import Hosts
 
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, RankLost
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 
 _SETTLE_S = 0.7
 _LINES, _LINE_GAP_S = 200, 0.01

@@ -14,7 +14,7 @@ from ..deploy.known import known_sessions
 from ..errors import RankError, count_ranks, format_ranks, short_ranks
 from ..session.output.safe_output import one_line
 from ..session.session import Session
-from ..session.state.cell_run import CellRun
+from ..session.state.cell import Cell
 from . import options
 from .holder import SessionHolder, StartOptions
 from .host_commands import HostCommands
@@ -133,7 +133,7 @@ class SessionCommands:
         live = LiveCell(screen, session.choose(None, plan=plan), cell, _AS_IT_CAME, nodes=plan.node_names)
         shown: set[int] = set()  # the ranks whose errors stand there
 
-        def show_end(run: CellRun) -> None:
+        def show_end(run: Cell) -> None:
             live.end(run.bundles())
             _show_errors(run, screen, world_size=plan.world_size, except_of=shown)
             if has_left:
@@ -267,14 +267,14 @@ class SessionCommands:
             screen.show(Text("stderr", words))
         screen.close()
 
-    def _follow(self, session: Session, cell: int, live: LiveCell) -> CellRun:
+    def _follow(self, session: Session, cell: int, live: LiveCell) -> Cell:
         run = session.follow(cell, live)
         while run.running and not run.is_over:
             run.wait(0.5)
         return run
 
 
-def _show_errors(run: CellRun, screen: Screen, *, world_size: int, except_of: set[int]) -> None:
+def _show_errors(run: Cell, screen: Screen, *, world_size: int, except_of: set[int]) -> None:
     """Show what a cell raised, ``except_of`` some ranks; these become more."""
     errors = {rank: error for rank, error in run.errors().items() if rank not in except_of}
     if errors:

@@ -226,8 +226,8 @@ class DistributedMagics(Magics):
 
 def _say_notices(session: Session) -> None:
     """What has been noted is said now, once."""
-    while session.notices:
-        print(session.notices.pop(0), file=sys.stderr)
+    for words in session.pop_notices():
+        print(words, file=sys.stderr)
 
 
 def _is_variable(name: str) -> bool:

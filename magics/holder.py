@@ -257,9 +257,8 @@ class SessionHolder:
         if words and session.cells:  # else nothing was made with the groups that there were
             print(words)
         self.session = session
-        for words in session.notices:
+        for words in session.pop_notices():
             print(words)
-        session.notices.clear()
         return session
 
     def detach(self) -> None:

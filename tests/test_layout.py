@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -459,6 +460,46 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     while leaves := [name for name, found in below.items() if not found]:
         below = {name: found - {*leaves} for name, found in below.items() if name not in leaves}
     assert not below
+
+
+def test_what_is_known_of_a_session_changes_by_its_own_methods() -> None:
+    """No attribute that others can set, and no method elsewhere that reaches past the public ones."""
+    faults = []
+    for path in sorted((ROOT / PACKAGE / "session").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if path.parent.name == "state":
+            faults += [f"{path}:{line}: {name} can be set from outside" for line, name in _public_attributes(tree)]
+        else:
+            faults += [f"{path}:{line}: {name} is another object's own" for line, name in _private_touches(tree)]
+    assert not faults, "\n".join(["", *faults])
+
+
+def _public_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+        if is_set and isinstance(node.value, ast.Name) and node.value.id == "self" and not node.attr.startswith("_"):
+            yield node.lineno, node.attr
+
+
+def _private_touches(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):  # `session`: made by its own class
+            is_own = isinstance(node.value, ast.Name) and node.value.id in {"self", "cls", "session"}
+            if not is_own:
+                yield node.lineno, ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    ("find", "source"),
+    [
+        (_public_attributes, "class A:\n    def f(self):\n        self.x += 1"),
+        (_public_attributes, "class A:\n    def f(self):\n        self.x, self._y = 1, 2"),
+        (_private_touches, "state._lost.pop(1)"),
+        (_private_touches, "self.state._lost = {}"),
+    ],
+)
+def test_way_around_the_methods_is_found(find: Any, source: str) -> None:
+    assert list(find(ast.parse(source)))
 
 
 def test_what_a_room_may_import_is_transitive(rules: Rules) -> None:

@@ -52,14 +52,15 @@ from .output.log import OutputLog
 from .output.safe_output import safe_completions
 from .recovery.process_groups import describe_new_groups
 from .running.asked import check_mapping, check_number, check_paths, check_text, check_whole, names_of
+from .running.cells import Cells
 from .running.core import Core, Ranks
 from .running.rank_replacement import Members
 from .running.results import CellResult
-from .running.runs import Runs
 from .running.start import RankStart, attach, go_on, launch, require_room
 from .running.status import SessionStatus, describe_over, look
 from .running.uncut import run_to_its_end
-from .state.cell_run import CellObserver, CellRun
+from .state.cell import Cell
+from .state.cell_observer import CellObserver
 from .state.overwritten import OF_ONE_RANK, describe_overwritten
 
 if TYPE_CHECKING:
@@ -95,10 +96,10 @@ class Session:
         self.not_ended: list[str] = []  # nodes that ``stop`` did not reach: their ranks end by themselves
         self._stopping = threading.Lock()
         self._core = Core(name, ends, holder=self.holder, is_attaching=is_attaching)
-        self._ranks = self._core.ranks
-        self._inbox = self._core.inbox
+        self._link = self._core.link
+        self._state = self._core.state
         self._transports = self._core.transports
-        self._runs = Runs(self._core)
+        self._cells = Cells(self._core)
         self._members = Members(self._core)
         self._files = files
 
@@ -183,10 +184,10 @@ class Session:
         try:
             attached = attach(core, range(len(transports)))
             if nodes is None:
-                core.set_plan(plan_one_node(ranks=ranks, device=device, backend=backend, gpus=attached[0].gpus))
+                core.state.know_plan(plan_one_node(ranks=ranks, device=device, backend=backend, gpus=attached[0].gpus))
             else:
                 offers = [transport.offer(attached[node].gpus) for node, transport in enumerate(transports)]
-                core.set_plan(plan_nodes(offers, device=device, backend=backend, ranks=ranks))
+                core.state.know_plan(plan_nodes(offers, device=device, backend=backend, ranks=ranks))
             if not force:
                 require_room(core.plan, attached)
             of_env = tuple(env or ())
@@ -195,13 +196,14 @@ class Session:
             )
             if files.is_synced:
                 on_progress("bringing the files of the folder to the nodes")
-            session.notices.extend([*files.notices, *files.bring()])
+            for words in [*files.notices, *files.bring()]:
+                core.state.add_notice(words)
             for node in core.nodes or ():
                 if unset := [name for name in node.env if name not in os.environ and name not in of_env]:
-                    session.notices.append(f"{node.name} is to have {', '.join(unset)}, which this process has not set")
+                    core.state.add_notice(f"{node.name} is to have {', '.join(unset)}, which this process has not set")
             for number, end in enumerate(ends):
                 if end.why_cold:
-                    session._inbox.take(StartedCold(end.why_cold), node=number)
+                    core.state.take(StartedCold(end.why_cold), node=number)
             launch(core, how, attached, say=on_progress)
         except BaseException:
             session.stop(cold=True)
@@ -255,7 +257,8 @@ class Session:
             go_on(session._core, steal=steal, say=on_progress)
             session._core.note_down()
             session.cells_before = frozenset(ran.cell for ran in session.cells)
-            session.notices.extend(files.notices)
+            for words in files.notices:
+                session._state.add_notice(words)
         except BaseException:
             session.detach()
             raise
@@ -271,7 +274,7 @@ class Session:
             if not self._core.is_stopped:
                 self._core.is_stopped = self._core.is_left = True
                 atexit.unregister(self._stop_at_exit)
-                self._ranks.detach(is_seen=is_seen)
+                self._link.detach(is_seen=is_seen)
                 for transport in self._transports:
                     transport.leave()
 
@@ -279,29 +282,29 @@ class Session:
     def missed(self) -> dict[int, int]:
         """After ``attach``: the cells of which nobody had been shown everything, and how many messages of each may have
         been shown all the same."""
-        logged = sorted(self._inbox.logbook.cells.items())
+        logged = sorted(self._state.logbook.cells.items())
         return {cell: known.shown_perhaps for cell, known in logged if known.is_missed}
 
     def confirm_missed(self) -> None:
         """What was missed has been shown: no later notebook needs to see it."""
-        self._inbox.is_showing_missed = False
+        self._state.confirm_missed()
 
     @property
     def running_cells(self) -> dict[int, tuple[int, ...]]:
         """The cells that still run, and the ranks that run them."""
-        return self._runs.running
+        return self._cells.running
 
-    def follow(self, cell: int, observer: CellObserver, *, on_end: Callable[[CellRun], None] | None = None) -> CellRun:
+    def follow(self, cell: int, observer: CellObserver, *, on_end: Callable[[Cell], None] | None = None) -> Cell:
         """Give ``observer`` all that was logged of a cell, as fast as it shows it, and from now on what comes.
 
         Returns the cell as it runs, to ``wait`` for it, or as it ended, with ``is_over``. ``on_end`` is called in a
         background thread when one that still runs has ended.
         """
-        return self._runs.follow(cell, observer, on_end)
+        return self._cells.follow(cell, observer, on_end)
 
     def unfollow(self, cell: int, observer: CellObserver) -> None:
         """``observer`` gets no more of a cell, which goes on."""
-        self._runs.unfollow(cell, observer)
+        self._cells.unfollow(cell, observer)
 
     def stop_cells(self) -> dict[int, str]:
         """Stop the cells that run, as the stop button does; says in words how that went.
@@ -309,21 +312,25 @@ class Session:
         Raises: what ended the session.
         """
         self._core.require_alive()
-        return {run.cell: self._core.rescue.stop(run) for run in set(self._inbox.busy.values())}
+        return {cell.number: self._core.rescue.stop(cell) for cell in set(self._state.busy.values())}
 
     @property
     def log(self) -> OutputLog:
         """Everything the ranks printed, cell by cell."""
-        return self._inbox.logbook.log
+        return self._state.logbook.log
 
     @property
-    def notices(self) -> list[str]:
+    def notices(self) -> tuple[str, ...]:
         """What the user should know and no cell has said: output that was lost, a full disk, a start that was cold."""
-        return self._inbox.notices
+        return self._state.notices
+
+    def pop_notices(self) -> list[str]:
+        """The same; whoever asks shows them, and they are gone."""
+        return self._state.pop_notices()
 
     def pop_news(self) -> str:
         """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
-        return self._runs.pop_news()
+        return self._cells.pop_news()
 
     @property
     def plan(self) -> Plan:
@@ -355,12 +362,12 @@ class Session:
     @property
     def wants_group(self) -> bool:
         """There is a default process group, made before the first cell and after every loss."""
-        return self._core.wants_group
+        return self._state.groups.is_wanted
 
     @property
     def checks_collectives(self) -> bool:
         """The ranks compare every collective before they begin it, and all of them fail where it is not the same."""
-        return self._core.checks_collectives
+        return self._state.groups.is_checked
 
     def check_collectives(self, is_on: bool = True) -> str:
         """Compare collectives from the next process groups on, or no more; says in words when that is.
@@ -369,11 +376,11 @@ class Session:
         """
         if is_on == self.checks_collectives:
             return ""
-        self._core.checks_collectives = is_on
-        if self._inbox.busy:
+        self._state.groups.check(is_on)
+        if self._state.busy:
             return "a cell runs: it holds for process groups that are made later, after %distributed restart for all"
-        has_groups = any(self._inbox.has_group.values())
-        return describe_new_groups(self._core.generations.end(), is_wanted=self.wants_group) if has_groups else ""
+        has_groups = self._state.groups.any_has
+        return describe_new_groups(self._core.groups.end(), is_wanted=self.wants_group) if has_groups else ""
 
     @property
     def group_timeout_s(self) -> float:
@@ -403,12 +410,12 @@ class Session:
 
     def next_cell(self, *, at_least: int = 1) -> int:
         """The number that the cell gets which begins next; no two cells of a session have the same."""
-        return self._runs.next_number(at_least=at_least)
+        return self._cells.next_number(at_least=at_least)
 
     @property
     def failure(self) -> DetrainError | None:
         """Why the session cannot go on; None while it can, or after it was ended."""
-        return None if self._core.is_stopped else self._inbox.failure
+        return None if self._core.is_stopped else self._state.failure
 
     @property
     def is_alive(self) -> bool:
@@ -446,17 +453,17 @@ class Session:
         if timeout_s is not None and not timeout_s > 0:  # a number that is none, too
             raise SpecError(f"timeout_s {timeout_s}: give more than 0 seconds")
         self._bring_changes(ranks, observer)
-        return self._runs.run(
+        return self._cells.run(
             code, ranks, observer, at_least=number or 1, first_line=first_line, timeout_s=timeout_s, values=values
         )
 
-    def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> CellRun:
+    def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> Cell:
         """Give ``observer`` all that the log has of a cell; values and errors are in what is returned.
 
         Ranks have the numbers here that they had when the cell ran, see ``plan_of``.
         """
         check_whole("cell", cell)
-        return self._runs.show_again(cell, observer, ranks)
+        return self._cells.show_again(cell, observer, ranks)
 
     def pull(self, names: str | Iterable[str], *, ranks: Ranks = None) -> dict[int, Any]:
         """Bring variables of the ranks here: ``{rank: value}`` for one name, ``{rank: {name: value}}`` for a list.
@@ -466,7 +473,7 @@ class Session:
         """
         wanted = names_of(names)
         chosen = self._core.choose_idle(ranks)
-        found = self._ranks.pull(wanted, chosen)
+        found = self._link.pull(wanted, chosen)
         return {rank: found[rank][names] for rank in chosen} if isinstance(names, str) else found
 
     def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
@@ -476,7 +483,7 @@ class Session:
             if not name.isidentifier() or keyword.iskeyword(name) or name == "__builtins__":
                 raise SpecError(f"push of {name!r}: give the value a name that a cell can use")
         chosen = self._core.choose_idle(ranks)
-        self._ranks.push(variables, chosen)
+        self._link.push(variables, chosen)
         self._core.tell(describe_overwritten(dict.fromkeys(chosen, variables), by="push"), None)
 
     @property
@@ -533,12 +540,12 @@ class Session:
         everyone = range(self.world_size)
         if over := describe_over(self._core):
             silent = judge([Evidence(rank, "no answer") for rank in everyone])
-            return Whereabouts(self.name, tuple(silent.values()), self._core.hosts, "", over)
-        before = self._ranks.locate(everyone, stack=False)
+            return Whereabouts(self.name, tuple(silent.values()), self._state.hosts, "", over)
+        before = self._link.locate(everyone, stack=False)
         time.sleep(WHERE_GAP_S)
-        _, evidence = self._ranks.look(everyone, before=before, stack=True)
+        _, evidence = self._link.look(everyone, before=before, stack=True)
         verdicts, mismatch = tuple(judge(evidence).values()), describe_mismatch(evidence)
-        return Whereabouts(self.name, verdicts, self._core.hosts, mismatch, describe_over(self._core))
+        return Whereabouts(self.name, verdicts, self._state.hosts, mismatch, describe_over(self._core))
 
     def interrupt(self, *, ranks: Ranks = None, kill: bool = False) -> None:
         """Raise KeyboardInterrupt on the ranks that run a cell. Does not wait.
@@ -580,7 +587,7 @@ class Session:
         (sender,) = self.choose(source)
         self._core.choose_idle([*chosen, sender], limit_s=IDLE_LIMIT_S)
         self._core.mend_group(range(self.world_size), None)
-        orphans = self._core.generations.broadcast(wanted, chosen, source=sender)
+        orphans = self._core.groups.broadcast(wanted, chosen, source=sender)
         self._core.tell(_describe_orphans(orphans), None)
         others = [rank for rank in chosen if rank != sender]
         self._core.tell(describe_overwritten(dict.fromkeys(others, OF_ONE_RANK & set(wanted)), by="broadcast"), None)
@@ -600,7 +607,7 @@ class Session:
             cells = list(cells) if isinstance(cells, Iterable) else [cells]
             for cell in cells:
                 check_whole("cell", cell)
-        return self._runs.replay(ranks, cells, observer)
+        return self._cells.replay(ranks, cells, observer)
 
     @property
     def cells(self) -> list[RanCell]:
@@ -608,12 +615,12 @@ class Session:
 
         After an attach a cell is there once for each code that nodes say it had.
         """
-        return self._runs.known
+        return self._cells.known
 
     @property
     def collective_cells(self) -> set[int]:
         """The cells that needed other ranks."""
-        return set(self._inbox.history.collective)
+        return set(self._state.history.collective)
 
     def complete(self, code: str, position: int, *, ranks: Ranks = None, limit_s: float = 1.0) -> Completions | None:
         """Completions by the first idle one of ``ranks``; None when there is none, or it does not answer in time.
@@ -645,16 +652,16 @@ class Session:
             if self._core.is_stopped:
                 return
             nodes = range(len(self._transports))
-            is_ours = [not self._ranks.is_hung_up_on(node) for node in nodes]
-            left = set(self._ranks.end(limit_s=END_LIMIT_S, keep_s=keep_s)) - self._inbox.lost_nodes.keys()
-            is_taken = [self._ranks.is_taken(node) for node in nodes]  # perhaps in this very moment
+            is_ours = [not self._link.is_hung_up_on(node) for node in nodes]
+            left = set(self._link.end(limit_s=END_LIMIT_S, keep_s=keep_s)) - self._state.lost_nodes.keys()
+            is_taken = [self._link.is_taken(node) for node in nodes]  # perhaps in this very moment
             self._core.is_stopped = True  # after it was asked for: a stop in between leaves it to be asked for again
             atexit.unregister(self._stop_at_exit)
             self.not_ended = [self._transports[node].name for node in left if self._transports[node].can_resume]
             if not self.not_ended and not any(is_taken):
                 forget(self.name)
             for node, transport in enumerate(self._transports):
-                if sock := self._ranks.take_kept(node):
+                if sock := self._link.take_kept(node):
                     keep(transport, sock, keep_s=keep_s)
                 else:
                     transport.wait_for_end(limit_s=END_LIMIT_S, is_ours=is_ours[node] and not is_taken[node])
@@ -675,10 +682,10 @@ class Session:
         return f"<Session {self.name!r}: {count_ranks(self.world_size)} on {self.plan.device}{where}, {state}>"
 
     def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float, ranks: Ranks) -> Message | None:
-        idle = set(self.choose(ranks)) - set(self._inbox.busy) - set(self._inbox.lost)
+        idle = set(self.choose(ranks)) - set(self._state.busy) - set(self._state.lost)
         if not idle or not self.is_alive:
             return None
-        return self._ranks.ask(min(idle), ask, limit_s=limit_s)
+        return self._link.ask(min(idle), ask, limit_s=limit_s)
 
     def _bring_changes(self, ranks: Ranks, observer: CellObserver | None) -> None:
         """The nodes that are to run a cell have what has changed here."""

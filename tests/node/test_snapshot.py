@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from detrain_nb.node.agent.snapshot import Memory
 from detrain_nb.session.state.history import History
-from detrain_nb.session.state.message_checks import Claims
+from detrain_nb.session.state.message_checks import MessageChecks
+from detrain_nb.session.state.rank_owners import RankOwners
 from detrain_nb.wire import CellDone, Message, RanCell, RankEnded, RankUp, RunCell, to_frame
 
 
@@ -52,7 +53,7 @@ def test_notebook_takes_what_is_remembered_of_long_cells() -> None:
     told = _told(memory)
     assert [cell.cell for cell in told] == list(range(told[0].cell, 51)), "the oldest are forgotten"
     assert len(told) > 10
-    claims = Claims(History())
+    claims = MessageChecks(History(), RankOwners())
     for cell in told:
         claims.check_time(cell, 0, is_attached=False)
 

@@ -17,7 +17,7 @@ from detrain_nb import Session
 from detrain_nb import parallel as par
 from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionError, SpecError
 from detrain_nb.parallel import SCHEDULES, PipelineStages, split, stages_of_rank
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 
 from .models import GPT
 from .test_splitter import TOKENS

@@ -24,7 +24,7 @@ from typing import Any
 import detrain_nb
 from detrain_nb import Session
 from detrain_nb.errors import CellTimeout, RankLost
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 
 from ..node.cgroups import memory_cgroup
 from .training import COLLECTIVE, press_stop

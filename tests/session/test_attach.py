@@ -25,7 +25,7 @@ from detrain_nb.errors import DetrainError, NodeLost, SessionError, SpecError
 from detrain_nb.session import session as session_module
 from detrain_nb.session.link.node_link import NodeLink
 from detrain_nb.session.session import end_session
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 
 _LIMIT_S = 60.0
 _SERVE = """
@@ -294,7 +294,7 @@ def test_death_that_was_not_told_yet_is_told_by_the_next_one(other: OtherProcess
     other.run(_start(name))
     pid = other.run("answer = s.run_cell('import os; os.getpid()').values[1]")
     os.kill(pid, signal.SIGKILL)
-    other.run("import time\nwhile s.status().ranks[1].state != 'idle' or not s._inbox.fresh: time.sleep(.01)")
+    other.run("import time\nwhile s.status().ranks[1].state != 'idle' or not s._state.fresh: time.sleep(.01)")
     other.run("time.sleep(1)")  # time to acknowledge it
     other.kill()
     with Session.attach(name) as session:
@@ -308,7 +308,7 @@ def test_death_before_a_cell_that_runs_is_not_taken_for_its_end(other: OtherProc
     other.run(_start(name, init=False))
     pid = other.run("answer = s.run_cell('import os; os.getpid()').values[1]")
     os.kill(pid, signal.SIGKILL)
-    other.run("import time\nwhile s.status().ranks[1].state != 'idle' or not s._inbox.fresh: time.sleep(.01)")
+    other.run("import time\nwhile s.status().ranks[1].state != 'idle' or not s._state.fresh: time.sleep(.01)")
     code = f"import os, time\nopen('{tmp_path}/' + str(rank), 'w')\n"
     code += f"while not os.path.exists('{tmp_path}/go'): time.sleep(.01)"
     other.start(f"s.run_cell({code!r})")  # without an observer it is not shown, nor acknowledged
@@ -381,7 +381,7 @@ for i in range(20_000, 20_100): print(i)
         marks = ["--- from here on perhaps shown before:", "--- from here on new:"]
         assert observer.notices == marks, "the process that was killed had the first line, and nobody was shown it"
         session.run_cell("1")
-        _eventually(lambda: session._ranks._links[0]._acknowledged == session._ranks._links[0].last_number)
+        _eventually(lambda: session._link._nodes[0]._acknowledged == session._link._nodes[0].last_number)
         session.detach()
     with Session.attach(name) as session:
         assert session.missed == {}
@@ -405,7 +405,7 @@ def test_what_nobody_confirmed_is_shown_again_between_marks(other: OtherProcess,
     assert observer.shown[-1][0] == "notice"
     assert observer.text(0) == "1\n2\n"
     second.confirm_missed()
-    _eventually(lambda: second._ranks._links[0]._acknowledged == second._ranks._links[0].last_number)
+    _eventually(lambda: second._link._nodes[0]._acknowledged == second._link._nodes[0].last_number)
     second.detach()
     with Session.attach(name) as third:
         assert third.missed == {}

@@ -253,7 +253,7 @@ def test_stop_pressed_after_a_death_still_interrupts_the_others(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(equipped._core.generations, "end", press)
+    monkeypatch.setattr(equipped._core.groups, "end", press)
     with pytest.raises(RankLost, match="rank 0 kept its variables"):
         equipped.run_cell("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)")
     assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
@@ -266,7 +266,7 @@ def test_death_while_the_group_is_made(equipped: Session, monkeypatch: pytest.Mo
     equipped.run_cell("1")
     with pytest.raises(RankLost):
         equipped.run_cell("if rank == 1: os._exit(1)\ndist.barrier()")
-    _after_the_first(NewGeneration, equipped, monkeypatch, lambda: os.kill(equipped._inbox.up[1].pid, signal.SIGKILL))
+    _after_the_first(NewGeneration, equipped, monkeypatch, lambda: os.kill(equipped._state.up[1].pid, signal.SIGKILL))
     assert equipped.run_cell("1").ranks == (0, 1)
     assert_works(equipped)
 
@@ -363,7 +363,7 @@ def test_optimizer_that_is_broadcast_without_its_model_is_told(equipped: Session
     said = "on rank 1 opt trains parameters that are in no model there: .* %broadcast MODEL,opt -r 1"
 
     def told(names: list[str]) -> str:
-        equipped.notices.clear()
+        equipped.pop_notices()
         equipped.broadcast(names, ranks=1)
         return "\n".join(equipped.notices)
 
@@ -457,7 +457,7 @@ def test_broadcast_that_a_stop_has_left_is_waited_for_by_name(
         equipped.broadcast("slow")
     shown = Watcher()
     with monkeypatch.context() as patch:
-        patch.setattr("detrain_nb.session.running.runs.IDLE_LIMIT_S", 1.5)
+        patch.setattr("detrain_nb.session.running.cells.IDLE_LIMIT_S", 1.5)
         with pytest.raises(SessionError, match=r"^rank 1 still in the broadcast of slow: .* interrupt --kill 1$"):
             equipped.run_cell("rank", observer=shown)
     assert "waiting for rank 1, still in the broadcast of slow" in shown.waited
@@ -507,7 +507,7 @@ def _after_the_first(
     kind: type[Message], session: Session, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
 ) -> None:
     """Act once, when the session has sent the first message of that kind to its ranks."""
-    send = session._ranks.send
+    send = session._link.send
 
     def send_and_act(message: Message) -> None:
         send(message)
@@ -515,7 +515,7 @@ def _after_the_first(
             monkeypatch.undo()
             act()
 
-    monkeypatch.setattr(session._ranks, "send", send_and_act)
+    monkeypatch.setattr(session._link, "send", send_and_act)
 
 
 def _runs(pid: int) -> bool:

@@ -241,7 +241,7 @@ def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> N
     session.restart_ranks("all")
     own = "import os, torch, torch.distributed as dist\nrank = dist.get_rank() if dist.is_initialized() else rank\n"
     assert session.run_cell(f"{own}device = 'cpu'").stderr == {0: "", 1: ""}, "the same values"
-    session.notices.clear()
+    session.pop_notices()
     session.run_cell("if rank == 1: del dist\nfor rank in range(9): pass\ndevice = 'meta'")
     first = "\n".join(session.notices).splitlines()
     assert [line.partition(", ")[0] for line in first] == [
@@ -255,7 +255,7 @@ def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> N
     session.run_cell("rank = 7")
     assert len(session.notices) == 1, "it has been said"
     session.restart_ranks("all")
-    session.notices.clear()
+    session.pop_notices()
     session.run_cell("%reset -f")
     lines = "\n".join(session.notices).splitlines()
     set_back = "\n".join(line.partition("; ")[2].removesuffix("  sets it back") for line in lines)
@@ -265,7 +265,7 @@ def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> N
     with pytest.raises(RankError):
         session.run_cell("rank = 'mine'\n1 / 0", observer=said)
     assert [line.partition(", ")[0] for line in said.notices] == ["this cell has overwritten rank on ranks 0-1"]
-    session.notices.clear()
+    session.pop_notices()
     session.restart_ranks("all")
 
 

@@ -14,7 +14,7 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, RankError, RankLost
 from detrain_nb.session.diagnosis.where_report import Whereabouts
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 
 DEADLINE_S = 40.0
 PREPARED = """

@@ -43,6 +43,7 @@ from detrain_nb.errors import (
     TransportError,
     WireError,
 )
+from detrain_nb.plan import NodePlan, Plan
 from detrain_nb.session.diagnosis.diagnosis import HangWatch, describe_mismatch, judge
 from detrain_nb.session.diagnosis.evidence import gather
 from detrain_nb.session.diagnosis.where_report import Whereabouts
@@ -52,7 +53,8 @@ from detrain_nb.session.output.safe_output import safe_bundle, safe_completions
 from detrain_nb.session.running.start import _open_store
 from detrain_nb.session.running.status import RankStatus
 from detrain_nb.session.session import end_session
-from detrain_nb.session.state.cell_run import CellObserver, CellRun
+from detrain_nb.session.state.cell import Cell
+from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.session.state.rank_deaths import advice, describe_ends, describe_silence
 from detrain_nb.spec.node import Node
 from detrain_nb.wire import (
@@ -139,8 +141,8 @@ class Pair:
         self._rss = psutil.Process().memory_info().rss
 
     @property
-    def inbox(self) -> Any:
-        return self.session._inbox
+    def state(self) -> Any:
+        return self.session._state
 
     @property
     def grown_bytes(self) -> int:
@@ -151,8 +153,8 @@ class Pair:
         """The honest node's rank runs cells; the notebook holds little of what was sent."""
         assert self.session.is_alive
         assert self.session.run_cell("1", ranks=0).ranks == (0,)
-        assert self.inbox.node_of == {0: 0, 1: 1}
-        assert self.inbox.up.keys() <= {0, 1}
+        assert self.state.node_of == {0: 0, 1: 1}
+        assert self.state.up.keys() <= {0, 1}
         assert self.session.next_cell() < 100
         assert self.grown_bytes < MOST_GROWTH_BYTES
 
@@ -160,11 +162,11 @@ class Pair:
         """The node was hung up on, and is lost; nothing else is."""
         assert self.bad.wait_until_hung_up_on()
         deadline = time.monotonic() + 10
-        while 1 not in self.inbox.lost_nodes and not self.inbox.failure and time.monotonic() < deadline:
+        while 1 not in self.state.lost_nodes and not self.state.failure and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert not self.inbox.failure
-        assert "taking a message failed" not in self.inbox.lost_nodes[1]
-        assert why in self.inbox.lost_nodes[1]
+        assert not self.state.failure
+        assert "taking a message failed" not in self.state.lost_nodes[1]
+        assert why in self.state.lost_nodes[1]
         self.assert_others_go_on()
         with pytest.raises((RankLost, SessionError), match="bad is lost"):
             self.session.run_cell("1", ranks=1)
@@ -172,7 +174,7 @@ class Pair:
     def assert_not_heard(self) -> None:
         """What was sent has changed nothing: the node goes on as well."""
         assert self.session.run_cell("1", ranks=1).ranks == (1,)
-        assert not self.inbox.lost_nodes
+        assert not self.state.lost_nodes
         self.assert_others_go_on()
 
 
@@ -316,8 +318,8 @@ def test_message_that_is_for_nobody_changes_nothing(pair: Pair, message: Message
     deadline = time.monotonic() + 10
     while "bad: taken" not in pair.session.notices and time.monotonic() < deadline:
         time.sleep(0.002)
-    assert pair.inbox.has_group == {0: True, 1: True}
-    assert pair.inbox.generation == 1
+    assert pair.state.groups.all_have([0, 1])
+    assert pair.state.groups.number == 1
     pair.assert_not_heard()
 
 
@@ -340,7 +342,7 @@ def test_numbers_that_jump_or_run_backwards_are_the_node_s_own_loss(pair: Pair) 
     assert_soon(lambda: len(pair.session.notices) >= 2)
     assert re.fullmatch(r"bad: of what its ranks said [\d,]+ messages are missing", pair.session.notices[0])
     assert all(notice.startswith("bad: ") for notice in pair.session.notices)
-    assert not pair.inbox.lost_nodes
+    assert not pair.state.lost_nodes
 
 
 @pytest.mark.slow
@@ -393,7 +395,7 @@ def test_node_that_ends_each_connection_at_once_is_not_connected_to_without_a_pa
         return ours
 
     with _attached(good, bad) as session:
-        monkeypatch.setattr(session._ranks._links[1], "_connect", lambda: connect("mine"))
+        monkeypatch.setattr(session._link._nodes[1], "_connect", lambda: connect("mine"))
         bad._sock.shutdown(socket.SHUT_RDWR)
         assert_soon(lambda: len(times) > 3)
         assert session.run_cell("1", ranks=0).ranks == (0,)
@@ -426,10 +428,10 @@ def _attached(*nodes: FakeNode, name: str = "mine") -> Iterator[Session]:
 
 def _assert_absent(session: Session, why: str = "") -> None:
     """Node bad is lost, and nothing that it said counts; the honest node goes on."""
-    inbox: Any = session._inbox
-    assert why in inbox.lost_nodes[1]
-    assert (session.world_size, session.next_cell(), inbox.generation) == (2, 1, 1)
-    assert not inbox.busy
+    state: Any = session._state
+    assert why in state.lost_nodes[1]
+    assert (session.world_size, session.next_cell(), state.groups.number) == (2, 1, 1)
+    assert not state.busy
     assert session.run_cell("1", ranks=0).ranks == (0,)
     with pytest.raises((RankLost, SessionError), match="bad is lost"):
         session.run_cell("1", ranks=1)
@@ -518,7 +520,7 @@ def test_number_of_a_cell_that_a_node_makes_up_keeps_no_honest_node_out_later(cl
             new = session.run_cell("1", ranks=0).cell
             assert not {new, new - 1} & {*cells, claimed}
             cells += [new - 1, new]
-            assert not session._inbox.lost_nodes
+            assert not session._state.lost_nodes
 
 
 @pytest.mark.parametrize(("code", "first_line"), [("evil()", 1), ("x = 1", 9)])
@@ -591,9 +593,9 @@ def test_node_that_claims_a_rank_which_was_noted_of_another_counts_as_absent(is_
     known.remember("noted", noted, holder="x")
     try:
         with _attached(*_three_of_which_one_claims_too_much(is_late), name="noted") as session:
-            assert list(session._inbox.lost_nodes) == [1]
-            assert "speaks for rank 2, which it does not have" in session._inbox.lost_nodes[1]
-            assert session._inbox.node_of == {0: 0, 1: 1, 2: 2}
+            assert list(session._state.lost_nodes) == [1]
+            assert "speaks for rank 2, which it does not have" in session._state.lost_nodes[1]
+            assert session._state.node_of == {0: 0, 1: 1, 2: 2}
             assert session.run_cell("1", ranks=[0, 2]).ranks == (0, 2)
     finally:
         known.forget("noted")
@@ -679,7 +681,7 @@ def test_node_that_is_lost_after_it_has_answered_while_another_is_asked_is_lost_
     for node in nodes:
         node.answers[Attach] = lambda _, node=node: answer(node)
     with _attached(*nodes) as session:
-        assert list(session._inbox.lost_nodes) == [1]
+        assert list(session._state.lost_nodes) == [1]
         assert session.run_cell("1", ranks=[0, 2]).ranks == (0, 2)
 
 
@@ -779,7 +781,7 @@ def test_node_whose_ranks_are_fresh_again_and_again_holds_the_others_up_a_few_ti
         session.run_cell("1")
         for incarnation in range(2, 9):
             bad.say(RankUp(1, incarnation, 0, 2, 1, "bad", "cpu", "2"))
-            assert_soon(lambda: session._inbox.up[1].incarnation == incarnation)  # noqa: B023
+            assert_soon(lambda: session._state.up[1].incarnation == incarnation)  # noqa: B023
             assert session.run_cell("1", ranks=0).ranks == (0,)
         assert len(asked) == 3
 
@@ -818,7 +820,7 @@ def test_node_that_takes_no_new_numbers_is_lost_alone(monkeypatch: pytest.Monkey
     nodes[1].answers[Renumber] = _renumbered_wrongly(how, nodes[1])
     with _attached(*nodes) as session:
         nodes[2].leave()
-        assert_soon(lambda: 2 in session._inbox.lost)
+        assert_soon(lambda: 2 in session._state.lost)
         assert session.shrink() == {0: 0, 1: 1}
         if how in ("says nothing", "refuses"):
             _assert_absent(session, "its ranks did not take their new numbers within 0.3 s")
@@ -844,7 +846,7 @@ def test_what_a_lost_node_showed_is_shown_as_its_own_when_a_trusted_one_has_its_
     with _attached(*nodes) as session:
         first = session.run_cell("1", values=False)
         nodes[1].leave()
-        assert_soon(lambda: 1 in session._inbox.lost)
+        assert_soon(lambda: 1 in session._state.lost)
         assert session.shrink() == {0: 0, 2: 1}
         nodes[2].say(Output(1, 1, "stdout", b"late\n"), is_numbered=False)
         assert_soon(lambda: first[2].stdout == "2\nlate\n")
@@ -951,7 +953,7 @@ def test_node_that_does_not_say_all_its_ranks_can_be_left_out() -> None:
         Session.attach("mine", nodes=[good, bad])
     with Session.attach("mine", nodes=[good, bad], without=["bad"]) as session:
         assert session.run_cell("1", ranks=0).ranks == (0,)
-        assert sorted(session._inbox.lost) == [1, 2]
+        assert sorted(session._state.lost) == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["good", "nobody"])
@@ -985,7 +987,7 @@ def test_what_a_node_remembers_is_bounded() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[Attach] = lambda _: (RanCell([1], cell, "x" * 100_000, 1, False, [], False) for cell in range(1, 3000))
     with _attached(good, bad) as session:
-        assert "remembers more than a session has" in session._inbox.lost_nodes[1]
+        assert "remembers more than a session has" in session._state.lost_nodes[1]
         gc.collect()
         assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
 
@@ -1001,16 +1003,16 @@ def test_output_of_cells_that_nobody_sent_is_not_kept(last_number: int) -> None:
             for stream in ("stdout", "stderr"):
                 bad.say(Output(1, cell, stream, b"x" * 60_000), is_numbered=last_number > 0)
         bad.say(Notice("taken"), is_numbered=False)
-        assert_soon(lambda: "bad: taken" in session.notices or 1 in session._inbox.lost_nodes)
+        assert_soon(lambda: "bad: taken" in session.notices or 1 in session._state.lost_nodes)
         assert session.log.cells() == []
         gc.collect()
         assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
-        assert (1 in session._inbox.lost_nodes) is (last_number == 0)
+        assert (1 in session._state.lost_nodes) is (last_number == 0)
 
 
 def test_lines_that_do_not_end_are_kept_up_to_a_size(pair: Pair) -> None:
     for cell in range(1, 2001):
-        pair.inbox.history.begin(RunCell([1], [1], cell, "x"))
+        pair.state.history.begin(RunCell([1], [1], cell, "x"))
     for cell in range(1, 2001):
         pair.bad.say(Output(1, cell, "stdout", b"x" * 60_000), is_numbered=False)
     pair.bad.say(Notice("taken"), is_numbered=False)
@@ -1040,9 +1042,9 @@ def test_node_that_serves_another_notebook_ends_the_session_here_also_where_it_t
 def test_log_of_a_launcher_cannot_hold_up_the_notebook(pair: Pair) -> None:
     pair.bad.say(LauncherEnded(1, "Root Cause" + "\n" * 100_000 + "x"))
     deadline = time.monotonic() + 5
-    while 1 not in pair.inbox.lost_nodes and time.monotonic() < deadline:
+    while 1 not in pair.state.lost_nodes and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert 1 in pair.inbox.lost_nodes
+    assert 1 in pair.state.lost_nodes
     pair.assert_others_go_on()
 
 
@@ -1083,7 +1085,7 @@ def test_other_nodes_get_through_while_a_large_output_is_taken(pair: Pair) -> No
     seen: list[int] = []
 
     def take_turn() -> None:
-        with pair.inbox.taking:
+        with pair.state.held():
             seen.append(eyes.num_chars)
 
     turn = threading.Thread(target=take_turn)
@@ -1094,7 +1096,7 @@ def test_other_nodes_get_through_while_a_large_output_is_taken(pair: Pair) -> No
 
 
 def test_link_that_is_closed_takes_no_more_of_a_large_output(pair: Pair) -> None:
-    eyes = _SlowEyes(lambda: pair.session._ranks._links[1].begin_to_close(is_seen=True))
+    eyes = _SlowEyes(lambda: pair.session._link._nodes[1].begin_to_close(is_seen=True))
     with pytest.raises(DetrainError):
         _run(pair, _LARGE, _DONE, observer=eyes)
     assert 0 < eyes.num_chars < len(_LARGE.body)
@@ -1158,14 +1160,14 @@ def _told_of_ends(pair: Pair) -> list[str]:
 
 
 def _told_of_a_request(pair: Pair) -> list[str]:
-    request = pair.inbox.requests.new([1])
+    request = pair.state.requests.new([1])
     pair.bad.say(RequestFailed(1, request.number, _LIES), is_numbered=False)
     return _error_of(lambda: request.wait(10.0, what="it"))
 
 
 def _told_of_groups(pair: Pair) -> list[str]:
     pair.bad.answers[NewGeneration] = lambda message: [GenerationReady(1, message.number, _LIES)]
-    pair.inbox.has_group.clear()
+    pair.state.groups.expect_end([])
     return _error_of(lambda: pair.session.run_cell("1"))
 
 
@@ -1176,9 +1178,9 @@ def _told_of_the_store(pair: Pair) -> list[str]:
 
 def _told_of_a_lost_node(pair: Pair, message: Message) -> list[str]:
     pair.bad.say(message, is_numbered=False)
-    assert_soon(lambda: bool(pair.inbox.lost_nodes or pair.inbox.failure))
+    assert_soon(lambda: bool(pair.state.lost_nodes or pair.state.failure))
     return [
-        describe_ends(pair.inbox.fresh, hosts={}),
+        describe_ends(pair.state.fresh, hosts={}),
         *_error_of(lambda: pair.session.run_cell("1", ranks=1)),
         *_error_of(lambda: pair.session.run_cell("1")),
     ]
@@ -1415,7 +1417,7 @@ def test_nobody_else_waits_while_what_a_node_shows_is_cleaned(pair: Pair, monkey
     free: list[bool] = []
 
     def take_turn() -> None:
-        with pair.inbox.taking, pair.inbox.following:
+        with pair.state.held():
             pass
 
     def look(bundle: object, *, is_this_machine: bool, rest_is_in: str) -> dict[str, Any]:
@@ -1425,7 +1427,7 @@ def test_nobody_else_waits_while_what_a_node_shows_is_cleaned(pair: Pair, monkey
         free.append(not turn.is_alive())
         return safe_bundle(bundle, is_this_machine=is_this_machine, rest_is_in=rest_is_in)
 
-    monkeypatch.setattr("detrain_nb.session.state.cell_run.safe_bundle", look)
+    monkeypatch.setattr("detrain_nb.session.state.cell.safe_bundle", look)
     eyes, value = Eyes(), json_body({"text/plain": "x"})
     result = _run(pair, Display(1, 0, "", False, value), replace(_DONE, body=value), observer=eyes, values=False)
     assert eyes.bundles == [result[1].bundle] == [{"text/plain": "x"}]
@@ -1449,7 +1451,7 @@ def test_answer_that_nobody_waits_for_is_not_cleaned(
 ) -> None:
     _run(pair, _DONE)
     seen: list[object] = []
-    for name in ("state.session_state.cleaned", "state.cell_run.safe_bundle", "state.cell_run.parse_bundle"):
+    for name in ("state.session_state.cleaned", "state.cell.safe_bundle", "state.cell.parse_bundle"):
         monkeypatch.setattr(f"detrain_nb.session.{name}", lambda said, **_: seen.append(said))
     pair.bad.say(answer, is_numbered=False)
     pair.assert_not_heard()
@@ -1552,41 +1554,41 @@ class _Ends:
         self.good.answers[Attach] = self.bad.answers[Attach] = lambda _: []
         self.link = RankLink("mine", [End(node, node.connect_agent("mine")) for node in (self.good, self.bad)])
         self.eyes = Eyes()
-        self.inbox.requests._numbers = itertools.count(1)
-        self.request = self.inbox.requests.new([1], ["x"])
+        self.state.requests._numbers = itertools.count(1)
+        self.request = self.state.requests.new([1], ["x"])
         self._bring_up(0, self.good)
-        self.inbox.measure_by(replace(self.good.attached, ranks=[0]), noted={})
+        self.state.measure_by(replace(self.good.attached, ranks=[0]), noted={})
         if situation == "attaching":
-            self.inbox.attached = self.inbox.requests.new([-2])
+            self.state.expect_attached([1])
         else:
-            self.inbox.know_ranks({0: 0, 1: 1})
+            self.state.know_plan(Plan((NodePlan((0,), "cpu", "good"), NodePlan((1,), "cpu", "bad")), "gloo"))
             self._bring_up(1, self.bad)
-        self.run = CellRun(1, (1,), self.eyes, {}, is_at_home=self.inbox.is_at_home)
+        is_at_home = self.state.is_at_home
+        self.cell = Cell(1, (1,), self.eyes, {}, is_at_home=is_at_home, incarnations={1: 1})
         if situation == "running":
-            self.run.incarnations = {1: 1}
-            self.inbox.history.begin(RunCell([1], [1], 1, "x"))
-            assert self.inbox.add_run(self.run)
+            self.state.history.begin(RunCell([1], [1], 1, "x"))
+            assert self.state.add_cell(self.cell)
 
     @property
-    def inbox(self) -> Any:
-        return self.link.inbox
+    def state(self) -> Any:
+        return self.link.state
 
     def _bring_up(self, rank: int, node: FakeNode) -> None:
         node.say(RankUp(rank, 1, 0, 2, 1, node.name, "cpu", "2"), replace(node.attached, ranks=[rank]))
         deadline = time.monotonic() + 10
-        while rank not in self.inbox._attached and time.monotonic() < deadline:
+        while rank not in self.state._attached and time.monotonic() < deadline:
             time.sleep(0.0005)
 
     def end(self) -> str:
         """Have everything said taken; returns why the bad node's link was closed."""
         self.bad.leave()
-        assert self.link._links[1].wait_for_end(limit_s=20)
-        return self.inbox.lost_nodes.get(1, "") or self.inbox.absent.get(1, "")
+        assert self.link._nodes[1].wait_for_end(limit_s=20)
+        return self.state.lost_nodes.get(1, "") or self.state.absent.get(1, "")
 
     def read(self) -> list[str]:
         """All that the notebook makes of what was said: it can be shown, or is an error in words."""
-        fresh = self.inbox.fresh
-        words = [*self.inbox.notices, describe_ends(fresh, hosts={}), *advice(fresh, world_size=2)]
+        fresh = self.state.fresh
+        words = [*self.state.notices, describe_ends(fresh, hosts={}), *advice(fresh, world_size=2)]
         watch = HangWatch(1.0)
         for answer in self.request.answers.values():
             if isinstance(answer, Position):
@@ -1603,9 +1605,9 @@ class _Ends:
         for act in (lambda: self.request.wait(0.0, what="it"), lambda: self.request.value(1, "x")):
             with contextlib.suppress(DetrainError):
                 act()
-        if errors := self.run.errors():
+        if errors := self.cell.errors():
             words += [describe_silence(errors), *RankError(errors, world_size=2)._render_traceback_()]
-        words.append(json.dumps(self.run.bundles(), ensure_ascii=False))
+        words.append(json.dumps(self.cell.bundles(), ensure_ascii=False))
         return words
 
 
@@ -1632,28 +1634,28 @@ def test_nor_do_many_more(situation: str, frames: list[bytes]) -> None:
 
 def _assert_nothing_is_raised(situation: str, frames: list[bytes]) -> None:
     ends = _Ends(situation)
-    inbox = ends.inbox
+    state = ends.state
     ends.bad.say_bytes(b"".join(frames))
     reason = ends.end()
     try:
         assert "taking a message failed" not in reason
         assert "".join(ends.read()).encode()
-        if inbox.failure is not None:  # only while it is attached to: it hung up, refused, or said it was taken
+        if state.failure is not None:  # only while it is attached to: it hung up, refused, or said it was taken
             assert situation == "attaching" or "Refused" in b"".join(frames).decode("ascii", "replace")
         else:
-            assert 0 not in inbox.lost_nodes
+            assert 0 not in state.lost_nodes
         if situation != "attaching":
-            assert inbox.node_of == {0: 0, 1: 1}
-        assert inbox.node_of[0] == 0
-        assert inbox.up[0] == RankUp(0, 1, 0, 2, 1, "good", "cpu", "2")
-        assert inbox.up.keys() <= {0, 1}
-        assert 0 not in {**inbox.lost, **inbox.fresh, **inbox.busy}
-        assert inbox.has_group[0] is True
-        assert inbox.history.next_cell(at_least=1) <= (1 << 31) + 1
-        assert set(inbox.logbook.cells) <= {0, 1, 2, 3, 7, 5000}
+            assert state.node_of == {0: 0, 1: 1}
+        assert state.node_of[0] == 0
+        assert state.up[0] == RankUp(0, 1, 0, 2, 1, "good", "cpu", "2")
+        assert state.up.keys() <= {0, 1}
+        assert 0 not in {**state.lost, **state.fresh, **state.busy}
+        assert state.groups.has_group(0)
+        assert state.history.next_cell(at_least=1) <= (1 << 31) + 1
+        assert set(state.logbook.cells) <= {0, 1, 2, 3, 7, 5000}
     finally:
         ends.good.leave()
-        assert ends.link._links[0].wait_for_end(limit_s=20)
+        assert ends.link._nodes[0].wait_for_end(limit_s=20)
 
 
 # ---- what the notebook's side never calls
@@ -1736,7 +1738,7 @@ def test_half_lines_are_not_kept_for_a_node_that_takes_nothing(monkeypatch: pyte
     running = threading.Thread(target=run)
     running.start()
     try:
-        link = pair.session._ranks._links[1]
+        link = pair.session._link._nodes[1]
         for number in range(200):
             for stream in ("stdout", "stderr"):
                 pair.bad.say(Output(1, 1, stream, b"\r%d" % number + b"y" * 65_000))

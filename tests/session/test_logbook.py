@@ -8,7 +8,8 @@ from detrain_nb.session.output.log import OutputLog
 from detrain_nb.session.output.logbook import Logbook
 from detrain_nb.session.running.results import CellResult, RankResult
 from detrain_nb.session.running.shown_again import ShownAgain
-from detrain_nb.session.state.cell_run import CellObserver, CellRun
+from detrain_nb.session.state.cell import Cell
+from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.wire import MAX_HEADER_BYTES, CellDone, CellFailed, Display, Output, Unfinished
 
 from ..full_disk import files_end_at
@@ -36,7 +37,7 @@ def _add(logbook: Logbook, rank: int, text: str, *, is_shown_perhaps: bool, is_m
 
 def _show(logbook: Logbook) -> list[str]:
     eyes = Eyes()
-    run = CellRun(1, (0, 1), eyes, {}, is_at_home=lambda _: True)
+    run = Cell(1, (0, 1), eyes, {}, is_at_home=lambda _: True)
     shown = ShownAgain(run, logbook.cells[1])
     for message in logbook.log.read(1):
         shown.give(message)

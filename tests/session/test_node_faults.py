@@ -183,10 +183,10 @@ def test_generation_that_crossed_a_death_is_ended_on_the_fresh_rank(
     """The agent is held up: the order to make a generation finds the fresh rank, which is slow to come up."""
     monkeypatch.setattr(process_groups, "GROUP_LIMIT_S", 6.0)
     two_here.run_cell("dist.destroy_process_group()")
-    inbox, interpreter = two_here._inbox, psutil.Process(_pid(two_here, 1))
+    state, interpreter = two_here._state, psutil.Process(_pid(two_here, 1))
     worker, agent = interpreter.parent(), interpreter.parents()[3]
     assert "detrain_nb.node.agent.agent" in agent.cmdline()
-    before, helds = inbox.generation, []
+    before, helds = state.groups.number, []
     agent.suspend()
     os.kill(interpreter.pid, signal.SIGKILL)
     while not helds:
@@ -195,9 +195,9 @@ def test_generation_that_crossed_a_death_is_ended_on_the_fresh_rank(
 
     def go_on() -> None:
         try:
-            assert_soon(lambda: inbox.generation > before)
+            assert_soon(lambda: state.groups.number > before)
             agent.resume()
-            assert_soon(lambda: 1 in inbox.lost and two_here._core.generations._ended > before)
+            assert_soon(lambda: 1 in state.lost and two_here._state.groups.is_ended)
         finally:
             helds[0].resume()
 

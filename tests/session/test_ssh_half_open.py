@@ -19,7 +19,7 @@ import detrain_nb
 from detrain_nb import Session
 from detrain_nb.errors import SessionError
 from detrain_nb.session.link import node_link
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
@@ -56,7 +56,7 @@ def test_cut_of_a_link_on_which_nothing_is_said_is_noticed_and_the_next_cell_wai
         session.run_cell("kept = rank")
         testbed.cut("h1", "notebook")
         began = time.monotonic()
-        _eventually(lambda: bool(session._core.ranks.broken_s(now=began)))  # to ask the ranks would say something
+        _eventually(lambda: bool(session._core.link.broken_s(now=began)))  # to ask the ranks would say something
         assert [node.fault[:17] for node in session.status().nodes] == ["", "no connection for"]
         said: list[str] = []
 
@@ -85,7 +85,7 @@ def test_cut_behind_a_host_that_is_gone_through_is_noticed(testbed: Testbed, mon
         session.run_cell("kept = rank")
         testbed.cut("h1", "h0")
         began = time.monotonic()
-        _eventually(lambda: bool(session._core.ranks.broken_s(now=began)))
+        _eventually(lambda: bool(session._core.link.broken_s(now=began)))
         testbed.heal("h1", "h0")
         assert session.run_cell("kept", timeout_s=60).values == {0: 0}
 

@@ -11,7 +11,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellTimeout, RankError
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.wire import Message, Output
 
 pytestmark = pytest.mark.timeout(120)
@@ -46,7 +46,7 @@ class Eyes(CellObserver):
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     """Two ranks; the notebook takes nothing from the first output on until a rank has said it all."""
     with Session.start(ranks=2, device="cpu", init=False, spool_limit_bytes=17 << 20) as started:
-        take, behind = started._inbox.take, tmp_path / "behind"
+        take, behind = started._state.take, tmp_path / "behind"
 
         def take_late(message: Message, number: int = 0, node: int = 0) -> None:
             if isinstance(message, Output) and not behind.exists():
@@ -57,7 +57,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
             take(message, number, node)
 
         started.run_cell(f"folder = {str(tmp_path)!r}; kept = rank")
-        monkeypatch.setattr(started._inbox, "take", take_late)
+        monkeypatch.setattr(started._state, "take", take_late)
         yield started
 
 
@@ -91,7 +91,7 @@ def test_ends_that_come_are_not_taken_for_lost(tmp_path: Path) -> None:
 
         def look() -> None:
             while not is_over.is_set():
-                session._core.ranks.locate([0, 1], stack=False)
+                session._core.link.locate([0, 1], stack=False)
 
         looking = threading.Thread(target=look)
         looking.start()

@@ -23,7 +23,7 @@ from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.deploy.trust import trusted_host_keys
 from detrain_nb.errors import DetrainError, LaunchError, SpecError
 from detrain_nb.session.running.start import RankStart
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.spec.node import Node
 from detrain_nb.spec.nodes_file import parse_nodes, read_nodes
 from detrain_nb.transport.ssh_config import SshTarget
@@ -190,7 +190,7 @@ def _files_with(testbed: Testbed, host: str, words: str) -> str:
 def test_variable_of_a_node_that_is_not_set_here_is_named(testbed: Testbed) -> None:
     nodes = ssh_nodes(testbed, 1, env=["NOT_SET_HERE", "HOME"])
     with Session.start(1, nodes=nodes, sync=False, device="cpu") as session:
-        assert session.notices == ["h0 is to have NOT_SET_HERE, which this process has not set"]
+        assert list(session.notices) == ["h0 is to have NOT_SET_HERE, which this process has not set"]
 
 
 @pytest.mark.slow

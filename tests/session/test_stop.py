@@ -22,7 +22,7 @@ from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionError
 from detrain_nb.session.recovery import rescue
 from detrain_nb.session.running import cell_execution
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.wire import Message, Replace, RunCell
 
 from ..failing_cells import FAILING_CELLS
@@ -284,7 +284,7 @@ def test_press_while_it_is_looked_who_is_in_step_ends_the_groups_without_asking(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(equipped._ranks, "look", press)
+    monkeypatch.setattr(equipped._link, "look", press)
     error = _stop_or_fail(equipped, f"{_OUT_OF_STEP['begun by one rank alone']}\n{end}")
     assert "the process groups are made anew" in error.note
     assert_works(equipped)
@@ -430,9 +430,9 @@ def test_presses_that_come_all_at_once_replace_no_rank_that_stops(
     of_stop, press = equipped._core.rescue, equipped._core.rescue._press
 
     def press_three_times(number: int, story: Any) -> None:
-        of_stop._interrupt(story.run)
+        of_stop._interrupt(story.cell)
         press(3, story)
-        equipped._core.ranks.send(Replace(list(story.run.ranks), story.run.cell))  # its end has come meanwhile
+        equipped._core.link.send(Replace(list(story.cell.ranks), story.cell.number))  # its end has come meanwhile
 
     monkeypatch.setattr(of_stop, "_press", press_three_times)
     stopped = _stop(equipped, "while True: time.sleep(0.01)")
@@ -557,11 +557,11 @@ def test_timeout_of_a_cell_frees_as_stop_does(equipped: Session, caplog: pytest.
 @pytest.mark.slow
 def test_next_cell_gives_up_on_a_rank_that_does_not_return(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
-    monkeypatch.setattr("detrain_nb.session.running.runs.IDLE_LIMIT_S", 0.3)
+    monkeypatch.setattr("detrain_nb.session.running.cells.IDLE_LIMIT_S", 0.3)
     _stop(equipped, f"if rank == 1: {_SLOW_C}; {_SLOW_C}")
     with pytest.raises(SessionError, match=r"rank 1( on h1)? \(line 1\) still in cell \d+: .* --kill 1"):
         equipped.run_cell("1")
-    monkeypatch.setattr("detrain_nb.session.running.runs.IDLE_LIMIT_S", 30.0)  # that rank 1 would return within
+    monkeypatch.setattr("detrain_nb.session.running.cells.IDLE_LIMIT_S", 30.0)  # that rank 1 would return within
     for _ in range(3):  # the rest of "run all" does not wait as long again
         with pytest.raises(SessionError, match="still in cell"):
             equipped.run_cell("1")
@@ -599,7 +599,7 @@ wait_among_garbage()
     assert equipped.run_cell("collected_by", ranks=0).values[0] == {"MainThread"}
 
 
-@pytest.mark.parametrize("moment", [("_inbox.history", "begin"), ("_runs", "pop_news")])
+@pytest.mark.parametrize("moment", [("_state.history", "begin"), ("_cells", "pop_news")])
 def test_stop_before_a_cell_is_sent_leaves_nobody_busy(
     equipped: Session, monkeypatch: pytest.MonkeyPatch, moment: tuple[str, str]
 ) -> None:
@@ -618,7 +618,7 @@ def test_stop_in_the_moment_a_cell_is_sent_is_found_out(equipped: Session, monke
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(equipped._ranks, "send", press)
+    monkeypatch.setattr(equipped._link, "send", press)
     with pytest.raises(CellInterrupted, match="KeyboardInterrupt"):
         equipped.run_cell("never = True")
     assert equipped.run_cell("'never' in globals()").values == {0: False, 1: False}
@@ -827,7 +827,7 @@ def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(
 ) -> None:
     with pytest.raises(RankError, match="ValueError"):
         equipped.run_cell(_WAITS_FOR_A_LOCK)
-    send = equipped._ranks.send
+    send = equipped._link.send
     presses: list[threading.Timer] = []
 
     def send_and_press(message: Message) -> None:
@@ -836,10 +836,10 @@ def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(
             presses.append(threading.Timer(0.5, press_stop))
             presses[-1].start()
 
-    monkeypatch.setattr(equipped._ranks, "send", send_and_press)
+    monkeypatch.setattr(equipped._link, "send", send_and_press)
     with _none_is_left_of(presses), pytest.raises(CellInterrupted):
         equipped.run_cell("1")  # no rank can begin it
-    monkeypatch.setattr(equipped._ranks, "send", send)
+    monkeypatch.setattr(equipped._link, "send", send)
     assert_works(equipped)
 
 

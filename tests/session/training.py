@@ -11,7 +11,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.session.recovery import process_groups, rescue
-from detrain_nb.session.state.cell_run import CellObserver
+from detrain_nb.session.state.cell_observer import CellObserver
 
 EQUIP = """
 import os, time, signal, subprocess, sys

@@ -62,13 +62,13 @@ _GIVE_WAY_S = 0.001  # between two pieces: the locks that are let go of there ar
 class NodeEvents:
     """What the background thread of a link calls; ``closed`` once, at the end: why.
 
-    ``gap``: so many numbered messages did not come. ``broken``: the connection is gone and another one is being made;
-    an answer that is not numbered is lost.
+    ``handled``: a numbered message was taken, and so many before it did not come. ``broken``: the connection is gone
+    and another one is being made; an answer that is not numbered is lost.
     """
 
     message: Callable[[Message, int], None]
     checkpoint: Callable[[], Checkpoint]
-    gap: Callable[[int], None]
+    handled: Callable[[int], None]
     broken: Callable[[], None]
     closed: Callable[[str], None]
 
@@ -87,6 +87,7 @@ class NodeLink:
         self._connect = connect
         self._counts = connect is not None
         self._sending = threading.Lock()
+        self._moved = threading.Condition(self._sending)  # the node has taken something, or is gone
         self._sent = 0  # the number of the last message, where they are counted
         self._unreceived: deque[tuple[int, bytes]] = deque()
         self._unreceived_bytes = 0
@@ -160,13 +161,11 @@ class NodeLink:
 
     def wait_for_room(self, limit_s: float) -> bool:
         """Wait until the node has taken most of what was sent, or is gone; False when it takes nothing for so long."""
-        waiting_bytes, deadline = self._waiting_bytes, time.monotonic() + limit_s
-        while self._waiting_bytes > _FULL_BYTES and not self.is_closed:
-            if self._waiting_bytes < waiting_bytes:
-                waiting_bytes, deadline = self._waiting_bytes, time.monotonic() + limit_s
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.001)
+        with self._moved:
+            while (waiting_bytes := self._waiting_bytes) > _FULL_BYTES and not self.is_closed:
+                is_taken = lambda: self.is_closed or self._waiting_bytes < waiting_bytes  # noqa: E731
+                if not self._moved.wait_for(is_taken, limit_s):
+                    return False
         return True
 
     @property
@@ -199,6 +198,7 @@ class NodeLink:
         """In a forked process, which has the descriptors, and not the thread: the connection is the parent's."""
         self.is_closed = True
         self._sending, self._ended = threading.Lock(), threading.Event()  # a thread of the parent may have held theirs
+        self._moved = threading.Condition(self._sending)
         self._ended.set()
         for sock in (self._link.sock, self._wake, self._woken):
             sock.close()
@@ -265,6 +265,7 @@ class NodeLink:
     def _end(self, reason: str) -> None:
         with self._sending:
             self.is_closed = True
+            self._moved.notify_all()
             if not self.is_kept:
                 self._link.close()
         for sock in (self._wake, self._woken):
@@ -346,6 +347,7 @@ class NodeLink:
     def _flush(self) -> None:
         with self._sending, contextlib.suppress(LinkClosed):  # the reader meets the end, and what was said before it
             self._link.flush()
+            self._moved.notify_all()
 
     # ---- another connection
 
@@ -424,6 +426,7 @@ class NodeLink:
     def _drop_received(self, number: int) -> None:
         while self._unreceived and self._unreceived[0][0] <= number:
             self._unreceived_bytes -= len(self._unreceived.popleft()[1])
+        self._moved.notify_all()
 
     # ---- what was shown
 
@@ -472,9 +475,8 @@ class NodeLink:
     def _check_number(self, number: int, *, is_explained: bool) -> None:
         """The agent numbers what it keeps for us without a gap, or says in a notice what is missing."""
         missing = 0 if self._last_number is None else number - self._last_number - 1
-        if missing and not is_explained:
-            self._events.gap(missing)
         self._last_number = number
+        self._events.handled(0 if is_explained else missing)
 
 
 def _pieces(message: Message) -> Iterator[Message]:

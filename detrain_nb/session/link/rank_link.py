@@ -6,21 +6,20 @@ import contextlib
 import functools
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import values
 from ...deploy import End
 from ...errors import CellTimeout, NodeLost, RankLost, SessionError, TransportError, format_ranks
-from ...plan import Plan
-from ...wire import PIECE_BYTES, Locate, Message, Piece, Position, Pull, Push, Renumber, RequestDone, RunCell
+from ...wire import PIECE_BYTES, Locate, Message, Piece, Position, Pull, Push, RankEnded, Renumber, RequestDone, RunCell
 from ..diagnosis.diagnosis import ranks_on_hosts
 from ..diagnosis.evidence import Evidence, gather
-from ..state.cell_run import CellRun
+from ..state.cell import Cell
 from ..state.rank_deaths import advice, what_to_do_about_down
 from ..state.requests import Request
-from ..state.session_state import Inbox
+from ..state.session_state import SessionState
 from .node_link import NodeEvents, NodeLink
 
 VALUE_LIMIT_S = 600.0
@@ -36,28 +35,27 @@ _TELL_AFTER_S = 0.1
 
 
 class RankLink:
-    """The ranks of one session, behind the links to their nodes. What they say is in ``inbox``."""
+    """The ranks of one session, behind the links to their nodes. What they say is in ``state``."""
 
     def __init__(self, session: str, ends: Sequence[End], *, is_attaching: bool = False) -> None:
         trusted = [end.transport.is_this_machine or end.transport.is_trusted for end in ends]
         strangers = [node for node, is_trusted in enumerate(trusted) if not is_trusted]
         names = [end.transport.name for end in ends]
         absent = {node: end.absent for node, end in enumerate(ends) if end.absent}
-        self.inbox = Inbox(session, names, strangers=strangers, absent=absent, is_attaching=is_attaching)
-        self.cuda_ranks: frozenset[int] = frozenset()
+        self.state = SessionState(session, names, strangers=strangers, absent=absent, is_attaching=is_attaching)
         self._session = session
         self._refused: set[tuple[int, int, int]] = set()  # who was last in the way of a cell: rank, cell, presses
         self._refused_until = 0.0
-        self._links = [self._link_to(node, end) for node, end in enumerate(ends)]
+        self._nodes = [self._link_to(node, end) for node, end in enumerate(ends)]
 
     def _link_to(self, node: int, end: End) -> NodeLink:
-        inbox, transport = self.inbox, end.transport
+        state, transport = self.state, end.transport
         events = NodeEvents(
-            message=lambda message, number: inbox.take(message, number, node),
-            checkpoint=lambda: inbox.checkpoint(node),
-            gap=lambda missing: inbox.miss(missing, node),
-            broken=lambda: inbox.break_off(node),
-            closed=lambda reason: inbox.close(reason, node),
+            message=lambda message, number: state.take(message, number, node),
+            checkpoint=lambda: state.checkpoint(node),
+            handled=lambda missing: state.note_handled(missing, node),
+            broken=lambda: state.break_off(node),
+            closed=lambda reason: state.close(reason, node),
         )
         if end.absent:
             events = replace(events, closed=lambda *_: None)  # it is known, and told with the ranks that were there
@@ -68,43 +66,43 @@ class RankLink:
     def send(self, message: Message) -> None:
         """Send ``message`` to its ranks. Raises: NodeLost, or whatever ended the session before."""
         ranks: list[int] = message.ranks  # type: ignore[attr-defined]  # every message to ranks says which
-        for node in sorted({self.inbox.node_of[rank] for rank in ranks} - self.inbox.lost_nodes.keys()):
-            own = [rank for rank in ranks if self.inbox.node_of[rank] == node]
+        for node in sorted({self.state.node_of[rank] for rank in ranks} - self.state.lost_nodes.keys()):
+            own = [rank for rank in ranks if self.state.node_of[rank] == node]
             self.send_to(node, _share(message, own) if isinstance(message, RunCell) else message)
 
     def send_to(self, node: int, message: Message) -> None:
         """Send ``message`` to the agent of a node. Raises: NodeLost, or whatever ended the session before."""
         try:
-            self._links[node].send(message)
+            self._nodes[node].send(message)
         except TransportError as exc:
-            self._links[node].wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
-            if self.inbox.failure or node not in self.inbox.lost_nodes | self.inbox.absent:
+            self._nodes[node].wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
+            if self.state.failure or node not in {*self.state.lost_nodes, *self.state.absent}:
                 gone = NodeLost(f"the agent of session {self._session!r} is gone: {exc}")
-                raise self.inbox.failure or gone from exc
+                raise self.state.failure or gone from exc
 
     def end(self, *, limit_s: float, keep_s: float = 0.0) -> list[int]:
         """Ask the agents to end everything, and wait until they have; returns the nodes whose agent has not.
 
         With ``keep_s`` an agent may stay so long for another session, see ``take_kept``.
         """
-        for link in self._links:
+        for link in self._nodes:
             with contextlib.suppress(TransportError):
                 link.end(keep_s=keep_s)
         deadline = time.monotonic() + limit_s
-        for link in self._links:
+        for link in self._nodes:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
         self._close(is_seen=True)
-        return [node for node, link in enumerate(self._links) if not link.is_hung_up_on and not link.is_kept]
+        return [node for node, link in enumerate(self._nodes) if not link.is_hung_up_on and not link.is_kept]
 
     def take_kept(self, node: int) -> socket.socket | None:
         """After the end: the connection to the agent of ``node``, if that has stayed."""
-        return self._links[node].take_socket() if self._links[node].is_kept else None
+        return self._nodes[node].take_socket() if self._nodes[node].is_kept else None
 
     def _close(self, *, is_seen: bool) -> None:
-        for link in self._links:
+        for link in self._nodes:
             link.begin_to_close(is_seen=is_seen)
         deadline = time.monotonic() + CLOSE_LIMIT_S
-        for link in self._links:
+        for link in self._nodes:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
 
     def wait_for_number(
@@ -117,79 +115,83 @@ class RankLink:
         Raises: CellTimeout when less than a twentieth of them has come within ``limit_s``, what ended the session when
         nothing can come.
         """
-        link = self._links[node]
+        link = self._nodes[node]
         deadline, enough = time.monotonic() + limit_s, link.last_number + 1
-        first, told_at = link.last_number, time.monotonic()
+        first, tell_at = link.last_number, time.monotonic() + _TELL_GAP_S
         step = max(1, (number - first) // 20)
         while link.last_number < number:
             if link.is_closed:
                 link.wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
-                if node in self.inbox.lost_nodes and not self.inbox.failure:
+                if node in self.state.lost_nodes and not self.state.failure:
                     return
-                raise self.inbox.failure or NodeLost(f"node {self.inbox.nodes[node]} is lost: it has hung up")
+                raise self.state.failure or NodeLost(f"node {self.state.nodes[node]} is lost: it has hung up")
             if link.last_number >= enough:
                 deadline, enough = time.monotonic() + limit_s, link.last_number + step
             if time.monotonic() >= deadline:
                 raise CellTimeout(f"session {self._session!r} has sent too little of what was missed in {limit_s:g} s")
-            if time.monotonic() - told_at >= _TELL_GAP_S:
+            if time.monotonic() >= tell_at:
                 tell((link.last_number - first) / (number - first))
-                told_at = time.monotonic()
-            time.sleep(0.005)
+                tell_at = time.monotonic() + _TELL_GAP_S
+            until = min(number, enough)
+            self.state.wait_for(
+                lambda: link.is_closed or link.last_number >= until,  # noqa: B023
+                min(deadline, tell_at) - time.monotonic(),
+            )
 
     def hang_up(self, node: int, reason: str) -> None:
         """Let go of a node, which is lost for this session."""
-        self.inbox.lose_node(node, reason)
-        self._links[node].close(is_seen=False)
+        self.state.lose_node(node, reason)
+        self._nodes[node].close(is_seen=False)
 
     @property
     def is_closed(self) -> bool:
         """Nothing can be said to the ranks, nor heard of them."""
-        return self._links[0].is_closed
+        return self._nodes[0].is_closed
 
     def detach(self, *, is_seen: bool) -> None:
         """Hang up; agents and ranks go on. ``is_seen``: see ``NodeLink.close``."""
         left = f"session {self._session!r} was left, its ranks go on"
-        self.inbox.fail(SessionError(f"{left}: %distributed attach {self._session} comes back to them"))
+        self.state.fail(SessionError(f"{left}: %distributed attach {self._session} comes back to them"))
         self._close(is_seen=is_seen)
 
     def is_hung_up_on(self, node: int) -> bool:
         """The agent is gone, or serves another notebook."""
-        return self._links[node].is_hung_up_on
+        return self._nodes[node].is_hung_up_on
 
     def is_taken(self, node: int) -> bool:
         """The agent has said that it serves another notebook."""
-        return self._links[node].is_taken
+        return self._nodes[node].is_taken
 
     def describe_unreachable(self, *, now: float) -> str:
         """The nodes to which there is no connection now; empty when all can be reached."""
         parts = []
         for node, since_s in self.broken_s(now=now).items():
-            ranks = [rank for rank, owner in list(self.inbox.node_of.items()) if owner == node]
-            name, go_on = self.inbox.nodes[node], "goes on" if len(ranks) == 1 else "go on"
+            ranks = [rank for rank, owner in list(self.state.node_of.items()) if owner == node]
+            name, go_on = self.state.nodes[node], "goes on" if len(ranks) == 1 else "go on"
             words = f"no connection to {name} for {since_s:.0f} s, trying again: {format_ranks(ranks)} {go_on}"
             parts.append(words + self.why_broken(node))
         return "; ".join(parts)
 
     def why_broken(self, node: int) -> str:
         """What the last try to connect to it again has met, in brackets; empty where that is not known."""
-        why = self._links[node].why_broken
+        why = self._nodes[node].why_broken
         return f" ({why})" if why else ""
 
     def broken_s(self, *, now: float) -> dict[int, float]:
         """For how many seconds there has been no connection to a node, by its position."""
-        times = {node: link.broken_at for node, link in enumerate(self._links) if not link.is_closed}
+        times = {node: link.broken_at for node, link in enumerate(self._nodes) if not link.is_closed}
         return {node: now - broken_at for node, broken_at in times.items() if broken_at is not None}
 
     def is_reachable(self, rank: int) -> bool:
         """There is a connection to its node."""
-        return self._links[self.inbox.node_of.get(rank, 0)].broken_at is None
+        return self._nodes[self.state.node_of.get(rank, 0)].broken_at is None
 
     def require_idle(
         self,
         chosen: Iterable[int],
         *,
         limit_s: float = 0.0,
-        tell: Callable[[Mapping[int, CellRun]], None] | None = None,
+        tell: Callable[[Mapping[int, Cell]], None] | None = None,
     ) -> None:
         """Wait for ranks that run a cell, or what a stop has left of a broadcast, or are starting.
 
@@ -201,55 +203,63 @@ class RankLink:
         wanted = set(chosen)
         waited_for: set[int] = set()
         began = time.monotonic()
-        deadline, told_at = began + limit_s, began - _TELL_GAP_S + _TELL_AFTER_S
+        deadline, tell_at = began + limit_s, began + _TELL_AFTER_S
         while True:
-            if self.inbox.failure:
-                raise self.inbox.failure
-            down = {rank: end for rank, end in self.inbox.lost.items() if rank in wanted and end.down}
+            if self.state.failure:
+                raise self.state.failure
+            down = {rank: end for rank, end in self.state.lost.items() if rank in wanted and end.down}
             if down:
-                raise SessionError("\n".join(advice(down, world_size=len(self.inbox.node_of))))
-            busy = {rank: run for rank, run in self.inbox.busy.items() if rank in wanted}
-            starting = wanted & self.inbox.lost.keys()
-            left = self.inbox.requests.left(wanted)
-            if not busy and not starting and not left:
+                raise SessionError("\n".join(advice(down, world_size=len(self.state.node_of))))
+            in_the_way = self._in_the_way(wanted)
+            if in_the_way.is_nothing:
                 return
-            if (cells := {run.cell for run in busy.values()}) - waited_for:  # another thread's was first
+            if in_the_way.cells - waited_for:  # another thread's was first
                 deadline = min(time.monotonic() + limit_s, began + _MOST_TURNS * limit_s)
-            waited_for |= cells
-            in_the_way = {(rank, run.cell, run.presses) for rank, run in busy.items()}
-            is_known = limit_s and in_the_way <= self._refused and time.monotonic() < self._refused_until
-            if busy and (is_known or time.monotonic() >= deadline):
-                self._refused, self._refused_until = in_the_way, time.monotonic() + _REFUSED_AGAIN_S
-                short = ",".join(map(str, sorted(busy)))
-                raise SessionError(
-                    f"{self.where(busy)} still in cell {next(iter(busy.values())).cell}: wait for it, stop it with "
-                    f"%distributed interrupt, or replace it with %distributed interrupt --kill {short}"
-                )
-            if left and time.monotonic() >= deadline:
-                raise SessionError(
-                    f"{format_ranks(left)} still in {next(iter(left.values()))}: wait for it, or replace it with "
-                    f"%distributed interrupt --kill {','.join(map(str, sorted(left)))}"
-                )
-            if starting and time.monotonic() >= max(deadline, deadline - limit_s + IDLE_LIMIT_S):
-                raise SessionError(f"{format_ranks(starting)} did not start again within {IDLE_LIMIT_S:g} s")
-            if tell and (busy or left) and time.monotonic() - told_at >= _TELL_GAP_S:
-                tell(busy)
-                told_at = time.monotonic()
-            self._wait_for_idle(next(iter(busy.values())) if busy else None)
+            waited_for |= in_the_way.cells
+            self._give_up_waiting(in_the_way, deadline, limit_s=limit_s)
+            if tell and (in_the_way.busy or in_the_way.left) and time.monotonic() >= tell_at:
+                tell(in_the_way.busy)
+                tell_at = time.monotonic() + _TELL_GAP_S
+            moments, now = (deadline, _start_limit(deadline, limit_s), tell_at), time.monotonic()
+            wait_s = min((at - now for at in moments if at > now), default=_TELL_GAP_S)
+            self.state.wait_for(lambda: self._has_changed(wanted, in_the_way), wait_s)  # noqa: B023
 
-    def _wait_for_idle(self, run: CellRun | None) -> None:
-        if run is not None:
-            run.wait(0.1)
-        else:
-            time.sleep(0.002)  # a fresh interpreter is up within tens of milliseconds
+    def _in_the_way(self, wanted: Collection[int]) -> _InTheWay:
+        """What ranks that are wanted still do."""
+        busy = {rank: cell for rank, cell in self.state.busy.items() if rank in wanted}
+        starting = {rank: end for rank, end in self.state.lost.items() if rank in wanted}
+        return _InTheWay(busy, starting, self.state.requests.left(wanted))
 
-    def renumber(self, before: Plan, number: Mapping[int, int], *, world_size: int) -> None:
+    def _has_changed(self, wanted: Collection[int], before: _InTheWay) -> bool:
+        return self.state.failure is not None or self._in_the_way(wanted) != before
+
+    def _give_up_waiting(self, waits: _InTheWay, deadline: float, *, limit_s: float) -> None:
+        """Raises: SessionError, when it is time."""
+        now = time.monotonic()
+        pressed = {(rank, cell.number, cell.presses) for rank, cell in waits.busy.items()}
+        is_known = limit_s and pressed <= self._refused and now < self._refused_until
+        if waits.busy and (is_known or now >= deadline):
+            self._refused, self._refused_until = pressed, now + _REFUSED_AGAIN_S
+            short = ",".join(map(str, sorted(waits.busy)))
+            raise SessionError(
+                f"{self.where(waits.busy)} still in cell {next(iter(waits.busy.values())).number}: wait for it, stop "
+                f"it with %distributed interrupt, or replace it with %distributed interrupt --kill {short}"
+            )
+        if waits.left and now >= deadline:
+            raise SessionError(
+                f"{format_ranks(waits.left)} still in {next(iter(waits.left.values()))}: wait for it, or replace it "
+                f"with %distributed interrupt --kill {','.join(map(str, sorted(waits.left)))}"
+            )
+        if waits.starting and now >= _start_limit(deadline, limit_s):
+            raise SessionError(f"{format_ranks(waits.starting)} did not start again within {IDLE_LIMIT_S:g} s")
+
+    def renumber(self, number: Mapping[int, int], *, world_size: int) -> None:
         """Give idle ranks other numbers, from old to new, in a smaller world. A node that does not take them is lost.
 
         Raises: CellTimeout for the first node, RankLost; the session is over then.
         """
-        node_of = dict(self.inbox.node_of)
-        self.inbox.renumber(before, number)
+        node_of = dict(self.state.node_of)
+        self.state.renumber(self.state.plan, number)
         try:
             with self.request(number.values()) as request:
                 for node in sorted({node_of[rank] for rank in number}):
@@ -262,15 +272,15 @@ class RankLink:
                     request.wait_quietly(max(0.0, deadline - time.monotonic()))  # the others take theirs
                     answers = request.answers
                     wrong = {node_of[rank] for rank, new in number.items() if not _is_done(answers.get(new))}
-                    if 0 in wrong or self.inbox.failure:
+                    if 0 in wrong or self.state.failure:
                         raise
-                    for node in wrong - self.inbox.lost_nodes.keys():
+                    for node in wrong - self.state.lost_nodes.keys():
                         self.hang_up(node, f"its ranks did not take their new numbers within {IDLE_LIMIT_S:g} s")
         except BaseException:
-            self.inbox.fail(SessionError("not all ranks have taken their new numbers: %distributed restart"))
+            self.state.fail(SessionError("not all ranks have taken their new numbers: %distributed restart"))
             raise
         finally:
-            self.inbox.is_renumbering = False
+            self.state.end_renumbering()
 
     # ---- values
 
@@ -284,7 +294,7 @@ class RankLink:
     def push(self, variables: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
         """Set variables there. Raises: ValueNotSupported; nothing is set then."""
         packed = [(name, *values.pack(value, name=name)) for name, value in variables.items()]
-        nodes = {self.inbox.node_of[rank] for rank in ranks}
+        nodes = {self.state.node_of[rank] for rank in ranks}
         for name, description, buffers in packed:
             with self.request(ranks) as request:
                 self.send(Push(list(ranks), request.number, name, description))
@@ -293,8 +303,8 @@ class RankLink:
                         body = bytes(buffer[start : start + PIECE_BYTES])
                         self.send(Piece(list(ranks), request.number, name, index, body))
                         for node in nodes:
-                            if not self._links[node].wait_for_room(ROOM_LIMIT_S):
-                                who = self.inbox.nodes[node] or "the node"
+                            if not self._nodes[node].wait_for_room(ROOM_LIMIT_S):
+                                who = self.state.nodes[node] or "the node"
                                 raise CellTimeout(f"push of {name}: {who} took nothing for {ROOM_LIMIT_S:g} s")
                 request.wait(VALUE_LIMIT_S, what=f"push of {name}")
 
@@ -304,7 +314,7 @@ class RankLink:
         self, ranks: Iterable[int], *, limit_s: float = LOCATE_LIMIT_S, stack: bool = True
     ) -> dict[int, Position]:
         """Where ranks are; one that does not answer in time is not in the answer."""
-        asked = [rank for rank in ranks if rank not in self.inbox.lost and self.is_reachable(rank)]
+        asked = [rank for rank in ranks if rank not in self.state.lost and self.is_reachable(rank)]
         with self.request(asked) as request:
             if asked:
                 with contextlib.suppress(NodeLost):
@@ -318,14 +328,14 @@ class RankLink:
         """Where ranks are now, and with what an earlier look gave ``before``, the evidence of what they do."""
         wanted = list(ranks)
         positions = self.locate(wanted, stack=stack)
-        world_size, evidence = max(self.inbox.node_of, default=-1) + 1, []
+        world_size, evidence = max(self.state.node_of, default=-1) + 1, []
         for rank in wanted:
             if rank in positions:
-                is_cuda, earlier = rank in self.cuda_ranks, before.get(rank)
+                is_cuda, earlier = rank in self.state.plan.cuda_ranks, before.get(rank)
                 evidence.append(gather(positions[rank], world_size=world_size, before=earlier, is_cuda=is_cuda))
                 positions[rank] = replace(positions[rank], collectives={}, stack=[])  # the rest of it may be large
             else:
-                evidence.append(Evidence(rank, "starting" if rank in self.inbox.lost else "no answer"))
+                evidence.append(Evidence(rank, "starting" if rank in self.state.lost else "no answer"))
         return positions, evidence
 
     def where(self, ranks: Iterable[int]) -> str:
@@ -347,8 +357,8 @@ class RankLink:
     @property
     def hosts(self) -> dict[int, str]:
         """The node of every rank, by the user's name for it; empty where there is only one."""
-        names = self.inbox.nodes
-        return {rank: names[node] for rank, node in list(self.inbox.node_of.items())} if len(names) > 1 else {}
+        names = self.state.nodes
+        return {rank: names[node] for rank, node in list(self.state.node_of.items())} if len(names) > 1 else {}
 
     def ask(self, rank: int, ask: Callable[[int, int], Message], *, limit_s: float) -> Message | None:
         """Send ``ask(rank, number of the request)`` to one rank; None when it does not answer in time."""
@@ -361,14 +371,36 @@ class RankLink:
     @contextlib.contextmanager
     def request(self, ranks: Iterable[int], names: Iterable[str] = ()) -> Iterator[Request]:
         """A question to ``ranks``; an answer is waited for inside, one that comes later is dropped."""
-        request = self.inbox.requests.new(ranks, names)
-        for rank, end in list(self.inbox.lost.items()):  # its loss was told before the question was there
+        request = self.state.requests.new(ranks, names)
+        for rank, end in list(self.state.lost.items()):  # its loss was told before the question was there
             if end.down:
                 request.fail(RankLost(what_to_do_about_down({rank: end}), ranks=[rank]), rank=rank)
         try:
             yield request
         finally:
-            self.inbox.requests.end(request)
+            self.state.requests.end(request)
+
+
+@dataclass(frozen=True)
+class _InTheWay:
+    """Why ranks are not idle: the cells that they run, how those ended that start again, what a stop has left."""
+
+    busy: dict[int, Cell]
+    starting: dict[int, RankEnded]
+    left: dict[int, str]
+
+    @property
+    def is_nothing(self) -> bool:
+        return not self.busy and not self.starting and not self.left
+
+    @property
+    def cells(self) -> set[int]:
+        return {cell.number for cell in self.busy.values()}
+
+
+def _start_limit(deadline: float, limit_s: float) -> float:
+    """When ranks that start are given up; ``deadline`` is ``limit_s`` from when they were first waited for."""
+    return max(deadline, deadline - limit_s + IDLE_LIMIT_S)
 
 
 def _is_done(answer: Message | None) -> bool:

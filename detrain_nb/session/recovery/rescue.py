@@ -17,9 +17,9 @@ from ...wire import Interrupt, Position, Replace
 from ..diagnosis.diagnosis import Verdict, are_in_step, describe_mismatch, describe_wait, judge
 from ..diagnosis.evidence import Evidence
 from ..link.rank_link import RankLink
-from ..state.cell_run import CellRun
+from ..state.cell import Cell
 from ..state.rank_deaths import advice
-from .process_groups import Generations, describe_new_groups
+from .process_groups import ProcessGroups, describe_new_groups
 
 PRESS_LIMIT_S = 0.15  # ranks that run Python end within that
 LOOK_GAP_S = 0.1  # between two looks that tell who uses the processor
@@ -36,94 +36,95 @@ _GOES_ON = "%distributed interrupt stops that"
 
 
 class Rescue:
-    """One per session; ``world_size`` ranks behind ``ranks``."""
+    """One per session."""
 
-    def __init__(self, ranks: RankLink, generations: Generations, *, world_size: int) -> None:
-        self._ranks = ranks
-        self._generations = generations
-        self._world_size = world_size
-        self._unfinished: list[CellRun] = []  # stopped, but some rank was still in them
+    def __init__(self, link: RankLink, groups: ProcessGroups) -> None:
+        self._link = link
+        self._state = link.state
+        self._groups = groups
+        self._unfinished: list[Cell] = []  # stopped, but some rank was still in them
 
-    def stop(self, run: CellRun) -> str:
-        """Stop ``run`` on the ranks that still run it; says in words how that went.
+    def stop(self, cell: Cell) -> str:
+        """Stop ``cell`` on the ranks that still run it; says in words how that went.
 
         Pressed again, now or when this has returned, it does more.
         """
-        story = self._begin(run)
+        story = self._begin(cell)
         self._press_until_it_ends(story)
         return self._end_of(story)
 
-    def free(self, run: CellRun) -> str:
+    def free(self, cell: Cell) -> str:
         """The same where nobody has pressed: ranks that come free are given time to end the cell."""
-        story = self._begin(run)
+        story = self._begin(cell)
         try:
             self._press(1, story)
-            if not run.wait(FREE_LIMIT_S) and not run.is_over:
-                run.presses = max(run.presses, 1)
+            if not cell.wait(FREE_LIMIT_S) and not cell.is_over:
+                cell.note_stop()
                 story.verdicts = self._judge(story)
         except KeyboardInterrupt:  # now somebody has
             self._press_until_it_ends(story)
         return self._end_of(story)
 
-    def _begin(self, run: CellRun) -> _Story:
-        return _Story(run, is_reachable=self._ranks.is_reachable)
+    def _begin(self, cell: Cell) -> _Story:
+        return _Story(cell, is_reachable=self._link.is_reachable)
 
     def _press_until_it_ends(self, story: _Story) -> None:
-        run = story.run
+        cell = story.cell
         for _ in range(_PRESSES):
-            if not run.running or run.is_over:
+            if not cell.running or cell.is_over:
                 return
-            run.presses = min(run.presses + 1, _PRESSES)
+            press = cell.press(at_most=_PRESSES)
             with contextlib.suppress(KeyboardInterrupt):  # the next press
-                self._press(run.presses, story)
+                self._press(press, story)
                 return
 
-    def stop_in_the_way(self, runs: Iterable[CellRun]) -> str:
+    def stop_in_the_way(self, runs: Iterable[Cell]) -> str:
         """Stop was pressed while a cell waited for ``runs``: the next press for those that were stopped before.
 
         Says in one line what became of each, and below it what to do about ranks that it replaced; cells that nobody
         has stopped go on.
         """
         words, replaced = [], {}
-        for run in sorted(runs, key=lambda run: run.cell):
-            if run.presses:
-                words.append(f"cell {run.cell}: {'; '.join(self.stop(run).splitlines())}")
-                replaced.update({rank: end for rank, end in run.lost.items() if end.asked})
-            elif run.running:
-                words.append(f"{self._ranks.where(run.running)} still in cell {run.cell}: {_GOES_ON}")
-        for rank in replaced:  # the user is told it now
-            self._ranks.inbox.fresh.pop(rank, None)
-        return "\n".join(["; ".join(words), *advice(replaced, world_size=self._world_size)])
+        for cell in sorted(runs, key=lambda cell: cell.number):
+            if cell.presses:
+                words.append(f"cell {cell.number}: {'; '.join(self.stop(cell).splitlines())}")
+                replaced.update({rank: end for rank, end in cell.lost.items() if end.asked})
+            elif cell.running:
+                words.append(f"{self._link.where(cell.running)} still in cell {cell.number}: {_GOES_ON}")
+        self._state.note_told(replaced)
+        return "\n".join(["; ".join(words), *advice(replaced, world_size=self._state.world_size)])
 
-    def describe_in_the_way(self, busy: Mapping[int, CellRun]) -> str:
+    def describe_in_the_way(self, busy: Mapping[int, Cell]) -> str:
         """What a cell waits for that needs ranks which run others, and what a stop does now."""
         parts = []
-        for run in sorted(set(busy.values()), key=lambda run: run.cell):
-            ranks = [rank for rank in busy if busy[rank] is run]
-            parts.append(f"waiting for {self._ranks.where(ranks)}, still in cell {run.cell}; {_next_press(run, ranks)}")
-        left = self._ranks.inbox.requests.left(range(self._world_size))
+        for cell in sorted(set(busy.values()), key=lambda cell: cell.number):
+            ranks = [rank for rank in busy if busy[rank] is cell]
+            parts.append(
+                f"waiting for {self._link.where(ranks)}, still in cell {cell.number}; {_next_press(cell, ranks)}"
+            )
+        left = self._state.requests.left(self._state.ranks)
         parts += [f"waiting for {format_ranks([rank])}, still in {what}" for rank, what in left.items()]
         return "; ".join(parts)
 
-    def make_way(self, run: CellRun, *, gap_s: float) -> None:
+    def make_way(self, cell: Cell, *, gap_s: float) -> None:
         """Stop was pressed, perhaps by a front end that restarts its kernel: give it time to leave the session.
 
         Raises: SessionError when it has: then the cell goes on without us.
         """
         with contextlib.suppress(KeyboardInterrupt):
-            run.wait(gap_s)
-        if self._ranks.is_closed and self._ranks.inbox.failure:
-            raise self._ranks.inbox.failure from None
+            cell.wait(gap_s)
+        if self._link.is_closed and self._state.failure:
+            raise self._state.failure from None
 
     def _end_of(self, story: _Story) -> str:
-        _show(story.run, "")
+        _show(story.cell, "")
         with contextlib.suppress(KeyboardInterrupt):  # it is stopped
             self._end_what_is_out_of_step(story)
         return story.told()
 
-    def after_failure(self, run: CellRun) -> str:
-        """``run`` has not ended well: what the user has to know of its process groups, in words, or nothing."""
-        story = self._begin(run)
+    def after_failure(self, cell: Cell) -> str:
+        """``cell`` has not ended well: what the user has to know of its process groups, in words, or nothing."""
+        story = self._begin(cell)
         with contextlib.suppress(KeyboardInterrupt):  # it has ended
             self._end_what_is_out_of_step(story)
         return story.told_of_groups()
@@ -140,58 +141,62 @@ class Rescue:
             words = words or story.told_of_groups()
         return words
 
-    def after_death(self, run: CellRun) -> None:
-        """A rank of ``run`` was lost: end its generation, and what the others still do."""
-        if run.is_over:
+    def forget_stopped(self) -> None:
+        """Ranks get other numbers: all have left the cells that were stopped."""
+        self._unfinished.clear()
+
+    def after_death(self, cell: Cell) -> None:
+        """A rank of ``cell`` was lost: end its generation, and what the others still do."""
+        if cell.is_over:
             return
         with contextlib.suppress(KeyboardInterrupt):  # it is under way
-            self._free(self._begin(run))
-            run.wait(AFTER_DEATH_S)
+            self._free(self._begin(cell))
+            cell.wait(AFTER_DEATH_S)
         with contextlib.suppress(KeyboardInterrupt):
-            self._interrupt(run)
-            run.wait(FREED_LIMIT_S)
+            self._interrupt(cell)
+            cell.wait(FREED_LIMIT_S)
 
     def _press(self, press: int, story: _Story) -> None:
-        run = story.run
+        cell = story.cell
         if press == 1:
-            self._interrupt(run)
-            if not run.wait(PRESS_LIMIT_S) and not run.is_over:
+            self._interrupt(cell)
+            if not cell.wait(PRESS_LIMIT_S) and not cell.is_over:
                 self._free_who_waits(story)
         elif press == 2:
             self._free(story)
-            self._interrupt(run)
-            if not run.wait(2 * FREED_LIMIT_S):
+            self._interrupt(cell)
+            if not cell.wait(2 * FREED_LIMIT_S):
                 story.verdicts = self._judge(story)
         else:
-            left = run.running
-            self._ranks.send(Replace(list(left), run.cell))
-            if not run.wait(REPLACE_LIMIT_S):
+            left = cell.running
+            self._link.send(Replace(list(left), cell.number))
+            if not cell.wait(REPLACE_LIMIT_S):
                 story.verdicts = self._judge(story)
-            story.replaced = tuple(rank for rank in left if rank in run.lost)  # the end of another was on its way
+            story.replaced = tuple(rank for rank in left if rank in cell.lost)  # the end of another was on its way
 
-    def _interrupt(self, run: CellRun) -> None:
-        if run.running:
-            self._ranks.send(Interrupt(list(run.running), run.cell))
+    def _interrupt(self, cell: Cell) -> None:
+        if cell.running:
+            self._link.send(Interrupt(list(cell.running), cell.number))
 
     def _free_who_waits(self, story: _Story) -> None:
         """Look who waits; with nobody waiting, give those that compute some time."""
-        run = story.run
+        cell = story.cell
         deadline = time.monotonic() + COMPUTE_LIMIT_S
-        while run.running and not run.is_over:
+        while cell.running and not cell.is_over:
             story.verdicts = self._judge(story)
             if any(verdict.waits for verdict in story.verdicts.values()):
                 self._free(story)
-                self._interrupt(run)
+                self._interrupt(cell)
                 returning = [rank for rank, verdict in story.verdicts.items() if verdict.kind != "computes"]
-                if not run.wait(FREED_LIMIT_S, ranks=returning):
+                if not cell.wait(FREED_LIMIT_S, ranks=returning):
                     story.verdicts = self._judge(story)
                 return
-            if run.running:
-                _show(run, story.describe_left(is_cell_shown=True))
-            is_any_reachable = any(self._ranks.is_reachable(rank) for rank in run.running)
+            if cell.running:
+                _show(cell, story.describe_left(is_cell_shown=True))
+            is_any_reachable = any(self._link.is_reachable(rank) for rank in cell.running)
             if time.monotonic() >= deadline or not is_any_reachable:
                 return
-            run.wait(max(0.0, min(1.0, deadline - time.monotonic())))
+            cell.wait(max(0.0, min(1.0, deadline - time.monotonic())))
 
     def _end_what_is_out_of_step(self, story: _Story) -> None:
         """One rank may have begun a collective that another has not: end the groups if that is so, or not known.
@@ -199,13 +204,13 @@ class Rescue:
         An interrupt can come right after a collective was begun, before it is waited for. In the next one, ranks would
         take what was sent for the earlier one; gloo ends the process where the sizes differ.
         """
-        run = story.run
-        if story.has_ended_generation or run.lost or run.is_over:
+        cell = story.cell
+        if story.has_ended_generation or cell.lost or cell.is_over:
             return
-        if run.running:
-            self._unfinished.append(run)
+        if cell.running:
+            self._unfinished.append(cell)
             return
-        if not run.is_collective:
+        if not cell.is_collective:
             return
         try:
             evidence = self._look_at_idle()
@@ -219,7 +224,7 @@ class Rescue:
         """What all ranks have begun with others; one that is slow to say so on a busy machine is asked again."""
         deadline = time.monotonic() + KNOWN_LIMIT_S
         while True:
-            _, evidence = self._ranks.look(range(self._world_size), before={}, stack=False)
+            _, evidence = self._link.look(self._state.ranks, before={}, stack=False)
             is_worth_asking = any(each.state == "idle" and not each.is_known for each in evidence)
             if not is_worth_asking or time.monotonic() >= deadline:
                 return evidence
@@ -228,34 +233,34 @@ class Rescue:
     def _free(self, story: _Story) -> None:
         story.freed = {rank: verdict for rank, verdict in story.verdicts.items() if verdict.waits}
         computing = [rank for rank, verdict in story.verdicts.items() if verdict.kind == "computes"]
-        story.has_ended_generation, story.is_group_wanted = True, self._generations.is_wanted
-        story.stale = self._generations.end(without_waiting_for=computing)
+        story.has_ended_generation, story.is_group_wanted = True, self._state.groups.is_wanted
+        story.stale = self._groups.end(without_waiting_for=computing)
 
     def _judge(self, story: _Story) -> dict[int, Verdict]:
         """What the ranks do that still run the cell, from two looks."""
-        run = story.run
-        everyone = range(self._world_size)
-        before: dict[int, Position] = self._ranks.locate(run.running, stack=False)
+        cell = story.cell
+        everyone = self._state.ranks
+        before: dict[int, Position] = self._link.locate(cell.running, stack=False)
         for rank, position in before.items():  # asked after the cell was sent, if it was
             if position.state == "idle":  # and its end, which would have come before this, was lost, if there was one
-                run.withdraw(rank)
-        run.wait(LOOK_GAP_S)
-        _, evidence = self._ranks.look(everyone, before=before, stack=True)
+                cell.withdraw(rank)
+        cell.wait(LOOK_GAP_S)
+        _, evidence = self._link.look(everyone, before=before, stack=True)
         verdicts = judge(evidence)
         story.mismatch = story.mismatch or describe_mismatch(evidence)
-        return {rank: verdicts[rank] for rank in run.running if rank in verdicts}
+        return {rank: verdicts[rank] for rank in cell.running if rank in verdicts}
 
 
 class _Story:
     """What was seen and done while a cell was stopped."""
 
-    def __init__(self, run: CellRun, *, is_reachable: Callable[[int], bool]) -> None:
-        self.run = run
+    def __init__(self, cell: Cell, *, is_reachable: Callable[[int], bool]) -> None:
+        self.cell = cell
         self._is_reachable = is_reachable
         self.verdicts: dict[int, Verdict] = {}
         self.freed: dict[int, Verdict] = {}
         self.mismatch = ""
-        self.stale: list[str] = []
+        self.stale: Sequence[str] = []
         self.has_ended_generation = False
         self.is_group_wanted = True
         self.replaced: tuple[int, ...] = ()
@@ -263,18 +268,18 @@ class _Story:
     def told(self) -> str:
         """In words; one line for each thing the user may have to do."""
         lines = []
-        is_open = not self.run.is_over
-        if freed := [verdict for rank, verdict in self.freed.items() if not (is_open and rank in self.run.running)]:
+        is_open = not self.cell.is_over
+        if freed := [verdict for rank, verdict in self.freed.items() if not (is_open and rank in self.cell.running)]:
             lines.append(f"{_waited(freed)}: freed")
         if self.mismatch:
             lines.append(self.mismatch)
         if self.replaced:
             lines.append(f"{format_ranks(self.replaced)} did not stop in time and had to be replaced")
-        if self.run.running and not self.run.is_over:
+        if self.cell.running and not self.cell.is_over:
             lines.append(self.describe_left())
-        elif not self.replaced and not self.run.lost:
+        elif not self.replaced and not self.cell.lost:
             lines.append("all ranks stopped and kept their variables")
-            if self.run.is_collective and len(self.run.ranks) > 1:
+            if self.cell.is_collective and len(self.cell.ranks) > 1:
                 lines.append(_MAY_BE_APART)
         if self.has_ended_generation:
             lines.append(self.told_of_groups())
@@ -291,8 +296,8 @@ class _Story:
 
         ``is_cell_shown``: the notebook waits for them, else it has its prompt again, and its stop button does nothing.
         """
-        away = [rank for rank in self.run.running if not self._is_reachable(rank)]
-        left = [rank for rank in self.run.running if rank not in away]
+        away = [rank for rank in self.cell.running if not self._is_reachable(rank)]
+        left = [rank for rank in self.cell.running if rank not in away]
         if away:
             _, _, their, _ = _pronouns(away)
             words = f"{format_ranks(away)}: no connection to {their} node, the stop comes there when there is one again"
@@ -320,10 +325,10 @@ class _Story:
             )
         kill = f"%distributed interrupt --kill {short_ranks(left)}"
         press = "press stop again" if is_cell_shown else "run %distributed interrupt"
-        if self.run.presses < 2:
+        if self.cell.presses < 2:
             advice = f"{press} to free {them} without looking, {kill} replaces {them}"
         else:
-            advice = f"{press} once more while {they} run{s} cell {self.run.cell}, or {kill}, to replace {them}"
+            advice = f"{press} once more while {they} run{s} cell {self.cell.number}, or {kill}, to replace {them}"
         return f"{what} ({seconds:.0f} s): {why}; {advice}: {their} variables are lost"
 
 
@@ -332,12 +337,12 @@ def _pronouns(ranks: Collection[int]) -> tuple[str, str, str, str]:
     return ("it", "it", "its", "s") if len(ranks) == 1 else ("they", "them", "their", "")
 
 
-def _next_press(run: CellRun, ranks: Collection[int]) -> str:
+def _next_press(cell: Cell, ranks: Collection[int]) -> str:
     """What a stop does to a cell that another waits for."""
     _, them, their, _ = _pronouns(ranks)
-    if run.presses == 0:
+    if cell.presses == 0:
         return f"a stop ends this wait: {_GOES_ON}"
-    if run.presses == 1:
+    if cell.presses == 1:
         return f"a second stop ends {their} process groups and interrupts {them} again"
     return f"a third stop replaces {them}: {their} variables are lost"
 
@@ -346,6 +351,6 @@ def _waited(verdicts: Iterable[Verdict]) -> str:
     return describe_wait(verdicts).replace(" waits in ", " waited in ").replace(" wait in ", " waited in ")
 
 
-def _show(run: CellRun, text: str) -> None:
-    if run.observer:
-        run.observer.waiting(text)
+def _show(cell: Cell, text: str) -> None:
+    if cell.observer:
+        cell.observer.waiting(text)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
 
 from ...errors import CellInterrupted, CellTimeout, RankLost, format_ranks
-from ...wire import CellFailed, Position, RunCell
+from ...wire import Position, RunCell
 from ..diagnosis.diagnosis import HangWatch, describe_last
 from ..diagnosis.stuck import StuckWatch
 from ..link.rank_link import RankLink
-from ..recovery.process_groups import Generations
 from ..recovery.rescue import Rescue
-from ..state.cell_run import CellRun
+from ..state.cell import Cell
 from ..state.rank_deaths import advice, describe_ends
 
 _DID_NOT_FIT = "op.preamble.length"  # in the last words of a rank: gloo names what it has compared
@@ -23,28 +21,24 @@ ENDING_LIMIT_S = 10.0  # from what a rank raised to its end, where that follows:
 LOSS_LIMIT_S = 0.5  # from what the others raise to the news that a rank has ended
 
 
-class Conductor:
+class CellExecution:
     """For one cell. ``hang_s``: how long ranks wait for others before the cell says so; ``stop_gap_s``: see ``run``."""
 
     def __init__(
         self,
-        ranks: RankLink,
-        generations: Generations,
+        link: RankLink,
         rescue: Rescue,
         *,
-        world_size: int,
         hang_s: float,
         stop_gap_s: float,
     ) -> None:
-        self._ranks = ranks
-        self._inbox = ranks.inbox
-        self._generations = generations
+        self._link = link
+        self._state = link.state
         self._rescue = rescue
-        self._world_size = world_size
         self._hang_s = hang_s
         self._stop_gap_s = stop_gap_s
 
-    def run(self, run: CellRun, message: RunCell, timeout_s: float | None, *, is_alone: bool = False) -> str:
+    def run(self, cell: Cell, message: RunCell, timeout_s: float | None, *, is_alone: bool = False) -> str:
         """Send the cell to its ranks and wait until they have ended it.
 
         Ranks that can only wait for one that has failed are stopped; returns what became of them, in words, or nothing.
@@ -56,106 +50,93 @@ class Conductor:
         watch = _Watch(HangWatch(self._hang_s), deadline)
         story = ""
         try:
-            self._ranks.send(message)
-            while not run.wait(watch.seconds_to_next_look(), or_loss=True) and not run.is_over:
-                if run.lost:
+            self._link.send(message)
+            while not cell.wait(watch.seconds_to_next_look(), or_loss=True) and not cell.is_over:
+                if cell.lost:
                     break
                 if watch.is_over:
-                    places = self._ranks.where(run.running)
-                    story = self._rescue.stop(run)
+                    places = self._link.where(cell.running)
+                    story = self._rescue.stop(cell)
                     on = f" on {places}" if places else ""
-                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s{on}{_failures(run)}: {story}")
-                failures = _failures(run)
-                if run.observer or failures or is_alone:
-                    waiting = self._who_is_waited_for(run, watch, failures, is_alone=is_alone)
-                    if run.observer:
-                        run.observer.waiting(waiting)
+                    raise CellTimeout(f"the cell did not end within {timeout_s:g} s{on}{_failures(cell)}: {story}")
+                failures = _failures(cell)
+                if cell.observer or failures or is_alone:
+                    waiting = self._who_is_waited_for(cell, watch, failures, is_alone=is_alone)
+                    if cell.observer:
+                        cell.observer.waiting(waiting)
                 if watch.is_hopeless:
-                    story = self._rescue.free(run)
+                    story = self._rescue.free(cell)
                     if not failures:
                         raise CellTimeout(f"it waited for ranks that do not run it: {story}")
                     break
         except KeyboardInterrupt:
-            self._rescue.make_way(run, gap_s=self._stop_gap_s)
-            note = self._rescue.stop(run)
-            if all(end.asked for end in run.lost.values()):
-                for rank in run.lost:
-                    self._inbox.fresh.pop(rank, None)
-                note = "\n".join([note, *advice(run.lost, world_size=self._world_size)])
-                raise CellInterrupted(run.errors(), world_size=len(run.ranks), note=note) from None
-        if run.is_done:
+            self._rescue.make_way(cell, gap_s=self._stop_gap_s)
+            note = self._rescue.stop(cell)
+            if all(end.asked for end in cell.lost.values()):
+                self._state.note_told(cell.lost)
+                note = "\n".join([note, *advice(cell.lost, world_size=self._state.world_size)])
+                raise CellInterrupted(cell.errors(), world_size=len(cell.ranks), note=note) from None
+        if cell.is_done:
             with contextlib.suppress(KeyboardInterrupt):  # there is nothing left to stop: what ranks raised is told
-                run.wait_for_ending(ENDING_LIMIT_S)
-                run.wait_for_loss(LOSS_LIMIT_S)
-        if run.lost:
-            self._rescue.after_death(run)
-            if not run.running and run.lost.keys() <= run.ending:  # what they raised says why, and where
-                return "\n".join(self._told_of_fresh(run))
-            raise self._rank_lost(run)
-        if run.running and self._inbox.failure:
-            raise self._inbox.failure
+                cell.wait_for_ending(ENDING_LIMIT_S)
+                cell.wait_for_loss(LOSS_LIMIT_S)
+        if cell.lost:
+            self._rescue.after_death(cell)
+            if not cell.running and cell.lost.keys() <= cell.ending:  # what they raised says why, and where
+                return "\n".join(self._told_of_fresh(cell))
+            raise self._rank_lost(cell)
+        if cell.running and self._state.failure:
+            raise self._state.failure
         return story
 
-    def _who_is_waited_for(self, run: CellRun, watch: _Watch, failures: str, *, is_alone: bool) -> str:
+    def _who_is_waited_for(self, cell: Cell, watch: _Watch, failures: str, *, is_alone: bool) -> str:
         """Which ranks have not ended the cell and where they are, or who waits for whom; empty while all is well."""
         now = time.monotonic()
-        unreachable = self._ranks.describe_unreachable(now=now)
-        wants_stack = bool(run.outcomes) or watch.hang.wants_stack(now=now)
-        watch.positions, evidence = self._ranks.look(range(self._world_size), before=watch.positions, stack=wants_stack)
-        self._end_where_that_was_lost(run, watch.positions)
+        unreachable = self._link.describe_unreachable(now=now)
+        wants_stack = bool(cell.outcomes) or watch.hang.wants_stack(now=now)
+        watch.positions, evidence = self._link.look(self._state.ranks, before=watch.positions, stack=wants_stack)
+        self._state.end_lost(cell, [rank for rank, position in watch.positions.items() if position.state == "idle"])
         watch.hang.note(evidence, now=now)
         watch.stuck.note(evidence, now=now)
         may_be_hopeless = is_alone or bool(failures)
         watch.is_hopeless = may_be_hopeless and (
             watch.hang.is_hopeless(evidence, now=now) or watch.stuck.is_certain(now=now)
         )
-        hosts = self._ranks.hosts
-        report = watch.hang.report(evidence, running=run.ranks, now=now, hosts=hosts) if wants_stack else ""
-        if not report and run.outcomes and (running := run.running):  # else the last has ended during the look
-            report = f"waiting for {self._ranks.describe_places(running, watch.positions)}"
+        hosts = self._link.hosts
+        report = watch.hang.report(evidence, running=cell.ranks, now=now, hosts=hosts) if wants_stack else ""
+        if not report and cell.outcomes and (running := cell.running):  # else the last has ended during the look
+            report = f"waiting for {self._link.describe_places(running, watch.positions)}"
         if unreachable:
             report = f"{unreachable}; {report}" if report else unreachable
         return f"{report}{failures}" if report else ""
 
-    def _end_where_that_was_lost(self, run: CellRun, positions: Mapping[int, Position]) -> None:
-        """What one rank says arrives in order: the end of the cell on an idle rank has come, or never will."""
-        words = "how the cell ended on this rank is not known: that was lost with its last output"
-        for rank, position in positions.items():
-            with self._inbox.taking:
-                if position.state == "idle" and rank in run.running:
-                    has_group = self._inbox.has_group.get(rank, False)
-                    lost = CellFailed(rank, run.cell, 0.0, has_group, True, "SessionError", words, [], False)
-                    self._inbox.take(lost, node=self._inbox.node_of[rank])
-
-    def _rank_lost(self, run: CellRun) -> RankLost:
+    def _rank_lost(self, cell: Cell) -> RankLost:
         """What is known of the ranks that were lost, what became of the others, and what to do."""
-        hosts = {rank: up.host for rank, up in self._inbox.up.items()}
-        fresh = self._told_of_fresh(run, is_told=True)
-        lines = [describe_ends(run.lost, hosts=hosts), *self._told_of_sizes(run), *fresh]
-        kept = [rank for rank in run.ranks if rank not in run.lost]
-        if still := [rank for rank in kept if rank in run.running]:
-            lines.append(f"{self._ranks.where(still)} still in the cell: the next cell waits for it")
+        fresh = self._told_of_fresh(cell, is_told=True)
+        lines = [describe_ends(cell.lost, hosts=self._state.hosts), *self._told_of_sizes(cell), *fresh]
+        kept = [rank for rank in cell.ranks if rank not in cell.lost]
+        if still := [rank for rank in kept if rank in cell.running]:
+            lines.append(f"{self._link.where(still)} still in the cell: the next cell waits for it")
         elif kept:
             lines.append(f"{format_ranks(kept)} kept {'its' if len(kept) == 1 else 'their'} variables")
-        if stale := self._generations.stale:
+        if stale := self._state.groups.stale:
             lines.append(f"make again what was made with the old process groups: {', '.join(stale)}")
-        return RankLost("\n".join(lines), ranks=run.lost)
+        return RankLost("\n".join(lines), ranks=cell.lost)
 
-    def _told_of_sizes(self, run: CellRun) -> list[str]:
+    def _told_of_sizes(self, cell: Cell) -> list[str]:
         """What the others had begun, where gloo has ended a rank because what came did not fit."""
-        if not any(_DID_NOT_FIT in end.stderr_tail for end in run.lost.values()):
+        if not any(_DID_NOT_FIT in end.stderr_tail for end in cell.lost.values()):
             return []
-        _, evidence = self._ranks.look([rank for rank in run.ranks if rank not in run.lost], before={}, stack=False)
+        _, evidence = self._link.look([rank for rank in cell.ranks if rank not in cell.lost], before={}, stack=False)
         others = describe_last(evidence)
         begun = f"the others had begun {others}: " if others else ""
-        what_to_do = "" if self._generations.is_checked else f", {_CHECK}"
+        what_to_do = "" if self._state.groups.is_checked else f", {_CHECK}"
         return [f"{begun}ranks sent tensors of different sizes in one collective or message{what_to_do}"]
 
-    def _told_of_fresh(self, run: CellRun, *, is_told: bool = False) -> list[str]:
+    def _told_of_fresh(self, cell: Cell, *, is_told: bool = False) -> list[str]:
         """What to do about the ranks that were lost: the user is told it now."""
-        for rank in run.lost:
-            self._inbox.fresh.pop(rank, None)
-        return advice(run.lost, world_size=self._world_size, is_told=is_told)
+        self._state.note_told(cell.lost)
+        return advice(cell.lost, world_size=self._state.world_size, is_told=is_told)
 
 
 class _Watch:
@@ -178,10 +159,10 @@ class _Watch:
         return max(0.0, min(LOOK_GAP_S, self._deadline - time.monotonic()))
 
 
-def _failures(run: CellRun) -> str:
+def _failures(cell: Cell) -> str:
     """What has failed while others still run: often the reason why they wait."""
     failed: dict[str, list[int]] = {}
-    for rank, error in run.errors().items():
+    for rank, error in cell.errors().items():
         if not error.interrupted:
             failed.setdefault(next(iter(error.summary.splitlines()), "an error without a name"), []).append(rank)
     return "".join(f"; {format_ranks(ranks)} failed with {summary}" for summary, ranks in failed.items())

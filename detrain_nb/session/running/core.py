@@ -10,9 +10,10 @@ from ...deploy.known import StartedWith, remember
 from ...errors import CellInterrupted, DetrainError, SessionError
 from ...plan import Plan, parse_ranks
 from ..link.rank_link import IDLE_LIMIT_S, RankLink
-from ..recovery.process_groups import Generations
+from ..recovery.process_groups import ProcessGroups
 from ..recovery.rescue import Rescue
-from ..state.cell_run import CellObserver, CellRun
+from ..state.cell import Cell
+from ..state.cell_observer import CellObserver
 
 if TYPE_CHECKING:
     from ...spec.node import Node
@@ -27,48 +28,23 @@ class Core:
         self.name = name
         self.holder = holder
         self.transports = [end.transport for end in ends]
-        self.ranks = RankLink(name, ends, is_attaching=is_attaching)
-        self.inbox = self.ranks.inbox
+        self.link = RankLink(name, ends, is_attaching=is_attaching)
+        self.state = self.link.state
+        self.groups = ProcessGroups(self.link)
+        self.rescue = Rescue(self.link, self.groups)
         self.hang_s = 5.0
         self.stop_gap_s = 0.0
-        self._wants_group = True
-        self._checks_collectives = False
         self.group_timeout_s = 0.0  # 0: torch's own
         self.is_stopped = False
         self.is_left = False  # its ranks go on
-        self.set_plan(Plan((), "gloo"))
-
-    def set_plan(self, plan: Plan) -> None:
-        """These are its ranks from now on."""
-        self.plan = plan
-        self.generations = Generations(self.ranks, world_size=plan.world_size)
-        self.generations.is_wanted = self._wants_group
-        self.generations.is_checked = self._checks_collectives
-        self.rescue = Rescue(self.ranks, self.generations, world_size=plan.world_size)
-        self.ranks.cuda_ranks = plan.cuda_ranks
-        self.inbox.know_ranks(plan.node_of)
 
     @property
-    def wants_group(self) -> bool:
-        """A default process group is made before the first cell, and after every loss."""
-        return self._wants_group
-
-    @wants_group.setter
-    def wants_group(self, wants_group: bool) -> None:
-        self._wants_group = self.generations.is_wanted = wants_group
-
-    @property
-    def checks_collectives(self) -> bool:
-        """The ranks compare collectives before they begin them, in all groups of later generations."""
-        return self._checks_collectives
-
-    @checks_collectives.setter
-    def checks_collectives(self, checks_collectives: bool) -> None:
-        self._checks_collectives = self.generations.is_checked = checks_collectives
+    def plan(self) -> Plan:
+        return self.state.plan
 
     @property
     def world_size(self) -> int:
-        return self.plan.world_size
+        return self.state.world_size
 
     @property
     def is_alive(self) -> bool:
@@ -79,17 +55,12 @@ class Core:
         """Why nothing can be run any more, and what to do; None while it can."""
         if self.is_stopped and not self.is_left:
             return SessionError(f"session {self.name!r} has ended: start another one")
-        return self.inbox.failure
+        return self.state.failure
 
     def require_alive(self) -> None:
         """Raises: what ended the session."""
         if self.why_over:
             raise self.why_over
-
-    @property
-    def hosts(self) -> dict[int, str]:
-        """The host of every rank, as far as it has said so."""
-        return {rank: up.host for rank, up in self.inbox.up.items()}
 
     @property
     def node_names(self) -> dict[int, str]:
@@ -108,7 +79,7 @@ class Core:
 
     def plan_of(self, cell: int) -> Plan:
         """The ranks as they were numbered when ``cell`` ran."""
-        return self.inbox.logbook.plan_of(cell) or self.plan
+        return self.state.logbook.plan_of(cell) or self.plan
 
     def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
         """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError.
@@ -116,11 +87,11 @@ class Core:
         Where nodes have no name, that is what errors call this machine. ``plan``: of earlier ranks.
         """
         plan = plan or self.plan
-        here = dict.fromkeys(self.hosts.values(), tuple(range(plan.world_size)))
+        here = dict.fromkeys(self.state.hosts.values(), tuple(range(plan.world_size)))
         return parse_ranks(ranks, world_size=plan.world_size, hosts=plan.hosts or here)
 
     def choose_idle(
-        self, ranks: Ranks, *, limit_s: float = 0.0, tell: Callable[[Mapping[int, CellRun]], None] | None = None
+        self, ranks: Ranks, *, limit_s: float = 0.0, tell: Callable[[Mapping[int, Cell]], None] | None = None
     ) -> tuple[int, ...]:
         """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now.
 
@@ -128,7 +99,7 @@ class Core:
         """
         self.require_alive()
         chosen = self.choose(ranks)
-        self.ranks.require_idle(chosen, limit_s=limit_s, tell=tell)
+        self.link.require_idle(chosen, limit_s=limit_s, tell=tell)
         return chosen
 
     def wait_until_idle(self, ranks: Ranks, observer: CellObserver | None, *, limit_s: float) -> tuple[int, ...]:
@@ -138,7 +109,7 @@ class Core:
         """
         is_told = False
 
-        def tell(busy: Mapping[int, CellRun]) -> None:
+        def tell(busy: Mapping[int, Cell]) -> None:
             nonlocal is_told
             if observer:
                 is_told = True
@@ -148,7 +119,7 @@ class Core:
             return self.choose_idle(ranks, limit_s=limit_s, tell=tell)
         except KeyboardInterrupt:
             chosen = self.choose(ranks)
-            in_the_way = {run for rank, run in self.inbox.busy.items() if rank in chosen}
+            in_the_way = {cell for rank, cell in self.state.busy.items() if rank in chosen}
             if not in_the_way:
                 raise
             self.rescue.make_way(next(iter(in_the_way)), gap_s=self.stop_gap_s)
@@ -164,22 +135,22 @@ class Core:
         Where the others cannot make it, ``chosen`` go on without one.
         """
         is_everybody = len(set(chosen)) == self.world_size
-        left = self.inbox.requests.left(range(self.world_size))
-        if not is_everybody and (self.inbox.busy or self.inbox.lost or left):
+        left = self.state.requests.left(self.state.ranks)
+        if not is_everybody and (self.state.busy or self.state.lost or left):
             return
-        if self.wants_group and not is_everybody:
-            self.tell(self.generations.mend_for_some(limit_s=IDLE_LIMIT_S), observer)
-        elif self.wants_group:
-            self.generations.mend(limit_s=IDLE_LIMIT_S)
+        if self.state.groups.is_wanted and not is_everybody:
+            self.tell(self.groups.mend_for_some(limit_s=IDLE_LIMIT_S), observer)
+        elif self.state.groups.is_wanted:
+            self.groups.mend(limit_s=IDLE_LIMIT_S)
         else:
-            self.generations.begin()
+            self.groups.begin()
 
     def tell(self, words: str, observer: CellObserver | None) -> None:
         """Say to the user what no cell says: in the cell that is to run, or whenever somebody asks."""
         if words and observer:
             observer.notice(words)
         elif words:
-            self.inbox.notices.append(words)
+            self.state.add_notice(words)
 
 
 def _placed(node: Node, ranks: int) -> Node:

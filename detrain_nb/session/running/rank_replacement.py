@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from ...errors import SessionError, format_ranks
@@ -17,54 +16,57 @@ class Members:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._ranks = core.ranks
-        self._inbox = core.inbox
+        self._link = core.link
+        self._state = core.state
         self._replaced: dict[int, int] = {}  # rank -> the incarnation that is to go
 
     def interrupt(self, ranks: Ranks) -> None:
         """Raise KeyboardInterrupt on those that run a cell."""
         self._core.require_alive()
         chosen = self._core.choose(ranks)
-        for run in set(self._inbox.busy.values()):
-            if wanted := [rank for rank in run.running if rank in chosen]:
-                self._ranks.send(Interrupt(wanted, run.cell))
+        for cell in set(self._state.busy.values()):
+            if wanted := [rank for rank in cell.running if rank in chosen]:
+                self._link.send(Interrupt(wanted, cell.number))
 
     def replace(self, ranks: Ranks) -> None:
         """Have them replaced by fresh ones. Raises: SessionError for those of a lost node."""
         chosen = self._core.choose(ranks)
-        gone = {rank: end for rank in chosen if (end := self._inbox.lost.get(rank)) and is_gone(end)}
+        gone = {rank: end for rank, end in self._state.lost.items() if rank in chosen and is_gone(end)}
         if gone:
             raise SessionError(what_to_do_about_down(gone))
-        self._replaced.update({rank: self._inbox.up[rank].incarnation for rank in chosen})
-        self._ranks.send(Replace(list(chosen)))
+        self._replaced.update({rank: self._state.up[rank].incarnation for rank in chosen})
+        self._link.send(Replace(list(chosen)))
 
     def wait_until_fresh(self, ranks: Ranks) -> None:
         """See Session.wait_until_fresh."""
         chosen = self._core.choose(ranks)
-        deadline = time.monotonic() + IDLE_LIMIT_S
         wanted = {rank: before for rank, before in self._replaced.items() if rank in chosen}
-        while any(self._inbox.up[rank].incarnation == before for rank, before in wanted.items()):
-            if self._inbox.failure:
-                raise self._inbox.failure
-            if time.monotonic() >= deadline:
-                raise SessionError(f"{format_ranks(chosen)} did not start again within {IDLE_LIMIT_S:g} s")
-            time.sleep(0.002)
+
+        def are_up() -> bool:
+            return all(self._state.up[rank].incarnation != before for rank, before in wanted.items())
+
+        self._state.wait_for(lambda: self._state.failure is not None or are_up(), IDLE_LIMIT_S)
+        if self._state.failure:
+            raise self._state.failure
+        if not are_up():
+            raise SessionError(f"{format_ranks(chosen)} did not start again within {IDLE_LIMIT_S:g} s")
         for rank in chosen:
             self._replaced.pop(rank, None)
-            self._inbox.fresh.pop(rank, None)  # it was asked for: that it is so need not be said
+        self._state.note_told(chosen)  # it was asked for: that it is so need not be said
 
     def shrink(self) -> dict[int, int]:
         """See Session.shrink."""
         core = self._core
         core.require_alive()
-        gone = [rank for rank, end in self._inbox.lost.items() if is_gone(end)]
+        gone = [rank for rank, end in self._state.lost.items() if is_gone(end)]
         if not gone:
             raise SessionError("no node is lost: all ranks are there")
         core.choose_idle(_others(range(core.world_size), gone), limit_s=IDLE_LIMIT_S)
-        core.generations.end()
+        core.groups.end()
         plan, number = core.plan.without(gone)
-        self._ranks.renumber(core.plan, number, world_size=plan.world_size)
-        core.set_plan(plan)
+        self._link.renumber(number, world_size=plan.world_size)
+        core.state.know_plan(plan)
+        core.rescue.forget_stopped()
         core.note_down()
         return number
 

@@ -9,17 +9,17 @@ from ...errors import WireError, format_ranks
 from ...wire import CellDone, CellFailed
 from ..output.log import Logged
 from ..output.logbook import SAID_BEFORE_NEW, SAID_BEFORE_PERHAPS, LoggedCell
-from ..state.cell_run import CellObserver, CellRun
+from ..state.cell import Cell
+from ..state.cell_observer import CellObserver
 
 _SHOW_LIMIT_S = 10.0
 
 
 class ShownAgain:
-    """Gives the observer of ``run`` what was logged of its cell."""
+    """Gives the observer of ``cell`` what was logged of it."""
 
-    def __init__(self, run: CellRun, logged: LoggedCell) -> None:
-        self.run = run
-        self.run.is_from_log = True
+    def __init__(self, cell: Cell, logged: LoggedCell) -> None:
+        self.cell = cell
         self._logged = logged
         self._count = 0
         self._words: list[str] = []  # to be said before what is shown next
@@ -30,15 +30,15 @@ class ShownAgain:
         self._count += 1
         if not isinstance(message, (CellDone, CellFailed)):
             self._say()
-        elif self.run.has_ended(message):
+        elif self.cell.has_ended(message):
             return
-        if message.rank in self.run.ranks:
+        if message.rank in self.cell.ranks:
             try:
-                self.run.take(message)
+                self.cell.take(message)
             except WireError:  # a body is read when it is shown, and a node may write anything there
                 self._words.append(f"something that {format_ranks([message.rank])} showed here cannot be read")
                 if isinstance(message, CellDone):
-                    self.run.take(replace(message, body=b""))
+                    self.cell.take(replace(message, body=b""))
 
     def end(self, *, is_running: bool) -> None:
         """All that was logged has been given."""
@@ -46,14 +46,15 @@ class ShownAgain:
         if not is_running:
             self._words = [words for words in self._words if words not in (SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW)]
         self._say()
-        self.run.is_over = not is_running
+        if not is_running:
+            self.cell.close()
 
     def _say(self) -> None:
         if {SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW} <= {*self._words}:  # there was nothing to show between them
             self._words = [words for words in self._words if words not in (SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW)]
         for words in self._words:
-            if self.run.observer:
-                self.run.observer.notice(words)
+            if self.cell.observer:
+                self.cell.observer.notice(words)
         self._words.clear()
 
 

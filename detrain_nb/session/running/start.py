@@ -16,8 +16,9 @@ from ...errors import CellTimeout, LaunchError, SessionError, SpecError, format_
 from ...launch import LOOPBACK, LOOPBACK_INTERFACE, RankConfig, launch_node, threads_per_rank
 from ...plan import DEVICES, NodePlan, Plan
 from ...transport import Transport
-from ...wire import Attach, Attached, Launch, OpenStore, Refused, StoreOpened
+from ...wire import Attach, Attached, Launch, OpenStore, StoreOpened
 from ..output.safe_output import quote
+from ..state.requests import Request
 from ..state.session_state import agent_of
 from .asked import check_mapping, check_number, check_whole
 from .core import Core
@@ -119,24 +120,21 @@ class RankStart:
 def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int, Attached]:
     """What the agents of ``nodes`` say of themselves, by the node's position.
 
-    The first node has to answer, as have all at a start; another that does not is one of ``Inbox.absent``.
+    The first node has to answer, as have all at a start; another that does not is one of ``SessionState.absent``.
     """
-    inbox = core.inbox
-    inbox.attached = inbox.requests.new(map(agent_of, nodes))
+    request = core.state.expect_attached(nodes)
     for node in nodes:
-        if node in inbox.absent:
-            inbox.attached.take_from(agent_of(node), Refused(inbox.absent[node]))
-        else:
-            core.ranks.send_to(node, Attach(core.name, core.holder, steal))
+        if node not in core.state.absent:
+            core.link.send_to(node, Attach(core.name, core.holder, steal))
     try:
-        inbox.attached.wait(START_LIMIT_S if 0 in nodes else ATTACH_LIMIT_S, what="attach")
+        request.wait(START_LIMIT_S if 0 in nodes else ATTACH_LIMIT_S, what="attach")
     except CellTimeout:
         if 0 in nodes:
             raise
         for node in nodes:
-            if inbox.attached.waits_for(agent_of(node)):
-                core.ranks.hang_up(node, f"it did not answer within {ATTACH_LIMIT_S:g} s")
-    answers = {node: inbox.attached.answers.get(agent_of(node)) for node in nodes}
+            if request.waits_for(agent_of(node)):
+                core.link.hang_up(node, f"it did not answer within {ATTACH_LIMIT_S:g} s")
+    answers = {node: request.answers.get(agent_of(node)) for node in nodes}
     return {node: answer for node, answer in answers.items() if isinstance(answer, Attached)}
 
 
@@ -159,22 +157,23 @@ def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
 
 def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say: Say) -> None:
     """Start the ranks of all nodes at once. Raises: LaunchError."""
-    core.wants_group, core.group_timeout_s = how.has_group, how.group_timeout_s
+    core.state.groups.want(how.has_group)
+    core.group_timeout_s = how.group_timeout_s
     address = core.transports[0].address if len(core.transports) > 1 else LOOPBACK
     store = (address, _open_store(core, address))
     run_id = uuid.uuid4().hex
-    core.inbox.ranks_up = core.inbox.requests.new(range(core.world_size))
+    ranks_up = core.state.expect_ranks()
     for node, transport in enumerate(core.transports):
         message = how.message(core.plan, node, transport, cpus=attached[node].cpus, run_id=run_id, store=store)
-        core.ranks.send_to(node, message)
-    _wait_until_all_up(core, say)
+        core.link.send_to(node, message)
+    _wait_until_all_up(core, ranks_up, say)
     if how.has_group:
-        core.generations.make(tell=lambda ready: say(f"making the process group: {ready} of {core.world_size} ranks"))
+        core.groups.make(tell=lambda ready: say(f"making the process group: {ready} of {core.world_size} ranks"))
 
 
-def _wait_until_all_up(core: Core, say: Say) -> None:
+def _wait_until_all_up(core: Core, request: Request, say: Say) -> None:
     """Raises: CellTimeout, or why a rank cannot come."""
-    request, num_up, deadline = core.inbox.ranks_up, -1, math.inf
+    num_up, deadline = -1, math.inf
     while not request.wait_quietly(_TELL_GAP_S) and not request.has_failed:
         if len(request.answers) > num_up:
             num_up, deadline = len(request.answers), time.monotonic() + START_LIMIT_S
@@ -189,10 +188,10 @@ def _wait_until_all_up(core: Core, say: Say) -> None:
 
 def _open_store(core: Core, address: str) -> int:
     """The port on the first node that the store of the rendezvous will listen on."""
-    core.inbox.store_opened = core.inbox.requests.new([agent_of(0)])
-    core.ranks.send_to(0, OpenStore(address))
-    core.inbox.store_opened.wait(START_LIMIT_S, what="a socket for the store")
-    answer = core.inbox.store_opened.answers[agent_of(0)]
+    request = core.state.expect_store()
+    core.link.send_to(0, OpenStore(address))
+    request.wait(START_LIMIT_S, what="a socket for the store")
+    answer = request.answers[agent_of(0)]
     if not isinstance(answer, StoreOpened) or not answer.port:
         name = core.transports[0].name or "this machine"
         raise LaunchError(f"{name}: no socket for the store: {quote(getattr(answer, 'error', ''))}")
@@ -213,29 +212,29 @@ def go_on(core: Core, *, steal: bool = False, say: Say) -> None:
         if noted.get(rank):
             owner = names[noted[rank]]
             raise _disputed(core.name, rank, f"{names[0]} says that it has", f"this machine has noted {owner}")
-    core.inbox.measure_by(attached[0], noted)
+    core.state.measure_by(attached[0], noted)
     attached |= attach(core, range(1, len(core.transports)), steal=steal) if len(core.transports) > 1 else {}
-    for rank, (one, other) in core.inbox.disputed.items():
+    for rank, (one, other) in core.state.disputed.items():
         both = f"{names[one]} and {names[other]} both say that they have"
         raise _disputed(core.name, rank, both, "this machine has not noted which had it")
-    world_size = max((up.world_size for up in core.inbox.up.values()), default=0)
+    world_size = max((up.world_size for up in core.state.up.values()), default=0)
     known = _what_runs(attached, names, world_size=world_size, session=core.name)
-    core.wants_group, core.group_timeout_s = known.has_group, known.group_timeout_s
-    core.set_plan(known.plan)
-    core.generations.go_on_from(max(answer.generation for answer in attached.values()))
-    core.inbox.lose_absent()
+    core.state.groups.want(known.has_group)
+    core.group_timeout_s = known.group_timeout_s
+    core.state.know_plan(known.plan)
+    core.state.groups.go_on_from(max(answer.generation for answer in attached.values()))
+    core.state.lose_absent()
     for node, answer in attached.items():
         if answer.last_number > answer.acknowledged:
             _catch_up(core, node, answer.last_number, say)
     _wait_until_up(core)
-    core.generations.go_on_with_ranks()
-    if disputed := core.inbox.history.disputed:
-        core.inbox.notice(
+    core.state.go_on_with_groups()
+    if disputed := core.state.history.disputed:
+        core.state.notice(
             f"nodes do not agree on the code of cell {short_ranks(disputed)} (%distributed log --list shows it): "
             "a rank is given again only what its own node says"
         )
-    for run in core.inbox.runs.values():
-        run.hosts.update(core.hosts)
+    core.state.know_hosts()
 
 
 def _disputed(session: str, rank: int, who_has: str, noted: str) -> SessionError:
@@ -252,7 +251,7 @@ def _catch_up(core: Core, node: int, number: int, say: Say) -> None:
     """
     try:
         source = core.transports[node].name or "the ranks"
-        core.ranks.wait_for_number(
+        core.link.wait_for_number(
             node,
             number,
             limit_s=CATCH_UP_LIMIT_S,
@@ -261,24 +260,27 @@ def _catch_up(core: Core, node: int, number: int, say: Say) -> None:
     except CellTimeout as exc:
         if node == 0:
             raise
-        core.ranks.hang_up(node, str(exc))
+        core.link.hang_up(node, str(exc))
 
 
 def _wait_until_up(core: Core) -> None:
     """Wait for ranks that were still starting when their notebook was gone. A node whose ranks do not come is lost, the
     first one with the session."""
-    deadline = time.monotonic() + START_LIMIT_S
-    while starting := set(range(core.world_size)) - core.inbox.up.keys() - core.inbox.lost.keys():
-        if core.inbox.failure:
-            raise core.inbox.failure
-        if time.monotonic() >= deadline:
-            words = f"{format_ranks(starting)} of session {core.name!r} did not start within {START_LIMIT_S:g} s"
-            if starting & set(core.plan.nodes[0].ranks):
-                raise SessionError(words)
-            for number, node in enumerate(core.plan.nodes):
-                if starting & set(node.ranks):
-                    core.ranks.hang_up(number, words)
-        time.sleep(0.01)
+    state = core.state
+
+    def starting() -> set[int]:
+        return set(state.ranks) - state.up.keys() - state.lost.keys()
+
+    is_done = state.wait_for(lambda: state.failure is not None or not starting(), START_LIMIT_S)
+    if state.failure:
+        raise state.failure
+    if not is_done and (late := starting()):
+        words = f"{format_ranks(late)} of session {core.name!r} did not start within {START_LIMIT_S:g} s"
+        if late & set(core.plan.nodes[0].ranks):
+            raise SessionError(words)
+        for number, node in enumerate(core.plan.nodes):
+            if late & set(node.ranks):
+                core.link.hang_up(number, words)
 
 
 @dataclass(frozen=True)

@@ -192,27 +192,27 @@ class SessionStatus:
 
 def look(core: Core, *, limit_s: float) -> SessionStatus:
     """Ask every rank; one that does not answer in time has what is known of it."""
-    inbox = core.inbox
+    state = core.state
     everyone = range(core.world_size)
-    positions = core.ranks.locate(everyone, limit_s=limit_s) if core.is_alive else {}
+    positions = core.link.locate(everyone, limit_s=limit_s) if core.is_alive else {}
     rows = []
     for rank in everyone:
-        up, position = inbox.up.get(rank), positions.get(rank)
+        up, position = state.up.get(rank), positions.get(rank)
         rows.append(
             RankStatus(
                 rank,
                 up.host if up else core.node_names.get(rank, ""),
-                up.pid if up and rank not in inbox.lost else 0,
+                up.pid if up and rank not in state.lost else 0,
                 up.device if up else "",
                 position.state if position else _state_of_silent(core, rank),
                 position.cell if position else 0,
                 position.line if position and position.state == "running" else 0,
                 position.rss_bytes if position else 0,
-                inbox.last_seconds.get(rank),
+                state.last_seconds.get(rank),
             )
         )
-    broken_s = core.ranks.broken_s(now=time.monotonic())
-    nodes = node_statuses(core.transports, core.plan, lost=inbox.lost_nodes, broken_s=broken_s)
+    broken_s = core.link.broken_s(now=time.monotonic())
+    nodes = node_statuses(core.transports, core.plan, lost=state.lost_nodes, broken_s=broken_s)
     return SessionStatus(core.name, tuple(rows), nodes, core.group_timeout_s, describe_over(core))
 
 
@@ -223,7 +223,7 @@ def describe_over(core: Core) -> str:
 
 
 def _state_of_silent(core: Core, rank: int) -> str:
-    end = core.inbox.lost.get(rank)
+    end = core.state.lost.get(rank)
     if end is None:
         return _NO_ANSWER
     return "down" if end.down else "starting"

@@ -17,13 +17,18 @@ class History:
     """One per session; what an earlier notebook ran comes from the agents, which may say anything."""
 
     def __init__(self) -> None:
-        self.collective: set[int] = set()  # cells that needed other ranks
-        self.failed: set[int] = set()
-        self.last_cell = 0  # the highest number that counts; 0 when nothing was run
+        self._collective: set[int] = set()
+        self._failed: set[int] = set()
+        self._last_cell = 0  # the highest number that counts; 0 when nothing was run
         self._last_of_first = 0  # of those that the first node has said
         self._ran: dict[int, dict[tuple[str, int], RanCell]] = {}  # what of a cell ran as which code: nodes may differ
         self._known: set[int] = {0}  # those that are run again too; 0 is what comes before the first
         self._not_ended_well: set[int] = set()  # stopped, timed out, or still running
+
+    @property
+    def collective(self) -> frozenset[int]:
+        """The cells that needed other ranks."""
+        return frozenset(self._collective)
 
     def knows(self, cell: int) -> bool:
         """It was sent from here, or an agent has said that it was sent by an earlier notebook."""
@@ -31,7 +36,7 @@ class History:
 
     def next_cell(self, *, at_least: int) -> int:
         """A number that no known cell has."""
-        cell = max(self.last_cell + 1, at_least)
+        cell = max(self._last_cell + 1, at_least)
         while cell in self._known:
             cell += 1
         return cell
@@ -51,12 +56,16 @@ class History:
 
     def begin(self, message: RunCell) -> None:
         """A cell is about to be sent. One that is run again is there already."""
-        self.last_cell = message.cell
+        self._last_cell = message.cell
         self._known.add(message.cell)
         if not message.is_replay:
             cell, code, first_line = message.cell, message.code, message.first_line
             self._ran[cell] = {(code, first_line): RanCell(message.ranks, cell, code, first_line, False, [], False)}
             self._not_ended_well.add(cell)
+
+    def fail(self, cell: int) -> None:
+        """A rank was lost in it."""
+        self._failed.add(cell)
 
     def end_well(self, cell: int) -> None:
         self._not_ended_well.discard(cell)
@@ -67,9 +76,9 @@ class History:
         if not any(message.rank in part.ranks for part in parts):
             return
         if message.is_collective:
-            self.collective.add(message.cell)
+            self._collective.add(message.cell)
         if isinstance(message, CellFailed):
-            self.failed.add(message.cell)
+            self._failed.add(message.cell)
 
     def take(self, message: RanCell, *, is_first: bool) -> None:
         """A cell that an earlier notebook has run; its ranks are those of the node that says so.
@@ -81,7 +90,7 @@ class History:
         if is_first:
             self._last_of_first = max(self._last_of_first, message.cell)
         if message.cell < (_LAST_COUNTED if is_first else min(_LAST_COUNTED, self._last_of_first + _MOST_AHEAD)):
-            self.last_cell = max(self.last_cell, message.cell)
+            self._last_cell = max(self._last_cell, message.cell)
         if message.is_replay:
             return
         parts, code = self._ran.setdefault(message.cell, {}), (message.code, message.first_line)
@@ -89,9 +98,9 @@ class History:
             message = replace(message, ranks=sorted({*earlier.ranks, *message.ranks}))
         parts[code] = message
         if message.is_collective:
-            self.collective.add(message.cell)
+            self._collective.add(message.cell)
         if message.has_failed:
-            self.failed.add(message.cell)
+            self._failed.add(message.cell)
 
     def renumber(self, number: Mapping[int, int]) -> None:
         """Ranks got other numbers; those without one are gone."""
@@ -125,7 +134,7 @@ class History:
 
     def _alone(self, part: RanCell) -> RanCell | None:
         """What of it a rank can run without the others; None for nothing."""
-        if part.cell in self.collective:
+        if part.cell in self._collective:
             code = definitions_of(part.code)
             return replace(part, code=code) if code else None
-        return None if part.cell in self.failed | self._not_ended_well else part
+        return None if part.cell in self._failed | self._not_ended_well else part

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from ... import values
@@ -24,15 +25,33 @@ class Request:
     """One question to some ranks. Each of them ends its answer with any message but ``Value`` and ``Piece``."""
 
     def __init__(self, number: int, ranks: Iterable[int], names: Iterable[str] = ()) -> None:
-        self.number = number
-        self.left_as = ""  # what it asks for, where ranks go on with it though nobody waits any more
+        self._number = number
+        self._left_as = ""
         self._names = set(names)  # of the values that were asked for
-        self.answers: dict[int, Message] = {}
+        self._answers: dict[int, Message] = {}
         self._waiting_for = set(ranks)
         self._arriving: dict[tuple[int, str], _Arriving] = {}
         self._failure: DetrainError | None = None
         self._done = threading.Event()  # all have answered, or never will
         self._failed_or_done = threading.Event()
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    @property
+    def answers(self) -> Mapping[int, Message]:
+        """Those that have come, by rank."""
+        return MappingProxyType(self._answers)
+
+    @property
+    def left_as(self) -> str:
+        """What it asks for, where ranks go on with it though nobody waits any more; else nothing."""
+        return self._left_as
+
+    def leave_as(self, what: str) -> None:
+        """Ranks go on with it, and nobody waits any more."""
+        self._left_as = what
 
     def take(self, message: Any) -> None:
         """An answer, or a part of one."""
@@ -50,7 +69,7 @@ class Request:
 
     def take_from(self, rank: int, message: Message) -> None:
         """The end of a rank's answer."""
-        self.answers[rank] = message
+        self._answers[rank] = message
         self._forget(rank)
 
     @property
@@ -96,7 +115,7 @@ class Request:
         if self._failure:
             raise self._failure
         refused: dict[str, list[int]] = {}
-        for rank, answer in self.answers.items():
+        for rank, answer in self._answers.items():
             if isinstance(answer, RequestFailed):
                 refused.setdefault(answer.error, []).append(rank)
         if refused:

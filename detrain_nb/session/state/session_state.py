@@ -1,13 +1,15 @@
-"""What came from the ranks, kept for whoever waits for it. Filled by the background thread of the node's link."""
+"""What is known of a session and its ranks. The background threads of the links to its nodes fill it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Concatenate, ParamSpec, TypeVar
+from types import MappingProxyType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...errors import DetrainError, LaunchError, NodeLost, RankLost, SessionError, TransportError, WireError
 from ...plan import Plan
@@ -42,11 +44,13 @@ from ..output.checkpoint import Checkpoint
 from ..output.log import Logged
 from ..output.logbook import Logbook
 from ..output.safe_output import Bundle, cleaned, one_line, quote
-from .cell_run import CellRun
+from .cell import Cell
+from .group_state import GroupState
 from .history import History
-from .message_checks import Claims
+from .message_checks import MessageChecks
 from .rank_deaths import describe_end
-from .requests import Requests
+from .rank_owners import RankOwners
+from .requests import Request, Requests
 
 # What is shown as it is; the words of the others are cleaned where they are used.
 _OF_WORDS = (
@@ -75,21 +79,29 @@ def agent_of(node: int) -> int:
     return -1 - node
 
 
-def _one_at_a_time(method: Callable[Concatenate[Inbox, _Of], _Kept]) -> Callable[Concatenate[Inbox, _Of], _Kept]:
+def _one_at_a_time(
+    method: Callable[Concatenate[SessionState, _Of], _Kept],
+) -> Callable[Concatenate[SessionState, _Of], _Kept]:
+    """Every node has its own thread. Whoever waits looks again when the method has returned."""
+
     @functools.wraps(method)
-    def in_turn(self: Inbox, *args: _Of.args, **options: _Of.kwargs) -> _Kept:
-        with self.taking:
-            return method(self, *args, **options)
+    def in_turn(self: SessionState, *args: _Of.args, **options: _Of.kwargs) -> _Kept:
+        with self._changed:
+            try:
+                return method(self, *args, **options)
+            finally:
+                self._changed.notify_all()
 
     return in_turn  # type: ignore[return-value]  # mypy does not see through wraps
 
 
-class Inbox:
-    """The state of a session's ranks as their messages tell it.
+class SessionState:
+    """What is known of a session: its ranks as their messages tell it, its cells, who has been told what.
 
-    ``nodes`` are the names of its nodes, in order: all but the first may be lost, and the others go on. What comes from
-    ``strangers``, by position, is not from this machine. ``is_attaching``: the session is there already, and a node
-    that is lost before it was attached to is ``absent``; those who are so from the start are given.
+    It changes by its own methods, and those of the parts it gives: ``groups``, ``requests``, ``history``, ``logbook``,
+    its cells. ``nodes`` are the names of its nodes, in order: all but the first may be lost, and the others go on. What
+    comes from ``strangers``, by position, is not from this machine. ``is_attaching``: the session is there already, and
+    a node that is lost before it was attached to is ``absent``; those who are so from the start are given.
     """
 
     def __init__(
@@ -101,95 +113,369 @@ class Inbox:
         absent: Mapping[int, str] | None = None,
         is_attaching: bool = False,
     ) -> None:
-        self.nodes = tuple(nodes)
-        self._strangers = frozenset(strangers)
-        self.lost_nodes: dict[int, str] = {}  # and why
-        self.absent = dict(absent or {})  # and why; they are lost when the others have been attached to
-        self.is_renumbering = False
-        self.requests = Requests()
-        self.runs: dict[int, CellRun] = {}
-        self._num_notices: dict[int, int] = {}  # of a node, since a cell was begun
-        self.up: dict[int, RankUp] = {}
-        self.lost: dict[int, RankEnded] = {}  # ended, and no fresh interpreter is up yet
-        self.fresh: dict[int, RankEnded] = {}  # replaced, and nobody has been told
-        self.history = History()
-        self.logbook = Logbook()
-        self._claims = Claims(self.history)
-        self.has_group: dict[int, bool] = {}
-        self.last_seconds: dict[int, float] = {}
-        self.notices: list[str] = []
-        self.failure: DetrainError | None = None
-        self.taking = threading.RLock()  # every node has its own thread; taken before ``following``
-        self.following = threading.Lock()  # between the log and who is shown what comes after it
-        self.is_showing_missed = is_attaching
-        self.attached = self.requests.new(map(agent_of, range(len(nodes))))
-        self.store_opened = self.requests.new([])
-        self.ranks_up = self.requests.new([])
-        self.generation = 0  # the number of the one that was made last
-        self.generation_ready = self.requests.new([])
-        self.generation_ended = self.requests.new([])
         self._session = session
+        self._nodes = tuple(nodes)
+        self._strangers = frozenset(strangers)
         self._is_attaching = is_attaching
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._requests = Requests()
+        self._history = History()
+        self._logbook = Logbook()
+        self._owners = RankOwners()
+        self._checks = MessageChecks(self._history, self._owners)
+        self._groups = GroupState(self._requests, lock)
+        self._plan = Plan((), "gloo")
+        self._lost_nodes: dict[int, str] = {}
+        self._absent = dict(absent or {})
+        self._is_renumbering = False
+        self._cells: dict[int, Cell] = {}
+        self._num_notices: dict[int, int] = {}  # of a node, since a cell was begun
+        self._up: dict[int, RankUp] = {}
+        self._lost: dict[int, RankEnded] = {}
+        self._fresh: dict[int, RankEnded] = {}
+        self._last_seconds: dict[int, float] = {}
+        self._notices: list[str] = []
+        self._failure: DetrainError | None = None
+        self._is_showing_missed = is_attaching
+        self._attached_to = self._requests.new(map(agent_of, range(len(nodes))))
+        self._store_opened = self._requests.new([])
+        self._ranks_up = self._requests.new([])
         self._attached: dict[int, Attached] = {}  # by node: which messages were for an earlier notebook
         self._left: set[int] = set()  # cells that an earlier notebook has left running: nobody waits for them
-        self._on_end: dict[int, list[Callable[[CellRun], None]]] = {}
+        self._on_end: dict[int, list[Callable[[Cell], None]]] = {}
+        self._takers: dict[type[Message], Callable[[Any, int, int], None]] = {
+            RankEnded: lambda message, number, node: self._take_end_of_rank(
+                message, is_missed=number <= self._missed_up_to(node)
+            ),
+            GenerationReady: lambda message, number, node: self._groups.take_ready(message),
+            GenerationEnded: self._take_end_of_generation,
+            RankUp: self._take_rank_up,
+            RanCell: self._take_ran_cell,
+            Unfinished: lambda message, number, node: self._warn(self._logbook.add_beginning(message)),
+            Attached: self._take_attached,
+            StoreOpened: lambda message, number, node: self._store_opened.take_from(agent_of(node), message),
+            Refused: self._take_refusal,
+            LauncherEnded: self._take_end_of_launcher,
+            Notice: self._take_notice,
+            StartedCold: self._take_cold_start,
+        }
+        self._takers |= dict.fromkeys(_OF_CELLS, self._take_of_cell)
+        self._takers |= dict.fromkeys(_ANSWERS, lambda message, number, node: self._requests.take(message))
+
+    # ---- what is known
 
     @property
-    def node_of(self) -> dict[int, int]:
+    def nodes(self) -> tuple[str, ...]:
+        """Their names, in order."""
+        return self._nodes
+
+    @property
+    def plan(self) -> Plan:
+        """Its ranks: their nodes and devices, and the backend; none before that is known."""
+        return self._plan
+
+    @property
+    def world_size(self) -> int:
+        return self._plan.world_size
+
+    @property
+    def ranks(self) -> range:
+        """All of them."""
+        return range(self._plan.world_size)
+
+    @property
+    def groups(self) -> GroupState:
+        """What is known of their process groups."""
+        return self._groups
+
+    @property
+    def requests(self) -> Requests:
+        """The questions that are under way."""
+        return self._requests
+
+    @property
+    def history(self) -> History:
+        """The cells that were run."""
+        return self._history
+
+    @property
+    def logbook(self) -> Logbook:
+        """What they have printed."""
+        return self._logbook
+
+    @property
+    def node_of(self) -> Mapping[int, int]:
         """Which node has a rank."""
-        return self._claims.node_of
+        return self._owners.node_of
 
     @property
     def disputed(self) -> dict[int, tuple[int, int]]:
         """The ranks that two nodes say they have, and these nodes."""
-        return dict(self._claims.disputed)  # copied: others may be added meanwhile
+        return self._owners.disputed
 
     @property
-    def busy(self) -> dict[int, CellRun]:
+    def lost_nodes(self) -> Mapping[int, str]:
+        """By position, and why."""
+        return MappingProxyType(self._lost_nodes)
+
+    @property
+    def absent(self) -> Mapping[int, str]:
+        """Nodes that could not be attached to, and why; they are lost when the others have been."""
+        return MappingProxyType(self._absent)
+
+    @property
+    def up(self) -> Mapping[int, RankUp]:
+        """The interpreters, by rank, as they said when they began."""
+        return MappingProxyType(self._up)
+
+    @property
+    def lost(self) -> dict[int, RankEnded]:
+        """Ranks that ended, and no fresh interpreter is up yet."""
+        return dict(self._lost)
+
+    @property
+    def fresh(self) -> dict[int, RankEnded]:
+        """Ranks that were replaced, and nobody has been told; how the earlier ones ended."""
+        return dict(self._fresh)
+
+    @property
+    def incarnations(self) -> dict[int, int]:
+        """Of the interpreters, by rank."""
+        return {rank: up.incarnation for rank, up in list(self._up.items())}
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """The host of every rank, as far as it has said so."""
+        return {rank: up.host for rank, up in list(self._up.items())}
+
+    @property
+    def last_seconds(self) -> Mapping[int, float]:
+        """What the last cell took, by rank."""
+        return MappingProxyType(self._last_seconds)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know and no cell has said."""
+        return tuple(self._notices)
+
+    @property
+    def failure(self) -> DetrainError | None:
+        """Why nothing will come from the ranks any more; None while something can."""
+        return self._failure
+
+    @property
+    def cells(self) -> Mapping[int, Cell]:
+        """Those that run, or whose values are under way, and the last one; by number."""
+        return MappingProxyType(self._cells)
+
+    @property
+    def busy(self) -> dict[int, Cell]:
         """The ranks that run a cell, and which."""
-        return {rank: run for run in list(self.runs.values()) for rank in run.running}
+        return {rank: cell for cell in list(self._cells.values()) for rank in cell.running}
 
-    def giving(self, ranks: Collection[int]) -> list[CellRun]:
+    def giving(self, ranks: Collection[int]) -> list[Cell]:
         """Cells that some of ``ranks`` have run, whose values are being brought: those of a next one hide them."""
-        over = [run for run in list(self.runs.values()) if run.is_done and not run.has_given.is_set()]
-        return [run for run in over if not set(run.ranks).isdisjoint(ranks)]
-
-    @_one_at_a_time
-    def know_ranks(self, node_of: dict[int, int]) -> None:
-        """These are the ranks that there are, and their nodes; what was said of others is forgotten."""
-        if not node_of:
-            return
-        self._claims.know_ranks(node_of)
-        for known in (self.up, self.lost, self.fresh, self.has_group, self.last_seconds):
-            for rank in known.keys() - node_of.keys():
-                known.pop(rank, None)
-
-    @_one_at_a_time
-    def add_run(self, run: CellRun) -> bool:
-        """A cell is about to be sent, unless a rank of it was lost just now: from here on such a loss is the cell's.
-
-        Of the earlier cells only those matter that still run, or whose values are under way.
-        """
-        earlier = {
-            number: known for number, known in self.runs.items() if known.running or not known.has_given.is_set()
-        }
-        self.runs = earlier | {run.cell: run}
-        self._num_notices.clear()
-        is_fresh = any(self.up[rank].incarnation != run.incarnations[rank] for rank in run.ranks)
-        if is_fresh or self.lost.keys() & set(run.ranks):
-            self.runs = earlier
-            return False
-        return True
-
-    @_one_at_a_time
-    def remove_run(self, run: CellRun) -> None:
-        """It will not be sent."""
-        self.runs = {number: known for number, known in self.runs.items() if known is not run}
+        over = [cell for cell in list(self._cells.values()) if cell.is_done and not cell.has_given]
+        return [cell for cell in over if not set(cell.ranks).isdisjoint(ranks)]
 
     def is_at_home(self, rank: int, *, node_of: Mapping[int, int] | None = None) -> bool:
         """A rank on this machine, or on one that the user trusts as much; ``node_of``: where ranks were then."""
         node = (self.node_of if node_of is None else node_of).get(rank)
         return node is not None and node not in self._strangers
+
+    def wait_for(self, is_so: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until ``is_so``, which is asked again whenever something has changed; False when it is not in time."""
+        with self._changed:
+            return self._changed.wait_for(is_so, max(0.0, limit_s))
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Nothing is taken meanwhile: between the log and what comes after it nothing is missed."""
+        with self._changed:
+            yield
+
+    # ---- what the session does
+
+    def expect_attached(self, nodes: Iterable[int]) -> Request:
+        """What the agents of ``nodes`` answer when attached to, by ``agent_of``; an absent one has answered."""
+        nodes = list(nodes)
+        self._attached_to = self._requests.new(map(agent_of, nodes))
+        for node in nodes:
+            if node in self._absent:
+                self._attached_to.take_from(agent_of(node), Refused(self._absent[node]))
+        return self._attached_to
+
+    def expect_store(self) -> Request:
+        """What the agent of the first node answers when it has opened the socket of the store."""
+        self._store_opened = self._requests.new([agent_of(0)])
+        return self._store_opened
+
+    def expect_ranks(self) -> Request:
+        """What the interpreters of all ranks say when they are up."""
+        self._ranks_up = self._requests.new(self.ranks)
+        return self._ranks_up
+
+    @_one_at_a_time
+    def know_plan(self, plan: Plan) -> None:
+        """These are the ranks that there are, and their nodes; what was said of others is forgotten."""
+        self._plan = plan
+        if not plan.node_of:
+            return
+        self._owners.know(plan.node_of)
+        for known in (self._up, self._lost, self._fresh, self._last_seconds):
+            for rank in known.keys() - plan.node_of.keys():
+                known.pop(rank, None)
+        self._groups.keep_ranks(plan.node_of)
+
+    @_one_at_a_time
+    def know_hosts(self) -> None:
+        """Cells that an earlier notebook has left running are told of the hosts of their ranks."""
+        for cell in self._cells.values():
+            cell.know_hosts(self.hosts)
+
+    @_one_at_a_time
+    def add_cell(self, cell: Cell) -> bool:
+        """A cell is about to be sent, unless a rank of it was lost just now: from here on such a loss is the cell's.
+
+        Of the earlier cells only those matter that still run, or whose values are under way.
+        """
+        earlier = {number: known for number, known in self._cells.items() if known.running or not known.has_given}
+        self._cells = earlier | {cell.number: cell}
+        self._num_notices.clear()
+        is_fresh = any(self._up[rank].incarnation != cell.incarnations[rank] for rank in cell.ranks)
+        if is_fresh or self._lost.keys() & set(cell.ranks):
+            self._cells = earlier
+            return False
+        return True
+
+    @_one_at_a_time
+    def remove_cell(self, cell: Cell) -> None:
+        """It will not be sent."""
+        self._cells = {number: known for number, known in self._cells.items() if known is not cell}
+
+    @_one_at_a_time
+    def end_lost(self, cell: Cell, idle: Iterable[int]) -> None:
+        """What one rank says arrives in order: the end of a cell on an idle rank has come, or never will."""
+        words = "how the cell ended on this rank is not known: that was lost with its last output"
+        for rank in set(idle) & set(cell.running):
+            has_group = self._groups.has_group(rank)
+            lost = CellFailed(rank, cell.number, 0.0, has_group, True, "SessionError", words, [], False)
+            self.take(lost, node=self.node_of[rank])
+
+    def tell_end(self, cell: Cell, on_end: Callable[[Cell], None]) -> None:
+        """Call ``on_end`` in the background thread when ``cell`` has ended on every rank; inside ``held``."""
+        self._on_end.setdefault(cell.number, []).append(on_end)
+
+    @_one_at_a_time
+    def pop_news(self) -> dict[int, RankEnded]:
+        """Ranks that were replaced; whoever asks tells the user."""
+        fresh, self._fresh = self._fresh, {}
+        return fresh
+
+    @_one_at_a_time
+    def note_told(self, ranks: Iterable[int]) -> None:
+        """The user is told now that they were replaced, or has asked for it."""
+        for rank in list(ranks):
+            self._fresh.pop(rank, None)
+
+    @_one_at_a_time
+    def go_on_with_groups(self) -> None:
+        """All ranks have the generation that an earlier notebook has begun, but those that are fresh since."""
+        known = {rank: incarnation for rank, incarnation in self.incarnations.items() if rank not in self._fresh}
+        self._groups.go_on_with(known)
+
+    @_one_at_a_time
+    def confirm_missed(self) -> None:
+        """What an earlier notebook has missed has been shown."""
+        self._is_showing_missed = False
+
+    @_one_at_a_time
+    def renumber(self, plan: Plan, number: Mapping[int, int]) -> None:
+        """Ranks of ``plan``, all idle, get other numbers; what comes under an old one before the end of that goes."""
+        self._is_renumbering = True
+        self._logbook.renumber(plan, number)
+        self._owners.know(_renumbered(self.node_of, number))
+        self._up = {rank: replace(up, rank=rank) for rank, up in _renumbered(self._up, number).items()}
+        self._last_seconds = _renumbered(self._last_seconds, number)
+        self._lost, self._fresh = {}, {}
+        self._groups.forget_ranks()
+        self._history.renumber(number)
+
+    def end_renumbering(self) -> None:
+        """They have their new numbers, or are lost."""
+        self._is_renumbering = False
+
+    @_one_at_a_time
+    def notice(self, text: str) -> None:
+        """Something the user should know; the cell that runs shows it."""
+        self.add_notice(text)
+        for cell in list(self._cells.values()):
+            if cell.observer and cell.running:
+                cell.observer.notice(text[:_LONGEST_NOTICE])
+
+    @_one_at_a_time
+    def add_notice(self, text: str) -> None:
+        """Something the user should know, for whoever asks."""
+        self._notices.append(text[:_LONGEST_NOTICE])
+        del self._notices[:-_MOST_NOTICES]
+
+    @_one_at_a_time
+    def pop_notices(self) -> list[str]:
+        """What the user should know and no cell has said; whoever asks shows it."""
+        notices, self._notices = self._notices, []
+        return notices
+
+    @_one_at_a_time
+    def fail(self, error: DetrainError) -> None:
+        """Nothing will come from the ranks any more: whoever waits is told."""
+        self._failure = self._failure or error
+        self._requests.fail_all(self._failure)
+        for cell in list(self._cells.values()):
+            cell.close()
+
+    @_one_at_a_time
+    def measure_by(self, first: Attached, noted: Mapping[int, int]) -> None:
+        """The first node has been attached to: what it says is the measure for the others, as they are attached to.
+
+        So is ``noted``, which node had which rank, as far as the first agrees.
+        """
+        world_size = max((up.world_size for up in self._up.values()), default=0)
+        self._owners.measure_by(first, world_size=world_size, noted=noted)
+
+    @_one_at_a_time
+    def lose_absent(self) -> None:
+        """All nodes that are there have been attached to, and the ranks are known: the others are lost."""
+        self._is_attaching = False
+        for node, reason in self._absent.items():
+            self.lose_node(node, reason)
+
+    @_one_at_a_time
+    def lose_node(self, node: int, reason: str) -> None:
+        """The ranks of a node are gone, and with some nodes the session."""
+        if self._failure or node in self._lost_nodes:
+            return
+        if self._takes_all_with_it(node):
+            self.fail(NodeLost(f"{self._on(node)}{reason}: %distributed restart"))
+            return
+        if self._is_attaching and node not in self._attached:
+            self._absent.setdefault(node, reason)
+            self._attached_to.take_from(agent_of(node), Refused(reason))
+            return
+        self._lost_nodes[node] = reason
+        gone = f"node {self._nodes[node]} is lost"
+        for rank in [rank for rank, owner in self.node_of.items() if owner == node]:
+            pid = self._up[rank].pid if rank in self._up else 0
+            self._take_end_of_rank(
+                RankEnded(rank, pid, 0, 0, -1, "", f"{gone}: {reason}", False, gone), is_missed=False
+            )
+
+    def _takes_all_with_it(self, node: int) -> bool:
+        """The first node has the store of the rendezvous; and before all are up there is no session."""
+        is_beginning = not self._up or self._ranks_up.is_open or self._attached_to.is_open
+        return node == 0 or is_beginning and not self._is_attaching
+
+    # ---- what a link to a node tells
 
     def take(self, message: Message, number: int = 0, node: int = 0) -> None:
         """Take what ``node`` sent. Raises: WireError when a message does not fit what was asked, or that node.
@@ -200,141 +486,50 @@ class Inbox:
         if is_wanted and isinstance(message, _OF_WORDS):
             message = cleaned(message)
         elif isinstance(message, (Display, CellDone)) and self.node_of.get(message.rank) == node:
-            run = self.runs.get(message.cell)
-            bundle = run.read_bundle(message) if run else None
+            cell = self._cells.get(message.cell)
+            bundle = cell.read_bundle(message) if cell else None
         self._take(message, number, node, bundle=bundle, is_wanted=is_wanted)
 
     def _is_waited_for(self, message: Message) -> bool:
         """It is no answer, or one to a question that somebody has asked."""
         if isinstance(message, _ANSWERS):
-            return self.requests.are_open(message.request)
-        return not isinstance(message, GenerationReady) or message.number == self.generation
+            return self._requests.are_open(message.request)
+        return not isinstance(message, GenerationReady) or message.number == self._groups.number
 
     @_one_at_a_time
     def _take(self, message: Message, number: int, node: int, *, bundle: Bundle | None, is_wanted: bool) -> None:
-        if node in self.lost_nodes or node in self.absent:
+        if node in self._lost_nodes or node in self._absent:
             return
-        missed_up_to = self._attached[node].last_number if node in self._attached else 0
+        is_missed = 0 < number <= self._missed_up_to(node)
         try:
-            self._claims.check_owner(message, node)
+            self._checks.check_owner(message, node)
         except WireError:
-            if not self.is_renumbering and not 0 < number <= missed_up_to:  # that may be from before ranks had theirs
+            if not self._is_renumbering and not is_missed:  # that may be from before ranks had theirs
                 raise
             return
-        if 0 < number <= missed_up_to and isinstance(message, _OF_CELLS) and not self.history.knows(message.cell):
+        if is_missed and isinstance(message, _OF_CELLS) and not self._history.knows(message.cell):
             return  # it is too long ago for the agent to know it
-        self._claims.check_time(message, node, is_attached=node in self._attached)
-        if not is_wanted:
+        self._checks.check_time(message, node, is_attached=node in self._attached)
+        taker = self._takers.get(type(message))
+        if not is_wanted or taker is None:
             return
         if isinstance(message, _OF_CELLS):
             self._take_of_cell(message, number, node, bundle)
-        elif isinstance(message, _ANSWERS):
-            self.requests.take(message)
-        elif isinstance(message, RankEnded):
-            self._take_end_of_rank(message, is_missed=number <= missed_up_to)
-        elif isinstance(message, GenerationReady):
-            if message.number == self.generation:  # not one that was given up
-                self.has_group[message.rank] = not message.error
-                self.generation_ready.take(message)
-        elif isinstance(message, GenerationEnded):
-            _log.info(
-                "generation %d ended on rank %d: %d connections shut", message.number, message.rank, message.connections
-            )
-            if message.number == self.generation:
-                self.has_group[message.rank] = False
-                self.generation_ended.take(message)
-        elif isinstance(message, RankUp):
-            device, torch = one_line(message.device), one_line(message.torch)
-            host = self.nodes[node] or one_line(message.host)
-            self.up[message.rank] = replace(message, host=host, device=device, torch=torch)
-            self.lost.pop(message.rank, None)
-            self.ranks_up.take(message)
-        elif isinstance(message, RanCell):
-            self._take_ran_cell(message, node)
-        elif isinstance(message, Unfinished):
-            self._warn(self.logbook.add_beginning(message))
-        elif isinstance(message, Attached):
-            self._attached[node] = message
-            self.has_group.update(dict.fromkeys(message.with_group, True))
-            self.attached.take_from(agent_of(node), message)
-        elif isinstance(message, StoreOpened):
-            self.store_opened.take_from(agent_of(node), message)
-        elif isinstance(message, Refused):
-            if message.is_taken or self._takes_all_with_it(node):  # a session has one holder, whoever tells us first
-                self.fail(SessionError(f"{self._on(node)}{quote(message.reason)}"))
-            self.lose_node(node, one_line(message.reason, most_chars=_LONGEST_NOTICE))
-        elif isinstance(message, LauncherEnded):
-            self._take_end_of_launcher(message, node)
-        elif isinstance(message, Notice):
-            text = f"{self._on(node)}{quote(message.text[:_LONGEST_NOTICE])}"
-            self._take_gap(replace(message, text=text), number, node)
-        elif isinstance(message, StartedCold):
-            self.notice(f"{self._on(node)}started cold: {one_line(message.reason)}")
+        else:
+            taker(message, number, node)
 
-    def _on(self, node: int) -> str:
-        return f"{self.nodes[node]}: " if self.nodes[node] else ""
+    def _missed_up_to(self, node: int) -> int:
+        """The number of the last message of a node that was for an earlier notebook."""
+        return self._attached[node].last_number if node in self._attached else 0
 
     @_one_at_a_time
-    def renumber(self, plan: Plan, number: Mapping[int, int]) -> None:
-        """Ranks of ``plan``, all idle, get other numbers; until ``is_renumbering`` is over, what comes under an old one
-        goes."""
-        self.is_renumbering = True
-        self.logbook.renumber(plan, number)
-        self._claims.know_ranks(_renumbered(self.node_of, number))
-        self.up = {rank: replace(up, rank=rank) for rank, up in _renumbered(self.up, number).items()}
-        self.last_seconds = _renumbered(self.last_seconds, number)
-        self.has_group, self.lost, self.fresh = {}, {}, {}
-        self.history.renumber(number)
-
-    @_one_at_a_time
-    def notice(self, text: str) -> None:
-        """Something the user should know; the cell that runs shows it."""
-        text = text[:_LONGEST_NOTICE]
-        self.notices.append(text)
-        del self.notices[:-_MOST_NOTICES]
-        for run in list(self.runs.values()):
-            if run.observer and run.running:
-                run.observer.notice(text)
-
-    def miss(self, num_messages: int, node: int) -> None:
-        """So many messages of a node have not come, and it has not said why."""
-        what = "1 message is" if num_messages == 1 else f"{num_messages:,} messages are"
+    def note_handled(self, missing: int, node: int) -> None:
+        """A numbered message was taken; ``missing`` before it have not come, and the node has not said why."""
+        if not missing:
+            return
+        what = "1 message is" if missing == 1 else f"{missing:,} messages are"
         if text := self._within_bounds(f"{self._on(node)}of what its ranks said {what} missing", node):
             self.notice(text)
-
-    def _warn(self, words: str) -> None:
-        if words:
-            self.notice(words)
-
-    @_one_at_a_time
-    def fail(self, error: DetrainError) -> None:
-        """Nothing will come from the node any more: whoever waits is told."""
-        self.failure = self.failure or error
-        self.requests.fail_all(self.failure)
-        for run in list(self.runs.values()):
-            run.is_over = True
-            run.news.set()
-
-    @_one_at_a_time
-    def measure_by(self, first: Attached, noted: Mapping[int, int]) -> None:
-        """The first node has been attached to: what it says is the measure for the others, as they are attached to.
-
-        So is ``noted``, which node had which rank, as far as the first agrees.
-        """
-        world_size = max((up.world_size for up in self.up.values()), default=0)
-        self._claims.measure_by(first, world_size=world_size, noted=noted)
-
-    @_one_at_a_time
-    def lose_absent(self) -> None:
-        """All nodes that are there have been attached to, and the ranks are known: the others are lost."""
-        self._is_attaching = False
-        for node, reason in self.absent.items():
-            self.lose_node(node, reason)
-
-    @_one_at_a_time
-    def close(self, reason: str, node: int = 0) -> None:
-        """A node has hung up for good, or was hung up on because what it said cannot be."""
-        self.lose_node(node, f"the agent of session {self._session!r} is gone ({reason})")
 
     @_one_at_a_time
     def break_off(self, node: int) -> None:
@@ -342,121 +537,128 @@ class Inbox:
         own = [rank for rank, owner in self.node_of.items() if owner == node]
         broken = f"{self._on(node)}the connection broke while values were under way"
         for rank in own:
-            self.requests.fail_values(TransportError(f"{broken}: ask for them again"), rank=rank)
-
-    def _takes_all_with_it(self, node: int) -> bool:
-        """The first node has the store of the rendezvous; and before all are up there is no session."""
-        is_beginning = not self.up or self.ranks_up.is_open or self.attached.is_open
-        return node == 0 or is_beginning and not self._is_attaching
+            self._requests.fail_values(TransportError(f"{broken}: ask for them again"), rank=rank)
 
     @_one_at_a_time
-    def lose_node(self, node: int, reason: str) -> None:
-        """The ranks of a node are gone, and with some nodes the session."""
-        if self.failure or node in self.lost_nodes:
-            return
-        if self._takes_all_with_it(node):
-            self.fail(NodeLost(f"{self._on(node)}{reason}: %distributed restart"))
-            return
-        if self._is_attaching and node not in self._attached:
-            self.absent.setdefault(node, reason)
-            self.attached.take_from(agent_of(node), Refused(reason))
-            return
-        self.lost_nodes[node] = reason
-        gone = f"node {self.nodes[node]} is lost"
-        for rank in [rank for rank, owner in self.node_of.items() if owner == node]:
-            pid = self.up[rank].pid if rank in self.up else 0
-            self._take_end_of_rank(
-                RankEnded(rank, pid, 0, 0, -1, "", f"{gone}: {reason}", False, gone), is_missed=False
-            )
+    def close(self, reason: str, node: int = 0) -> None:
+        """A node has hung up for good, or was hung up on because what it said cannot be."""
+        self.lose_node(node, f"the agent of session {self._session!r} is gone ({reason})")
 
     @_one_at_a_time
     def checkpoint(self, node: int = 0) -> Checkpoint:
         """A moment of what was taken, and the question whether all of it has been shown; for ``node`` to keep."""
-        questions = [run.checkpoint() for run in list(self.runs.values())]
-        is_waiting, fresh = self.is_showing_missed, self.fresh
+        questions = [cell.checkpoint() for cell in list(self._cells.values())]
+        is_waiting, fresh = self._is_showing_missed, self._fresh
 
         def is_shown() -> bool:
-            is_missed_shown = not (is_waiting and self.is_showing_missed)
-            is_told = not fresh or self.fresh is not fresh
+            is_missed_shown = not (is_waiting and self._is_showing_missed)
+            is_told = not fresh or self._fresh is not fresh
             return is_missed_shown and is_told and all(question() for question in questions)
 
-        running = {cell for cell, run in list(self.runs.items()) if run.running}
-        own = [line for line in self.logbook.unfinished_lines(running) if self.node_of.get(line.rank, node) == node]
+        running = {number for number, cell in list(self._cells.items()) if cell.running}
+        own = [line for line in self._logbook.unfinished_lines(running) if self.node_of.get(line.rank, node) == node]
         return Checkpoint(own, is_shown)
 
-    def tell_end(self, run: CellRun, on_end: Callable[[CellRun], None]) -> None:
-        """Call ``on_end`` in the background thread when ``run`` has ended on every rank; hold ``following``."""
-        self._on_end.setdefault(run.cell, []).append(on_end)
+    # ---- one kind of message each
 
     def _take_of_cell(self, message: Logged, number: int, node: int, bundle: Bundle | None = None) -> None:
         if isinstance(message, (CellDone, CellFailed)):
-            self.has_group[message.rank] = message.has_group
-            self.last_seconds[message.rank] = message.seconds
-            self.history.take_end(message)
-        attached = self._attached.get(node)
-        is_missed = (
-            attached is not None and 0 < number <= attached.last_number
-        )  # it is in the log, to be shown from there
-        is_shown_perhaps = attached is not None and is_missed and number <= attached.sent
-        with self.following:
-            self._warn(self.logbook.add(message, is_missed=is_missed, is_shown_perhaps=is_shown_perhaps))
-            if not is_missed and (run := self.runs.get(message.cell)):
-                self._give(run, message, bundle)
+            self._groups.note(message.rank, has_group=message.has_group)
+            self._last_seconds[message.rank] = message.seconds
+            self._history.take_end(message)
+        is_missed = 0 < number <= self._missed_up_to(node)  # it is in the log, to be shown from there
+        is_shown_perhaps = is_missed and number <= self._attached[node].sent
+        self._warn(self._logbook.add(message, is_missed=is_missed, is_shown_perhaps=is_shown_perhaps))
+        if not is_missed and (cell := self._cells.get(message.cell)):
+            self._give(cell, message, bundle)
 
-    def _give(self, run: CellRun, message: Logged | RankEnded, bundle: Bundle | None = None) -> None:
-        run.take(message, bundle)
-        if run.is_done:
-            for on_end in self._on_end.pop(run.cell, []):
-                on_end(run)
+    def _give(self, cell: Cell, message: Logged | RankEnded, bundle: Bundle | None = None) -> None:
+        cell.take(message, bundle)
+        if cell.is_done:
+            for on_end in self._on_end.pop(cell.number, []):
+                on_end(cell)
 
-    def _take_ran_cell(self, message: RanCell, node: int) -> None:
-        self.history.take(message, is_first=node == 0)
+    def _take_ran_cell(self, message: RanCell, number: int, node: int) -> None:
+        self._history.take(message, is_first=node == 0)
         if message.running:
             self._left.add(message.cell)
-            others = self.runs[message.cell].ranks if message.cell in self.runs else ()
-            running = tuple(sorted({*others, *message.running}))
-            earlier = self.runs.get(message.cell)
-            self.runs[message.cell] = run = CellRun(message.cell, running, None, {}, is_at_home=self.is_at_home)
+            earlier = self._cells.get(message.cell)
+            running = sorted({*(earlier.ranks if earlier else ()), *message.running})
+            self._cells[message.cell] = cell = Cell(message.cell, running, None, {}, is_at_home=self.is_at_home)
             if earlier:
-                run.go_on_from(earlier)
+                cell.go_on_from(earlier)
 
-    def _take_gap(self, message: Notice, number: int, node: int) -> None:
+    def _take_rank_up(self, message: RankUp, number: int, node: int) -> None:
+        device, torch = one_line(message.device), one_line(message.torch)
+        host = self._nodes[node] or one_line(message.host)
+        self._up[message.rank] = replace(message, host=host, device=device, torch=torch)
+        self._lost.pop(message.rank, None)
+        self._ranks_up.take(message)
+
+    def _take_end_of_generation(self, message: GenerationEnded, number: int, node: int) -> None:
+        _log.info(
+            "generation %d ended on rank %d: %d connections shut", message.number, message.rank, message.connections
+        )
+        self._groups.take_end(message)
+
+    def _take_attached(self, message: Attached, number: int, node: int) -> None:
+        self._attached[node] = message
+        for rank in message.with_group:
+            self._groups.note(rank, has_group=True)
+        self._attached_to.take_from(agent_of(node), message)
+
+    def _take_refusal(self, message: Refused, number: int, node: int) -> None:
+        if message.is_taken or self._takes_all_with_it(node):  # a session has one holder, whoever tells us first
+            self.fail(SessionError(f"{self._on(node)}{quote(message.reason)}"))
+        self.lose_node(node, one_line(message.reason, most_chars=_LONGEST_NOTICE))
+
+    def _take_notice(self, message: Notice, number: int, node: int) -> None:
         """Output was lost here: lines that had not ended do not go on with what comes."""
-        for cell, rank, stream in self.logbook.unfinished:
+        for cell, rank, stream in self._logbook.unfinished:
             if self.node_of.get(rank, node) == node:
                 self._take_of_cell(Output(rank, cell, stream, b"...\n"), number, node)
-        if text := self._within_bounds(message.text, node):
-            self.logbook.add_gap(text[:_LONGEST_NOTICE])
+        text = f"{self._on(node)}{quote(message.text[:_LONGEST_NOTICE])}"
+        if text := self._within_bounds(text, node):
+            self._logbook.add_gap(text[:_LONGEST_NOTICE])
             self.notice(text)
+
+    def _take_cold_start(self, message: StartedCold, number: int, node: int) -> None:
+        self.notice(f"{self._on(node)}started cold: {one_line(message.reason)}")
+
+    def _take_end_of_rank(self, message: RankEnded, *, is_missed: bool) -> None:
+        reason, words = message.reason[:_LONGEST_NOTICE], message.stderr_tail[-_LONGEST_NOTICE:]
+        message = replace(message, reason=reason, stderr_tail=words, down=message.down[:_LONGEST_NOTICE])
+        self._lost[message.rank] = self._fresh[message.rank] = message
+        self._groups.note(message.rank, has_group=False)
+        host = self._up[message.rank].host if message.rank in self._up else "this machine"
+        for cell in list(self._cells.values()):
+            is_due = message.rank in cell.ranks and (cell.running or cell.may_have_lost_a_rank)
+            if is_due and not is_missed:  # one that was missed came before what runs now
+                self._history.fail(cell.number)
+                self._give(cell, message)
+                if cell.observer and cell.number in self._left:
+                    cell.observer.notice(describe_end(message, host=host))
+        self._requests.fail_all(RankLost(describe_end(message, host=host)), rank=message.rank)
+
+    def _take_end_of_launcher(self, message: LauncherEnded, number: int, node: int) -> None:
+        last = quote(_last_words(message.log_tail[-_LONGEST_NOTICE:])) or f"exit code {message.exit_code}"
+        if self._ranks_up.is_open:
+            self.fail(LaunchError(f"{self._on(node)}the ranks did not start: {last}"))
+        else:
+            self.lose_node(node, f"the ranks of session {self._session!r} ended: {last}")
+
+    def _on(self, node: int) -> str:
+        return f"{self._nodes[node]}: " if self._nodes[node] else ""
+
+    def _warn(self, words: str) -> None:
+        if words:
+            self.notice(words)
 
     def _within_bounds(self, text: str, node: int) -> str:
         """What is said of what a node does; empty after very much: there is to be room for what others, and we, say."""
         said = self._num_notices[node] = self._num_notices.get(node, 0) + 1
         more = f"{self._on(node)}it says more: that is left out until the next cell"
         return "" if said > _MOST_OF_NODE else more if said == _MOST_OF_NODE else text
-
-    def _take_end_of_rank(self, message: RankEnded, *, is_missed: bool) -> None:
-        reason, words = message.reason[:_LONGEST_NOTICE], message.stderr_tail[-_LONGEST_NOTICE:]
-        message = replace(message, reason=reason, stderr_tail=words, down=message.down[:_LONGEST_NOTICE])
-        self.lost[message.rank] = self.fresh[message.rank] = message
-        self.has_group[message.rank] = False
-        host = self.up[message.rank].host if message.rank in self.up else "this machine"
-        for run in list(self.runs.values()):
-            is_due = message.rank in run.ranks and (run.running or run.may_have_lost_a_rank)
-            if is_due and not is_missed:  # one that was missed came before what runs now
-                self.history.failed.add(run.cell)
-                with self.following:
-                    self._give(run, message)
-                if run.observer and run.cell in self._left:
-                    run.observer.notice(describe_end(message, host=host))
-        self.requests.fail_all(RankLost(describe_end(message, host=host)), rank=message.rank)
-
-    def _take_end_of_launcher(self, message: LauncherEnded, node: int) -> None:
-        last = quote(_last_words(message.log_tail[-_LONGEST_NOTICE:])) or f"exit code {message.exit_code}"
-        if self.ranks_up.is_open:
-            self.fail(LaunchError(f"{self._on(node)}the ranks did not start: {last}"))
-        else:
-            self.lose_node(node, f"the ranks of session {self._session!r} ended: {last}")
 
 
 def _renumbered(table: Mapping[int, _Kept], number: Mapping[int, int]) -> dict[int, _Kept]:

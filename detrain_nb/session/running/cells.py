@@ -1,0 +1,274 @@
+"""The cells of a session: each is begun when its ranks are idle and have a group, and run to its end; any that was run
+is shown again from the log, or run again on ranks that have lost their variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ...errors import CellInterrupted, CellTimeout, DetrainError, RankError, RemoteError, SessionError, format_ranks
+from ...wire import CellDone, RanCell, RunCell
+from ..diagnosis.diagnosis import describe_mismatch
+from ..link.rank_link import IDLE_LIMIT_S, VALUE_LIMIT_S
+from ..recovery.process_groups import describe_new_groups
+from ..state.cell import Cell
+from ..state.cell_observer import CellObserver, tell_begin
+from ..state.rank_deaths import advice, describe_ends, describe_silence
+from .cell_execution import CellExecution
+from .core import Core, Ranks
+from .results import CellResult, RankResult, TextOnly
+from .shown_again import ShownAgain, wait_until_shown
+
+_SHOWN_AT_ONCE_BYTES = 1 << 20  # of the log, before it is waited for whoever shows it
+
+
+class Cells:
+    """Those of one session; what is known of its ranks is in ``core``."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._link = core.link
+        self._state = core.state
+        self._beginning = threading.Lock()  # cells of several threads begin one after the other
+        self._last_of: dict[int, int] = {}  # the cell that a rank began last
+
+    def next_number(self, *, at_least: int = 1) -> int:
+        """What the next cell gets that begins; no two cells of a session have the same."""
+        return self._state.history.next_cell(at_least=at_least)
+
+    def run(
+        self,
+        code: str,
+        ranks: Ranks,
+        observer: CellObserver | None,
+        *,
+        at_least: int = 1,
+        first_line: int = 1,
+        timeout_s: float | None = None,
+        is_replay: bool = False,
+        values: bool = False,
+    ) -> CellResult:
+        """Run a cell to its good end, with the first number from ``at_least`` on that is free when it begins.
+
+        ``values`` brings those of the last expression here, where they can travel; no other cell of its ranks begins
+        before. Raises: what Session.run_cell does.
+        """
+
+        source = _Source(code, first_line, is_replay)
+        cell = self._begin(source, ranks, observer, at_least=at_least, values=values)
+        try:
+            self._execute(cell, source.for_ranks_of(cell), timeout_s)
+            return self._result(cell, values=values)
+        finally:
+            cell.note_given()
+
+    def _execute(self, cell: Cell, message: RunCell, timeout_s: float | None) -> None:
+        core = self._core
+        execution = CellExecution(self._link, core.rescue, hang_s=core.hang_s, stop_gap_s=core.stop_gap_s)
+        is_alone = message.is_replay and len(cell.ranks) < core.world_size
+        try:
+            story = execution.run(cell, message, timeout_s, is_alone=is_alone)
+        finally:
+            if not cell.observer:  # else it has been told
+                core.tell(cell.describe_overwritten(), None)
+        self._raise_for(cell, story)
+        self._state.history.end_well(cell.number)
+
+    def _begin(
+        self, source: _Source, ranks: Ranks, observer: CellObserver | None, *, at_least: int, values: bool
+    ) -> Cell:
+        """Have the ranks idle and their group made; again where one is lost meanwhile, or another cell was first."""
+        core, state = self._core, self._state
+        deadline = time.monotonic() + IDLE_LIMIT_S
+        while True:
+            chosen = core.wait_until_idle(ranks, observer, limit_s=IDLE_LIMIT_S)
+            for giving in state.giving(chosen):
+                giving.wait_until_given(VALUE_LIMIT_S)
+            with self._beginning:
+                if state.busy.keys() & set(chosen) or state.giving(chosen):
+                    continue
+                core.tell(core.rescue.before_a_cell(), observer)
+                core.mend_group(chosen, observer)
+                cell = Cell(
+                    self.next_number(at_least=at_least),
+                    chosen,
+                    observer,
+                    state.hosts,
+                    is_at_home=state.is_at_home,
+                    incarnations=state.incarnations,
+                    brings_values=values,
+                )
+                try:
+                    if state.add_cell(cell):
+                        self._last_of.update(dict.fromkeys(cell.ranks, cell.number))
+                        self._announce(cell, source)
+                        return cell
+                except BaseException:
+                    state.remove_cell(cell)
+                    cell.note_given()
+                    raise
+            if time.monotonic() >= deadline:
+                raise SessionError(f"{format_ranks(chosen)} are lost again and again: %distributed status")
+
+    def _announce(self, cell: Cell, source: _Source) -> None:
+        """Note that it is about to be sent, and tell who shows it."""
+        self._state.history.begin(source.for_ranks_of(cell))
+        self._state.confirm_missed()  # whoever runs a cell has seen what was missed
+        self._core.tell(self.pop_news(), cell.observer)  # of ranks whose loss was no cell's error
+        tell_begin(cell.observer, cell.number)
+
+    def _once_more(self, number: int, ranks: Ranks, observer: CellObserver) -> ShownAgain:
+        """For the ranks as they were numbered when the cell ran."""
+        plan = self._core.plan_of(number)
+        hosts = self._state.hosts if plan is self._core.plan else plan.node_names
+        at_home = partial(self._state.is_at_home, node_of=None if plan is self._core.plan else plan.node_of)
+        chosen = self._core.choose(ranks, plan=plan)
+        cell = Cell(number, chosen, observer, hosts, is_at_home=at_home, is_from_log=True)
+        return ShownAgain(cell, self._state.logbook.cell(number))
+
+    def pop_news(self) -> str:
+        """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
+        fresh = self._state.pop_news()
+        if not fresh:
+            return ""
+        ended = describe_ends(fresh, hosts=self._state.hosts)
+        return "\n".join([ended, *advice(fresh, world_size=self._core.world_size, is_told=True)])
+
+    def _raise_for(self, cell: Cell, story: str) -> None:
+        """``story``: what became of ranks that were freed."""
+        errors = cell.errors()
+        if not errors:
+            return
+        is_stopped = all(error.interrupted for error in errors.values())
+        silence = describe_silence(errors)
+        mismatch = self._mismatch(cell) if silence or _have_hung_up(errors) else ""
+        if silence:  # gloo has closed its connections: that group is of no more use
+            stale = self._core.groups.end()
+            silence = mismatch or silence
+            note = f"{silence}\n{story or describe_new_groups(stale, is_wanted=self._state.groups.is_wanted)}"
+        else:
+            note = "\n".join(filter(None, [mismatch, story or self._core.rescue.after_failure(cell)]))
+        raise (CellInterrupted if is_stopped else RankError)(errors, world_size=len(cell.ranks), note=note)
+
+    def _mismatch(self, cell: Cell) -> str:
+        """Which collectives were not the same on the ranks of ``cell``, in words."""
+        _, evidence = self._link.look(cell.ranks, before={}, stack=False)
+        return describe_mismatch(evidence, is_over=True)
+
+    # ---- what it gave
+
+    def _result(self, cell: Cell, *, values: bool) -> CellResult:
+        bundles = cell.bundles()
+        latest = [
+            rank for rank in bundles if self._last_of.get(rank) == cell.number
+        ]  # another thread's may be the later
+        found = self._pull_values(latest) if values else {}
+        results, log = {}, self._state.logbook.log
+        for rank, outcome in cell.outcomes.items():
+            assert isinstance(outcome, CellDone)
+            bundle = bundles.get(rank, {})
+            value = found.get(rank, TextOnly(bundle["text/plain"]) if bundle else None)
+            host = self._state.up[rank].host
+            results[rank] = RankResult(rank, host, outcome.seconds, None, bundle, value, log, cell.number)
+        return CellResult(cell.number, results)
+
+    def _pull_values(self, ranks: Iterable[int]) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for rank in ranks:
+            with contextlib.suppress(DetrainError):  # its text stands for what cannot travel
+                found[rank] = self._link.pull(["_"], self._core.choose_idle(rank))[rank]["_"]
+        return found
+
+    # ---- once more
+
+    def replay(
+        self, ranks: Ranks, cells: Iterable[int] | None, observer: Callable[[int], CellObserver] | None
+    ) -> dict[int, DetrainError | None]:
+        """See Session.replay."""
+        self._core.require_alive()
+        chosen = self._core.choose(ranks)
+        replayed: dict[int, DetrainError | None] = {}
+        for earlier in self._state.history.to_replay(cells, ranks=chosen, running=self.running):
+            shown = observer(earlier.cell) if observer else None
+            replayed.setdefault(earlier.cell, None)
+            first_line = earlier.first_line
+            try:
+                self.run(earlier.code, earlier.ranks, shown, first_line=first_line, is_replay=True)
+            except CellInterrupted:
+                raise
+            except (RankError, CellTimeout) as exc:
+                replayed[earlier.cell] = exc
+        return replayed
+
+    @property
+    def known(self) -> list[RanCell]:
+        """The cells that were run, in their order."""
+        return self._state.history.cells
+
+    @property
+    def running(self) -> dict[int, tuple[int, ...]]:
+        """The cells that still run, and the ranks that run them."""
+        return {number: cell.running for number, cell in list(self._state.cells.items()) if cell.running}
+
+    def show_again(self, number: int, observer: CellObserver, ranks: Ranks) -> Cell:
+        """See Session.show_again."""
+        shown = self._once_more(number, ranks, observer)
+        for message in self._state.logbook.log.read(number):
+            shown.give(message)
+        shown.end(is_running=False)
+        return shown.cell
+
+    def follow(self, number: int, observer: CellObserver, on_end: Callable[[Cell], None] | None) -> Cell:
+        """See Session.follow."""
+        reader = self._state.logbook.log.reader(number)
+        shown = self._once_more(number, None, observer)
+        given_bytes = 0
+        for message in reader.read():
+            shown.give(message)
+            given_bytes += len(getattr(message, "body", b""))
+            if given_bytes > _SHOWN_AT_ONCE_BYTES:
+                wait_until_shown(observer)
+                given_bytes = 0
+        with self._state.held():
+            for message in reader.read():
+                shown.give(message)
+            cell = self._state.cells.get(number)
+            if cell is None or not cell.running:
+                shown.end(is_running=False)
+                return shown.cell
+            shown.end(is_running=True)
+            cell.go_on_from(shown.cell)
+            cell.add_observer(observer)
+            if on_end:
+                self._state.tell_end(cell, on_end)
+            return cell
+
+    def unfollow(self, number: int, observer: CellObserver) -> None:
+        """See Session.unfollow."""
+        with self._state.held():
+            if cell := self._state.cells.get(number):
+                cell.remove_observer(observer)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is run."""
+
+    code: str
+    first_line: int
+    is_replay: bool
+
+    def for_ranks_of(self, cell: Cell) -> RunCell:
+        """The message that has them run it."""
+        incarnations = [cell.incarnations[rank] for rank in cell.ranks]
+        return RunCell(list(cell.ranks), incarnations, cell.number, self.code, self.first_line, self.is_replay)
+
+
+def _have_hung_up(errors: Mapping[int, RemoteError]) -> bool:
+    return any(error.follows_another and not error.interrupted for error in errors.values())
