@@ -20,7 +20,7 @@ _MAGICS = "detrain_nb_magics"  # where the notebook's magics are found again, as
 
 
 def current_session() -> Session:
-    """The session that this notebook holds, for plain Python: ``current_session().where()`` from a timer, say.
+    """The session that this notebook holds, for plain Python: ``current_session().ranks.where()`` from a timer, say.
 
     Raises: SessionError when the magics are not loaded, or hold none.
     """

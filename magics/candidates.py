@@ -47,7 +47,7 @@ class Candidates:
 
     def _cells(self, word: str) -> list[str]:
         session = self._session()
-        numbers = [str(cell) for cell in dict.fromkeys(ran.cell for ran in session.cells)] if session else []
+        numbers = [str(cell) for cell in dict.fromkeys(ran.cell for ran in session.log.cells)] if session else []
         return [number for number in numbers if number.startswith(word)]
 
     def of(self, kind: str | None, word: str) -> list[str] | None:
@@ -57,7 +57,7 @@ class Candidates:
 
     def _nodes(self, word: str) -> list[str]:
         session = self._session()
-        return _in_list(word, session.plan.hosts) if session else []
+        return _in_list(word, session.ranks.plan.hosts) if session else []
 
     def _own_variables(self) -> list[str]:
         here, others = self._ipython.user_ns, self._ipython.user_ns_hidden
@@ -67,7 +67,7 @@ class Candidates:
         """Those of the first idle rank, for the last place of a list; not the names that Python has everywhere."""
         session = self._session()
         start = word.rpartition(",")[2]
-        found = session.complete(start, len(start)) if session else None
+        found = session.ranks.complete(start, len(start)) if session else None
         if found is None:
             return []
         names = [start[: found.start] + match for match in found.matches]

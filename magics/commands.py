@@ -57,10 +57,10 @@ class SessionCommands:
         if session is not None and session.is_alive:
             if different := self._holder.differs(wanted):
                 raise UsageError(
-                    f"%distributed start: the session has {count_ranks(session.world_size)}, with another "
+                    f"%distributed start: the session has {count_ranks(len(session.ranks))}, with another "
                     f"{', '.join(different)}; to start them anew, %distributed stop first (their variables are lost)"
                 )
-            print(f"session {session.name!r} runs already, with {count_ranks(session.world_size)}: go on")
+            print(f"session {session.name!r} runs already, with {count_ranks(len(session.ranks))}: go on")
             return
         with told_when_interrupted("%distributed start", NOTHING_RUNS):
             print(self._holder.start(wanted))
@@ -80,13 +80,13 @@ class SessionCommands:
                 f"%distributed restart: {'--env' if args.env else '--cold'} is for all ranks: leave out -r"
             )
         session = self._holder.running()
-        chosen = session.choose(args.ranks)
+        chosen = session.ranks.choose(args.ranks)
         with told_when_interrupted("%distributed restart", f"{format_ranks(chosen)} start anew all the same"):
-            session.restart_ranks(chosen)
+            session.restart(chosen)
         print(_fresh(chosen, session))
 
     def _shrink(self, args: Any) -> None:
-        number = self._holder.running().shrink()
+        number = self._holder.running().ranks.shrink()
         moved = ", ".join(f"{old} is now {new}" for old, new in number.items() if old != new)
         left = "one rank is left and keeps its" if len(number) == 1 else f"{len(number)} ranks are left and keep their"
         print(f"{left} variables{f'; rank {moved}' if moved else ''}")
@@ -113,13 +113,13 @@ class SessionCommands:
 
     def _show_all_missed(self, session: Session) -> None:
         self._say(f"{session}\n")
-        running = session.running_cells
-        for cell in sorted({*session.missed, *running}):
+        running = session.log.running_cells
+        for cell in sorted({*session.log.missed, *running}):
             self._show_missed(session, cell)
-        if news := session.pop_news():
+        if news := session.news.pop_losses():
             self._say(f"{news}\n", "stderr")
-        session.confirm_missed()
-        for cell, ranks in session.running_cells.items():
+        session.log.confirm_missed()
+        for cell, ranks in session.log.running_cells.items():
             self._say(f"cell {cell} still runs on {format_ranks(ranks)}: what it prints appears here\n")
         if session.failure:
             raise session.failure
@@ -127,10 +127,10 @@ class SessionCommands:
     def _show_missed(self, session: Session, cell: int) -> None:
         """All that is known of a cell, in the order in which it came; what a running one prints later comes below."""
         screen = screen_for(self._ipython)
-        is_there = cell in session.log.cells() or cell in session.running_cells
+        is_there = cell in session.log.printed or cell in session.log.running_cells
         screen.show(Text("stdout", f"cell {cell}:\n" if is_there else f"cell {cell} has ended\n"))
-        plan = session.plan_of(cell)
-        live = LiveCell(screen, session.choose(None, plan=plan), cell, _AS_IT_CAME, nodes=plan.node_names)
+        plan = session.ranks.plan_of(cell)
+        live = LiveCell(screen, session.ranks.choose(None, plan=plan), cell, _AS_IT_CAME, nodes=plan.node_names)
         shown: set[int] = set()  # the ranks whose errors stand there
 
         def show_end(run: Cell) -> None:
@@ -140,7 +140,7 @@ class SessionCommands:
                 screen.show(Text("stdout", f"cell {cell} has ended\n"))
 
         has_left = False
-        run = session.follow(cell, live, on_end=show_end)
+        run = session.log.follow(cell, live, on_end=show_end)
         if run.is_over:
             show_end(run)
         else:
@@ -165,25 +165,25 @@ class SessionCommands:
         display(self._holder.running().status())
 
     def _where(self, args: Any) -> None:
-        display(self._holder.running().where())
+        display(self._holder.running().ranks.where())
 
     def _interrupt(self, args: Any) -> None:
         session = self._holder.running()
         if args.kill is None and args.ranks is not None:
-            session.interrupt(ranks=args.ranks)
+            session.ranks.interrupt(args.ranks)
             return
         if args.kill is None:
             print("\n".join(f"cell {cell}: {story}" for cell, story in session.stop_cells().items()) or "no cell runs")
             return
-        chosen = session.choose(args.kill)
+        chosen = session.ranks.choose(args.kill)
         with told_when_interrupted("%distributed interrupt", f"{format_ranks(chosen)} start anew all the same"):
-            session.interrupt(ranks=chosen, kill=True)
-            session.wait_until_fresh(chosen)
+            session.ranks.replace(chosen)
+            session.ranks.wait_until_fresh(chosen)
         print(_fresh(chosen, session))
 
     def _replay(self, args: Any) -> None:
         session = self._holder.running()
-        everyone = tuple(range(session.world_size))
+        everyone = tuple(range(len(session.ranks)))
 
         screen = screen_for(self._ipython)
         drawn = replace(_AS_IT_CAME, redraws=self._holder.settings.output == "live")
@@ -192,18 +192,18 @@ class SessionCommands:
         def observer(cell: int) -> LiveCell:
             for before in shown[-1:]:
                 before.end({})
-            shown.append(LiveCell(screen, everyone, cell, drawn, nodes=session.node_names))
+            shown.append(LiveCell(screen, everyone, cell, drawn, nodes=session.ranks.node_names))
             return shown[-1]
 
         cells = None if args.cells is None else _parse_cells(args.cells)
         try:
-            replayed = session.replay(args.ranks, cells=cells, observer=observer)
+            replayed = session.log.replay(args.ranks, cells=cells, observer=observer)
         finally:
             for last in shown[-1:]:
                 last.end({})
             screen.close()
-        collective = session.collective_cells if cells is None else set()
-        skipped = {ran.cell for ran in session.cells} - replayed.keys() if cells is None else set()
+        collective = session.log.collective_cells if cells is None else set()
+        skipped = {ran.cell for ran in session.log.cells} - replayed.keys() if cells is None else set()
         ran = replayed.keys()
         self._say(_replayed(ran - collective, ran & collective, skipped & collective, skipped - collective))
         for cell, error in replayed.items():
@@ -217,8 +217,8 @@ class SessionCommands:
             return
         holder.settings = holder.settings.changed(args.assignment)
         if holder.session is not None:
-            holder.session.hang_s, holder.session.warm_s = holder.settings.hang, holder.settings.warm
-            if words := holder.session.check_collectives(holder.settings.check == "on"):
+            holder.session.settings.hang_s, holder.session.settings.warm_s = holder.settings.hang, holder.settings.warm
+            if words := holder.session.settings.check_collectives(holder.settings.check == "on"):
                 print(words)
         if holder.settings.warm:
             shorten_kept(holder.settings.warm)
@@ -230,11 +230,11 @@ class SessionCommands:
         if args.list:
             self._say(_cells(session))
             return
-        cells = sorted({*session.log.cells(), *(session.running_cells if args.follow else ())})
+        cells = sorted({*session.log.printed, *(session.log.running_cells if args.follow else ())})
         wanted = _wanted_cell(args.cell, cells, session)
         if wanted in session.log.lacking and wanted not in cells:
             raise UsageError(f"%distributed log: of cell {wanted} it has nothing: {session.log.lacking[wanted]}")
-        if wanted not in cells and wanted in session.cells_before:
+        if wanted not in cells and wanted in session.log.cells_before:
             raise UsageError(
                 f"%distributed log: what cell {wanted} printed, if anything, was shown before this notebook attached: "
                 "it is not kept here"
@@ -243,32 +243,35 @@ class SessionCommands:
             which = f"cell {wanted}, the last one," if args.cell is None else f"cell {args.cell}"
             known = ", ".join(map(str, cells)) or "none so far"
             raise UsageError(f"%distributed log: {which} printed nothing; cells that did: {known} (--list shows all)")
-        plan = session.plan_of(wanted)
-        everyone, chosen = range(plan.world_size), session.choose(args.ranks, plan=plan)
+        plan = session.ranks.plan_of(wanted)
+        everyone, chosen = range(plan.world_size), session.ranks.choose(args.ranks, plan=plan)
         screen = screen_for(self._ipython)
         drawn = replace(_EVERYTHING, merge=self._holder.settings.merge, is_live=args.follow)
         live = LiveCell(screen, chosen, wanted, drawn, nodes=plan.node_names)
         try:
-            run = self._follow(session, wanted, live) if args.follow else session.show_again(wanted, live, ranks=chosen)
+            if args.follow:
+                run = self._follow(session, wanted, live)
+            else:
+                run = session.log.show_again(wanted, live, ranks=chosen)
         except KeyboardInterrupt:
-            session.unfollow(wanted, live)
+            session.log.unfollow(wanted, live)
             live.finish({})
             self._say(f"no longer followed, cell {wanted} goes on: %distributed interrupt stops it\n", "stderr")
             return
         live.finish({rank: bundle for rank, bundle in run.bundles().items() if rank in chosen})
         _show_errors(run, screen, world_size=plan.world_size, except_of=set(everyone) - set(chosen))
-        if plan.world_size > session.world_size:
+        if plan.world_size > len(session.ranks):
             words = f"cell {wanted} ran before the session shrank: ranks have the numbers that they had then\n"
             screen.show(Text("stderr", words))
         if why := session.log.lacking.get(wanted):
             screen.show(Text("stderr", f"what cell {wanted} printed after that is not in the log: {why}\n"))
-        if wanted in session.cells_before:
+        if wanted in session.log.cells_before:
             words = f"what was shown of cell {wanted} before this notebook attached is not in the log\n"
             screen.show(Text("stderr", words))
         screen.close()
 
     def _follow(self, session: Session, cell: int, live: LiveCell) -> Cell:
-        run = session.follow(cell, live)
+        run = session.log.follow(cell, live)
         while run.running and not run.is_over:
             run.wait(0.5)
         return run
@@ -286,7 +289,7 @@ def _show_errors(run: Cell, screen: Screen, *, world_size: int, except_of: set[i
 def _fresh(ranks: Sequence[int], session: Session) -> str:
     """What to say of ranks that were replaced as the user wished."""
     short = short_ranks(ranks)
-    others = ", the others kept their variables" if len(ranks) < session.world_size else ""
+    others = ", the others kept their variables" if len(ranks) < len(session.ranks) else ""
     source = "  %broadcast NAME -r {short}  brings variables from rank 0" if others and 0 not in ranks else ""
     lines = [
         f"{format_ranks(ranks)} started anew{others}:",
@@ -298,7 +301,7 @@ def _fresh(ranks: Sequence[int], session: Session) -> str:
 def _wanted_cell(asked: int | None, printed: Sequence[int], session: Session) -> int:
     """The number of the cell that is meant: the last that ran, a number, or counted from the last that printed."""
     if asked is None:
-        known = [ran.cell for ran in session.cells] or printed
+        known = [ran.cell for ran in session.log.cells] or printed
         return known[-1] if known else 0
     if asked >= 0:
         return asked
@@ -307,13 +310,13 @@ def _wanted_cell(asked: int | None, printed: Sequence[int], session: Session) ->
 
 def _cells(session: Session) -> str:
     """A line for each cell that ran: its number, its ranks, the first line of its code, and whether it printed."""
-    printed, running, lacking = session.log.cells(), session.running_cells, session.log.lacking
+    printed, running, lacking = session.log.printed, session.log.running_cells, session.log.lacking
     lines = []
-    for ran in session.cells:
+    for ran in session.log.cells:
         first = next((line.strip() for line in ran.code.splitlines() if line.strip()), "")
-        on = "" if len(ran.ranks) == session.world_size else f"[{short_ranks(ran.ranks)}] "
+        on = "" if len(ran.ranks) == len(session.ranks) else f"[{short_ranks(ran.ranks)}] "
         kept = f" (not all of it is here: {lacking[ran.cell]})" if ran.cell in lacking else ""
-        nothing = " (not kept here)" if ran.cell in session.cells_before else " (printed nothing)"
+        nothing = " (not kept here)" if ran.cell in session.log.cells_before else " (printed nothing)"
         state = " (runs)" if ran.cell in running else kept or ("" if ran.cell in printed else nothing)
         lines.append(f"cell {ran.cell}: {on}{one_line(first[:_CODE_CHARS])}{state}\n")
     return "".join(lines) or "no cell has run\n"

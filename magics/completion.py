@@ -49,7 +49,7 @@ def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Calla
         running = session()
         if start is None or running is None:
             return complete(code, cursor_pos)
-        found = _of_its_ranks(code, lambda ranks: running.complete(code[start:], cursor_pos - start, ranks=ranks))
+        found = _of_its_ranks(code, lambda ranks: running.ranks.complete(code[start:], cursor_pos - start, ranks=ranks))
         if found is None:
             return _reply([], cursor_pos, cursor_pos)
         return _reply(found.matches, found.start + start, found.end + start, found.types)
@@ -59,7 +59,7 @@ def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Calla
         if running is None or _body_start(code, cursor_pos) is None:
             return inspect(code, cursor_pos, detail_level, omit_sections)
         name = token_at_cursor(code, cursor_pos)
-        text = _of_its_ranks(code, lambda ranks: running.inspect(name, detail_level, ranks=ranks))
+        text = _of_its_ranks(code, lambda ranks: running.ranks.inspect(name, detail_level, ranks=ranks))
         return {"status": "ok", "found": bool(text), "data": {"text/plain": text} if text else {}, "metadata": {}}
 
     kernel.do_complete, kernel.do_inspect = do_complete, do_inspect

@@ -109,10 +109,10 @@ class DistributedMagics(Magics):
         self._check_syntax(cell)
         with told_when_interrupted(f"{prog}: the start of its session", NOTHING_RUNS):
             session = self.holder.for_cell(getattr(args, "count", None), force=getattr(args, "force", False))
-        number = session.next_cell(at_least=self._execution_count())
-        chosen = session.choose(args.ranks)
+        number = session.log.next_cell(at_least=self._execution_count())
+        chosen = session.ranks.choose(args.ranks)
         screen = screen_for(self._ipython)
-        live = LiveCell(screen, chosen, number, self._render_options(args), nodes=session.node_names)
+        live = LiveCell(screen, chosen, number, self._render_options(args), nodes=session.ranks.node_names)
         result = None
         try:
             result = session.run_cell(
@@ -176,7 +176,7 @@ class DistributedMagics(Magics):
         if args.new_name is not None and (len(names) != 1 or not _is_variable(args.new_name)):
             raise UsageError("%pull: --as gives one variable another name, and a name is an identifier")
         session = self.holder.running()
-        chosen = session.choose(args.ranks)
+        chosen = session.ranks.choose(args.ranks)
         with told_when_interrupted("%pull", "no variable of the notebook was set"):
             found = session.pull(names, ranks=chosen)
         for name in names:
@@ -197,7 +197,7 @@ class DistributedMagics(Magics):
         if not names:
             raise UsageError(f"%push: {args.names!r} names no variable")
         session = self.holder.running()
-        chosen = session.choose(args.ranks)
+        chosen = session.ranks.choose(args.ranks)
         with told_when_interrupted("%push", "ranks may have some of it"):
             session.push({name: here[name] for name in names}, ranks=chosen)
         _say_notices(session)
@@ -226,7 +226,7 @@ class DistributedMagics(Magics):
 
 def _say_notices(session: Session) -> None:
     """What has been noted is said now, once."""
-    for words in session.pop_notices():
+    for words in session.news.pop_notices():
         print(words, file=sys.stderr)
 
 

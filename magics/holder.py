@@ -187,7 +187,8 @@ class SessionHolder:
         if session is None:
             return []
         is_same = {
-            "-n": wanted.count in (None, before.count) or (not session.nodes and wanted.count == session.world_size),
+            "-n": wanted.count in (None, before.count)
+            or (not session.ranks.nodes and wanted.count == len(session.ranks)),
             "--nodes": _are_same_nodes(wanted.nodes, before.nodes),
             "--name": (wanted.name or self.name) == session.name,
             "--env": wanted.has_env_of(before),
@@ -238,12 +239,12 @@ class SessionHolder:
         note_left(name, is_left=False)
         self._started_with = StartOptions.of_earlier(
             name,
-            session.nodes,
+            session.ranks.nodes,
             started,
-            count=session.world_size if session.nodes is None else None,
-            device=session.plan.device if session.plan.device in DEVICES else "auto",
-            backend=session.plan.backend,
-            no_init=not session.wants_group,
+            count=len(session.ranks) if session.ranks.nodes is None else None,
+            device=session.ranks.plan.device if session.ranks.plan.device in DEVICES else "auto",
+            backend=session.ranks.plan.backend,
+            no_init=not session.settings.wants_group,
         )
         return self._hold(session)
 
@@ -251,13 +252,13 @@ class SessionHolder:
         """Hold ``session`` from now on, instead of one that was taken over, or lost."""
         if self.session is not None:
             self.session.detach()  # it has ended, or is this very session under an earlier connection
-        session.hang_s, session.stop_gap_s = self.settings.hang, self._stop_gap_s
-        session.warm_s = self.settings.warm
-        words = session.check_collectives(self.settings.check == "on")
-        if words and session.cells:  # else nothing was made with the groups that there were
+        session.settings.hang_s, session.settings.stop_gap_s = self.settings.hang, self._stop_gap_s
+        session.settings.warm_s = self.settings.warm
+        words = session.settings.check_collectives(self.settings.check == "on")
+        if words and session.log.cells:  # else nothing was made with the groups that there were
             print(words)
         self.session = session
-        for words in session.pop_notices():
+        for words in session.news.pop_notices():
             print(words)
         return session
 
@@ -271,7 +272,7 @@ class SessionHolder:
         """Leave the session to the next kernel: a front end drops what comes while it restarts this one."""
         session, self.session = self.session, None
         if session is not None:
-            note_left(session.name, is_left=not session.running_cells, kernel=self._kernel)
+            note_left(session.name, is_left=not session.log.running_cells, kernel=self._kernel)
             session.detach(is_seen=False)
 
     def end(self, name: str | None = None, *, cold: bool = False) -> None:
@@ -318,10 +319,10 @@ class SessionHolder:
                 f"session {self.session.name!r} has ended: start another with %distributed restart"
             )
         before = self._started_with.count if self._started_with else None  # on nodes it is how many on each
-        asked_for = (None, self.session.world_size, before)
+        asked_for = (None, len(self.session.ranks), before)
         if count not in asked_for:
             raise UsageError(
-                f"%%distributed: the session has {count_ranks(self.session.world_size)}; "
+                f"%%distributed: the session has {count_ranks(len(self.session.ranks))}; "
                 f"to have {count}, %distributed restart -n {count} (their variables are lost)"
             )
         return self.session

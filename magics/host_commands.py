@@ -32,26 +32,26 @@ class HostCommands:
     def put(self, args: Any) -> None:
         """Copy files and folders of this machine to the nodes."""
         session = self._holder.running()
-        is_all_here = session.nodes is None and args.to is args.nodes is None
-        if is_all_here and all(is_same(Path(path).expanduser(), Path(session.folder)) for path in args.paths):
+        is_all_here = session.ranks.nodes is None and args.to is args.nodes is None
+        if is_all_here and all(is_same(Path(path).expanduser(), Path(session.files.folder)) for path in args.paths):
             print("nothing to copy: the ranks run on this machine and use the folder itself")
             return
         with told_when_interrupted("%distributed put", _SOME_FILES), self._progress("put") as bar:
-            copied = session.put(args.paths, args.to, nodes=args.nodes, on_progress=bar)
+            copied = session.files.put(args.paths, args.to, nodes=args.nodes, on_progress=bar)
         _say_copied(copied)
 
     def get(self, args: Any) -> None:
         """Copy files and folders of the nodes to this machine."""
         session = self._holder.running()
         with told_when_interrupted("%distributed get", _SOME_FILES), self._progress("get") as bar:
-            copied = session.get(args.paths, args.to or ".", nodes=args.nodes, on_progress=bar)
+            copied = session.files.get(args.paths, args.to or ".", nodes=args.nodes, on_progress=bar)
         _say_copied(copied)
         to = Path(args.to or ".").expanduser().absolute()
         print(f"in {to}" if len(copied) == 1 else f"in {to}, each node's in a folder of its name")
 
     def data(self, args: Any) -> None:
         """Say whether the same files are on every node. Raises: SpecError where none has any."""
-        check = self._holder.running().check_data(args.path)
+        check = self._holder.running().files.check_data(args.path)
         if not check.is_anywhere:
             raise SpecError(f"{args.path}: on no node")
         display(check)
@@ -61,7 +61,7 @@ class HostCommands:
         from ..doctor import examine, fix
         from ..spec.nodes_file import write_nodes
 
-        nodes = args.nodes or (self._holder.session.nodes if self._holder.session else None)
+        nodes = args.nodes or (self._holder.session.ranks.nodes if self._holder.session else None)
         if nodes is None:
             raise UsageError("%distributed doctor: no session on other machines runs: name hosts with --nodes")
         if args.save and not str(args.nodes).endswith((".toml", ".json")):

@@ -53,7 +53,7 @@ class RenderOptions:
 
 
 class LiveCell:
-    """Observes a cell (session.cells.CellObserver) and draws it on a screen.
+    """Observes a cell (session/state/cell_observer.py) and draws it on a screen.
 
     Each stream of a rank has a terminal of its own: a bar on stderr stays below what is printed meanwhile.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SpecError
 from ..plan import split_names
 from ..transport import Transport
-from .running.asked import names_of
+from .running.asked import check_paths, check_text, names_of
 
 if TYPE_CHECKING:
     from ..deploy.files import Copied, OnProgress, Paths
@@ -82,11 +82,23 @@ class SessionFiles:
         return told
 
     def put(
-        self, paths: Paths, target: str | None, nodes: str | Iterable[str] | None, on_progress: OnProgress | None
+        self,
+        paths: Paths,
+        target: str | None = None,
+        *,
+        nodes: str | Iterable[str] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> dict[str, Copied]:
-        """See Session.put."""
+        """Copy files and folders from here into the folder ``target`` of ``nodes`` (all): ``{node: what was copied}``.
+
+        A target that is not given in full is below the folder that the ranks start in, which is the default.
+        ``on_progress`` gets the files done, the bytes done and the bytes in all, of all nodes together.
+        Raises: SpecError for what is not here, DetrainError with the node and the path, when all have come to an end.
+        """
         from ..deploy.files import label, on_every, put
 
+        paths = check_paths(paths)
+        check_text("target", target or "")
         chosen = self._choose(nodes)
         copied = on_every(
             chosen,
@@ -97,14 +109,20 @@ class SessionFiles:
 
     def get(
         self,
-        paths: Paths,
-        folder: str | os.PathLike[str],
-        nodes: str | Iterable[str] | None,
-        on_progress: OnProgress | None,
+        remote: Paths,
+        folder: str | os.PathLike[str] = ".",
+        *,
+        nodes: str | Iterable[str] | None = None,
+        on_progress: OnProgress | None = None,
     ) -> dict[str, Copied]:
-        """See Session.get."""
+        """Copy files and folders of ``nodes`` (all) into ``folder`` here, of several nodes each into one of its name.
+
+        Paths and ``on_progress`` as with ``put``. Links there, and devices, stay where they are. Raises as ``put``.
+        """
         from ..deploy.files import get, label, on_every
 
+        paths = check_paths(remote)
+        check_paths(folder, "folder")
         chosen = self._choose(nodes)
         here = os.path.expanduser(os.fspath(folder))
         folders = {label(node): os.path.join(here, label(node)) if len(chosen) > 1 else here for node in chosen}
@@ -115,10 +133,11 @@ class SessionFiles:
         )
         return {label(node): done for node, done in zip(chosen, copied)}
 
-    def check(self, path: str) -> DataCheck:
-        """See Session.check_data."""
+    def check_data(self, path: str) -> DataCheck:
+        """Whether the same files are under ``path`` on every node, by names, sizes and samples. Raises as ``put``."""
         from ..deploy.sync import check
 
+        check_text("path", path)
         return check(self._transports, path, folder=self.folder)
 
     def _choose(self, nodes: str | Iterable[str] | None) -> list[Transport]:

@@ -12,7 +12,6 @@ import atexit
 import keyword
 import os
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,32 +40,25 @@ from ..errors import (
     format_ranks,
     short_ranks,
 )
-from ..plan import MOST_RANKS, Plan, plan_nodes, plan_one_node, split_names
-from ..wire import Complete, Completions, Inspect, Inspection, Message, RanCell, StartedCold
-from .diagnosis.diagnosis import describe_mismatch, judge
-from .diagnosis.evidence import Evidence
-from .diagnosis.where_report import Whereabouts
+from ..plan import MOST_RANKS, plan_nodes, plan_one_node, split_names
+from ..wire import StartedCold
+from .cell_log import SessionLog
 from .files import SessionFiles, current_folder
 from .link.rank_link import IDLE_LIMIT_S
-from .output.log import OutputLog
-from .output.safe_output import safe_completions
-from .recovery.process_groups import describe_new_groups
-from .running.asked import check_mapping, check_number, check_paths, check_text, check_whole, names_of
+from .news import SessionNews
+from .ranks import SessionRanks
+from .running.asked import check_mapping, check_number, check_text, check_whole, names_of
 from .running.cells import Cells
 from .running.core import Core, Ranks
-from .running.rank_replacement import Members
 from .running.results import CellResult
 from .running.start import RankStart, attach, go_on, launch, require_room
-from .running.status import SessionStatus, describe_over, look
+from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
-from .state.cell import Cell
+from .settings import SessionSettings
 from .state.cell_observer import CellObserver
 from .state.overwritten import OF_ONE_RANK, describe_overwritten
 
 if TYPE_CHECKING:
-    from ..deploy.files import Copied, OnProgress, Paths
-    from ..deploy.sync import DataCheck
-    from ..spec.node import Node
     from ..transport import Transport
     from ..transport.ssh import AskPassphrase
 
@@ -88,20 +80,18 @@ class Session:
         self, name: str, ends: Sequence[End], files: SessionFiles, *, holder: str, is_attaching: bool = False
     ) -> None:
         self.name = name
-        self.holder = holder or f"pid {os.getpid()}"
-        self.warm_s = 0.0  # how long nodes keep what the ranks have imported, after a stop
-        self.cells_before: frozenset[int] = (
-            frozenset()
-        )  # those that ran before an attach: what was shown is not in the log
         self.not_ended: list[str] = []  # nodes that ``stop`` did not reach: their ranks end by themselves
         self._stopping = threading.Lock()
-        self._core = Core(name, ends, holder=self.holder, is_attaching=is_attaching)
+        self._core = Core(name, ends, holder=holder or f"pid {os.getpid()}", is_attaching=is_attaching)
         self._link = self._core.link
         self._state = self._core.state
         self._transports = self._core.transports
         self._cells = Cells(self._core)
-        self._members = Members(self._core)
-        self._files = files
+        self.files = files
+        self.ranks = SessionRanks(self._core)
+        self.log = SessionLog(self._core, self._cells)
+        self.news = SessionNews(self._state, self._cells)
+        self.settings = SessionSettings(self._core)
 
     @classmethod
     def start(
@@ -141,7 +131,7 @@ class Session:
         machine, is how many threads torch uses in each, and set there.
 
         With ``sync`` nodes have the files of ``folder`` that .gitignore and .detrainignore do not leave out, before the
-        ranks start and before each cell; no keys and tokens, and nothing of a home: ``notices`` say so.
+        ranks start and before each cell; no keys and tokens, and nothing of a home: ``news.notices`` say so.
 
         When this process is gone, or has detached, the ranks wait for the next one for ``linger_s``. What they print
         is kept for it, of more than about ``spool_limit_bytes`` the end; what was lost is announced in its place.
@@ -208,7 +198,7 @@ class Session:
         except BaseException:
             session.stop(cold=True)
             raise
-        session.warm_s = warm_s
+        session.settings.warm_s = warm_s
         atexit.register(session._stop_at_exit)
         return session
 
@@ -229,8 +219,8 @@ class Session:
 
         On which nodes it runs is known where it was started; elsewhere say ``nodes``, in the same order.
 
-        What nobody has shown of its cells is in ``log``; ``missed`` says which cells. The next attach brings it again
-        until a cell was run, or ``confirm_missed`` called. When the ranks ended meanwhile, ``failure`` says why.
+        What nobody has shown of its cells is in ``log``; ``log.missed`` says which. The next attach brings it again
+        until a cell was run, or ``log.confirm_missed`` called. When the ranks ended meanwhile, ``failure`` says why.
         ``steal`` takes the session from another notebook, which is told. ``sync``: as it was started, if the current
         folder is the one that it was started with. ``without`` names nodes, with commas, that are not connected to:
         their ranks are lost, the others go on. The first node cannot be left out. ``on_progress`` gets a line that says
@@ -256,7 +246,7 @@ class Session:
         try:
             go_on(session._core, steal=steal, say=on_progress)
             session._core.note_down()
-            session.cells_before = frozenset(ran.cell for ran in session.cells)
+            session.log.note_before({ran.cell for ran in session.log.cells})
             for words in files.notices:
                 session._state.add_notice(words)
         except BaseException:
@@ -278,34 +268,6 @@ class Session:
                 for transport in self._transports:
                     transport.leave()
 
-    @property
-    def missed(self) -> dict[int, int]:
-        """After ``attach``: the cells of which nobody had been shown everything, and how many messages of each may have
-        been shown all the same."""
-        logged = sorted(self._state.logbook.cells.items())
-        return {cell: known.shown_perhaps for cell, known in logged if known.is_missed}
-
-    def confirm_missed(self) -> None:
-        """What was missed has been shown: no later notebook needs to see it."""
-        self._state.confirm_missed()
-
-    @property
-    def running_cells(self) -> dict[int, tuple[int, ...]]:
-        """The cells that still run, and the ranks that run them."""
-        return self._cells.running
-
-    def follow(self, cell: int, observer: CellObserver, *, on_end: Callable[[Cell], None] | None = None) -> Cell:
-        """Give ``observer`` all that was logged of a cell, as fast as it shows it, and from now on what comes.
-
-        Returns the cell as it runs, to ``wait`` for it, or as it ended, with ``is_over``. ``on_end`` is called in a
-        background thread when one that still runs has ended.
-        """
-        return self._cells.follow(cell, observer, on_end)
-
-    def unfollow(self, cell: int, observer: CellObserver) -> None:
-        """``observer`` gets no more of a cell, which goes on."""
-        self._cells.unfollow(cell, observer)
-
     def stop_cells(self) -> dict[int, str]:
         """Stop the cells that run, as the stop button does; says in words how that went.
 
@@ -313,104 +275,6 @@ class Session:
         """
         self._core.require_alive()
         return {cell.number: self._core.rescue.stop(cell) for cell in set(self._state.busy.values())}
-
-    @property
-    def log(self) -> OutputLog:
-        """Everything the ranks printed, cell by cell."""
-        return self._state.logbook.log
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """What the user should know and no cell has said: output that was lost, a full disk, a start that was cold."""
-        return self._state.notices
-
-    def pop_notices(self) -> list[str]:
-        """The same; whoever asks shows them, and they are gone."""
-        return self._state.pop_notices()
-
-    def pop_news(self) -> str:
-        """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
-        return self._cells.pop_news()
-
-    @property
-    def plan(self) -> Plan:
-        """Its ranks: their nodes and devices, and the backend."""
-        return self._core.plan
-
-    @property
-    def world_size(self) -> int:
-        return self._core.world_size
-
-    @property
-    def hang_s(self) -> float:
-        """How long ranks wait for others before the cell says so."""
-        return self._core.hang_s
-
-    @hang_s.setter
-    def hang_s(self, seconds: float) -> None:
-        self._core.hang_s = seconds
-
-    @property
-    def stop_gap_s(self) -> float:
-        """From a stop to what it does: time for whoever restarts this process to say so."""
-        return self._core.stop_gap_s
-
-    @stop_gap_s.setter
-    def stop_gap_s(self, seconds: float) -> None:
-        self._core.stop_gap_s = seconds
-
-    @property
-    def wants_group(self) -> bool:
-        """There is a default process group, made before the first cell and after every loss."""
-        return self._state.groups.is_wanted
-
-    @property
-    def checks_collectives(self) -> bool:
-        """The ranks compare every collective before they begin it, and all of them fail where it is not the same."""
-        return self._state.groups.is_checked
-
-    def check_collectives(self, is_on: bool = True) -> str:
-        """Compare collectives from the next process groups on, or no more; says in words when that is.
-
-        Groups that no cell uses are ended at once. Each collective then takes some milliseconds longer.
-        """
-        if is_on == self.checks_collectives:
-            return ""
-        self._state.groups.check(is_on)
-        if self._state.busy:
-            return "a cell runs: it holds for process groups that are made later, after %distributed restart for all"
-        has_groups = self._state.groups.any_has
-        return describe_new_groups(self._core.groups.end(), is_wanted=self.wants_group) if has_groups else ""
-
-    @property
-    def group_timeout_s(self) -> float:
-        """How long a collective waits for another rank; 0 where that is torch's own choice."""
-        return self._core.group_timeout_s
-
-    def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
-        """The ranks that are meant, in ascending order; a host that errors name is a choice too. Raises: SpecError.
-
-        ``plan``: of the ranks that ran an earlier cell, see ``plan_of``.
-        """
-        return self._core.choose(ranks, plan=plan)
-
-    @property
-    def nodes(self) -> tuple[Node, ...] | None:
-        """The nodes that it runs on, with as many ranks as each has; None for this machine."""
-        return self._core.nodes
-
-    @property
-    def node_names(self) -> dict[int, str]:
-        """The name of every rank's node, of those that have one."""
-        return self._core.node_names
-
-    def plan_of(self, cell: int) -> Plan:
-        """The ranks as they were numbered when a cell ran: a session that has shrunk has given them other numbers."""
-        return self._core.plan_of(cell)
-
-    def next_cell(self, *, at_least: int = 1) -> int:
-        """The number that the cell gets which begins next; no two cells of a session have the same."""
-        return self._cells.next_number(at_least=at_least)
 
     @property
     def failure(self) -> DetrainError | None:
@@ -457,14 +321,6 @@ class Session:
             code, ranks, observer, at_least=number or 1, first_line=first_line, timeout_s=timeout_s, values=values
         )
 
-    def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> Cell:
-        """Give ``observer`` all that the log has of a cell; values and errors are in what is returned.
-
-        Ranks have the numbers here that they had when the cell ran, see ``plan_of``.
-        """
-        check_whole("cell", cell)
-        return self._cells.show_again(cell, observer, ranks)
-
     def pull(self, names: str | Iterable[str], *, ranks: Ranks = None) -> dict[int, Any]:
         """Bring variables of the ranks here: ``{rank: value}`` for one name, ``{rank: {name: value}}`` for a list.
 
@@ -486,93 +342,19 @@ class Session:
         self._link.push(variables, chosen)
         self._core.tell(describe_overwritten(dict.fromkeys(chosen, variables), by="push"), None)
 
-    @property
-    def folder(self) -> str:
-        """The folder here that its ranks start in, or those elsewhere in its like."""
-        return self._files.folder
-
-    def put(
-        self,
-        paths: Paths,
-        target: str | None = None,
-        *,
-        nodes: str | Iterable[str] | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> dict[str, Copied]:
-        """Copy files and folders from here into the folder ``target`` of ``nodes`` (all): ``{node: what was copied}``.
-
-        A target that is not given in full is below the folder that the ranks start in, which is the default.
-        ``on_progress`` gets the files done, the bytes done and the bytes in all, of all nodes together.
-        Raises: SpecError for what is not here, DetrainError with the node and the path, when all have come to an end.
-        """
-        paths = check_paths(paths)
-        check_text("target", target or "")
-        return self._files.put(paths, target, nodes, on_progress)
-
-    def get(
-        self,
-        remote: Paths,
-        folder: str | os.PathLike[str] = ".",
-        *,
-        nodes: str | Iterable[str] | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> dict[str, Copied]:
-        """Copy files and folders of ``nodes`` (all) into ``folder`` here, of several nodes each into one of its name.
-
-        Paths and ``on_progress`` as with ``put``. Links there, and devices, stay where they are. Raises as ``put``.
-        """
-        remote = check_paths(remote)
-        check_paths(folder, "folder")
-        return self._files.get(remote, folder, nodes, on_progress)
-
-    def check_data(self, path: str) -> DataCheck:
-        """Whether the same files are under ``path`` on every node, by names, sizes and samples. Raises as ``put``."""
-        check_text("path", path)
-        return self._files.check(path)
-
     def status(self, *, limit_s: float = 2.0) -> SessionStatus:
         """Where every rank is: its state, the line of the cell it is at, its memory."""
         check_number("limit_s", limit_s)
         return look(self._core, limit_s=limit_s)
 
-    def where(self) -> Whereabouts:
-        """Where every rank is: the line, the stack of the cell, the collective it waits in and since when."""
-        everyone = range(self.world_size)
-        if over := describe_over(self._core):
-            silent = judge([Evidence(rank, "no answer") for rank in everyone])
-            return Whereabouts(self.name, tuple(silent.values()), self._state.hosts, "", over)
-        before = self._link.locate(everyone, stack=False)
-        time.sleep(WHERE_GAP_S)
-        _, evidence = self._link.look(everyone, before=before, stack=True)
-        verdicts, mismatch = tuple(judge(evidence).values()), describe_mismatch(evidence)
-        return Whereabouts(self.name, verdicts, self._state.hosts, mismatch, describe_over(self._core))
+    def restart(self, ranks: Ranks = None) -> None:
+        """Replace ``ranks`` (all) by fresh ones, those that were left down too, and wait until they are up.
 
-    def interrupt(self, *, ranks: Ranks = None, kill: bool = False) -> None:
-        """Raise KeyboardInterrupt on the ranks that run a cell. Does not wait.
-
-        With ``kill``, replace ``ranks`` by fresh ones: their variables are lost, those of the others are not.
+        Their variables are lost, those of the others are not. Raises: SessionError.
         """
-        if kill:
-            self._members.replace(ranks)
-        else:
-            self._members.interrupt(ranks)
-
-    def restart_ranks(self, ranks: Ranks) -> None:
-        """Replace ``ranks`` by fresh ones, those that were left down too, and wait until they are up."""
-        self._members.replace(ranks)
-        self._members.wait_until_fresh(ranks)
-
-    def shrink(self) -> dict[int, int]:
-        """Go on without the ranks of nodes that are lost: those that are left are one group again, numbered from 0.
-
-        They keep their variables, ``rank`` and ``world_size`` aside. Returns the new number of each.
-        Raises: SessionError when no node is lost, or one that is left is busy.
-        """
-        return self._members.shrink()
-
-    def wait_until_fresh(self, ranks: Ranks) -> None:
-        """Wait until ranks that are being replaced are up. Raises: SessionError."""
-        self._members.wait_until_fresh(ranks)
+        chosen = self.ranks.choose(ranks)
+        self.ranks.replace(chosen)
+        self.ranks.wait_until_fresh(chosen)
 
     def broadcast(self, names: str | Iterable[str], *, source: int = 0, ranks: Ranks = None) -> None:
         """Give ``ranks`` (all) the variables that rank ``source`` has, directly from rank to rank.
@@ -583,60 +365,14 @@ class Session:
         """
         wanted = names_of(names)
         check_whole("source", source)
-        chosen = self.choose(ranks)
-        (sender,) = self.choose(source)
+        chosen = self.ranks.choose(ranks)
+        (sender,) = self.ranks.choose(source)
         self._core.choose_idle([*chosen, sender], limit_s=IDLE_LIMIT_S)
-        self._core.mend_group(range(self.world_size), None)
+        self._core.mend_group(self._state.ranks, None)
         orphans = self._core.groups.broadcast(wanted, chosen, source=sender)
         self._core.tell(_describe_orphans(orphans), None)
         others = [rank for rank in chosen if rank != sender]
         self._core.tell(describe_overwritten(dict.fromkeys(others, OF_ONE_RANK & set(wanted)), by="broadcast"), None)
-
-    def replay(
-        self, ranks: Ranks, *, cells: Iterable[int] | None = None, observer: Callable[[int], CellObserver] | None = None
-    ) -> dict[int, DetrainError | None]:
-        """Run earlier cells again, in their order, on those of ``ranks`` that had run them: a fresh rank gets its
-        imports and definitions back.
-
-        By default all that ended well and needed no other rank, and of those in ``collective_cells`` the imports and
-        definitions: a collective would wait for ranks that do not run it. One that does all the same is stopped.
-        ``observer`` gives who shows a cell, by its number. Returns the cells that were run, each with what it raised:
-        it may need what a cell makes that was left out.
-        """
-        if cells is not None:
-            cells = list(cells) if isinstance(cells, Iterable) else [cells]
-            for cell in cells:
-                check_whole("cell", cell)
-        return self._cells.replay(ranks, cells, observer)
-
-    @property
-    def cells(self) -> list[RanCell]:
-        """The cells that were run, in their order, with their code and their ranks.
-
-        After an attach a cell is there once for each code that nodes say it had.
-        """
-        return self._cells.known
-
-    @property
-    def collective_cells(self) -> set[int]:
-        """The cells that needed other ranks."""
-        return set(self._state.history.collective)
-
-    def complete(self, code: str, position: int, *, ranks: Ranks = None, limit_s: float = 1.0) -> Completions | None:
-        """Completions by the first idle one of ``ranks``; None when there is none, or it does not answer in time.
-
-        Names, attributes and keys of dicts; each begins with what stands between ``start`` and ``position``.
-        """
-        check_text("code", code)
-        check_whole("position", position)
-        answer = self._ask_idle(lambda rank, number: Complete([rank], number, code, position), limit_s, ranks)
-        return safe_completions(answer, code=code, position=position) if isinstance(answer, Completions) else None
-
-    def inspect(self, name: str, detail: int = 0, *, ranks: Ranks = None, limit_s: float = 1.0) -> str | None:
-        """The help text of a name, by the first idle one of ``ranks``."""
-        check_text("name", name)
-        answer = self._ask_idle(lambda rank, number: Inspect([rank], number, name, detail), limit_s, ranks)
-        return answer.text[:_LONGEST_HELP] or None if isinstance(answer, Inspection) else None
 
     def stop(self, *, cold: bool = False) -> None:
         """End the ranks and everything they started. Does nothing the second time.
@@ -644,7 +380,7 @@ class Session:
         For ``warm_s`` a process stays on each node that has imported torch, for the next start; not if ``cold``.
         An interrupt leaves nothing half-ended: the stop goes on in the background, and the next call waits for it.
         """
-        keep_s = 0.0 if cold else self.warm_s
+        keep_s = 0.0 if cold else self.settings.warm_s
         run_to_its_end(lambda: self._end(keep_s), name="detrain_nb stop")
 
     def _end(self, keep_s: float) -> None:
@@ -677,23 +413,18 @@ class Session:
 
     def __repr__(self) -> str:
         state = "running" if self.is_alive else "ended"
-        hosts = [name for name, ranks in self.plan.hosts.items() if ranks]
+        hosts = [name for name, ranks in self._core.plan.hosts.items() if ranks]
         where = f" of {', '.join(hosts) if len(hosts) <= _MOST_HOSTS else f'{len(hosts)} nodes'}" if hosts else ""
-        return f"<Session {self.name!r}: {count_ranks(self.world_size)} on {self.plan.device}{where}, {state}>"
-
-    def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float, ranks: Ranks) -> Message | None:
-        idle = set(self.choose(ranks)) - set(self._state.busy) - set(self._state.lost)
-        if not idle or not self.is_alive:
-            return None
-        return self._link.ask(min(idle), ask, limit_s=limit_s)
+        what = f"{count_ranks(self._core.world_size)} on {self._core.plan.device}{where}, {state}"
+        return f"<Session {self.name!r}: {what}>"
 
     def _bring_changes(self, ranks: Ranks, observer: CellObserver | None) -> None:
         """The nodes that are to run a cell have what has changed here."""
-        if self._files.is_synced:
-            names = self.node_names
+        if self.files.is_synced:
+            names = self._core.plan.node_names
             chosen = self._core.wait_until_idle(ranks, observer, limit_s=IDLE_LIMIT_S)
             on = {names.get(rank, "") for rank in chosen}
-            for words in self._files.bring(on):
+            for words in self.files.bring(on):
                 self._core.tell(words, observer)
 
 

@@ -811,13 +811,13 @@ def test_module_of_the_notebook_is_imported_on_the_ranks(
             0: (False, True),
             1: (False, True),
         }
-        assert sorted(session.get(".", here / "back")) == ["h0", "h1"]
+        assert sorted(session.files.get(".", here / "back")) == ["h0", "h1"]
         assert (here / "back" / "h1" / "h1" / "result-1").read_text() == "1"
         assert not (here / "back" / "h1" / "h1" / "result-0").exists()
-        session.put(here / "new", "data", nodes="h0")
-        assert repr(session.check_data("data")).splitlines()[0] == "data: not the same on 2 nodes"
+        session.files.put(here / "new", "data", nodes="h0")
+        assert repr(session.files.check_data("data")).splitlines()[0] == "data: not the same on 2 nodes"
         with pytest.raises(SpecError, match="'h7' is no node of this session: there are h0, h1"):
-            session.put(here / "new", nodes=["h7"])
+            session.files.put(here / "new", nodes=["h7"])
         session.detach()
 
     with Session.attach(session.name, nodes=ssh_nodes(testbed)) as again:
@@ -832,7 +832,7 @@ def test_module_of_the_notebook_is_imported_on_the_ranks(
         assert again.run_cell("import later; later.x, __import__('os').getcwd()").values == {
             rank: (5, folder) for rank, folder in folders.items()
         }
-        assert again.notices == []
+        assert again.news.notices == []
 
 
 @pytest.mark.slow
@@ -842,14 +842,14 @@ def test_session_of_a_home_leaves_it_here_and_goes_on_in_a_folder_that_is_too_mu
     monkeypatch.chdir(Path.home())
     session = Session.start(1, nodes=ssh_nodes(testbed, 1), device="cpu", init=False)
     try:
-        assert [words for words in session.notices if "is a home" in words]
+        assert [words for words in session.news.notices if "is a home" in words]
         assert session.run_cell("import os; os.listdir()").values == {0: []}
         session.detach()
         monkeypatch.chdir(here)
         with open("large", "wb") as file:
             file.truncate(60_000_000)
         session = Session.attach(session.name, nodes=ssh_nodes(testbed, 1))
-        assert [words for words in session.notices if "no changes here go to the nodes: the folder" in words]
+        assert [words for words in session.news.notices if "no changes here go to the nodes: the folder" in words]
         assert session.run_cell("import os; os.listdir()").values == {0: []}
     finally:
         session.stop(cold=True)
@@ -877,11 +877,11 @@ def test_session_of_this_machine_has_its_folder_already(here: Path) -> None:
     write(here, mymodule_py="value = 1")
     with Session.start(ranks=1, device="cpu", init=False) as session:
         assert session.run_cell("import mymodule; mymodule.value").values == {0: 1}
-        assert session.put("mymodule.py")["this-machine"].files == 0
-        assert session.put("mymodule.py", "copies")["this-machine"].files == 1
+        assert session.files.put("mymodule.py")["this-machine"].files == 0
+        assert session.files.put("mymodule.py", "copies")["this-machine"].files == 1
         assert (here / "copies" / "mymodule.py").exists()
-        assert session.check_data("copies").is_same
-        session.get("copies/mymodule.py", here / "back")
+        assert session.files.check_data("copies").is_same
+        session.files.get("copies/mymodule.py", here / "back")
         assert (here / "back" / "mymodule.py").read_text() == "value = 1"
 
 

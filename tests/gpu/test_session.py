@@ -16,9 +16,9 @@ pytestmark = [
 
 def test_ranks_default_to_the_gpus_and_each_has_its_own() -> None:
     with Session.start() as session:
-        assert session.world_size == count_gpus()
+        assert len(session.ranks) == count_gpus()
         found = session.run_cell("torch.cuda.current_device(), str(device), torch.empty(1, device='cuda').device.index")
-        assert found.values == {rank: (rank, f"cuda:{rank}", rank) for rank in range(session.world_size)}
+        assert found.values == {rank: (rank, f"cuda:{rank}", rank) for rank in range(len(session.ranks))}
 
 
 def test_collectives_run_on_nccl_and_on_gloo() -> None:
@@ -27,7 +27,7 @@ def test_collectives_run_on_nccl_and_on_gloo() -> None:
         session.run_cell("c = torch.ones(4); dist.all_reduce(c)")
         result = session.run_cell("t.sum(), c.sum()")
         for on_gpu, on_cpu in result.values.values():
-            assert on_gpu.item() == on_cpu.item() == 4.0 * session.world_size
+            assert on_gpu.item() == on_cpu.item() == 4.0 * len(session.ranks)
         assert "nccl" in session.run_cell("str(dist.get_backend_config())").values[0]
 
 
@@ -51,8 +51,8 @@ def test_collective_on_gloo_alone_counts_as_one_with_others() -> None:
     with Session.start(1, device="cuda") as session:
         session.run_cell("alone = 1")
         session.run_cell("c = torch.ones(1); dist.all_reduce(c)")
-        session.restart_ranks(0)
-        assert list(session.replay(0).values()) == [None]
+        session.restart(0)
+        assert list(session.log.replay(0).values()) == [None]
         assert session.run_cell("alone, 'c' in globals()").values == {0: (1, False)}
 
 

@@ -282,7 +282,8 @@ def test_restart_and_run_all_gives_the_same_notebook(notebook: OpenNotebook) -> 
 
 @pytest.mark.slow
 def test_restarted_kernel_attaches_and_sees_what_it_missed(notebook: OpenNotebook) -> None:
-    patient = "\nimport detrain_nb\ndetrain_nb.current_session().stop_gap_s = 5.0"  # with a restart that takes its time
+    # with a restart that takes its time
+    patient = "\nimport detrain_nb\ndetrain_nb.current_session().settings.stop_gap_s = 5.0"
     nb = notebook(
         START + patient,
         "%%distributed\nimport time\nfor i in range(60):\n    print('step', i); time.sleep(0.1)\nkept = rank",

@@ -154,7 +154,7 @@ def _eventually(holds: Callable[[], Any], *, limit_s: float = _LIMIT_S) -> None:
 
 
 # A restart comes as an interrupt first: on busy processors what follows may take longer than a notebook waits for it.
-_PATIENT = "import detrain_nb\ndetrain_nb.current_session().stop_gap_s = 5.0"
+_PATIENT = "import detrain_nb\ndetrain_nb.current_session().settings.stop_gap_s = 5.0"
 
 # every line comes in two pieces: at most moments some rank has one that is not finished
 _COUNT = """import time

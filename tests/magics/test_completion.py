@@ -82,7 +82,8 @@ def tab(home: Path) -> _Tab:
 def tab_with_nodes(tab: _Tab) -> _Tab:
     """The notebook holds a session on nodes left and right."""
     plan = Plan((NodePlan((0, 1), "cpu", "left"), NodePlan((2, 3), "cpu", "right")), "gloo")
-    tab.session = SimpleNamespace(plan=plan, cells=[SimpleNamespace(cell=cell) for cell in (3, 7, 12)])
+    cells = [SimpleNamespace(cell=cell) for cell in (3, 7, 12)]
+    tab.session = SimpleNamespace(ranks=SimpleNamespace(plan=plan), log=SimpleNamespace(cells=cells))
     return tab
 
 
@@ -236,16 +237,16 @@ def test_thousands_of_hosts_are_read_in_time(home: Path, monkeypatch: pytest.Mon
 
 
 class _Asked:
-    """A session of three ranks, which remembers who was asked."""
+    """The ranks of a session, which remember who was asked."""
 
     def __init__(self) -> None:
-        self.ranks: list[object] = []
+        self.were: list[object] = []
 
     def complete(self, code: str, position: int, *, ranks: object = None) -> None:
-        self.ranks.append(ranks)
+        self.were.append(ranks)
 
     def inspect(self, name: str, detail: int, *, ranks: object = None) -> str:
-        self.ranks.append(ranks)
+        self.were.append(ranks)
         return "help"
 
 
@@ -260,7 +261,7 @@ class _Asked:
 )
 def test_text_of_a_cell_goes_to_the_ranks_it_is_meant_for(line: str, ranks: list[object]) -> None:
     tab = _Tab()
-    tab.session = _Asked()
+    tab.session = SimpleNamespace(ranks=_Asked())
     assert tab(f"{line}\nvalue.sh") == []
     tab._kernel.do_inspect(f"{line}\nvalue", len(line) + 3)
-    assert tab.session.ranks == ranks * 2
+    assert tab.session.ranks.were == ranks * 2

@@ -52,7 +52,7 @@ magics = get_ipython().magics_manager.registry["DistributedMagics"]
 seen = []
 def look():
     while not any(re.search(r"waits in all_reduce #\\d+ .* is in load_data", text) for text in seen):
-        seen.append(repr(magics.session.where()))
+        seen.append(repr(magics.session.ranks.where()))
 looking = threading.Thread(target=look)
 looking.start()
 """

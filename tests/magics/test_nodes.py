@@ -91,7 +91,7 @@ def test_restart_after_attach_is_on_the_same_hosts_with_the_same_options(kernel:
     assert "is there (on left, right)" in kernel.run("%load_ext detrain_nb").text()
     assert kernel.run("from detrain_nb import current_session\n%distributed attach").status == "ok"
     assert "wait up to 90 s" in kernel.run("%distributed status").rich()[0]
-    assert kernel.run("current_session()._files.is_synced").rich() == ["False"]
+    assert kernel.run("current_session().files.is_synced").rich() == ["False"]
     assert "runs already, with 2 ranks: go on" in kernel.run(kernel.start_line).text()
     again = kernel.run("%distributed restart --env TOKEN=new")
     assert again.status == "ok", again.error

@@ -311,7 +311,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
 with Session.start(ranks=1, device="cpu", init=False, folder=sys.argv[1]) as session:
     result = session.run_cell("for i in range(50_000): print('x' * 60)\\n'done'")
-    print(result.values, session.notices)
+    print(result.values, session.news.notices)
     print(session.run_cell("1 + 1").values)
 """
     started = time.monotonic()

@@ -58,13 +58,13 @@ def test_error_that_is_long_is_told_in_part(session: Session, code: str, said: s
 def test_many_completions_are_told_in_part(session: Session) -> None:
     names = f"[f'name_{{i:0150}}' for i in range({LONG // 150})]"
     session.run_cell(f"class Many:\n    def __dir__(self): return {names}\nmany = Many()")
-    found = session.complete("many.name", 9, limit_s=60)
+    found = session.ranks.complete("many.name", 9, limit_s=60)
     assert found and 50 < len(found.matches) < LONG // 150
 
 
 def test_long_help_is_told(session: Session) -> None:
     session.run_cell("def f(): pass\nf.__doc__ = 'word ' * 30_000 + 'the end'")
-    assert "the end" in (session.inspect("f", limit_s=30) or "")
+    assert "the end" in (session.ranks.inspect("f", limit_s=30) or "")
 
 
 def test_long_name_of_a_display_is_cut(session: Session) -> None:
@@ -92,7 +92,7 @@ f(150)
     runs = threading.Thread(target=session.run_cell, args=(code,))
     runs.start()
     time.sleep(1)
-    said = str(session.where())
+    said = str(session.ranks.where())
     runs.join(30)
     assert "\N{GRINNING FACE}" in said
 
@@ -114,7 +114,7 @@ def test_group_with_a_long_name_and_many_variables_that_hold_one(session: Sessio
         runs = threading.Thread(target=run)
         runs.start()
         time.sleep(1)
-        pair.where()
+        pair.ranks.where()
         runs.join(30)
         assert pair.run_cell("rank").values == {0: 0, 1: 1}
         assert pair.status().ranks[0].pid == pid
@@ -126,4 +126,4 @@ def test_long_cell_is_remembered_for_a_later_notebook(session: Session, tmp_path
         assert first.run_cell(code).values == {0: LONG}
         first.detach()
         with Session.attach("long") as again:
-            assert again.replay(0, cells=[1]) == {1: None}
+            assert again.log.replay(0, cells=[1]) == {1: None}

@@ -244,10 +244,10 @@ class Watcher(CellObserver):
 @pytest.fixture
 def failing(session: Session) -> Iterator[Session]:
     """Has ``stages`` whose loss fails on rank 1. After the test, with new groups, other stages work as ever."""
-    hang_s, session.hang_s = session.hang_s, 0.5
+    hang_s, session.settings.hang_s = session.settings.hang_s, 0.5
     session.run_cell("stages = on_ranks.fail_on_the_last()")
     yield session
-    session.hang_s = hang_s
+    session.settings.hang_s = hang_s
     assert max(session.run_cell("on_ranks.use_masks(6)", timeout_s=30).values.values()) < CLOSE
 
 

@@ -124,7 +124,7 @@ def main(argument: str) -> None:
         life.run()
     except BaseException:
         with contextlib.suppress(Exception):
-            print(session.where(), session.status(), sep="\n", file=sys.stderr)
+            print(session.ranks.where(), session.status(), sep="\n", file=sys.stderr)
         raise
 
 
@@ -300,7 +300,7 @@ class Life:
         elif ending == "hangs":
             code += f"if rank != {dice.randrange(RANKS)}: dist.all_reduce(torch.ones(1))"
         delay = dice.uniform(0, 0.6)
-        killed = Killed(number, self.session.next_cell(), lines, victims, ending == "hangs")
+        killed = Killed(number, self.session.log.next_cell(), lines, victims, ending == "hangs")
         say(begun=number, kind="kernel killed")
         say(killing=dataclasses.asdict(killed))
         kernel = os.getpid()
@@ -318,8 +318,8 @@ class Life:
                 assert time.monotonic() < deadline, "the last lines have not come"
                 time.sleep(0.01)
             session.stop_cells()
-        while killed.cell in session.running_cells:
-            assert time.monotonic() < deadline, f"cell {killed.cell} runs on ranks {session.running_cells}"
+        while killed.cell in session.log.running_cells:
+            assert time.monotonic() < deadline, f"cell {killed.cell} runs on ranks {session.log.running_cells}"
             time.sleep(0.01)
         found = {}
         for rank in range(RANKS):
@@ -440,20 +440,18 @@ def run_out_of_memory(life: Life) -> Outcome:
 
 def replace_while_idle(life: Life) -> Outcome:
     victims = life.choose_victims()
-    life.session.interrupt(ranks=victims, kill=True)
+    life.session.ranks.replace(victims)
     if life.dice.random() < 0.7:
-        life.session.wait_until_fresh(victims)
+        life.session.ranks.wait_until_fresh(victims)
     return Outcome("replaced while idle", victims)
 
 
 def replace_in_a_cell(life: Life) -> Outcome:
     name, code = life.choose_hang()
     victim = life.dice.choice(life.mortals)
-    replace = Watching(
-        [lambda: life.session.interrupt(ranks=victim, kill=True)], [life.dice.uniform(0, 0.2)], ranks=[victim]
-    )
+    replace = Watching([lambda: life.session.ranks.replace(victim)], [life.dice.uniform(0, 0.2)], ranks=[victim])
     lost = life.lose(code, [victim], observer=replace)
-    life.session.wait_until_fresh(victim)
+    life.session.ranks.wait_until_fresh(victim)
     return Outcome(f"replaced in {name}", [victim], lost)
 
 

@@ -171,11 +171,11 @@ def test_ranks_outlive_a_killed_process_with_variables_and_running_cell(
     _wait_for(tmp_path / "1")
     other.kill()
     with Session.attach(name) as session:
-        assert session.running_cells == {2: (0, 1)}
+        assert session.log.running_cells == {2: (0, 1)}
         with pytest.raises(SessionError, match="still in cell 2"):
             session.pull("x")
         assert session.stop_cells() == {2: "all ranks stopped and kept their variables"}
-        assert session.running_cells == {}
+        assert session.log.running_cells == {}
         assert session.pull("x") == {0: 10, 1: 11}
         first = session.pull("n")
         assert all(n > 0 for n in first.values())
@@ -195,18 +195,18 @@ def test_numbers_of_cells_go_on_and_replay_knows_the_cells_of_before(other: Othe
         result = session.run_cell("print('later')")
         assert result.cell == 11
         assert result.stdout == {0: "later\n", 1: "later\n"}
-        session.restart_ranks(1)
-        assert session.replay(1) == {7: None, 11: None}
+        session.restart(1)
+        assert session.log.replay(1) == {7: None, 11: None}
         session.detach()
     with Session.attach(name) as session:
-        assert session.next_cell() == 14, "replays have numbers of their own"
-        assert session.replay(1) == {7: None, 11: None}, "and are not replayed"
+        assert session.log.next_cell() == 14, "replays have numbers of their own"
+        assert session.log.replay(1) == {7: None, 11: None}, "and are not replayed"
         assert session.pull("a") == {0: [0], 1: [1]}
         with pytest.raises(SessionError, match="no variable 'b'"):
             session.pull("b", ranks=1)
-        assert "division by zero" in str(session.replay(1, cells=[9])[9])
+        assert "division by zero" in str(session.log.replay(1, cells=[9])[9])
         with pytest.raises(SpecError, match="cells that were: 7-11"):
-            session.replay(1, cells=[12345])
+            session.log.replay(1, cells=[12345])
 
 
 @pytest.mark.slow
@@ -223,12 +223,12 @@ def test_cell_that_ended_well_after_the_attach_is_replayed_and_one_that_failed_i
     _wait_for(tmp_path / "1")
     other.kill()
     with Session.attach(name) as session:
-        assert sorted(session.running_cells.values()) == [(0,), (1,)]
-        well, badly = (cell for cell, _ in sorted(session.running_cells.items(), key=lambda item: item[1]))
+        assert sorted(session.log.running_cells.values()) == [(0,), (1,)]
+        well, badly = (cell for cell, _ in sorted(session.log.running_cells.items(), key=lambda item: item[1]))
         path.touch()
-        _eventually(lambda: not session.running_cells)
-        assert session.replay("all") == {well: None}
-        assert "division by zero" in str(session.replay("all", cells=[badly])[badly])
+        _eventually(lambda: not session.log.running_cells)
+        assert session.log.replay("all") == {well: None}
+        assert "division by zero" in str(session.log.replay("all", cells=[badly])[badly])
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_rank_that_died_while_nobody_was_there_is_told_with_the_next_cell(
         _eventually(lambda: session.status().ranks[1].pid != pids[1])  # the news may still be on their way to the agent
         values = session.run_cell("('kept' in globals(), dist.get_world_size())", observer=observer).values
         assert values == {0: (True, 2), 1: (False, 2)}
-        [told] = observer.notices if observer else session.notices
+        [told] = observer.notices if observer else session.news.notices
     assert f"(pid {pids[1]}) ended with signal 9 (SIGKILL)" in told
     assert "rank 1 is fresh, its variables are gone:\n  %distributed replay -r 1" in told
 
@@ -285,7 +285,7 @@ def test_attach_while_a_rank_starts_again(other: OtherProcess, name: str) -> Non
     forker.start()
     with Session.attach(name) as session:
         forker.join()
-        session.wait_until_fresh(1)
+        session.ranks.wait_until_fresh(1)
         assert session.run_cell("'kept' in globals()").values == {0: True, 1: False}
 
 
@@ -299,7 +299,7 @@ def test_death_that_was_not_told_yet_is_told_by_the_next_one(other: OtherProcess
     other.kill()
     with Session.attach(name) as session:
         session.run_cell("1")
-        assert "its variables are gone" in session.notices[0]
+        assert "its variables are gone" in session.news.notices[0]
 
 
 @pytest.mark.slow
@@ -315,9 +315,9 @@ def test_death_before_a_cell_that_runs_is_not_taken_for_its_end(other: OtherProc
     _wait_for(tmp_path / "1")
     other.kill()
     with Session.attach(name) as session:
-        assert session.running_cells == {2: (0, 1)}
+        assert session.log.running_cells == {2: (0, 1)}
         (tmp_path / "go").touch()
-        _eventually(lambda: not session.running_cells)
+        _eventually(lambda: not session.log.running_cells)
         assert session.run_cell("rank").values == {0: 0, 1: 1}
 
 
@@ -369,9 +369,9 @@ for i in range(20_000, 20_100): print(i)
     _wait_for(tmp_path / "done0")
     _wait_for(tmp_path / "done1")
     with Session.attach(name) as session:
-        assert list(session.missed) == [1]
+        assert list(session.log.missed) == [1]
         observer = Observer()
-        run = session.follow(1, observer)
+        run = session.log.follow(1, observer)
         assert run.running == (0, 1)
         (tmp_path / "end").touch()
         assert run.wait(_LIMIT_S)
@@ -384,7 +384,7 @@ for i in range(20_000, 20_100): print(i)
         _eventually(lambda: session._link._nodes[0]._acknowledged == session._link._nodes[0].last_number)
         session.detach()
     with Session.attach(name) as session:
-        assert session.missed == {}
+        assert session.log.missed == {}
 
 
 @pytest.mark.slow
@@ -398,17 +398,17 @@ def test_what_nobody_confirmed_is_shown_again_between_marks(other: OtherProcess,
     first.detach()
     second = Session.attach(name)
     observer = Observer()
-    second.follow(1, observer)
+    second.log.follow(1, observer)
     marks = [text for who, text in observer.shown if who == "notice"]
     assert marks == ["--- from here on perhaps shown before:", "--- from here on new:"]
     assert observer.shown[0][0] == "notice"
     assert observer.shown[-1][0] == "notice"
     assert observer.text(0) == "1\n2\n"
-    second.confirm_missed()
+    second.log.confirm_missed()
     _eventually(lambda: second._link._nodes[0]._acknowledged == second._link._nodes[0].last_number)
     second.detach()
     with Session.attach(name) as third:
-        assert third.missed == {}
+        assert third.log.missed == {}
         third.stop_cells()
 
 
@@ -435,7 +435,7 @@ print("nd\\nthree")
     (tmp_path / "go").touch()
     with Session.attach(name) as session:
         observer = Observer()
-        run = session.follow(1, observer)
+        run = session.log.follow(1, observer)
         assert run.wait(_LIMIT_S) or run.is_over
         assert observer.notices == [], "all that came before the kill was acknowledged"
         text = observer.text(0)
@@ -450,7 +450,7 @@ def test_value_and_error_that_came_meanwhile_are_there(other: OtherProcess, name
     other.kill()
     time.sleep(1.5)
     with Session.attach(name) as session:
-        run = session.follow(1, Observer())
+        run = session.log.follow(1, Observer())
         assert run.wait(_LIMIT_S) or run.is_over
         assert run.bundles() == {0: {"text/plain": "[0]"}}
         assert {rank: error.name for rank, error in run.errors().items()} == {1: "ZeroDivisionError"}
@@ -474,7 +474,7 @@ def test_end_after_the_attach_is_told_to_who_follows(other: OtherProcess, name: 
             told.append({rank: error.name for rank, error in run.errors().items()})
             ended.set()
 
-        run = session.follow(1, Observer(), on_end=on_end)
+        run = session.log.follow(1, Observer(), on_end=on_end)
         _eventually(lambda: run.running == (0,))
         assert {rank: error.name for rank, error in run.errors().items()} == {1: "ZeroDivisionError"}
         assert not told
@@ -492,14 +492,14 @@ def test_death_in_a_cell_of_before_is_told_to_who_follows(other: OtherProcess, n
     other.kill()
     with Session.attach(name) as session:
         observer = Observer()
-        run = session.follow(2, observer)
+        run = session.log.follow(2, observer)
         assert run.running == (0, 1)
         os.kill(pid, signal.SIGKILL)
         _eventually(lambda: run.running == (0,))
         _eventually(lambda: f"(pid {pid}) ended with signal 9 (SIGKILL)" in "".join(observer.notices))
         session.stop_cells()
         assert session.run_cell("rank").values == {0: 0, 1: 1}
-        assert "its variables are gone" in session.notices[0]
+        assert "its variables are gone" in session.news.notices[0]
 
 
 @pytest.mark.slow
@@ -510,8 +510,8 @@ def test_blocked_cell_of_before_is_freed_and_variables_stay(other: OtherProcess,
     _wait_for(tmp_path / "1")
     other.kill()
     with Session.attach(name) as session:
-        _eventually(lambda: session.running_cells == {1: (0,)})  # rank 1 ends it right after it has made its file
-        _eventually(lambda: "all_reduce" in repr(session.where()))
+        _eventually(lambda: session.log.running_cells == {1: (0,)})  # rank 1 ends it right after it has made its file
+        _eventually(lambda: "all_reduce" in repr(session.ranks.where()))
         [story] = session.stop_cells().values()
         assert "freed" in story
         assert session.pull("x") == {0: 0, 1: 1}
@@ -539,7 +539,7 @@ open("{tmp_path}/done", "w")
     assert sum(path.stat().st_size for path in folder.glob("spool.*")) < limit_bytes + (9 << 20)
     with Session.attach(name) as session:
         observer = Observer()
-        run = session.follow(1, observer)
+        run = session.log.follow(1, observer)
         assert run.wait(_LIMIT_S) or run.is_over
         at, lost = next((i, text) for i, (who, text) in enumerate(observer.shown) if "were lost" in text)
         assert re.search(r"about [0-9,]{9,} bytes of output were lost .* over its limit of 25,165,824 bytes", lost)
@@ -553,7 +553,7 @@ open("{tmp_path}/done", "w")
         assert numbers[0] > len(lines) + 10_000, "what is between the two was lost"
         [size] = re.findall(r"about ([0-9,]+) bytes", lost)
         assert abs(len(before) + int(size.replace(",", "")) + len(after) - 60_060_000) < 1_000_000
-        assert lost in session.notices
+        assert lost in session.news.notices
 
 
 @pytest.mark.slow
@@ -588,7 +588,7 @@ class Counts:
     def checkpoint(self): return lambda: True
 before, counts = psutil.Process().memory_info().rss, Counts()
 s = Session.attach({name!r})
-s.follow(1, counts).wait(60)
+s.log.follow(1, counts).wait(60)
 after = psutil.Process().memory_info().rss
 answer = before, after, (counts.lines, counts.sums)
 s.stop()
@@ -641,7 +641,7 @@ def test_cell_that_runs_when_its_session_is_stolen_says_so_at_once_and_goes_on(
     _wait_for(tmp_path / "0")
     with Session.attach(name, steal=True, holder="thief") as session:
         assert "was taken over by thief" in other.result()
-        assert session.running_cells == {1: (0,)}
+        assert session.log.running_cells == {1: (0,)}
         session.stop_cells()
 
 
@@ -713,7 +713,7 @@ def test_detached_session_is_attached_to_by_the_same_process_and_nothing_is_show
     assert not first.is_alive
     session = Session.attach(name)
     try:
-        assert session.missed == {}
+        assert session.log.missed == {}
         assert session.pull("x") == {0: 5}
         assert session.run_cell("print('again')").cell == 2
         assert result.stdout == {0: "once\n"}

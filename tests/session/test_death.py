@@ -286,7 +286,7 @@ def test_rank_that_dies_again_and_again_is_left_down() -> None:
         with pytest.raises(SessionError, match=r"rank 1 is left down.*restart -r 1"):
             session.run_cell("1")
         assert session.run_cell("kept", ranks=0).values == {0: 0}
-        session.restart_ranks(1)
+        session.restart(1)
         assert session.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
         assert session.pull("kept", ranks=0) == {0: 0}
 
@@ -363,9 +363,9 @@ def test_optimizer_that_is_broadcast_without_its_model_is_told(equipped: Session
     said = "on rank 1 opt trains parameters that are in no model there: .* %broadcast MODEL,opt -r 1"
 
     def told(names: list[str]) -> str:
-        equipped.pop_notices()
+        equipped.news.pop_notices()
         equipped.broadcast(names, ranks=1)
-        return "\n".join(equipped.notices)
+        return "\n".join(equipped.news.notices)
 
     for name in ("net", "opt"):
         assert re.fullmatch(said, told([name]))
@@ -476,26 +476,26 @@ def test_replay_runs_earlier_cells_on_the_fresh_rank_alone() -> None:
         session.run_cell(f"from math import tau\n{COLLECTIVE}\ndef h(): return tau")
         with pytest.raises(RankLost):
             session.run_cell("if rank == 1: os._exit(1)\ndist.barrier()")
-        replayed = session.replay(1)
+        replayed = session.log.replay(1)
         assert list(replayed) == [1, 2, 4, 5, 6], "not the one with a collective alone, nor the one that failed"
         assert [cell for cell, error in replayed.items() if error] == [4], "it needs what a cell makes that is left out"
         assert "NameError" in str(replayed[4])
-        assert session.collective_cells == {3, 6, 7}
+        assert session.log.collective_cells == {3, 6, 7}
         assert session.run_cell("runs, g(), round(h())").values == {0: (1, 40, 6), 1: (1, 41, 6)}
-        assert session.replay(1, cells=[1]) == {1: None}
+        assert session.log.replay(1, cells=[1]) == {1: None}
         assert session.pull("runs") == {0: 1, 1: 2}
 
 
 @pytest.mark.slow
 @pytest.mark.here_only
 def test_definition_that_waits_for_other_ranks_is_stopped_and_said(equipped: Session) -> None:
-    equipped.hang_s = 0.5
+    equipped.settings.hang_s = 0.5
     waits = "def wait(function):\n    dist.barrier()\n    return function\n@wait\ndef f(): return 7"
-    number = equipped.next_cell()
+    number = equipped.log.next_cell()
     equipped.run_cell(waits)
     equipped.run_cell("import string\ndist.barrier()")
-    equipped.restart_ranks(1)
-    replayed = equipped.replay(1)
+    equipped.restart(1)
+    replayed = equipped.log.replay(1)
     assert "it waited for ranks that do not run it: rank 1 waited in barrier #1 (line 2): freed" in str(
         replayed[number]
     )
@@ -533,6 +533,6 @@ def test_cell_that_splits_a_group_needs_the_others(module: str) -> None:
         session.run_cell("alone = 1")
         code = f"try:\n    {module}.split_group(split_ranks=[[0]])\nexcept Exception as exc:\n    print(exc)"
         assert session.run_cell(code).stdout[0]
-        session.restart_ranks(0)
-        assert list(session.replay(0).values()) == [None]
+        session.restart(0)
+        assert list(session.log.replay(0).values()) == [None]
         assert session.run_cell("alone").values == {0: 1}

@@ -121,11 +121,11 @@ _DIFFERENT = {
 def checked(session: Session) -> Iterator[Session]:
     """Its ranks compare collectives before they begin them."""
     session.run_cell("mine = dist.new_group([0, 1])")
-    assert session.check_collectives() == (
+    assert session.settings.check_collectives() == (
         "the process groups are made anew before the next cell: make again what was made with the old ones: mine"
     )
     yield session
-    session.check_collectives(False)
+    session.settings.check_collectives(False)
 
 
 @pytest.mark.rare_elsewhere
@@ -160,8 +160,8 @@ def test_rank_that_waits_for_the_comparison_is_said_and_freed(checked: Session) 
 def test_rank_that_waits_for_the_comparison_with_one_that_failed_is_freed(
     checked: Session, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], failing: int
 ) -> None:
-    monkeypatch.setattr(checked, "hang_s", 1000.0)
-    number = checked.next_cell()
+    monkeypatch.setattr(checked.settings, "hang_s", 1000.0)
+    number = checked.log.next_cell()
     with pytest.raises(RankError, match="ValueError: a bad batch") as caught:
         checked.run_cell(
             f"if rank == {failing}:\n    raise ValueError('a bad batch')\ndist.all_reduce(torch.ones(1))", timeout_s=30
@@ -224,7 +224,7 @@ def test_debugger_with_a_connection_of_its_own_is_left_alone(session: Session) -
     ],
 )
 def test_exit_ends_the_cell_and_nothing_else(session: Session, code: str, said: str) -> None:
-    number = session.next_cell()
+    number = session.log.next_cell()
     shown = _shown(session, f"import sys\n{code}\nprint('not reached')").splitlines()
     assert shown[1:3] == [f"  cell {number}, line 2, in <module>", f"    {code}"]
     assert shown[3] == f"{said}the cell ends here, the rank goes on with its variables"
@@ -238,12 +238,12 @@ def test_passwords_are_asked_for_in_the_notebook(session: Session) -> None:
 
 @pytest.mark.rare_elsewhere
 def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> None:
-    session.restart_ranks("all")
+    session.restart("all")
     own = "import os, torch, torch.distributed as dist\nrank = dist.get_rank() if dist.is_initialized() else rank\n"
     assert session.run_cell(f"{own}device = 'cpu'").stderr == {0: "", 1: ""}, "the same values"
-    session.pop_notices()
+    session.news.pop_notices()
     session.run_cell("if rank == 1: del dist\nfor rank in range(9): pass\ndevice = 'meta'")
-    first = "\n".join(session.notices).splitlines()
+    first = "\n".join(session.news.notices).splitlines()
     assert [line.partition(", ")[0] for line in first] == [
         "this cell has overwritten rank on ranks 0-1",
         "this cell has overwritten device on ranks 0-1",
@@ -253,20 +253,20 @@ def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> N
     values = session.run_cell(f"rank = 1\n{set_back}\nrank, str(device), dist.is_available()").values
     assert values == {0: (0, "cpu", True), 1: (1, "cpu", True)}
     session.run_cell("rank = 7")
-    assert len(session.notices) == 1, "it has been said"
-    session.restart_ranks("all")
-    session.pop_notices()
+    assert len(session.news.notices) == 1, "it has been said"
+    session.restart("all")
+    session.news.pop_notices()
     session.run_cell("%reset -f")
-    lines = "\n".join(session.notices).splitlines()
+    lines = "\n".join(session.news.notices).splitlines()
     set_back = "\n".join(line.partition("; ")[2].removesuffix("  sets it back") for line in lines)
     assert session.run_cell(f"{set_back}\nrank, str(device)").values == {0: (0, "cpu"), 1: (1, "cpu")}
-    session.restart_ranks("all")
+    session.restart("all")
     said = Watcher()
     with pytest.raises(RankError):
         session.run_cell("rank = 'mine'\n1 / 0", observer=said)
     assert [line.partition(", ")[0] for line in said.notices] == ["this cell has overwritten rank on ranks 0-1"]
-    session.pop_notices()
-    session.restart_ranks("all")
+    session.news.pop_notices()
+    session.restart("all")
 
 
 @pytest.mark.rare_elsewhere
@@ -336,7 +336,7 @@ def test_broken_cuda_context_is_told_once_and_the_next_cell_meets_the_fresh_rank
     for words in ("device-side assert", "line 6", "it is replaced", "rank 0 is fresh, its variables are gone"):
         assert words in shown
     assert session.run_cell("'text' in globals()", ranks=0).values == {0: False}
-    assert session.pop_news() == "", "it was told"
+    assert session.news.pop_losses() == "", "it was told"
 
 
 def test_broken_cuda_context_of_one_rank_frees_the_others(session: Session) -> None:

@@ -57,7 +57,7 @@ def is_report(text: str) -> bool:
 
 def with_hosts(words: str, session: Session) -> str:
     """A report as it is on several hosts: those on which a rank does not wait are named."""
-    return re.sub(r"\brank (\d) (?!waits)", r"rank \1 on h\1 ", words) if session.nodes else words
+    return re.sub(r"\brank (\d) (?!waits)", r"rank \1 on h\1 ", words) if session.ranks.nodes else words
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +71,11 @@ def hanging(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """The session, which calls a wait of a second a hang."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_file.py").write_text("import time\n\n\ndef load():\n    time.sleep(60)\n")
-    session.hang_s = 1.0
+    session.settings.hang_s = 1.0
     session.push({"folder": str(folder)})
     session.run_cell(f"{PREPARED}\nsys.path.append(folder)")
     yield session
-    session.hang_s = 5.0
+    session.settings.hang_s = 5.0
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_who_waits_for_a_rank_that_has_failed_is_freed(
 def test_who_waits_in_vain_for_certain_is_freed_before_it_is_called_a_hang(
     hanging: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hanging, "hang_s", 1000.0)
+    monkeypatch.setattr(hanging.settings, "hang_s", 1000.0)
     with pytest.raises(RankError, match="ValueError: a bad batch") as caught:
         hanging.run_cell("if rank == 1:\n    raise ValueError('a bad batch')\ndist.barrier()", timeout_s=DEADLINE_S)
     assert re.match(r"rank 0 waited in barrier #\d+ \(line 3\): freed\nall ranks stopped", caught.value.note)
@@ -346,7 +346,7 @@ def test_healthy_work_is_not_reported(hanging: Session, code: str) -> None:
 @pytest.mark.rare_elsewhere
 def test_slow_but_matching_collective_is_not_reported(hanging: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detrain_nb.session.running.cell_execution.LOOK_GAP_S", 0.02)
-    monkeypatch.setattr(hanging, "hang_s", 0.05)  # each takes several times as long
+    monkeypatch.setattr(hanging.settings, "hang_s", 0.05)  # each takes several times as long
     watcher = Watcher()
     code = "big = torch.ones(60_000_000)\nfor _ in range(6): dist.all_reduce(big)\ndel big"
     hanging.run_cell(code, observer=watcher, timeout_s=DEADLINE_S)
@@ -359,7 +359,7 @@ def test_slow_but_matching_collective_is_not_reported(hanging: Session, monkeypa
 def look_until(session: Session, found: Callable[[Whereabouts], bool]) -> Whereabouts:
     """Look until what is seen is ``found``."""
     deadline = time.monotonic() + DEADLINE_S
-    while not found(seen := session.where()):
+    while not found(seen := session.ranks.where()):
         assert time.monotonic() < deadline, seen
     return seen
 
@@ -472,7 +472,7 @@ if rank != 0:
     load_earlier()
 """
     with Session.start(ranks=4, device="cpu") as session:
-        session.hang_s = 1.0
+        session.settings.hang_s = 1.0
         session.run_cell(PREPARED)
         looking = Looking(session, code, lambda seen: "waits" in seen.summary and "1-3 are in" in seen.summary)
     assert looking.seen.verdicts[0].missing == (1,)
@@ -483,7 +483,7 @@ if rank != 0:
 
 
 def test_where_says_when_no_cell_runs(hanging: Session) -> None:
-    seen = hanging.where()
+    seen = hanging.ranks.where()
     assert seen.summary == "no cell runs"
     assert [verdict.kind for verdict in seen.verdicts] == ["idle", "idle"]
 

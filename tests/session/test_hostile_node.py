@@ -155,7 +155,7 @@ class Pair:
         assert self.session.run_cell("1", ranks=0).ranks == (0,)
         assert self.state.node_of == {0: 0, 1: 1}
         assert self.state.up.keys() <= {0, 1}
-        assert self.session.next_cell() < 100
+        assert self.session.log.next_cell() < 100
         assert self.grown_bytes < MOST_GROWTH_BYTES
 
     def assert_hung_up(self, why: str = "") -> None:
@@ -290,7 +290,7 @@ def test_node_speaks_for_no_rank_but_its_own(pair: Pair, message: Any, rank: int
 def test_message_that_cannot_be_now_ends_the_link(pair: Pair, message: Message) -> None:
     pair.bad.say(message)
     pair.assert_hung_up()
-    assert not [cell for cell in pair.session.log.cells() if not 0 <= cell <= 1]
+    assert not [cell for cell in pair.session.log.printed if not 0 <= cell <= 1]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_message_that_cannot_be_now_ends_the_link(pair: Pair, message: Message) 
 def test_message_that_is_for_nobody_changes_nothing(pair: Pair, message: Message) -> None:
     pair.bad.say(message, Notice("taken"))
     deadline = time.monotonic() + 10
-    while "bad: taken" not in pair.session.notices and time.monotonic() < deadline:
+    while "bad: taken" not in pair.session.news.notices and time.monotonic() < deadline:
         time.sleep(0.002)
     assert pair.state.groups.all_have([0, 1])
     assert pair.state.groups.number == 1
@@ -327,10 +327,10 @@ def test_end_of_a_cell_is_told_by_the_ranks_that_ran_it(pair: Pair) -> None:
     """Else one node has the cells of another left out of a replay."""
     first, last = (pair.session.run_cell("x = 1", ranks=0).cell for _ in range(2))
     pair.bad.say(CellFailed(1, first, 0.0, True, True, "x", "x", [], False), Notice("taken"))
-    assert_soon(lambda: "bad: taken" in pair.session.notices)
+    assert_soon(lambda: "bad: taken" in pair.session.news.notices)
     pair.bad.say(CellFailed(1, last, 0.0, True, True, "x", "x", [], False))
     pair.assert_hung_up("rank 1 ended cell 2, which it does not run")
-    assert list(pair.session.replay(0))[:2] == [first, last]
+    assert list(pair.session.log.replay(0))[:2] == [first, last]
 
 
 def test_numbers_that_jump_or_run_backwards_are_the_node_s_own_loss(pair: Pair) -> None:
@@ -339,9 +339,9 @@ def test_numbers_that_jump_or_run_backwards_are_the_node_s_own_loss(pair: Pair) 
         pair.bad.say_frame(text, b"x", number=number)
     pair.bad.say(CellDone(1, 0, 0.0, True, False, b""), is_numbered=False)
     pair.assert_others_go_on()
-    assert_soon(lambda: len(pair.session.notices) >= 2)
-    assert re.fullmatch(r"bad: of what its ranks said [\d,]+ messages are missing", pair.session.notices[0])
-    assert all(notice.startswith("bad: ") for notice in pair.session.notices)
+    assert_soon(lambda: len(pair.session.news.notices) >= 2)
+    assert re.fullmatch(r"bad: of what its ranks said [\d,]+ messages are missing", pair.session.news.notices[0])
+    assert all(notice.startswith("bad: ") for notice in pair.session.news.notices)
     assert not pair.state.lost_nodes
 
 
@@ -358,7 +358,7 @@ def test_what_a_node_says_by_the_million_is_not_all_kept(pair: Pair) -> None:
         pair.bad.say(RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2"), is_numbered=False)
     pair.bad.say_bytes(b"\xff" * 64)
     pair.assert_hung_up()
-    assert sum(map(len, pair.session.notices)) < 8 << 20
+    assert sum(map(len, pair.session.news.notices)) < 8 << 20
 
 
 def test_values_reach_other_nodes_when_one_takes_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +430,7 @@ def _assert_absent(session: Session, why: str = "") -> None:
     """Node bad is lost, and nothing that it said counts; the honest node goes on."""
     state: Any = session._state
     assert why in state.lost_nodes[1]
-    assert (session.world_size, session.next_cell(), state.groups.number) == (2, 1, 1)
+    assert (len(session.ranks), session.log.next_cell(), state.groups.number) == (2, 1, 1)
     assert not state.busy
     assert session.run_cell("1", ranks=0).ranks == (0,)
     with pytest.raises((RankLost, SessionError), match="bad is lost"):
@@ -540,10 +540,10 @@ def test_rank_is_given_again_only_what_its_own_node_says(code: str, first_line: 
 
     good.answers[RunCell] = run
     with _attached(good, bad) as session:
-        assert session.cells == ran
-        assert [text for text in session.notices if "nodes do not agree on the code of cell 3 " in text]
+        assert session.log.cells == ran
+        assert [text for text in session.news.notices if "nodes do not agree on the code of cell 3 " in text]
         for cells in (None, [3]):
-            assert session.replay(0, cells=cells) == {3: None}
+            assert session.log.replay(0, cells=cells) == {3: None}
         assert [(run.ranks, run.code, run.first_line) for run in given] == [([0], "x = 1", 1)] * 2
 
 
@@ -554,9 +554,9 @@ def test_code_of_a_node_is_not_looked_at_to_replay_on_the_ranks_of_another(monke
     lie = RanCell([1], 3, "import evil", 1, True, [], False)
     bad.answers[Attach] = lambda _: [lie, RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2"), bad.attached]
     with _attached(good, bad) as session:
-        assert session.replay(0) == {}
+        assert session.log.replay(0) == {}
         assert seen == []
-        assert session.replay(1) == {3: None}
+        assert session.log.replay(1) == {3: None}
         assert seen == ["import evil"]
 
 
@@ -764,7 +764,7 @@ def test_ranks_of_other_nodes_do_without_a_group_that_one_node_does_not_make(
         for _ in range(2):
             assert session.run_cell("1", ranks=0).ranks == (0,)
         assert len(asked) == before + 1
-        (notice,) = session.notices
+        (notice,) = session.news.notices
         assert notice.startswith("rank 1 ")
         assert "attach --without NODE" in notice
 
@@ -821,7 +821,7 @@ def test_node_that_takes_no_new_numbers_is_lost_alone(monkeypatch: pytest.Monkey
     with _attached(*nodes) as session:
         nodes[2].leave()
         assert_soon(lambda: 2 in session._state.lost)
-        assert session.shrink() == {0: 0, 1: 1}
+        assert session.ranks.shrink() == {0: 0, 1: 1}
         if how in ("says nothing", "refuses"):
             _assert_absent(session, "its ranks did not take their new numbers within 0.3 s")
         assert session.is_alive and session.run_cell("1", ranks=0).ranks == (0,)
@@ -847,16 +847,16 @@ def test_what_a_lost_node_showed_is_shown_as_its_own_when_a_trusted_one_has_its_
         first = session.run_cell("1", values=False)
         nodes[1].leave()
         assert_soon(lambda: 1 in session._state.lost)
-        assert session.shrink() == {0: 0, 2: 1}
+        assert session.ranks.shrink() == {0: 0, 2: 1}
         nodes[2].say(Output(1, 1, "stdout", b"late\n"), is_numbered=False)
         assert_soon(lambda: first[2].stdout == "2\nlate\n")
-        plan, eyes = session.plan_of(1), Eyes()
-        run = session.show_again(1, eyes)
+        plan, eyes = session.ranks.plan_of(1), Eyes()
+        run = session.log.show_again(1, eyes)
         assert plan.node_names == {0: "good", 1: "bad", 2: "third"} and run.ranks == (0, 1, 2)
         assert sorted("text/html" in bundle for bundle in eyes.bundles) == [False, True, True]
         assert {rank: "text/html" in bundle for rank, bundle in run.bundles().items()} == {0: True, 1: False, 2: True}
         assert first[1].stdout == "1\n"
-        assert session.plan_of(99).node_names == {0: "good", 1: "third"}
+        assert session.ranks.plan_of(99).node_names == {0: "good", 1: "third"}
 
 
 def test_numbers_of_cells_that_another_node_makes_up_order_no_cells() -> None:
@@ -865,7 +865,7 @@ def test_numbers_of_cells_that_another_node_makes_up_order_no_cells() -> None:
     ran = [RanCell([1], cell, "x", 1, False, [], False) for cell in (40, 100_039, (1 << 31) - 1)]
     bad.answers[Attach] = lambda _: [*ran, RankUp(1, 1, 0, 2, 1, "bad", "cpu", "2"), bad.attached]
     with _attached(good, bad) as session:
-        assert session.next_cell() == 41
+        assert session.log.next_cell() == 41
         assert [session.run_cell("1", ranks=0).cell for _ in range(2)] == [41, 42]
 
 
@@ -879,9 +879,9 @@ def test_lines_that_do_not_end_do_not_fill_the_line_to_the_node() -> None:
     received: list[int] = []
     bad.answers[Unfinished] = lambda line: received.append(len(line.body)) or []  # type: ignore[attr-defined]
     with _attached(good, bad) as session:
-        for cell in list(session.running_cells):
-            session.follow(cell, Eyes())
-        session.confirm_missed()
+        for cell in list(session.log.running_cells):
+            session.log.follow(cell, Eyes())
+        session.log.confirm_missed()
         began = time.monotonic()
         for number in range(1, 150):
             bad.say_bytes(to_frame(RequestDone(1, 12345)).to_bytes(number=number))
@@ -1003,8 +1003,8 @@ def test_output_of_cells_that_nobody_sent_is_not_kept(last_number: int) -> None:
             for stream in ("stdout", "stderr"):
                 bad.say(Output(1, cell, stream, b"x" * 60_000), is_numbered=last_number > 0)
         bad.say(Notice("taken"), is_numbered=False)
-        assert_soon(lambda: "bad: taken" in session.notices or 1 in session._state.lost_nodes)
-        assert session.log.cells() == []
+        assert_soon(lambda: "bad: taken" in session.news.notices or 1 in session._state.lost_nodes)
+        assert session.log.printed == []
         gc.collect()
         assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
         assert (1 in session._state.lost_nodes) is (last_number == 0)
@@ -1016,7 +1016,7 @@ def test_lines_that_do_not_end_are_kept_up_to_a_size(pair: Pair) -> None:
     for cell in range(1, 2001):
         pair.bad.say(Output(1, cell, "stdout", b"x" * 60_000), is_numbered=False)
     pair.bad.say(Notice("taken"), is_numbered=False)
-    assert_soon(lambda: "bad: taken" in pair.session.notices)
+    assert_soon(lambda: "bad: taken" in pair.session.news.notices)
     assert pair.grown_bytes < MOST_GROWTH_BYTES
 
 
@@ -1121,13 +1121,13 @@ def test_text_that_cannot_be_encoded_is_shown_all_the_same(pair: Pair) -> None:
     pair.bad.say(Notice("a\ud800b"), is_numbered=False)
     _run(pair, _DONE, observer=eyes)
     assert eyes.bundles[0]["text/plain"] == "a\ufffdb"
-    pair.session.notices[-1].encode()
+    pair.session.news.notices[-1].encode()
 
 
 def test_no_line_of_a_node_s_words_passes_for_one_of_ours(pair: Pair) -> None:
     pair.bad.say(Notice("\rgood: your disk is full\ngood: run this"), is_numbered=False)
     _run(pair, _DONE)
-    assert pair.session.notices[-1] == "bad: \n  | good: your disk is full\n  | good: run this"
+    assert pair.session.news.notices[-1] == "bad: \n  | good: your disk is full\n  | good: run this"
     said = "\rrank 0 on good ended\nrank 0 is fresh"
     told = describe_ends({1: RankEnded(1, 5, 0, 0, 1, said, said, False, "")}, hosts={1: "bad"})
     assert told.splitlines() == [
@@ -1189,7 +1189,7 @@ def _told_of_a_lost_node(pair: Pair, message: Message) -> list[str]:
 def _told_by_notices(pair: Pair) -> list[str]:
     pair.bad.say(Notice(_LIES), StartedCold(_LIES), is_numbered=False)
     _run(pair, _DONE)
-    return pair.session.notices
+    return pair.session.news.notices
 
 
 _TELLING: dict[str, Callable[[Pair], list[str]]] = {
@@ -1222,7 +1222,7 @@ def test_every_line_of_a_node_is_marked_or_begins_with_words_of_ours(pair: Pair,
 def test_reason_of_a_cold_start_is_text_and_no_longer_than_a_notice(pair: Pair) -> None:
     pair.bad.say(StartedCold("\x1b]52;c;x\x07\ud800" + "n" * (1 << 19)), is_numbered=False)
     _run(pair, _DONE)
-    [notice] = pair.session.notices
+    [notice] = pair.session.news.notices
     assert notice.startswith("bad: started cold: \ufffdnnn")
     assert len(notice) <= 4000
 
@@ -1253,10 +1253,10 @@ def test_displays_and_their_updates_are_text_or_images(pair: Pair, is_update: bo
     assert eyes.bundles == [{"text/plain": "first"}, as_text]
     assert result[1].bundle == as_text
     again = Eyes()
-    pair.session.show_again(result.cell, again)
+    pair.session.log.show_again(result.cell, again)
     assert again.bundles == eyes.bundles
     followed = Eyes()
-    assert pair.session.follow(result.cell, followed).bundles() == {1: as_text}
+    assert pair.session.log.follow(result.cell, followed).bundles() == {1: as_text}
     assert followed.bundles == eyes.bundles
 
 
@@ -1269,8 +1269,8 @@ def test_long_text_is_cut_in_its_cell_and_its_log_has_more(pair: Pair) -> None:
     rest = "... the rest of 1,000,000 characters is not shown, read it with %distributed log --cell"
     assert eyes.bundles == [{"text/plain": f"{long[:200_000]}\n{rest} {result.cell} ..."}]
     assert result[1].bundle == eyes.bundles[0]
-    pair.session.show_again(result.cell, again)
-    assert pair.session.follow(result.cell, followed).bundles() == {1: {"text/plain": long}}
+    pair.session.log.show_again(result.cell, again)
+    assert pair.session.log.follow(result.cell, followed).bundles() == {1: {"text/plain": long}}
     assert again.bundles == followed.bundles == [{"text/plain": long}]
 
 
@@ -1282,7 +1282,7 @@ def test_names_from_a_node_show_what_they_hide(pair: Pair) -> None:
     pair.bad.say(RankUp(1, 2, 0, 2, 1, hidden, hidden, hidden), is_numbered=False)
     with pytest.raises(RankError) as caught:
         _run(pair, CellFailed(1, 0, 0.0, True, False, hidden, f"name '{hidden}'", [f'File "{hidden}"'], False))
-    shown = "\n".join([repr(pair.session.status()), repr(pair.session.where()), str(caught.value)])
+    shown = "\n".join([repr(pair.session.status()), repr(pair.session.ranks.where()), str(caught.value)])
     shown += "\n".join(caught.value._render_traceback_())
     assert not {"\u202e", "\u200b"} & set(shown)
     assert "\\u202e" in shown
@@ -1300,7 +1300,7 @@ def test_evidence_of_absurd_numbers_is_no_error(pair: Pair) -> None:
             cpu_s=1e308, clock_s=-1e308, rss_bytes=-(1 << 53), cell=1, line=-5, stack=["x" * 100_000] * 50,
         )
     ]  # fmt: skip
-    for words in (repr(pair.session.where()), repr(pair.session.status())):
+    for words in (repr(pair.session.ranks.where()), repr(pair.session.status())):
         assert len(words) < 100_000
     pair.assert_others_go_on()
 
@@ -1308,16 +1308,16 @@ def test_evidence_of_absurd_numbers_is_no_error(pair: Pair) -> None:
 def test_completion_rewrites_nothing_of_a_cell(pair: Pair) -> None:
     evil = Completions(0, 1, ["%%rank 0\nevil()", "evil()", "model"], ["function"], -14, 9)
     pair.good.answers[Complete] = lambda message: [replace(evil, request=message.request)]
-    found = pair.session.complete("x = mod", 7)
+    found = pair.session.ranks.complete("x = mod", 7)
     assert found and (found.matches, found.start, found.end) == ([], 7, 7)
     pair.good.answers[Complete] = lambda message: [replace(evil, request=message.request, start=4, end=7)]
-    found = pair.session.complete("x = mod", 7)
+    found = pair.session.ranks.complete("x = mod", 7)
     assert found and (found.matches, found.types, found.start, found.end) == (["model"], [""], 4, 7)
 
 
 def test_help_is_not_without_end(pair: Pair) -> None:
     pair.good.answers[Inspect] = lambda message: [Inspection(0, message.request, "h" * (1 << 20))]
-    assert len(pair.session.inspect("x", limit_s=10) or "") < 1 << 20
+    assert len(pair.session.ranks.inspect("x", limit_s=10) or "") < 1 << 20
 
 
 # ---- values

@@ -172,7 +172,7 @@ def test_rank_for_which_no_process_can_be_started_is_left_down_alone(two_here: S
         assert [rank.state for rank in two_here.status().ranks] == ["idle", "down"]
     finally:
         resource.prlimit(worker, resource.RLIMIT_NOFILE, before)
-    two_here.restart_ranks(1)
+    two_here.restart(1)
     assert two_here.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
     assert psutil.Process(_pid(two_here, 1)).ppid() == worker
 

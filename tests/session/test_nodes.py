@@ -276,14 +276,14 @@ def test_those_that_are_left_become_one_group_when_that_is_asked(base: Path) -> 
     session = Session.start(1, nodes=nodes, device="cpu", name="mine")
     session.run_cell("kept = 10 * rank")
     with pytest.raises(SessionError, match="no node is lost"):
-        session.shrink()
+        session.ranks.shrink()
     killed = _later(lambda: os.kill(nodes[1].agent_pid, signal.SIGKILL), 0.3)
     with pytest.raises(RankLost):
         session.run_cell("import time\nif rank == 1:\n    time.sleep(600)\ndist.barrier()")
     killed.join(10)
     with pytest.raises(SessionError, match="%distributed shrink"):
         session.run_cell("kept")
-    assert session.shrink() == {0: 0, 2: 1}
+    assert session.ranks.shrink() == {0: 0, 2: 1}
     code = "t = torch.ones(1); dist.all_reduce(t); rank, world_size, kept, t.item(), dist.get_world_size()"
     assert session.run_cell(code).values == {0: (0, 2, 0, 2.0, 2), 1: (1, 2, 20, 2.0, 2)}
     assert [(rank.rank, rank.host) for rank in session.status().ranks] == [(0, "left"), (1, "right")]
@@ -291,7 +291,7 @@ def test_those_that_are_left_become_one_group_when_that_is_asked(base: Path) -> 
     with pytest.raises(RankLost, match="rank 1 on right"):
         session.run_cell("import os\nif rank == 1:\n    os._exit(3)\ndist.barrier()")
     assert session.run_cell("import os\ndist.barrier()\nrank, os.environ['RANK']").values == {0: (0, "0"), 1: (1, "1")}
-    assert session.replay(1, cells=[1]) == {1: None}
+    assert session.log.replay(1, cells=[1]) == {1: None}
     session.detach()
     with Session.attach("mine", nodes=[OwnFolder("left", base), OwnFolder("right", base)]) as again:
         assert again.run_cell("dist.barrier()\nrank, kept").values == {0: (0, 0), 1: (1, 10)}
@@ -308,10 +308,10 @@ def test_node_that_was_lost_while_nobody_was_there_is_told_at_attach(base: Path)
     agent.kill()
     psutil.wait_procs([agent], timeout=5)
     with Session.attach("mine", nodes=[OwnFolder(node.name, base) for node in nodes]) as session:
-        assert session.world_size == 3
-        assert "node middle is lost" in session.pop_news()
+        assert len(session.ranks) == 3
+        assert "node middle is lost" in session.news.pop_losses()
         assert [rank.state for rank in session.status().ranks] == ["idle", "down", "idle"]
-        assert session.shrink() == {0: 0, 2: 1}
+        assert session.ranks.shrink() == {0: 0, 2: 1}
         assert session.run_cell("dist.barrier()\nkept").values == {0: 0, 1: 2}
     _tidy_up(nodes[1])
 
@@ -336,9 +336,9 @@ def test_groups_that_cells_make_are_made_again_after_a_death(nodes: list[OwnFold
     first.detach()
     with Session.attach("mine", nodes=nodes) as again:
         assert again.run_cell(reduced).values == both
-        again.restart_ranks(0)
+        again.restart(0)
         assert again.run_cell(grouped).values == both
-        again.check_collectives()
+        again.settings.check_collectives()
         again.run_cell(grouped)
         with pytest.raises(RankError, match="different collectives"):
             again.run_cell("dist.all_reduce(torch.ones(1 + rank))")
@@ -362,19 +362,19 @@ def test_session_is_attached_to_on_all_nodes(base: Path) -> None:
     first.run_cell("kept = rank\nprint(rank)")
     first.detach()
     with Session.attach("mine", nodes=[OwnFolder("left", base), OwnFolder("right", base)]) as again:
-        assert again.world_size == 2
-        assert not again.missed
+        assert len(again.ranks) == 2
+        assert not again.log.missed
         assert again.status().group_timeout_s == 600.0
         assert again.run_cell("dist.barrier()\nkept").values == {0: 0, 1: 1}
         assert again.run_cell("rank", ranks="right").values == {1: 1}
-        assert again.replay("right", cells=[1]) == {1: None}
+        assert again.log.replay("right", cells=[1]) == {1: None}
 
 
 @pytest.mark.slow
 def test_node_that_speaks_for_the_rank_of_another_is_hung_up_on(two_nodes: Session) -> None:
     ranks = two_nodes._link
     forged = to_frame(CellDone(0, 1, 0.0, True, False, b""))
-    link = ranks._links[1]
+    link = ranks._nodes[1]
     two_nodes.run_cell("kept = rank")
     ours, theirs = socket.socketpair()
     link._connect = lambda: ours

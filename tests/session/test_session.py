@@ -479,7 +479,7 @@ Plot()
 def test_completion_that_raises_leaves_the_rank_alive(session: Session) -> None:
     code = "class Evil:\n    def __dir__(self): 1 / 0\n    def __getattr__(self, name): 1 / 0\ne = Evil()"
     session.run_cell(code)
-    session.complete("e.", 2)
+    session.ranks.complete("e.", 2)
     assert session.run_cell("1").values == {0: 1, 1: 1}
 
 
@@ -514,8 +514,8 @@ def test_number_and_lines_are_those_of_the_notebooks_cell(session: Session) -> N
     assert "cell 1000, line 4, in <module>\n  |     f()" in shown
     assert "cell 1000, line 3, in f\n  |     def f(): return 1 / 0" in shown
     assert session.run_cell("inspect.getsource(f)", ranks=0).values == {0: "def f(): return 1 / 0\n"}
-    assert session.next_cell() == 1002
-    assert session.next_cell(at_least=3) == 1002
+    assert session.log.next_cell() == 1002
+    assert session.log.next_cell(at_least=3) == 1002
 
 
 @pytest.mark.here_only
@@ -524,9 +524,9 @@ def test_ranks_of_this_machine_are_chosen_by_its_name_as_errors_have_it(session:
         session.run_cell("1 / 0")
     host = caught.value.errors[1].host
     assert f"ranks 0-1 on {host} " in "\n".join(caught.value._render_traceback_())
-    assert session.choose(host) == session.choose(host, plan=session.plan_of(1)) == (0, 1)
+    assert session.ranks.choose(host) == session.ranks.choose(host, plan=session.ranks.plan_of(1)) == (0, 1)
     with pytest.raises(SpecError, match=f"'elsewhere' is no choice of ranks: .* or all, or a host: {host}$"):
-        session.choose("elsewhere")
+        session.ranks.choose("elsewhere")
 
 
 # ---- cells of several threads
@@ -679,7 +679,7 @@ def test_timeout_stops_the_cell(session: Session) -> None:
 def test_interrupt_that_comes_late_does_not_hit_the_next_cell(session: Session) -> None:
     for _ in range(30):
         session.run_cell("pass")
-        session.interrupt()
+        session.ranks.interrupt()
         session.run_cell("x = sum(range(10_000))")
 
 
@@ -755,14 +755,14 @@ def test_session_that_is_over_says_why_whatever_it_is_asked(
         session.run_cell("1")
         {"killed": agent.kill, "stopped": session.stop, "left": session.detach}[ending]()
         assert_soon(lambda: not session.is_alive)
-        for shown in (session.status(), session.where()):
+        for shown in (session.status(), session.ranks.where()):
             assert re.search(why, repr(shown)) and re.search(why, html.unescape(shown._repr_html_()))
-        assert "no cell runs" not in repr(session.where())
+        assert "no cell runs" not in repr(session.ranks.where())
         for ask in (
             session.stop_cells,
-            session.interrupt,
-            session.shrink,
-            lambda: session.replay(1),
+            session.ranks.interrupt,
+            session.ranks.shrink,
+            lambda: session.log.replay(1),
             lambda: session.pull("rank"),
             lambda: session.run_cell("1"),
         ):
@@ -1049,16 +1049,16 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: s.pull([None]), "give a name"),
         (lambda s: s.broadcast(None), "names None: give a name"),
         (lambda s: s.broadcast("x", source="first"), "source 'first': give a whole number"),
-        (lambda s: s.replay(0, cells=["x"]), "cell 'x': give a whole number"),
-        (lambda s: s.show_again("x", None), "cell 'x': give a whole number"),
-        (lambda s: s.restart_ranks(1.5), "no choice of ranks"),
-        (lambda s: s.put(5), "paths 5: give a path"),
-        (lambda s: s.get([5]), "give a path"),
-        (lambda s: s.put("x", nodes=5), "nodes 5: give a name"),
-        (lambda s: s.check_data(None), "path None: give text"),
+        (lambda s: s.log.replay(0, cells=["x"]), "cell 'x': give a whole number"),
+        (lambda s: s.log.show_again("x", None), "cell 'x': give a whole number"),
+        (lambda s: s.restart(1.5), "no choice of ranks"),
+        (lambda s: s.files.put(5), "paths 5: give a path"),
+        (lambda s: s.files.get([5]), "give a path"),
+        (lambda s: s.files.put("x", nodes=5), "nodes 5: give a name"),
+        (lambda s: s.files.check_data(None), "path None: give text"),
         (lambda s: s.status(limit_s="x"), "limit_s 'x': give a number"),
-        (lambda s: s.complete(None, 0), "code None: give text"),
-        (lambda s: s.inspect(5), "name 5: give text"),
+        (lambda s: s.ranks.complete(None, 0), "code None: give text"),
+        (lambda s: s.ranks.inspect(5), "name 5: give text"),
         (lambda s: s.attach(None), "session name None"),
         (lambda s: s.attach(5), "session name 5"),
     ],

@@ -141,7 +141,7 @@ def _numbers(session: Session, cell: int, rank: int) -> list[int]:
 
 
 def _assert_counted(session: Session, cell: int, count: int) -> None:
-    for rank in range(session.world_size):
+    for rank in range(len(session.ranks)):
         assert _numbers(session, cell, rank) == list(range(count)), f"rank {rank}"
 
 

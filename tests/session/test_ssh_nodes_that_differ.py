@@ -154,7 +154,7 @@ def test_error_there_has_the_lines_of_the_cell(session: Session) -> None:
 
 def test_completion_works_there(session: Session) -> None:
     code = "torch.arang"
-    assert (found := session.complete(code, len(code)))
+    assert (found := session.ranks.complete(code, len(code)))
     assert "arange" in " ".join(found.matches)
 
 

@@ -33,7 +33,7 @@ class Node:
         events = NodeEvents(
             message=lambda message, number: None,
             checkpoint=lambda: Checkpoint([], lambda: True),
-            gap=lambda missing: None,
+            handled=lambda missing: None,
             broken=self.has_broken.set,
             closed=self.closed.append,
         )

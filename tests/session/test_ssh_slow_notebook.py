@@ -62,7 +62,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
 
 
 def _assert_end_was_dropped(session: Session) -> None:
-    assert any("bytes of output were lost" in text for text in session.notices), "the test shows nothing"
+    assert any("bytes of output were lost" in text for text in session.news.notices), "the test shows nothing"
     assert session.run_cell("kept").values == {0: 0, 1: 1}
 
 

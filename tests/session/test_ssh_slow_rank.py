@@ -61,7 +61,7 @@ def test_slow_rank_is_named_with_its_host(session: Session) -> None:
     assert found, "it took no time"
     assert all(re.fullmatch(r"waiting for rank 1 on h1( \(line [1-4]\))?", text) for text in found), found
     assert any(text.endswith(("(line 3)", "(line 4)")) for text in found), found
-    session.hang_s = 1.0
+    session.settings.hang_s = 1.0
     eyes = Watcher()
     session.run_cell(_COMPUTE + "t = torch.ones(1); dist.all_reduce(t)", observer=eyes, timeout_s=_LIMIT_S)
     words = r"rank 0 waits in all_reduce #\d+ \(line 5\); rank 1 on h1 is (computing )?at line [34]"

@@ -106,10 +106,10 @@ def test_html_of_a_host_is_shown_where_the_user_trusts_its_key_and_nowhere_else(
         assert eyes.mimes == {0: _AS_TEXT, 1: _AS_SENT}
         assert [sorted(of_rank.bundle) for of_rank in result] == [["text/plain"], ["text/html", "text/plain"]]
         again = Eyes()
-        session.show_again(result.cell, again)
+        session.log.show_again(result.cell, again)
         assert again.mimes == eyes.mimes
         followed = Eyes()
-        session.follow(result.cell, followed)
+        session.log.follow(result.cell, followed)
         assert followed.mimes == eyes.mimes
 
 
@@ -121,7 +121,7 @@ def test_attach_shows_no_more_than_the_cell_did(testbed: Testbed, trust_file: Pa
     session.detach(is_seen=False)
     with Session.attach(name, nodes=ssh_nodes(testbed)) as again:
         eyes = Eyes()
-        shown = again.follow(result.cell, eyes)
+        shown = again.log.follow(result.cell, eyes)
         assert eyes.mimes == {0: _AS_TEXT, 1: _AS_TEXT}
         assert [sorted(bundle) for bundle in shown.bundles().values()] == [["text/plain"]] * 2
 
@@ -190,7 +190,7 @@ def _files_with(testbed: Testbed, host: str, words: str) -> str:
 def test_variable_of_a_node_that_is_not_set_here_is_named(testbed: Testbed) -> None:
     nodes = ssh_nodes(testbed, 1, env=["NOT_SET_HERE", "HOME"])
     with Session.start(1, nodes=nodes, sync=False, device="cpu") as session:
-        assert list(session.notices) == ["h0 is to have NOT_SET_HERE, which this process has not set"]
+        assert list(session.news.notices) == ["h0 is to have NOT_SET_HERE, which this process has not set"]
 
 
 @pytest.mark.slow
@@ -216,10 +216,10 @@ def test_secrets_are_in_no_argv_no_file_no_repr_and_no_error(
             lengths = "len(os.environ['TOKEN_OF_NODE']), len(os.environ['TOKEN_OF_START'])"
             code = f"import os, time\nprint('print' 'ed')\ntime.sleep(0.5)\n{lengths}"
             assert session.run_cell(code).values == {0: (len(of_node), len(of_start))}
-            texts = [
-                repr(part) for part in (session, nodes[0], nodes[0].node, session.nodes, session.plan, session.status())
-            ]
-            texts += [str(vars(session)), *session.notices]
+            ranks = session.ranks
+            parts = (session, nodes[0], nodes[0].node, ranks.nodes, ranks.plan, session.status())
+            texts = [repr(part) for part in parts]
+            texts += [str(vars(session)), *session.news.notices]
             texts += each_below(runtime_folder, lambda path: path.read_text(errors="replace") if path.is_file() else "")
             assert any("h0" in text for text in texts[6:]), "the record of the session is among them"
             for secret in (of_node, of_start):

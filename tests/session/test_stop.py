@@ -74,7 +74,7 @@ def _none_is_left_of(presses: list[threading.Timer]) -> Iterator[None]:
 
 def _stop(session: Session, code: str, *presses: float) -> CellInterrupted:
     """Run a cell, stop it so many seconds after all ranks have begun it, and return what that raised."""
-    watcher = Watcher(press_at="the cell begins", ranks=session.world_size, after_s=presses or (0.4,))
+    watcher = Watcher(press_at="the cell begins", ranks=len(session.ranks), after_s=presses or (0.4,))
     try:
         with pytest.raises(CellInterrupted) as caught:
             session.run_cell(f"print('the cell begins')\n{code}", observer=watcher, first_line=0, timeout_s=60)
@@ -381,8 +381,8 @@ def test_waiting_ranks_are_freed_at_once_beside_one_that_computes(
 def test_rank_that_computes_can_be_replaced_alone(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
     _stop(equipped, f"if rank == 1: {_SLOW_C * 1}; {_SLOW_C}; {_SLOW_C}")
-    equipped.interrupt(ranks=1, kill=True)
-    equipped.wait_until_fresh(1)
+    equipped.ranks.replace(1)
+    equipped.ranks.wait_until_fresh(1)
     assert equipped.run_cell("'counter' in globals()").values == {0: True, 1: False}
     assert_works(equipped)
 
@@ -590,7 +590,7 @@ def wait_among_garbage():
     gc.set_threshold(*before); gc.collect()
 wait_among_garbage()
 """
-    looks = [threading.Timer(delay, equipped.where) for delay in (0.3, 0.6)]
+    looks = [threading.Timer(delay, equipped.ranks.where) for delay in (0.3, 0.6)]
     for look in looks:
         look.start()
     equipped.run_cell(code, ranks=0)
@@ -669,7 +669,7 @@ time.sleep(600)
 @pytest.mark.here_only
 def test_stop_before_the_first_line_of_a_cell_shows_no_line(equipped: Session) -> None:
     strike = "signal.getsignal(signal.SIGINT).__self__._sent_for[:] = ({}).to_bytes(8, 'little')"
-    equipped.run_cell(strike.format(equipped.next_cell() + 1), ranks=1)
+    equipped.run_cell(strike.format(equipped.log.next_cell() + 1), ranks=1)
     with pytest.raises(CellInterrupted) as caught:
         equipped.run_cell("went_on = True", ranks=1, timeout_s=10)
     assert caught.value.errors[1].traceback == ()
@@ -858,6 +858,6 @@ def test_rank_that_a_signal_has_stopped_is_said_to_be_so(equipped: Session, monk
     code = "import os, signal, time\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(30)"
     stopped = _stop(equipped, code).note
     assert "rank 1 is stopped by a signal" in stopped and "kill -CONT PID lets it go on" in stopped
-    assert equipped.where().verdicts[1].kind == "stopped"
+    assert equipped.ranks.where().verdicts[1].kind == "stopped"
     psutil.Process(equipped.status().ranks[1].pid).resume()
     assert_works(equipped)

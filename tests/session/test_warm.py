@@ -179,7 +179,7 @@ from detrain_nb.deploy.kept import seconds_kept
 
 with Session.start(1, device="cpu") as session:
     session.run_cell("1")
-print(session.warm_s, seconds_kept())
+print(session.settings.warm_s, seconds_kept())
 input()
 """
     program = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -348,7 +348,7 @@ def test_session_that_is_attached_to_can_be_kept() -> None:
     warm = _warm_process(first)
     first.detach()
     again = Session.attach("left")
-    again.warm_s = 60.0
+    again.settings.warm_s = 60.0
     again.stop()
     with _is_warm(warm, ranks=1, name="left"):
         pass
@@ -370,7 +370,9 @@ def test_environment_of_the_notebook_is_that_of_a_cold_start(monkeypatch: pytest
     monkeypatch.delenv("BEFORE")
     with _is_cold(warm) as session:
         assert session.run_cell("import os\nos.environ.get('BEFORE'), os.environ.get('NEW')").values[1] == (None, "2")
-        assert list(session.notices) == ["started cold: the environment (BEFORE, NEW) changed"], "names, and no values"
+        assert list(session.news.notices) == ["started cold: the environment (BEFORE, NEW) changed"], (
+            "names, and no values"
+        )
 
 
 @pytest.mark.slow
@@ -390,7 +392,7 @@ def test_what_a_process_inherits_is_that_of_a_cold_start() -> None:
         with _is_cold(warm, ranks=1) as session:
             found = session.run_cell("import resource\nresource.getrlimit(resource.RLIMIT_NOFILE)[0]").values
             assert found == {0: soft - 1}
-            assert list(session.notices) == ["started cold: what a process inherits (limits) changed"]
+            assert list(session.news.notices) == ["started cold: what a process inherits (limits) changed"]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -407,7 +409,7 @@ def test_ranks_have_the_umask_of_the_notebook_at_the_start_and_what_is_ours_stay
         os.umask(0o027)
         with _is_cold(warm, ranks=1) as session:
             assert session.run_cell(look).values == {0: 0o027}
-            assert list(session.notices) == ["started cold: what a process inherits (umask) changed"]
+            assert list(session.news.notices) == ["started cold: what a process inherits (umask) changed"]
     finally:
         os.umask(before)
 
@@ -427,7 +429,7 @@ def test_warm_process_that_was_moved_is_not_used() -> None:
     warm.nice(own + 1)
     with _is_cold(warm, ranks=1) as session:
         assert session.run_cell("import os\nos.getpriority(os.PRIO_PROCESS, 0)").values == {0: own}
-        assert list(session.notices) == ["started cold: what a process inherits (priority) changed"]
+        assert list(session.news.notices) == ["started cold: what a process inherits (priority) changed"]
 
 
 @pytest.fixture
@@ -452,7 +454,7 @@ def test_what_was_imported_and_has_changed_is_imported_anew(imported: Path) -> N
     with _is_cold(warm, ranks=1) as session:
         assert session.run_cell("import library\nlibrary.VERSION").values == {0: "two"}
         assert not agent.is_running(), "it has imported the library too"
-        assert list(session.notices) == [f"started cold: {imported}/library.py changed"]
+        assert list(session.news.notices) == [f"started cold: {imported}/library.py changed"]
 
 
 @pytest.mark.parametrize("warm_s", [0.0, 60.0])
@@ -462,10 +464,10 @@ def test_change_in_every_start_delays_none(warm_s: float, imported: Path) -> Non
         f"import library\nwith open({str(imported / 'library.py')!r}, 'a') as file:\n    file.write('# ')\n"
     )
     with _start(ranks=1, warm_s=warm_s) as session:
-        assert list(session.notices) == []
+        assert list(session.news.notices) == []
         first = _warm_process(session)
     with _is_cold(first, ranks=1, warm_s=warm_s) as session:
-        assert list(session.notices) == ([f"started cold: {imported}/library.py changed"] if warm_s else [])
+        assert list(session.news.notices) == ([f"started cold: {imported}/library.py changed"] if warm_s else [])
 
 
 @pytest.mark.slow
@@ -477,7 +479,7 @@ def test_shared_library_that_was_installed_anew_is_loaded_anew(imported: Path) -
     warm = _session_stopped(ranks=1)
     os.utime(library, ns=(0, library.stat().st_mtime_ns + 1_000_000))
     with _is_cold(warm, ranks=1) as session:
-        assert list(session.notices) == [f"started cold: {library} changed"]
+        assert list(session.news.notices) == [f"started cold: {library} changed"]
 
 
 @pytest.mark.slow
@@ -574,7 +576,7 @@ def test_warm_process_that_does_not_answer_is_not_waited_for() -> None:
     warm.suspend()
     with _is_cold(warm, ranks=1) as session:
         assert session.run_cell("1 + 1").values == {0: 2}
-        assert list(session.notices) == ["started cold: the warm process has not answered for 10 s"]
+        assert list(session.news.notices) == ["started cold: the warm process has not answered for 10 s"]
 
 
 @pytest.mark.slow
@@ -599,7 +601,7 @@ def test_python_that_was_called_by_a_relative_path_starts_warm(tmp_path: Path) -
 from detrain_nb import Session
 for _ in range(2):
     with Session.start(1, device="cpu", init=False, warm_s=600) as session:
-        print(session.notices)
+        print(session.news.notices)
 """
     command = [os.path.relpath(sys.executable, tmp_path), "-c", code]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
@@ -839,7 +841,7 @@ def test_agent_that_refuses_is_replaced_by_a_fresh_one_and_its_words_are_text(ag
         playing = pool.submit(refuse)
         with _start(ranks=1) as session:
             assert session.run_cell("1 + 1").values == {0: 2}
-            assert list(session.notices) == ["started cold: no?]52;c;x? rank 0: lost"]
+            assert list(session.news.notices) == ["started cold: no?]52;c;x? rank 0: lost"]
         playing.result(10)
 
 

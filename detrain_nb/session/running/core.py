@@ -63,11 +63,6 @@ class Core:
             raise self.why_over
 
     @property
-    def node_names(self) -> dict[int, str]:
-        """The name of every rank's node, of those that have one."""
-        return self.plan.node_names
-
-    @property
     def nodes(self) -> tuple[Node, ...] | None:
         """The nodes that it runs on, with as many ranks as each has; None for this machine."""
         placed = zip(nodes_of(self.transports), self.plan.nodes)

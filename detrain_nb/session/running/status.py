@@ -201,7 +201,7 @@ def look(core: Core, *, limit_s: float) -> SessionStatus:
         rows.append(
             RankStatus(
                 rank,
-                up.host if up else core.node_names.get(rank, ""),
+                up.host if up else core.plan.node_names.get(rank, ""),
                 up.pid if up and rank not in state.lost else 0,
                 up.device if up else "",
                 position.state if position else _state_of_silent(core, rank),

@@ -1,0 +1,132 @@
+"""The cells of a session: what was run and what it printed, shown again, followed, and run again on other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+from ..errors import DetrainError
+from ..wire import RanCell
+from .output.log import Logged, OutputLog
+from .running.asked import check_whole
+from .running.cells import Cells
+from .running.core import Core, Ranks
+from .state.cell import Cell
+from .state.cell_observer import CellObserver
+
+__all__ = ["SessionLog"]
+
+
+class SessionLog:
+    """That of one session; ``cells_before`` ran before an attach: what was shown of them then is not here."""
+
+    def __init__(self, core: Core, cells: Cells) -> None:
+        self._core = core
+        self._cells = cells
+        self._before: frozenset[int] = frozenset()
+
+    # ---- what was run
+
+    @property
+    def cells(self) -> list[RanCell]:
+        """The cells that were run, in their order, with their code and their ranks.
+
+        After an attach a cell is there once for each code that nodes say it had.
+        """
+        return self._cells.known
+
+    @property
+    def cells_before(self) -> frozenset[int]:
+        """Those that ran before the attach."""
+        return self._before
+
+    @property
+    def collective_cells(self) -> frozenset[int]:
+        """The cells that needed other ranks."""
+        return self._core.state.history.collective
+
+    @property
+    def running_cells(self) -> dict[int, tuple[int, ...]]:
+        """The cells that still run, and the ranks that run them."""
+        return self._cells.running
+
+    def next_cell(self, *, at_least: int = 1) -> int:
+        """The number that the cell gets which begins next; no two cells of a session have the same."""
+        return self._cells.next_number(at_least=at_least)
+
+    def replay(
+        self, ranks: Ranks, *, cells: Iterable[int] | None = None, observer: Callable[[int], CellObserver] | None = None
+    ) -> dict[int, DetrainError | None]:
+        """Run earlier cells again, in their order, on those of ``ranks`` that had run them: a fresh rank gets its
+        imports and definitions back.
+
+        By default all that ended well and needed no other rank, and of those in ``collective_cells`` the imports and
+        definitions: a collective would wait for ranks that do not run it. One that does all the same is stopped.
+        ``observer`` gives who shows a cell, by its number. Returns the cells that were run, each with what it raised:
+        it may need what a cell makes that was left out.
+        """
+        if cells is not None:
+            cells = list(cells) if isinstance(cells, Iterable) else [cells]
+            for cell in cells:
+                check_whole("cell", cell)
+        return self._cells.replay(ranks, cells, observer)
+
+    # ---- what it printed
+
+    def text(self, cell: int, rank: int, stream: str = "stdout") -> str:
+        """All that one rank printed to one stream in ``cell``, free of control sequences."""
+        return self._output.text(cell, rank, stream)
+
+    def read(self, cell: int) -> Iterator[Logged]:
+        """What the ranks said in ``cell``, in the order in which it arrived."""
+        return self._output.read(cell)
+
+    @property
+    def printed(self) -> list[int]:
+        """The cells that printed or showed something, and of which that was kept."""
+        return self._output.cells()
+
+    @property
+    def lacking(self) -> Mapping[int, str]:
+        """The cells of which something, or all, found no room on the disk, and why."""
+        return self._output.lacking
+
+    def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> Cell:
+        """Give ``observer`` all that the log has of a cell; values and errors are in what is returned.
+
+        Ranks have the numbers here that they had when the cell ran, see ``session.ranks.plan_of``.
+        """
+        check_whole("cell", cell)
+        return self._cells.show_again(cell, observer, ranks)
+
+    def follow(self, cell: int, observer: CellObserver, *, on_end: Callable[[Cell], None] | None = None) -> Cell:
+        """Give ``observer`` all that was logged of a cell, as fast as it shows it, and from now on what comes.
+
+        Returns the cell as it runs, to ``wait`` for it, or as it ended, with ``is_over``. ``on_end`` is called in a
+        background thread when one that still runs has ended.
+        """
+        return self._cells.follow(cell, observer, on_end)
+
+    def unfollow(self, cell: int, observer: CellObserver) -> None:
+        """``observer`` gets no more of a cell, which goes on."""
+        self._cells.unfollow(cell, observer)
+
+    # ---- what an earlier notebook has missed
+
+    @property
+    def missed(self) -> dict[int, int]:
+        """After ``attach``: the cells of which nobody had been shown everything, and how many messages of each may have
+        been shown all the same."""
+        logged = sorted(self._core.state.logbook.cells.items())
+        return {cell: known.shown_perhaps for cell, known in logged if known.is_missed}
+
+    def confirm_missed(self) -> None:
+        """What was missed has been shown: no later notebook needs to see it."""
+        self._core.state.confirm_missed()
+
+    def note_before(self, cells: Collection[int]) -> None:
+        """These ran before the attach."""
+        self._before = frozenset(cells)
+
+    @property
+    def _output(self) -> OutputLog:
+        return self._core.state.logbook.log

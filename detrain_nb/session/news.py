@@ -1,0 +1,29 @@
+"""What the user of a session should know and no cell has said."""
+
+from __future__ import annotations
+
+from .running.cells import Cells
+from .state.session_state import SessionState
+
+__all__ = ["SessionNews"]
+
+
+class SessionNews:
+    """Of one session."""
+
+    def __init__(self, state: SessionState, cells: Cells) -> None:
+        self._state = state
+        self._cells = cells
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Output that was lost, a full disk, a start that was cold."""
+        return self._state.notices
+
+    def pop_notices(self) -> list[str]:
+        """The same; whoever asks shows them, and they are gone."""
+        return self._state.pop_notices()
+
+    def pop_losses(self) -> str:
+        """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
+        return self._cells.pop_news()
