@@ -53,7 +53,7 @@ class RenderOptions:
 
 
 class LiveCell:
-    """Observes a cell (session/state/cell_observer.py) and draws it on a screen.
+    """A `CellObserver` (session/state/cell_observer.py): observes a cell and draws it on a screen.
 
     Each stream of a rank has a terminal of its own: a bar on stderr stays below what is printed meanwhile.
     """

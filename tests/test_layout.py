@@ -502,6 +502,34 @@ def test_way_around_the_methods_is_found(find: Any, source: str) -> None:
     assert list(find(ast.parse(source)))
 
 
+def test_path_of_a_cell_is_the_one_of_the_design() -> None:
+    """Each step is defined in its file. A file names the next step, or both know the messages that go between them."""
+    design = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    section = re.search(r"^## The path of a cell\n(.*?)^## ", design, flags=re.MULTILINE | re.DOTALL)
+    assert section
+    ways = [re.findall(r"^    (\S+) +(\S+\.py) ", block, flags=re.MULTILINE) for block in section[1].split("\n\n")]
+    ways = [way for way in ways if way]
+    assert [len(way) for way in ways] == [11, 5]
+    for way in ways:
+        sources = [(ROOT / file).read_text(encoding="utf-8") for _, file in way]
+        for (step, file), source in zip(way, sources):
+            assert step in _definitions(ast.parse(source)), f"{step} is not in {file}"
+        for (step, file), source, below in zip(way, sources, sources[1:]):
+            following = way[sources.index(below)][0].partition(".")[0]
+            is_carried = all("wire import" in part or "class RunCell" in part for part in (source, below))
+            assert following in source or step.partition(".")[0] in below or is_carried, (
+                f"{step} in {file} does not hand on to {following}"
+            )
+
+
+def _definitions(tree: ast.Module) -> set[str]:
+    """The names of classes and functions, and `Class.method`."""
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    found = {node.name for node in tree.body if isinstance(node, kinds)}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return found | {f"{of.name}.{node.name}" for of in classes for node in of.body if isinstance(node, ast.FunctionDef)}
+
+
 def test_what_a_room_may_import_is_transitive(rules: Rules) -> None:
     assert rules.may_import["errors"] == {"errors"}
     assert rules.may_import["deploy"] >= {"transport", "wire", "errors", "launch", "plan", "storage", "spec"}
