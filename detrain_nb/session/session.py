@@ -44,7 +44,6 @@ from ..plan import MOST_RANKS, plan_nodes, plan_one_node, split_names
 from ..wire import StartedCold
 from .cell_log import SessionLog
 from .files import SessionFiles, current_folder
-from .link.rank_link import IDLE_LIMIT_S
 from .news import SessionNews
 from .ranks import SessionRanks
 from .running.asked import check_mapping, check_number, check_text, check_whole, names_of
@@ -56,6 +55,7 @@ from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
 from .settings import SessionSettings
 from .state.cell_observer import CellObserver
+from .state.limits import Limits
 from .state.overwritten import OF_ONE_RANK, describe_overwritten
 
 if TYPE_CHECKING:
@@ -64,25 +64,29 @@ if TYPE_CHECKING:
 
 __all__ = ["LINGER_S", "Session", "end_session"]
 
-END_LIMIT_S = 8.0
 LINGER_S = 600.0
 GROUP_TIMEOUT_S = 600.0
 SPOOL_LIMIT_BYTES = 1 << 30
 _MOST_HOSTS = 4  # by name
-_LONGEST_HELP = 1 << 18  # characters
-WHERE_GAP_S = 0.1  # between two looks that tell who uses the processor
 
 
 class Session:
     """Ranks on this machine that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
 
     def __init__(
-        self, name: str, ends: Sequence[End], files: SessionFiles, *, holder: str, is_attaching: bool = False
+        self,
+        name: str,
+        ends: Sequence[End],
+        files: SessionFiles,
+        *,
+        holder: str,
+        is_attaching: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         self.name = name
         self.not_ended: list[str] = []  # nodes that ``stop`` did not reach: their ranks end by themselves
         self._stopping = threading.Lock()
-        self._core = Core(name, ends, holder=holder or f"pid {os.getpid()}", is_attaching=is_attaching)
+        self._core = Core(name, ends, holder=holder or f"pid {os.getpid()}", is_attaching=is_attaching, limits=limits)
         self._link = self._core.link
         self._state = self._core.state
         self._transports = self._core.transports
@@ -115,6 +119,7 @@ class Session:
         holder: str = "",
         warm_s: float = 0.0,
         force: bool = False,
+        limits: Limits | None = None,
         on_progress: Callable[[str], None] = lambda line: None,
     ) -> Session:
         """Start ``ranks`` ranks on this machine; by default one a GPU, else two on the CPU.
@@ -140,7 +145,8 @@ class Session:
         takes a tenth of the time, unless something it depends on has changed. ``stop(cold=True)`` leaves nothing.
 
         More than 8 ranks on a node, and more than 4 for each of its processors or than its free memory holds, are
-        refused unless ``force`` is set. ``on_progress`` gets a line that says how far the start is, again and again.
+        refused unless ``force`` is set. ``limits`` says how long it waits for what. ``on_progress`` gets a line that
+        says how far the start is, again and again.
 
         Raises: SpecError for numbers that do not fit, LaunchError when the ranks do not come up, SessionError when a
         session of that name runs already. Nothing is left behind then.
@@ -166,7 +172,7 @@ class Session:
         transports = [end.transport for end in ends]
         files.reach_by(transports)
         try:
-            session = cls(name, ends, files, holder=holder)
+            session = cls(name, ends, files, holder=holder, limits=limits)
             core = session._core
         except BaseException:  # an interrupt
             give_up_agents(ends)
@@ -213,6 +219,7 @@ class Session:
         without: str | Iterable[str] = (),
         ask_passphrase: AskPassphrase | None = None,
         holder: str = "",
+        limits: Limits | None = None,
         on_progress: Callable[[str], None] = lambda line: None,
     ) -> Session:
         """Go on with a session that runs, after its notebook is gone or has detached.
@@ -239,7 +246,7 @@ class Session:
         on_progress(_describe_connecting(transports))
         ends = _attach_to(name, transports, without, is_known=nodes is None)
         try:
-            session = cls(name, ends, files, holder=holder, is_attaching=True)
+            session = cls(name, ends, files, holder=holder, is_attaching=True, limits=limits)
         except BaseException:  # an interrupt
             leave_agents(ends)
             raise
@@ -367,7 +374,7 @@ class Session:
         check_whole("source", source)
         chosen = self.ranks.choose(ranks)
         (sender,) = self.ranks.choose(source)
-        self._core.choose_idle([*chosen, sender], limit_s=IDLE_LIMIT_S)
+        self._core.choose_idle([*chosen, sender], limit_s=self._link.limits.idle_s)
         self._core.mend_group(self._state.ranks, None)
         orphans = self._core.groups.broadcast(wanted, chosen, source=sender)
         self._core.tell(_describe_orphans(orphans), None)
@@ -389,7 +396,7 @@ class Session:
                 return
             nodes = range(len(self._transports))
             is_ours = [not self._link.is_hung_up_on(node) for node in nodes]
-            left = set(self._link.end(limit_s=END_LIMIT_S, keep_s=keep_s)) - self._state.lost_nodes.keys()
+            left = set(self._link.end(limit_s=self._link.limits.end_s, keep_s=keep_s)) - self._state.lost_nodes.keys()
             is_taken = [self._link.is_taken(node) for node in nodes]  # perhaps in this very moment
             self._core.is_stopped = True  # after it was asked for: a stop in between leaves it to be asked for again
             atexit.unregister(self._stop_at_exit)
@@ -400,7 +407,9 @@ class Session:
                 if sock := self._link.take_kept(node):
                     keep(transport, sock, keep_s=keep_s)
                 else:
-                    transport.wait_for_end(limit_s=END_LIMIT_S, is_ours=is_ours[node] and not is_taken[node])
+                    transport.wait_for_end(
+                        limit_s=self._link.limits.end_s, is_ours=is_ours[node] and not is_taken[node]
+                    )
 
     def _stop_at_exit(self) -> None:
         self._end(0.0)
@@ -422,7 +431,7 @@ class Session:
         """The nodes that are to run a cell have what has changed here."""
         if self.files.is_synced:
             names = self._core.plan.node_names
-            chosen = self._core.wait_until_idle(ranks, observer, limit_s=IDLE_LIMIT_S)
+            chosen = self._core.wait_until_idle(ranks, observer, limit_s=self._link.limits.idle_s)
             on = {names.get(rank, "") for rank in chosen}
             for words in self.files.bring(on):
                 self._core.tell(words, observer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .recovery.process_groups import describe_new_groups
 from .running.core import Core
+from .state.limits import Limits
 
 __all__ = ["SessionSettings"]
 
@@ -32,6 +33,11 @@ class SessionSettings:
     @stop_gap_s.setter
     def stop_gap_s(self, seconds: float) -> None:
         self._core.stop_gap_s = seconds
+
+    @property
+    def limits(self) -> Limits:
+        """How long it waits for what, and how often it looks; each can be set."""
+        return self._core.link.limits
 
     @property
     def wants_group(self) -> bool:

@@ -282,7 +282,7 @@ def test_error_of_a_rank_is_shown_when_the_wait_for_it_is_stopped(failing: Sessi
 def test_error_of_a_rank_ends_the_cell_when_the_other_can_only_wait_for_it(
     failing: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("detrain_nb.session.diagnosis.diagnosis.MESSAGE_LIMIT_S", 2.0)
+    monkeypatch.setattr(failing.settings.limits, "message_s", 2.0)
     with pytest.raises(RankError, match=r"^rank 1 on \S+: ValueError: no loss today\nrank 0 on ") as caught:
         failing.run_cell("stages.train_step(on_ranks.draw(8, 8), on_ranks.draw(8, 8))", timeout_s=30)
     assert not isinstance(caught.value, CellInterrupted)
@@ -410,7 +410,7 @@ def test_training_without_gradients_is_told(session: Session) -> None:
 def test_what_has_nothing_to_train_is_told_as_torch_does(
     failing: Session, code: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("detrain_nb.session.diagnosis.diagnosis.MESSAGE_LIMIT_S", 2.0)
+    monkeypatch.setattr(failing.settings.limits, "message_s", 2.0)
     with pytest.raises(RankError, match=message):
         failing.run_cell(
             "from on_ranks import *\n"

@@ -19,7 +19,6 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, RankLost, SessionError
-from detrain_nb.session.running import cell_execution
 from detrain_nb.wire import Message, NewGeneration, Pull, RunCell
 
 from ..node.cgroups import can_make_cgroups, memory_cgroup
@@ -34,8 +33,8 @@ def equipped(two_ranks: Callable[[], Session]) -> Iterator[Session]:
 
 
 @pytest.fixture(autouse=True)
-def training(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
+def training(equipped: Session) -> None:
+    be_patient(equipped)
     equip(equipped)
 
 
@@ -133,7 +132,7 @@ def test_others_are_freed_whatever_they_do(equipped: Session, what: str) -> None
 def test_rank_that_has_ended_the_cell_dies_while_the_others_run_it(
     equipped: Session, monkeypatch: pytest.MonkeyPatch, others: str
 ) -> None:
-    monkeypatch.setattr(cell_execution, "LOSS_LIMIT_S", 20.0)
+    monkeypatch.setattr(equipped.settings.limits, "loss_s", 20.0)
     code = f"threading.Timer(0.3, os.kill, (os.getpid(), 9)).start() if rank == 1 else None\nif rank == 0: {others}"
     equipped.run_cell("import threading")
     with pytest.raises(RankLost, match=r"rank 1 .*SIGKILL[\s\S]*rank 0 kept its variables") as caught:
@@ -457,7 +456,7 @@ def test_broadcast_that_a_stop_has_left_is_waited_for_by_name(
         equipped.broadcast("slow")
     shown = Watcher()
     with monkeypatch.context() as patch:
-        patch.setattr("detrain_nb.session.running.cells.IDLE_LIMIT_S", 1.5)
+        patch.setattr(equipped.settings.limits, "idle_s", 1.5)
         with pytest.raises(SessionError, match=r"^rank 1 still in the broadcast of slow: .* interrupt --kill 1$"):
             equipped.run_cell("rank", observer=shown)
     assert "waiting for rank 1, still in the broadcast of slow" in shown.waited

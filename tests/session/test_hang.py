@@ -61,9 +61,9 @@ def with_hosts(words: str, session: Session) -> str:
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def often(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks follow each other faster than they do for a user."""
-    monkeypatch.setattr("detrain_nb.session.running.cell_execution.LOOK_GAP_S", 0.2)
+    monkeypatch.setattr(session.settings.limits, "look_gap_s", 0.2)
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ def test_cell_of_one_rank_that_calls_a_collective_of_all_is_a_hang(hanging: Sess
 def test_who_waits_for_a_rank_that_has_failed_is_freed(
     hanging: Session, monkeypatch: pytest.MonkeyPatch, wait: str, is_watched: bool
 ) -> None:
-    monkeypatch.setattr("detrain_nb.session.diagnosis.diagnosis.MESSAGE_LIMIT_S", 2.0)
+    monkeypatch.setattr(hanging.settings.limits, "message_s", 2.0)
     code = f"kept = rank + 1\nif rank == 1:\n    raise ValueError('a bad batch')\n{wait}"
     with pytest.raises(RankError) as caught:
         hanging.run_cell(code, observer=Watcher() if is_watched else None, timeout_s=DEADLINE_S)
@@ -345,7 +345,7 @@ def test_healthy_work_is_not_reported(hanging: Session, code: str) -> None:
 
 @pytest.mark.rare_elsewhere
 def test_slow_but_matching_collective_is_not_reported(hanging: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.session.running.cell_execution.LOOK_GAP_S", 0.02)
+    monkeypatch.setattr(hanging.settings.limits, "look_gap_s", 0.02)
     monkeypatch.setattr(hanging.settings, "hang_s", 0.05)  # each takes several times as long
     watcher = Watcher()
     code = "big = torch.ones(60_000_000)\nfor _ in range(6): dist.all_reduce(big)\ndel big"

@@ -47,7 +47,6 @@ from detrain_nb.plan import NodePlan, Plan
 from detrain_nb.session.diagnosis.diagnosis import HangWatch, describe_mismatch, judge
 from detrain_nb.session.diagnosis.evidence import gather
 from detrain_nb.session.diagnosis.where_report import Whereabouts
-from detrain_nb.session.link import node_link
 from detrain_nb.session.link.rank_link import RankLink
 from detrain_nb.session.output.safe_output import safe_bundle, safe_completions
 from detrain_nb.session.running.start import _open_store
@@ -55,6 +54,7 @@ from detrain_nb.session.running.status import RankStatus
 from detrain_nb.session.session import end_session
 from detrain_nb.session.state.cell import Cell
 from detrain_nb.session.state.cell_observer import CellObserver
+from detrain_nb.session.state.limits import Limits
 from detrain_nb.session.state.rank_deaths import advice, describe_ends, describe_silence
 from detrain_nb.spec.node import Node
 from detrain_nb.wire import (
@@ -135,9 +135,9 @@ class Eyes(CellObserver):
 class Pair:
     """A session of two ranks, one on an honest node and one on a node that a test has say anything."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits | None = None) -> None:
         self.good, self.bad = FakeNode("good", 0), FakeNode("bad", 1)
-        self.session = Session.attach("mine", nodes=[self.good, self.bad])
+        self.session = Session.attach("mine", nodes=[self.good, self.bad], limits=limits)
         self._rss = psutil.Process().memory_info().rss
 
     @property
@@ -362,7 +362,7 @@ def test_what_a_node_says_by_the_million_is_not_all_kept(pair: Pair) -> None:
 
 
 def test_values_reach_other_nodes_when_one_takes_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.session.link.rank_link.ROOM_LIMIT_S", 0.5)
+    monkeypatch.setattr(pair.session.settings.limits, "room_s", 0.5)
     is_over = threading.Event()
     taken = 0
 
@@ -418,8 +418,8 @@ def test_streams_that_no_rank_has_are_not_kept(pair: Pair) -> None:
 
 
 @contextlib.contextmanager
-def _attached(*nodes: FakeNode, name: str = "mine") -> Iterator[Session]:
-    session = Session.attach(name, nodes=nodes)
+def _attached(*nodes: FakeNode, name: str = "mine", limits: Limits | None = None) -> Iterator[Session]:
+    session = Session.attach(name, nodes=nodes, limits=limits)
     try:
         yield session
     finally:
@@ -656,14 +656,11 @@ def test_node_that_is_lost_just_before_it_is_asked_is_not_waited_for(
         _assert_absent(session)
 
 
-def test_node_that_hangs_up_or_says_nothing_when_it_is_attached_to_counts_as_absent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("detrain_nb.session.running.start.ATTACH_LIMIT_S", 0.2)
+def test_node_that_hangs_up_or_says_nothing_when_it_is_attached_to_counts_as_absent() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     for act, why in ((bad.leave, "is gone"), (lambda: None, "did not answer within 0.2 s")):
         bad.answers[Attach] = lambda _, act=act: act() or []
-        with _attached(good, bad) as session:
+        with _attached(good, bad, limits=Limits(attach_s=0.2)) as session:
             _assert_absent(session, why)
 
 
@@ -685,16 +682,14 @@ def test_node_that_is_lost_after_it_has_answered_while_another_is_asked_is_lost_
         assert session.run_cell("1", ranks=[0, 2]).ranks == (0, 2)
 
 
-def test_node_that_promises_output_and_sends_none_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.session.running.start.CATCH_UP_LIMIT_S", 0.2)
+def test_node_that_promises_output_and_sends_none_is_lost_alone() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.attached = replace(bad.attached, last_number=1 << 53)
-    with _attached(good, bad) as session:
+    with _attached(good, bad, limits=Limits(catch_up_s=0.2)) as session:
         _assert_absent(session, "has sent too little of what was missed")
 
 
-def test_node_that_sends_what_was_missed_in_drops_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.session.running.start.CATCH_UP_LIMIT_S", 0.3)
+def test_node_that_sends_what_was_missed_in_drops_is_lost_alone() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.attached = replace(bad.attached, last_number=1 << 53)
 
@@ -708,13 +703,12 @@ def test_node_that_sends_what_was_missed_in_drops_is_lost_alone(monkeypatch: pyt
         threading.Thread(target=drip).start()
 
     bad.answers[Attach] = answer
-    with _attached(good, bad) as session:
+    with _attached(good, bad, limits=Limits(catch_up_s=0.3)) as session:
         _assert_absent(session, "has sent too little of what was missed")
 
 
-def test_node_that_is_slow_to_send_what_was_missed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_that_is_slow_to_send_what_was_missed_is_named() -> None:
     """It can hold up an attach for minutes: whoever waits can leave it out."""
-    monkeypatch.setattr("detrain_nb.session.link.rank_link._TELL_GAP_S", 0.05)
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.attached = replace(bad.attached, last_number=4)
     is_told, told = threading.Event(), []
@@ -734,29 +728,25 @@ def test_node_that_is_slow_to_send_what_was_missed_is_named(monkeypatch: pytest.
         threading.Thread(target=go_on).start()
 
     bad.answers[Attach] = answer
-    session = Session.attach("mine", nodes=[good, bad], on_progress=tell)
+    session = Session.attach("mine", nodes=[good, bad], limits=Limits(tell_gap_s=0.05), on_progress=tell)
     session.detach()
     assert told[0] == "connecting to good, bad" and "0% of what bad has kept is here" in told
 
 
-def test_node_whose_ranks_never_come_up_is_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("detrain_nb.session.running.start.START_LIMIT_S", 0.3)
+def test_node_whose_ranks_never_come_up_is_lost_alone() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[Attach] = lambda _: [bad.attached]
-    with _attached(good, bad) as session:
+    with _attached(good, bad, limits=Limits(start_s=0.3)) as session:
         _assert_absent(session, "rank 1 of session 'mine' did not start within 0.3 s")
 
 
 @pytest.mark.parametrize("said", [[GenerationReady(1, 2, "no")], []], ids=["refuses", "says nothing"])
-def test_ranks_of_other_nodes_do_without_a_group_that_one_node_does_not_make(
-    monkeypatch: pytest.MonkeyPatch, said: list[Message]
-) -> None:
-    monkeypatch.setattr("detrain_nb.session.recovery.process_groups.GROUP_LIMIT_S", 0.3)
+def test_ranks_of_other_nodes_do_without_a_group_that_one_node_does_not_make(said: list[Message]) -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[RunCell] = lambda message: [CellDone(1, message.cell, 0.1, False, False, b"")]
     asked: list[Message] = []
     bad.answers[NewGeneration] = lambda message: asked.append(message) or said
-    with _attached(good, bad) as session:
+    with _attached(good, bad, limits=Limits(group_s=0.3)) as session:
         session.run_cell("1")
         with pytest.raises((LaunchError, CellTimeout), match=r"rank 1 (could|did) not make the process group"):
             session.run_cell("1")
@@ -769,15 +759,12 @@ def test_ranks_of_other_nodes_do_without_a_group_that_one_node_does_not_make(
         assert "attach --without NODE" in notice
 
 
-def test_node_whose_ranks_are_fresh_again_and_again_holds_the_others_up_a_few_times(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("detrain_nb.session.recovery.process_groups.GROUP_LIMIT_S", 0.2)
+def test_node_whose_ranks_are_fresh_again_and_again_holds_the_others_up_a_few_times() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[RunCell] = lambda message: [CellDone(1, message.cell, 0.1, False, False, b"")]
     asked: list[Message] = []
     bad.answers[NewGeneration] = lambda message: asked.append(message) or []
-    with _attached(good, bad) as session:
+    with _attached(good, bad, limits=Limits(group_s=0.2)) as session:
         session.run_cell("1")
         for incarnation in range(2, 9):
             bad.say(RankUp(1, incarnation, 0, 2, 1, "bad", "cpu", "2"))
@@ -810,15 +797,14 @@ def _renumbered_wrongly(how: str, node: FakeNode) -> Callable[[Renumber], list[M
 
 
 @pytest.mark.parametrize("how", ["says nothing", "refuses", "ended", "hangs up", "nonsense"])
-def test_node_that_takes_no_new_numbers_is_lost_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr("detrain_nb.session.link.rank_link.IDLE_LIMIT_S", 0.3)
+def test_node_that_takes_no_new_numbers_is_lost_alone(how: str) -> None:
     nodes = [FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)]
     for node in nodes:
         up = RankUp(node.rank, 1, 0, 3, 1, node.name, "cpu", "2")
         node.answers[Attach] = lambda _, node=node, up=up: [up, node.attached]
     nodes[0].answers[Renumber] = lambda message: [RequestDone(0, message.request)]
     nodes[1].answers[Renumber] = _renumbered_wrongly(how, nodes[1])
-    with _attached(*nodes) as session:
+    with _attached(*nodes, limits=Limits(idle_s=0.3)) as session:
         nodes[2].leave()
         assert_soon(lambda: 2 in session._state.lost)
         assert session.ranks.shrink() == {0: 0, 1: 1}
@@ -1725,10 +1711,8 @@ def test_no_thread_is_left(pair: Pair) -> None:
 
 def test_half_lines_are_not_kept_for_a_node_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each acknowledgement carries them, and is kept until it is said to have come: 70 GB in an hour."""
-    monkeypatch.setattr(node_link, "_FULL_BYTES", 1 << 20)
-    monkeypatch.setattr(node_link, "_ACKNOWLEDGE_GAP_S", 0.005)
     monkeypatch.setattr(FakeNode, "can_resume", True)  # as over SSH, where what has not come is sent once more
-    pair = Pair()
+    pair = Pair(Limits(full_bytes=1 << 20, acknowledge_gap_s=0.005))
     pair.bad.answers[RunCell] = lambda message: []
 
     def run() -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, RankError, RankLost
-from detrain_nb.session.recovery import process_groups
 
 from .soon import assert_soon
 from .training import COLLECTIVE, Watcher, be_patient
@@ -27,8 +26,8 @@ def two_here() -> Iterator[Session]:
 
 
 @pytest.fixture(autouse=True)
-def counter(two_here: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
+def counter(two_here: Session) -> None:
+    be_patient(two_here)
     two_here.run_cell("import os, resource, socket, sys, threading, time\ncounter = 7")
 
 
@@ -181,7 +180,7 @@ def test_generation_that_crossed_a_death_is_ended_on_the_fresh_rank(
     two_here: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent is held up: the order to make a generation finds the fresh rank, which is slow to come up."""
-    monkeypatch.setattr(process_groups, "GROUP_LIMIT_S", 6.0)
+    monkeypatch.setattr(two_here.settings.limits, "group_s", 6.0)
     two_here.run_cell("dist.destroy_process_group()")
     state, interpreter = two_here._state, psutil.Process(_pid(two_here, 1))
     worker, agent = interpreter.parent(), interpreter.parents()[3]

@@ -34,7 +34,6 @@ from detrain_nb.errors import (
     ValueNotSupported,
 )
 from detrain_nb.plan import plan_one_node
-from detrain_nb.session.running import cells
 from detrain_nb.session.running.results import CellResult, TextOnly
 from detrain_nb.session.running.start import require_room
 from detrain_nb.session.session import end_session
@@ -578,7 +577,7 @@ def test_value_that_a_later_cell_of_another_thread_took_the_place_of_is_its_text
 def test_cell_waits_as_long_for_each_that_is_in_its_way(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells, "IDLE_LIMIT_S", 2.0)
+    monkeypatch.setattr(session.settings.limits, "idle_s", 2.0)
     holders = [_in_thread(session, _gated(tmp_path / "0"), ranks=0)]
     assert_soon(lambda: set(session._state.busy) == {0})
     began, seen = time.monotonic(), _Waiting()

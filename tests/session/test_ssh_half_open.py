@@ -18,8 +18,8 @@ import pytest
 import detrain_nb
 from detrain_nb import Session
 from detrain_nb.errors import SessionError
-from detrain_nb.session.link import node_link
 from detrain_nb.session.state.cell_observer import CellObserver
+from detrain_nb.session.state.limits import Limits
 
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
@@ -49,10 +49,10 @@ def _eventually(holds: Callable[[], bool], *, limit_s: float = _NOTICED_S, gap_s
 
 @pytest.mark.slow
 def test_cut_of_a_link_on_which_nothing_is_said_is_noticed_and_the_next_cell_waits_for_it(
-    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+    testbed: Testbed,
 ) -> None:
-    monkeypatch.setattr(node_link, "ALIVE_GAP_S", 1.0)
-    with Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu") as session:
+    limits = Limits(alive_gap_s=1.0)
+    with Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu", limits=limits) as session:
         session.run_cell("kept = rank")
         testbed.cut("h1", "notebook")
         began = time.monotonic()
@@ -75,13 +75,14 @@ def test_cut_of_a_link_on_which_nothing_is_said_is_noticed_and_the_next_cell_wai
 
 
 @pytest.mark.thorough
-def test_cut_behind_a_host_that_is_gone_through_is_noticed(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cut_behind_a_host_that_is_gone_through_is_noticed(testbed: Testbed) -> None:
     """The connection to the bastion is well, and its sshd knows nothing of the other one for a quarter of an hour."""
-    monkeypatch.setattr(node_link, "ALIVE_GAP_S", 1.0)
     h0 = testbed.hosts[0]
     behind = ssh_nodes(testbed)[1]
     behind = type(behind)(behind.node.model_copy(update={"proxy_jump": h0.name}), config_path=behind._config_path)
-    with Session.start(1, sync=False, nodes=[behind], device="cpu", init=False) as session:
+    with Session.start(
+        1, sync=False, nodes=[behind], device="cpu", init=False, limits=Limits(alive_gap_s=1.0)
+    ) as session:
         session.run_cell("kept = rank")
         testbed.cut("h1", "h0")
         began = time.monotonic()
@@ -174,12 +175,12 @@ import json, sys
 from pathlib import Path
 from detrain_nb import Session
 from detrain_nb.deploy import ssh_node
-from detrain_nb.session import node_link
+from detrain_nb.session.state.limits import Limits
 from detrain_nb.spec.node import Node
-ssh_node.SILENCE_LIMIT_S, node_link.ALIVE_GAP_S = 1.5, 0.3
+ssh_node.SILENCE_LIMIT_S = 1.5
 config = Path(sys.argv[1])
 nodes = [ssh_node.SshNode(Node(host=host, python=sys.executable), config_path=config) for host in ("h0", "h1")]
-with Session.start(1, sync=False, nodes=nodes, device="cpu", name="stopped") as session:
+with Session.start(1, sync=False, nodes=nodes, device="cpu", name="stopped", limits=Limits(alive_gap_s=0.3)) as session:
     session.run_cell("kept = rank")
     print("ready", flush=True)
     result = session.run_cell("import time\\nfor i in range(60):\\n    print(i)\\n    time.sleep(0.05)\\nkept")

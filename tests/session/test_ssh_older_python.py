@@ -101,8 +101,8 @@ def _stop(session: Session, code: str) -> CellInterrupted:
     return caught.value
 
 
-def test_rank_that_waits_for_another_is_freed_by_a_stop(mixed: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
+def test_rank_that_waits_for_another_is_freed_by_a_stop(mixed: Session) -> None:
+    be_patient(mixed)
     mixed.run_cell("import time\nmine = 10 + rank")
     stopped = _stop(mixed, "if rank == 0: dist.all_reduce(torch.ones(1))\ntime.sleep(60)")
     assert "rank 0 waited in all_reduce" in stopped.note
@@ -112,8 +112,8 @@ def test_rank_that_waits_for_another_is_freed_by_a_stop(mixed: Session, monkeypa
     }
 
 
-def test_cell_that_awaits_is_stopped_and_let_go_of(mixed: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    be_patient(monkeypatch)
+def test_cell_that_awaits_is_stopped_and_let_go_of(mixed: Session) -> None:
+    be_patient(mixed)
     mixed.run_cell(f"{_BIG}\ngc.disable()")
     try:
         stopped = _stop(mixed, "await hold()")

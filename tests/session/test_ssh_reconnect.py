@@ -14,6 +14,7 @@ import pytest
 from detrain_nb.errors import TransportError
 from detrain_nb.session.link import node_link
 from detrain_nb.session.link.node_link import Checkpoint, NodeEvents, NodeLink
+from detrain_nb.session.state.limits import Limits
 from detrain_nb.wire import Alive, Attach, FrameReader, Locate, Received, RunCell, to_frame
 
 from .soon import interrupted
@@ -37,7 +38,8 @@ class Node:
             broken=self.has_broken.set,
             closed=self.closed.append,
         )
-        self.link = NodeLink(ours, events, connect=self._connect)
+        self.limits = Limits()
+        self.link = NodeLink(ours, events, connect=self._connect, limits=self.limits)
 
     def _connect(self) -> socket.socket:
         self.tries += 1
@@ -132,9 +134,9 @@ def test_what_is_sent_meanwhile_holds_up_nobody(node: Node) -> None:
         got += sum(isinstance(frame.message(), Locate) for frame in reader.feed(node.sock.recv(1 << 16)))
 
 
-def test_node_that_answers_no_sign_of_life_is_connected_to_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_link, "ALIVE_GAP_S", 0.05)
-    node.fail = lambda tries: monkeypatch.setattr(node_link, "ALIVE_GAP_S", 0.3)  # then there is time for the answers
+def test_node_that_answers_no_sign_of_life_is_connected_to_again(node: Node) -> None:
+    node.limits.alive_gap_s = 0.05
+    node.fail = lambda tries: setattr(node.limits, "alive_gap_s", 0.3)  # then there is time for the answers
     node.link.send(Attach("mine", "holder"))
     silent = node.sock
     assert node.has_broken.wait(_LIMIT_S), "it was waited for, though it says nothing"
@@ -149,10 +151,8 @@ def test_node_that_answers_no_sign_of_life_is_connected_to_again(node: Node, mon
     assert not node.has_broken.is_set(), "it answers"
 
 
-def test_what_is_under_way_on_a_slow_connection_gives_the_node_time(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_link, "ALIVE_GAP_S", 0.02)
+def test_what_is_under_way_on_a_slow_connection_gives_the_node_time(node: Node) -> None:
+    node.limits.alive_gap_s = 0.02
     node.link.send(Attach("mine", "holder"))
     node.link.send(RunCell([0], [1], 1, "#" * 100_000))
     began = time.monotonic()

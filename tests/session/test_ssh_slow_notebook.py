@@ -85,8 +85,8 @@ def test_stop_lets_go_of_a_rank_whose_end_was_dropped(session: Session) -> None:
 @pytest.mark.slow
 def test_ends_that_come_are_not_taken_for_lost(tmp_path: Path) -> None:
     """Cells are looked at all the time, also in the moments in which they begin and end."""
-    with Session.start(ranks=2, device="cpu", init=False) as session, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("detrain_nb.session.running.cell_execution.LOOK_GAP_S", 0.001)
+    with Session.start(ranks=2, device="cpu", init=False) as session:
+        session.settings.limits.look_gap_s = 0.001
         is_over = threading.Event()
 
         def look() -> None:

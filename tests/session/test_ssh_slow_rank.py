@@ -43,10 +43,10 @@ def _slow_cgroup() -> Iterator[Path | None]:
 
 
 @pytest.fixture
-def session(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+def session(testbed: Testbed) -> Iterator[Session]:
     """Rank 0 on h0; rank 1 on h1, which computes slowly, or, where no cgroup can be made, has more to compute."""
-    monkeypatch.setattr("detrain_nb.session.running.cell_execution.LOOK_GAP_S", 0.2)
     with _slow_cgroup() as cgroup, Session.start(1, sync=False, nodes=ssh_nodes(testbed), device="cpu") as started:
+        started.settings.limits.look_gap_s = 0.2
         started.run_cell(f"is_throttled = {cgroup is not None}")
         if cgroup:
             started.run_cell(f"open('{cgroup}/cgroup.procs', 'w').write('0')", ranks="h1")

@@ -20,8 +20,6 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, CellTimeout, RankError, SessionError
-from detrain_nb.session.recovery import rescue
-from detrain_nb.session.running import cell_execution
 from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.wire import Message, Replace, RunCell
 
@@ -40,9 +38,9 @@ def equipped(two_ranks: Callable[[], Session]) -> Iterator[Session]:
 
 
 @pytest.fixture(autouse=True)
-def training(equipped: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def training(equipped: Session, caplog: pytest.LogCaptureFixture) -> None:
     """Before every test; the log tells which generations ended."""
-    be_patient(monkeypatch)
+    be_patient(equipped)
     equip(equipped)
     caplog.set_level(logging.INFO, logger="detrain_nb.session")
     caplog.clear()
@@ -295,7 +293,7 @@ def test_press_while_it_is_looked_who_is_in_step_ends_the_groups_without_asking(
 def test_rank_that_was_left_in_a_stopped_cell_is_looked_at_when_it_has_ended_it(
     equipped: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
+    monkeypatch.setattr(equipped.settings.limits, "compute_s", 0.2)
     begun = "work = dist.all_reduce(torch.ones(1000), async_op=True)\n    print('begun')"
     stopped = _stop_when_begun(equipped, f"if rank == 1:\n    {begun}\n    y = {_SLOW_C}\n{_NEVER}", ranks=1)
     assert "process groups" not in stopped.note
@@ -316,7 +314,7 @@ def _stop_or_fail(session: Session, code: str) -> RankError:
 def test_rank_that_computes_is_named_and_the_group_is_left_alone(
     equipped: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.5)
+    monkeypatch.setattr(equipped.settings.limits, "compute_s", 0.5)
     code = f"y = 0\nif rank == 1:\n    y = {_SLOW_C}\n"
     stopped = _stop(equipped, code)
     assert re.search(r"rank 1 is computing at line 3 \(\d+ s\)", stopped.note), stopped.note
@@ -347,7 +345,7 @@ def test_sharded_tensors_can_be_made_again_after_a_stop(equipped: Session) -> No
 def test_backward_on_the_cpu_is_interrupted_when_it_returns(
     equipped: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.3)
+    monkeypatch.setattr(equipped.settings.limits, "compute_s", 0.3)
     equipped.run_cell("w = torch.randn(1000, 1000, requires_grad=True)", ranks=1)
     code = "if rank == 1:\n    z = w\n    for _ in range(80): z = z @ w / 40\n    print('now'); z.sum().backward()"
     watcher = Watcher(press_at="now")
@@ -379,7 +377,7 @@ def test_waiting_ranks_are_freed_at_once_beside_one_that_computes(
 
 @pytest.mark.rare_elsewhere
 def test_rank_that_computes_can_be_replaced_alone(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
+    monkeypatch.setattr(equipped.settings.limits, "compute_s", 0.2)
     _stop(equipped, f"if rank == 1: {_SLOW_C * 1}; {_SLOW_C}; {_SLOW_C}")
     equipped.ranks.replace(1)
     equipped.ranks.wait_until_fresh(1)
@@ -456,10 +454,10 @@ class _StillThere(CellObserver):
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does not end its cell is given up soon."""
-    for limit in ("COMPUTE_LIMIT_S", "FREED_LIMIT_S"):
-        monkeypatch.setattr(rescue, limit, 0.3)
+    for limit in ("compute_s", "freed_s"):
+        monkeypatch.setattr(equipped.settings.limits, limit, 0.3)
 
 
 @pytest.mark.here_only
@@ -556,12 +554,12 @@ def test_timeout_of_a_cell_frees_as_stop_does(equipped: Session, caplog: pytest.
 @pytest.mark.here_only
 @pytest.mark.slow
 def test_next_cell_gives_up_on_a_rank_that_does_not_return(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
-    monkeypatch.setattr("detrain_nb.session.running.cells.IDLE_LIMIT_S", 0.3)
+    monkeypatch.setattr(equipped.settings.limits, "compute_s", 0.2)
+    monkeypatch.setattr(equipped.settings.limits, "idle_s", 0.3)
     _stop(equipped, f"if rank == 1: {_SLOW_C}; {_SLOW_C}")
     with pytest.raises(SessionError, match=r"rank 1( on h1)? \(line 1\) still in cell \d+: .* --kill 1"):
         equipped.run_cell("1")
-    monkeypatch.setattr("detrain_nb.session.running.cells.IDLE_LIMIT_S", 30.0)  # that rank 1 would return within
+    monkeypatch.setattr(equipped.settings.limits, "idle_s", 30.0)  # that rank 1 would return within
     for _ in range(3):  # the rest of "run all" does not wait as long again
         with pytest.raises(SessionError, match="still in cell"):
             equipped.run_cell("1")
@@ -627,7 +625,7 @@ def test_stop_in_the_moment_a_cell_is_sent_is_found_out(equipped: Session, monke
 def test_stop_while_it_is_waited_for_the_news_of_a_death_tells_what_was_raised(
     equipped: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cell_execution, "LOSS_LIMIT_S", 20.0)
+    monkeypatch.setattr(equipped.settings.limits, "loss_s", 20.0)
     began = time.monotonic()
     with _presses(1.5), pytest.raises(RankError, match="Connection closed by peer"):
         equipped.run_cell("raise RuntimeError('Connection closed by peer')")
@@ -854,7 +852,7 @@ def test_destructor_that_waits_forever_is_given_up_after_a_while(equipped: Sessi
 
 @pytest.mark.here_only
 def test_rank_that_a_signal_has_stopped_is_said_to_be_so(equipped: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rescue, "COMPUTE_LIMIT_S", 0.2)
+    monkeypatch.setattr(equipped.settings.limits, "compute_s", 0.2)
     code = "import os, signal, time\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(30)"
     stopped = _stop(equipped, code).note
     assert "rank 1 is stopped by a signal" in stopped and "kill -CONT PID lets it go on" in stopped

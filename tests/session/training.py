@@ -7,10 +7,7 @@ import signal
 import threading
 from collections.abc import Sequence
 
-import pytest
-
 from detrain_nb import Session
-from detrain_nb.session.recovery import process_groups, rescue
 from detrain_nb.session.state.cell_observer import CellObserver
 
 EQUIP = """
@@ -48,10 +45,9 @@ def assert_works(session: Session) -> None:
     equip(session)
 
 
-def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def be_patient(session: Session) -> None:
     """Wait longer for ranks that are about to end a cell: what is told must not hang on how busy this machine is."""
-    monkeypatch.setattr(rescue, "FREED_LIMIT_S", 10.0)
-    monkeypatch.setattr(process_groups, "END_LIMIT_S", 10.0)
+    session.settings.limits.freed_s = session.settings.limits.group_end_s = 10.0
 
 
 def press_stop() -> None:

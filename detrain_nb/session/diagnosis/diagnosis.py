@@ -26,7 +26,6 @@ _OWN_WAITS = ("os.wait(", "torch.jit.wait(", "torch._C.wait(")
 _WRAPPERS = {"wrapper", "inner", "decorate_context"}
 _MOST_HOSTS = 3  # named one by one
 _HOPELESS = 3  # times ``hang_s``
-MESSAGE_LIMIT_S = 60.0
 _MAY_DIFFER = ("scatter", "reduce_scatter", "_reduce_scatter", "all_to_all", "alltoall", "coalesced")
 
 _STOPPED = "signal_stop"  # where the kernel keeps a process that SIGSTOP or SIGTSTP has stopped
@@ -322,6 +321,7 @@ class HangWatch:
     """Watches the ranks of one cell, look by look: who has been waiting for others for ``hang_s``?"""
 
     hang_s: float
+    message_s: float = 60.0  # how long a message may be on its way
     _seen: dict[int, _Seen] = field(default_factory=dict)
 
     def wants_stack(self, *, now: float) -> bool:
@@ -372,7 +372,7 @@ class HangWatch:
         """Whoever still runs a cell has waited for others for several times ``hang_s``, and nobody is left to come.
 
         Of a look with stacks that was noted. A message may be long under way, which nobody can see: who waits for one
-        is given `MESSAGE_LIMIT_S` at least.
+        is given ``message_s`` at least.
         """
         everyone = list(ranks)
         verdicts = judge(everyone)
@@ -382,7 +382,7 @@ class HangWatch:
         if not left or left != {verdict.rank for verdict in hung}:
             return False
         if any(verdict.collective is None for verdict in hung):
-            limit_s = max(limit_s, MESSAGE_LIMIT_S)
+            limit_s = max(limit_s, self.message_s)
         waited_s = (min(self._waited_s(verdict, now), now - self._seen[verdict.rank].first_at) for verdict in hung)
         return min(waited_s) >= limit_s
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 
 from ...errors import DetrainError, SessionError, TransportError, WireError
 from ...wire import (
-    ALIVE_GAP_S,
     Acknowledge,
     Alive,
     Attach,
@@ -43,10 +42,9 @@ from ...wire import (
 )
 from ..output.checkpoint import Checkpoint
 from ..output.safe_output import one_line
+from ..state.limits import Limits
 
-_FULL_BYTES = 16 << 20  # of what is queued: an interrupt does not stand behind gigabytes
 _REST_LIMIT_S = 2.0
-_ACKNOWLEDGE_GAP_S = 0.1
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 _LONGEST_REASON = 300
 _MOST_UNFINISHED_BYTES_PER_S = 1 << 20
@@ -80,8 +78,14 @@ class NodeLink:
     """
 
     def __init__(
-        self, sock: socket.socket, events: NodeEvents, *, connect: Callable[[], socket.socket] | None = None
+        self,
+        sock: socket.socket,
+        events: NodeEvents,
+        *,
+        connect: Callable[[], socket.socket] | None = None,
+        limits: Limits | None = None,
     ) -> None:
+        self._limits = limits or Limits()
         self._link = Link(sock)
         self._events = events
         self._connect = connect
@@ -162,7 +166,7 @@ class NodeLink:
     def wait_for_room(self, limit_s: float) -> bool:
         """Wait until the node has taken most of what was sent, or is gone; False when it takes nothing for so long."""
         with self._moved:
-            while (waiting_bytes := self._waiting_bytes) > _FULL_BYTES and not self.is_closed:
+            while (waiting_bytes := self._waiting_bytes) > self._limits.full_bytes and not self.is_closed:
                 is_taken = lambda: self.is_closed or self._waiting_bytes < waiting_bytes  # noqa: E731
                 if not self._moved.wait_for(is_taken, limit_s):
                     return False
@@ -281,13 +285,14 @@ class NodeLink:
 
         Raises: LinkClosed where none is answered. They are counted, and not timed: a notebook that slept asks again.
         """
-        self._alive_at = time.monotonic() + ALIVE_GAP_S
+        self._alive_at = time.monotonic() + self._limits.alive_gap_s
         with self._sending:
             if self._attach is None:
                 return
             under_way_s = min(_LONGEST_UNDER_WAY_S, self._unreceived_bytes / _SLOW_BYTES_PER_S)
-            if self._unanswered >= _MOST_UNANSWERED + under_way_s / ALIVE_GAP_S:
-                raise LinkClosed(f"the node is silent: it has not answered for {self._unanswered * ALIVE_GAP_S:.0f} s")
+            if self._unanswered >= _MOST_UNANSWERED + under_way_s / self._limits.alive_gap_s:
+                silent_s = self._unanswered * self._limits.alive_gap_s
+                raise LinkClosed(f"the node is silent: it has not answered for {silent_s:.0f} s")
             self._unanswered += 1
             if not self._link.waiting_bytes:
                 with contextlib.suppress(LinkClosed):  # the reader meets the end
@@ -437,7 +442,7 @@ class NodeLink:
 
     def _look_what_was_shown(self) -> None:
         """Every now and then; what has been shown is acknowledged one look later: it may still be under way."""
-        is_taking = self._waiting_bytes <= _FULL_BYTES  # else more and more would be kept here for it
+        is_taking = self._waiting_bytes <= self._limits.full_bytes  # else more and more would be kept here for it
         if is_taking and self._to_acknowledge is not None:
             if self._to_acknowledge.was_shown:
                 self._acknowledge(self._to_acknowledge)
@@ -446,7 +451,7 @@ class NodeLink:
                 self._to_acknowledge.was_shown = self._to_acknowledge.is_shown()
         if is_taking and self._to_acknowledge is None:
             self._to_acknowledge = self._next_checkpoint()
-        self._acknowledge_at = max(self._acknowledge_at, time.monotonic() + _ACKNOWLEDGE_GAP_S)
+        self._acknowledge_at = max(self._acknowledge_at, time.monotonic() + self._limits.acknowledge_gap_s)
 
     def _acknowledge_the_last(self) -> None:
         """We leave in good order: what has been shown need not be shown again."""

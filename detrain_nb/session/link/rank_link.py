@@ -17,31 +17,28 @@ from ...wire import PIECE_BYTES, Locate, Message, Piece, Position, Pull, Push, R
 from ..diagnosis.diagnosis import ranks_on_hosts
 from ..diagnosis.evidence import Evidence, gather
 from ..state.cell import Cell
+from ..state.limits import Limits
 from ..state.rank_deaths import advice, what_to_do_about_down
 from ..state.requests import Request
 from ..state.session_state import SessionState
 from .node_link import NodeEvents, NodeLink
 
-VALUE_LIMIT_S = 600.0
-ROOM_LIMIT_S = 60.0
-CLOSE_LIMIT_S = 5.0
-LOCATE_LIMIT_S = 1.0
 _MOST_TURNS = 10  # of cells of other threads that a cell waits for
-LAST_WORDS_LIMIT_S = 5.0  # how long a node that hung up may have something to say that was not read yet
 _REFUSED_AGAIN_S = 5.0  # from one cell that was refused to the next of "run all"
-IDLE_LIMIT_S = 30.0  # how long a cell waits for a rank that was stopped, or is starting
-_TELL_GAP_S = 1.0  # between two words about that
 _TELL_AFTER_S = 0.1
 
 
 class RankLink:
     """The ranks of one session, behind the links to their nodes. What they say is in ``state``."""
 
-    def __init__(self, session: str, ends: Sequence[End], *, is_attaching: bool = False) -> None:
+    def __init__(
+        self, session: str, ends: Sequence[End], *, is_attaching: bool = False, limits: Limits | None = None
+    ) -> None:
         trusted = [end.transport.is_this_machine or end.transport.is_trusted for end in ends]
         strangers = [node for node, is_trusted in enumerate(trusted) if not is_trusted]
         names = [end.transport.name for end in ends]
         absent = {node: end.absent for node, end in enumerate(ends) if end.absent}
+        self.limits = limits or Limits()
         self.state = SessionState(session, names, strangers=strangers, absent=absent, is_attaching=is_attaching)
         self._session = session
         self._refused: set[tuple[int, int, int]] = set()  # who was last in the way of a cell: rank, cell, presses
@@ -61,7 +58,7 @@ class RankLink:
             events = replace(events, closed=lambda *_: None)  # it is known, and told with the ranks that were there
         can_resume = transport.can_resume and not end.absent
         connect = functools.partial(transport.connect_agent, self._session) if can_resume else None
-        return NodeLink(end.sock, events, connect=connect)
+        return NodeLink(end.sock, events, connect=connect, limits=self.limits)
 
     def send(self, message: Message) -> None:
         """Send ``message`` to its ranks. Raises: NodeLost, or whatever ended the session before."""
@@ -75,7 +72,7 @@ class RankLink:
         try:
             self._nodes[node].send(message)
         except TransportError as exc:
-            self._nodes[node].wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
+            self._nodes[node].wait_for_end(limit_s=self.limits.last_words_s)
             if self.state.failure or node not in {*self.state.lost_nodes, *self.state.absent}:
                 gone = NodeLost(f"the agent of session {self._session!r} is gone: {exc}")
                 raise self.state.failure or gone from exc
@@ -101,7 +98,7 @@ class RankLink:
     def _close(self, *, is_seen: bool) -> None:
         for link in self._nodes:
             link.begin_to_close(is_seen=is_seen)
-        deadline = time.monotonic() + CLOSE_LIMIT_S
+        deadline = time.monotonic() + self.limits.close_s
         for link in self._nodes:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
 
@@ -117,11 +114,11 @@ class RankLink:
         """
         link = self._nodes[node]
         deadline, enough = time.monotonic() + limit_s, link.last_number + 1
-        first, tell_at = link.last_number, time.monotonic() + _TELL_GAP_S
+        first, tell_at = link.last_number, time.monotonic() + self.limits.tell_gap_s
         step = max(1, (number - first) // 20)
         while link.last_number < number:
             if link.is_closed:
-                link.wait_for_end(limit_s=LAST_WORDS_LIMIT_S)
+                link.wait_for_end(limit_s=self.limits.last_words_s)
                 if node in self.state.lost_nodes and not self.state.failure:
                     return
                 raise self.state.failure or NodeLost(f"node {self.state.nodes[node]} is lost: it has hung up")
@@ -131,7 +128,7 @@ class RankLink:
                 raise CellTimeout(f"session {self._session!r} has sent too little of what was missed in {limit_s:g} s")
             if time.monotonic() >= tell_at:
                 tell((link.last_number - first) / (number - first))
-                tell_at = time.monotonic() + _TELL_GAP_S
+                tell_at = time.monotonic() + self.limits.tell_gap_s
             until = min(number, enough)
             self.state.wait_for(
                 lambda: link.is_closed or link.last_number >= until,  # noqa: B023
@@ -219,9 +216,9 @@ class RankLink:
             self._give_up_waiting(in_the_way, deadline, limit_s=limit_s)
             if tell and (in_the_way.busy or in_the_way.left) and time.monotonic() >= tell_at:
                 tell(in_the_way.busy)
-                tell_at = time.monotonic() + _TELL_GAP_S
-            moments, now = (deadline, _start_limit(deadline, limit_s), tell_at), time.monotonic()
-            wait_s = min((at - now for at in moments if at > now), default=_TELL_GAP_S)
+                tell_at = time.monotonic() + self.limits.tell_gap_s
+            moments, now = (deadline, self._start_limit(deadline, limit_s), tell_at), time.monotonic()
+            wait_s = min((at - now for at in moments if at > now), default=self.limits.tell_gap_s)
             self.state.wait_for(lambda: self._has_changed(wanted, in_the_way), wait_s)  # noqa: B023
 
     def _in_the_way(self, wanted: Collection[int]) -> _InTheWay:
@@ -232,6 +229,10 @@ class RankLink:
 
     def _has_changed(self, wanted: Collection[int], before: _InTheWay) -> bool:
         return self.state.failure is not None or self._in_the_way(wanted) != before
+
+    def _start_limit(self, deadline: float, limit_s: float) -> float:
+        """When ranks that start are given up; ``deadline`` is ``limit_s`` from when they were first waited for."""
+        return max(deadline, deadline - limit_s + self.limits.idle_s)
 
     def _give_up_waiting(self, waits: _InTheWay, deadline: float, *, limit_s: float) -> None:
         """Raises: SessionError, when it is time."""
@@ -250,8 +251,8 @@ class RankLink:
                 f"{format_ranks(waits.left)} still in {next(iter(waits.left.values()))}: wait for it, or replace it "
                 f"with %distributed interrupt --kill {','.join(map(str, sorted(waits.left)))}"
             )
-        if waits.starting and now >= _start_limit(deadline, limit_s):
-            raise SessionError(f"{format_ranks(waits.starting)} did not start again within {IDLE_LIMIT_S:g} s")
+        if waits.starting and now >= self._start_limit(deadline, limit_s):
+            raise SessionError(f"{format_ranks(waits.starting)} did not start again within {self.limits.idle_s:g} s")
 
     def renumber(self, number: Mapping[int, int], *, world_size: int) -> None:
         """Give idle ranks other numbers, from old to new, in a smaller world. A node that does not take them is lost.
@@ -265,9 +266,9 @@ class RankLink:
                 for node in sorted({node_of[rank] for rank in number}):
                     old = [rank for rank in number if node_of[rank] == node]
                     self.send_to(node, Renumber(old, request.number, [number[rank] for rank in old], world_size))
-                deadline = time.monotonic() + IDLE_LIMIT_S
+                deadline = time.monotonic() + self.limits.idle_s
                 try:
-                    request.wait(IDLE_LIMIT_S, what="new numbers")
+                    request.wait(self.limits.idle_s, what="new numbers")
                 except (CellTimeout, NodeLost, RankLost, SessionError):
                     request.wait_quietly(max(0.0, deadline - time.monotonic()))  # the others take theirs
                     answers = request.answers
@@ -275,7 +276,7 @@ class RankLink:
                     if 0 in wrong or self.state.failure:
                         raise
                     for node in wrong - self.state.lost_nodes.keys():
-                        self.hang_up(node, f"its ranks did not take their new numbers within {IDLE_LIMIT_S:g} s")
+                        self.hang_up(node, f"its ranks did not take their new numbers within {self.limits.idle_s:g} s")
         except BaseException:
             self.state.fail(SessionError("not all ranks have taken their new numbers: %distributed restart"))
             raise
@@ -288,7 +289,7 @@ class RankLink:
         """Bring variables here. Raises: SessionError with what the ranks refused."""
         with self.request(ranks, names) as request:
             self.send(Pull(list(ranks), request.number, names))
-            request.wait(VALUE_LIMIT_S, what=f"pull of {', '.join(names)}")
+            request.wait(self.limits.value_s, what=f"pull of {', '.join(names)}")
             return {rank: {name: request.value(rank, name) for name in names} for rank in ranks}
 
     def push(self, variables: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
@@ -303,23 +304,21 @@ class RankLink:
                         body = bytes(buffer[start : start + PIECE_BYTES])
                         self.send(Piece(list(ranks), request.number, name, index, body))
                         for node in nodes:
-                            if not self._nodes[node].wait_for_room(ROOM_LIMIT_S):
+                            if not self._nodes[node].wait_for_room(self.limits.room_s):
                                 who = self.state.nodes[node] or "the node"
-                                raise CellTimeout(f"push of {name}: {who} took nothing for {ROOM_LIMIT_S:g} s")
-                request.wait(VALUE_LIMIT_S, what=f"push of {name}")
+                                raise CellTimeout(f"push of {name}: {who} took nothing for {self.limits.room_s:g} s")
+                request.wait(self.limits.value_s, what=f"push of {name}")
 
     # ---- questions
 
-    def locate(
-        self, ranks: Iterable[int], *, limit_s: float = LOCATE_LIMIT_S, stack: bool = True
-    ) -> dict[int, Position]:
+    def locate(self, ranks: Iterable[int], *, limit_s: float | None = None, stack: bool = True) -> dict[int, Position]:
         """Where ranks are; one that does not answer in time is not in the answer."""
         asked = [rank for rank in ranks if rank not in self.state.lost and self.is_reachable(rank)]
         with self.request(asked) as request:
             if asked:
                 with contextlib.suppress(NodeLost):
                     self.send(Locate(asked, request.number, stack))
-                    request.wait_quietly(limit_s)
+                    request.wait_quietly(self.limits.locate_s if limit_s is None else limit_s)
             return {rank: answer for rank, answer in request.answers.items() if isinstance(answer, Position)}
 
     def look(
@@ -396,11 +395,6 @@ class _InTheWay:
     @property
     def cells(self) -> set[int]:
         return {cell.number for cell in self.busy.values()}
-
-
-def _start_limit(deadline: float, limit_s: float) -> float:
-    """When ranks that start are given up; ``deadline`` is ``limit_s`` from when they were first waited for."""
-    return max(deadline, deadline - limit_s + IDLE_LIMIT_S)
 
 
 def _is_done(answer: Message | None) -> bool:

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ...errors import CellInterrupted, CellTimeout, LaunchError, RankLost, format_ranks
 from ...wire import Broadcast, EndGeneration, GenerationEnded, GenerationReady, NewGeneration, RequestDone
-from ..link.rank_link import VALUE_LIMIT_S, RankLink
+from ..link.rank_link import RankLink
 from ..output.safe_output import quote, variable_names
 from ..state.rank_deaths import describe_ends
 from ..state.requests import Request
 
-GROUP_LIMIT_S = 60.0
-END_LIMIT_S = 0.8  # a rank whose C code holds the GIL ends it later
 _ATTEMPTS = 3
 _MOST_STALE = 100  # variables that one rank names
 
@@ -23,6 +21,7 @@ class ProcessGroups:
 
     def __init__(self, link: RankLink) -> None:
         self._link = link
+        self._limits = link.limits
         self._state = link.state
         self._groups = link.state.groups
 
@@ -71,7 +70,7 @@ class ProcessGroups:
             self._wait_for_group(ready, tell)
         except BaseException:
             self.end()  # those that wait for the others
-            ready.wait_quietly(END_LIMIT_S)
+            ready.wait_quietly(self._limits.group_end_s)
             raise
         finally:
             self._state.requests.end(ready)
@@ -94,11 +93,11 @@ class ProcessGroups:
 
     def _wait_for_group(self, ready: Request, tell: Callable[[int], None]) -> None:
         """Wait for all; when one cannot make it, the others wait in vain."""
-        deadline = time.monotonic() + GROUP_LIMIT_S
+        deadline = time.monotonic() + self._limits.group_s
         while not ready.wait_quietly(0.05) and not ready.has_failed:
             if time.monotonic() >= deadline:
                 slow = format_ranks(set(self._state.ranks) - ready.answers.keys())
-                raise CellTimeout(f"{slow} did not make the process group within {GROUP_LIMIT_S:g} s")
+                raise CellTimeout(f"{slow} did not make the process group within {self._limits.group_s:g} s")
             if _errors(ready):
                 self.end()
             tell(len(ready.answers))
@@ -119,7 +118,7 @@ class ProcessGroups:
         ended = self._groups.expect_end(answering)
         self._link.send(EndGeneration(told, self._groups.number))
         self._groups.note_end()  # after it was sent: a stop may come in between, and ranks end it once
-        ended.wait_quietly(END_LIMIT_S if answering else 0.0)
+        ended.wait_quietly(self._limits.group_end_s if answering else 0.0)
         self._state.requests.end(ended)
         stale: set[str] = set()
         for answer in ended.answers.values():
@@ -137,12 +136,12 @@ class ProcessGroups:
         with self._link.request(everyone) as request:
             self._link.send(Broadcast(everyone, request.number, names, source))
             try:
-                request.wait(VALUE_LIMIT_S, what=f"broadcast of {', '.join(names)}")
+                request.wait(self._limits.value_s, what=f"broadcast of {', '.join(names)}")
                 return _orphans(request)
             except (RankLost, CellTimeout, KeyboardInterrupt) as exc:
                 self.end()  # the others wait for what will not come
                 request.leave_as(f"the broadcast of {', '.join(names)}")  # a large value takes its time to be unpacked
-                request.wait_quietly(END_LIMIT_S)
+                request.wait_quietly(self._limits.group_end_s)
                 if not isinstance(exc, KeyboardInterrupt):
                     raise
                 groups = describe_new_groups(self._groups.stale, is_wanted=self._groups.is_wanted)

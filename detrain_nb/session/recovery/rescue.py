@@ -21,14 +21,6 @@ from ..state.cell import Cell
 from ..state.rank_deaths import advice
 from .process_groups import ProcessGroups, describe_new_groups
 
-PRESS_LIMIT_S = 0.15  # ranks that run Python end within that
-LOOK_GAP_S = 0.1  # between two looks that tell who uses the processor
-KNOWN_LIMIT_S = 1.0  # how long ranks that have ended a cell are asked how far they are in their groups
-FREED_LIMIT_S = 0.5  # from the end of a generation to the end of the cell on the ranks that waited in it
-COMPUTE_LIMIT_S = 4.0  # how long a stop waits for a rank that computes before it gives the prompt back
-REPLACE_LIMIT_S = 3.0
-FREE_LIMIT_S = 5.0  # how long ranks that were freed may take to end a cell that nobody has stopped
-AFTER_DEATH_S = 0.1  # how long ranks may go on by themselves when one was lost
 _PRESSES = 3
 # A stop meets each rank at another line: one may have taken the optimizer's step, and another not.
 _MAY_BE_APART = "replicas of a model may be a step apart: %broadcast MODEL,OPTIMIZER makes them the same"
@@ -40,6 +32,7 @@ class Rescue:
 
     def __init__(self, link: RankLink, groups: ProcessGroups) -> None:
         self._link = link
+        self._limits = link.limits
         self._state = link.state
         self._groups = groups
         self._unfinished: list[Cell] = []  # stopped, but some rank was still in them
@@ -58,7 +51,7 @@ class Rescue:
         story = self._begin(cell)
         try:
             self._press(1, story)
-            if not cell.wait(FREE_LIMIT_S) and not cell.is_over:
+            if not cell.wait(self._limits.free_s) and not cell.is_over:
                 cell.note_stop()
                 story.verdicts = self._judge(story)
         except KeyboardInterrupt:  # now somebody has
@@ -151,26 +144,26 @@ class Rescue:
             return
         with contextlib.suppress(KeyboardInterrupt):  # it is under way
             self._free(self._begin(cell))
-            cell.wait(AFTER_DEATH_S)
+            cell.wait(self._limits.after_death_s)
         with contextlib.suppress(KeyboardInterrupt):
             self._interrupt(cell)
-            cell.wait(FREED_LIMIT_S)
+            cell.wait(self._limits.freed_s)
 
     def _press(self, press: int, story: _Story) -> None:
         cell = story.cell
         if press == 1:
             self._interrupt(cell)
-            if not cell.wait(PRESS_LIMIT_S) and not cell.is_over:
+            if not cell.wait(self._limits.press_s) and not cell.is_over:
                 self._free_who_waits(story)
         elif press == 2:
             self._free(story)
             self._interrupt(cell)
-            if not cell.wait(2 * FREED_LIMIT_S):
+            if not cell.wait(2 * self._limits.freed_s):
                 story.verdicts = self._judge(story)
         else:
             left = cell.running
             self._link.send(Replace(list(left), cell.number))
-            if not cell.wait(REPLACE_LIMIT_S):
+            if not cell.wait(self._limits.replace_s):
                 story.verdicts = self._judge(story)
             story.replaced = tuple(rank for rank in left if rank in cell.lost)  # the end of another was on its way
 
@@ -181,14 +174,14 @@ class Rescue:
     def _free_who_waits(self, story: _Story) -> None:
         """Look who waits; with nobody waiting, give those that compute some time."""
         cell = story.cell
-        deadline = time.monotonic() + COMPUTE_LIMIT_S
+        deadline = time.monotonic() + self._limits.compute_s
         while cell.running and not cell.is_over:
             story.verdicts = self._judge(story)
             if any(verdict.waits for verdict in story.verdicts.values()):
                 self._free(story)
                 self._interrupt(cell)
                 returning = [rank for rank, verdict in story.verdicts.items() if verdict.kind != "computes"]
-                if not cell.wait(FREED_LIMIT_S, ranks=returning):
+                if not cell.wait(self._limits.freed_s, ranks=returning):
                     story.verdicts = self._judge(story)
                 return
             if cell.running:
@@ -222,7 +215,7 @@ class Rescue:
 
     def _look_at_idle(self) -> Sequence[Evidence]:
         """What all ranks have begun with others; one that is slow to say so on a busy machine is asked again."""
-        deadline = time.monotonic() + KNOWN_LIMIT_S
+        deadline = time.monotonic() + self._limits.known_s
         while True:
             _, evidence = self._link.look(self._state.ranks, before={}, stack=False)
             is_worth_asking = any(each.state == "idle" and not each.is_known for each in evidence)
@@ -244,7 +237,7 @@ class Rescue:
         for rank, position in before.items():  # asked after the cell was sent, if it was
             if position.state == "idle":  # and its end, which would have come before this, was lost, if there was one
                 cell.withdraw(rank)
-        cell.wait(LOOK_GAP_S)
+        cell.wait(self._limits.judge_gap_s)
         _, evidence = self._link.look(everyone, before=before, stack=True)
         verdicts = judge(evidence)
         story.mismatch = story.mismatch or describe_mismatch(evidence)

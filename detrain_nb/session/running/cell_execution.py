@@ -16,9 +16,6 @@ from ..state.rank_deaths import advice, describe_ends
 
 _DID_NOT_FIT = "op.preamble.length"  # in the last words of a rank: gloo names what it has compared
 _CHECK = "%distributed config check=on names them before they are sent"
-LOOK_GAP_S = 1.0
-ENDING_LIMIT_S = 10.0  # from what a rank raised to its end, where that follows: a driver takes back what it had
-LOSS_LIMIT_S = 0.5  # from what the others raise to the news that a rank has ended
 
 
 class CellExecution:
@@ -33,6 +30,7 @@ class CellExecution:
         stop_gap_s: float,
     ) -> None:
         self._link = link
+        self._limits = link.limits
         self._state = link.state
         self._rescue = rescue
         self._hang_s = hang_s
@@ -47,7 +45,8 @@ class CellExecution:
         the ranks are interrupted: a front end that restarts its kernel interrupts it first.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        watch = _Watch(HangWatch(self._hang_s), deadline)
+        hang = HangWatch(self._hang_s, message_s=self._limits.message_s)
+        watch = _Watch(hang, deadline, look_gap_s=self._limits.look_gap_s)
         story = ""
         try:
             self._link.send(message)
@@ -78,8 +77,8 @@ class CellExecution:
                 raise CellInterrupted(cell.errors(), world_size=len(cell.ranks), note=note) from None
         if cell.is_done:
             with contextlib.suppress(KeyboardInterrupt):  # there is nothing left to stop: what ranks raised is told
-                cell.wait_for_ending(ENDING_LIMIT_S)
-                cell.wait_for_loss(LOSS_LIMIT_S)
+                cell.wait_for_ending(self._limits.ending_s)
+                cell.wait_for_loss(self._limits.loss_s)
         if cell.lost:
             self._rescue.after_death(cell)
             if not cell.running and cell.lost.keys() <= cell.ending:  # what they raised says why, and where
@@ -142,7 +141,8 @@ class CellExecution:
 class _Watch:
     """What is remembered from look to look while a cell runs."""
 
-    def __init__(self, hang: HangWatch, deadline: float | None) -> None:
+    def __init__(self, hang: HangWatch, deadline: float | None, *, look_gap_s: float) -> None:
+        self._look_gap_s = look_gap_s
         self.hang = hang
         self.stuck = StuckWatch()
         self.positions: dict[int, Position] = {}
@@ -155,8 +155,8 @@ class _Watch:
 
     def seconds_to_next_look(self) -> float:
         if self._deadline is None:
-            return LOOK_GAP_S
-        return max(0.0, min(LOOK_GAP_S, self._deadline - time.monotonic()))
+            return self._look_gap_s
+        return max(0.0, min(self._look_gap_s, self._deadline - time.monotonic()))
 
 
 def _failures(cell: Cell) -> str:

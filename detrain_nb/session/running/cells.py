@@ -15,7 +15,6 @@ from typing import Any
 from ...errors import CellInterrupted, CellTimeout, DetrainError, RankError, RemoteError, SessionError, format_ranks
 from ...wire import CellDone, RanCell, RunCell
 from ..diagnosis.diagnosis import describe_mismatch
-from ..link.rank_link import IDLE_LIMIT_S, VALUE_LIMIT_S
 from ..recovery.process_groups import describe_new_groups
 from ..state.cell import Cell
 from ..state.cell_observer import CellObserver, tell_begin
@@ -85,11 +84,11 @@ class Cells:
     ) -> Cell:
         """Have the ranks idle and their group made; again where one is lost meanwhile, or another cell was first."""
         core, state = self._core, self._state
-        deadline = time.monotonic() + IDLE_LIMIT_S
+        deadline = time.monotonic() + self._link.limits.idle_s
         while True:
-            chosen = core.wait_until_idle(ranks, observer, limit_s=IDLE_LIMIT_S)
+            chosen = core.wait_until_idle(ranks, observer, limit_s=self._link.limits.idle_s)
             for giving in state.giving(chosen):
-                giving.wait_until_given(VALUE_LIMIT_S)
+                giving.wait_until_given(self._link.limits.value_s)
             with self._beginning:
                 if state.busy.keys() & set(chosen) or state.giving(chosen):
                     continue

@@ -9,11 +9,12 @@ from ...deploy import End, nodes_of
 from ...deploy.known import StartedWith, remember
 from ...errors import CellInterrupted, DetrainError, SessionError
 from ...plan import Plan, parse_ranks
-from ..link.rank_link import IDLE_LIMIT_S, RankLink
+from ..link.rank_link import RankLink
 from ..recovery.process_groups import ProcessGroups
 from ..recovery.rescue import Rescue
 from ..state.cell import Cell
 from ..state.cell_observer import CellObserver
+from ..state.limits import Limits
 
 if TYPE_CHECKING:
     from ...spec.node import Node
@@ -24,11 +25,19 @@ Ranks = str | int | Iterable[int] | None
 class Core:
     """One per session. It has no ranks until it has a plan."""
 
-    def __init__(self, name: str, ends: Sequence[End], *, holder: str, is_attaching: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        ends: Sequence[End],
+        *,
+        holder: str,
+        is_attaching: bool = False,
+        limits: Limits | None = None,
+    ) -> None:
         self.name = name
         self.holder = holder
         self.transports = [end.transport for end in ends]
-        self.link = RankLink(name, ends, is_attaching=is_attaching)
+        self.link = RankLink(name, ends, is_attaching=is_attaching, limits=limits)
         self.state = self.link.state
         self.groups = ProcessGroups(self.link)
         self.rescue = Rescue(self.link, self.groups)
@@ -134,9 +143,9 @@ class Core:
         if not is_everybody and (self.state.busy or self.state.lost or left):
             return
         if self.state.groups.is_wanted and not is_everybody:
-            self.tell(self.groups.mend_for_some(limit_s=IDLE_LIMIT_S), observer)
+            self.tell(self.groups.mend_for_some(limit_s=self.link.limits.idle_s), observer)
         elif self.state.groups.is_wanted:
-            self.groups.mend(limit_s=IDLE_LIMIT_S)
+            self.groups.mend(limit_s=self.link.limits.idle_s)
         else:
             self.groups.begin()
 

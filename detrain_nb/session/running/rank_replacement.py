@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from ...errors import SessionError, format_ranks
 from ...wire import Interrupt, Replace
-from ..link.rank_link import IDLE_LIMIT_S
 from ..state.rank_deaths import is_gone, what_to_do_about_down
 from .core import Core, Ranks
 
@@ -45,11 +44,11 @@ class Members:
         def are_up() -> bool:
             return all(self._state.up[rank].incarnation != before for rank, before in wanted.items())
 
-        self._state.wait_for(lambda: self._state.failure is not None or are_up(), IDLE_LIMIT_S)
+        self._state.wait_for(lambda: self._state.failure is not None or are_up(), self._link.limits.idle_s)
         if self._state.failure:
             raise self._state.failure
         if not are_up():
-            raise SessionError(f"{format_ranks(chosen)} did not start again within {IDLE_LIMIT_S:g} s")
+            raise SessionError(f"{format_ranks(chosen)} did not start again within {self._link.limits.idle_s:g} s")
         for rank in chosen:
             self._replaced.pop(rank, None)
         self._state.note_told(chosen)  # it was asked for: that it is so need not be said
@@ -61,7 +60,7 @@ class Members:
         gone = [rank for rank, end in self._state.lost.items() if is_gone(end)]
         if not gone:
             raise SessionError("no node is lost: all ranks are there")
-        core.choose_idle(_others(range(core.world_size), gone), limit_s=IDLE_LIMIT_S)
+        core.choose_idle(_others(range(core.world_size), gone), limit_s=self._link.limits.idle_s)
         core.groups.end()
         plan, number = core.plan.without(gone)
         self._link.renumber(number, world_size=plan.world_size)

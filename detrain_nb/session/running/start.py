@@ -23,9 +23,6 @@ from ..state.session_state import agent_of
 from .asked import check_mapping, check_number, check_whole
 from .core import Core
 
-START_LIMIT_S = 120.0  # without a further rank that has come up
-ATTACH_LIMIT_S = 30.0  # of a node that others can do without
-CATCH_UP_LIMIT_S = 60.0
 LONGEST_S = 1e8  # three years; above some number a clock of the system or of torch runs over
 LARGEST_SEED = 1 << 62
 _TELL_GAP_S = 0.1
@@ -127,13 +124,13 @@ def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int
         if node not in core.state.absent:
             core.link.send_to(node, Attach(core.name, core.holder, steal))
     try:
-        request.wait(START_LIMIT_S if 0 in nodes else ATTACH_LIMIT_S, what="attach")
+        request.wait(core.link.limits.start_s if 0 in nodes else core.link.limits.attach_s, what="attach")
     except CellTimeout:
         if 0 in nodes:
             raise
         for node in nodes:
             if request.waits_for(agent_of(node)):
-                core.link.hang_up(node, f"it did not answer within {ATTACH_LIMIT_S:g} s")
+                core.link.hang_up(node, f"it did not answer within {core.link.limits.attach_s:g} s")
     answers = {node: request.answers.get(agent_of(node)) for node in nodes}
     return {node: answer for node, answer in answers.items() if isinstance(answer, Attached)}
 
@@ -173,16 +170,14 @@ def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say:
 
 def _wait_until_all_up(core: Core, request: Request, say: Say) -> None:
     """Raises: CellTimeout, or why a rank cannot come."""
-    num_up, deadline = -1, math.inf
+    num_up, deadline, limit_s = -1, math.inf, core.link.limits.start_s
     while not request.wait_quietly(_TELL_GAP_S) and not request.has_failed:
         if len(request.answers) > num_up:
-            num_up, deadline = len(request.answers), time.monotonic() + START_LIMIT_S
+            num_up, deadline = len(request.answers), time.monotonic() + limit_s
         say(f"importing torch: {num_up} of {core.world_size} ranks are up")
         if time.monotonic() >= deadline:
             apart = "; do the nodes reach each other? %distributed doctor --nodes NODES tells" if core.nodes else ""
-            raise CellTimeout(
-                f"{num_up} of {core.world_size} ranks are up, and no other came in {START_LIMIT_S:g} s{apart}"
-            )
+            raise CellTimeout(f"{num_up} of {core.world_size} ranks are up, and no other came in {limit_s:g} s{apart}")
     request.wait(0.0, what="start")
 
 
@@ -190,7 +185,7 @@ def _open_store(core: Core, address: str) -> int:
     """The port on the first node that the store of the rendezvous will listen on."""
     request = core.state.expect_store()
     core.link.send_to(0, OpenStore(address))
-    request.wait(START_LIMIT_S, what="a socket for the store")
+    request.wait(core.link.limits.start_s, what="a socket for the store")
     answer = request.answers[agent_of(0)]
     if not isinstance(answer, StoreOpened) or not answer.port:
         name = core.transports[0].name or "this machine"
@@ -254,7 +249,7 @@ def _catch_up(core: Core, node: int, number: int, say: Say) -> None:
         core.link.wait_for_number(
             node,
             number,
-            limit_s=CATCH_UP_LIMIT_S,
+            limit_s=core.link.limits.catch_up_s,
             tell=lambda share: say(f"{share:.0%} of what {source} has kept is here"),
         )
     except CellTimeout as exc:
@@ -271,11 +266,11 @@ def _wait_until_up(core: Core) -> None:
     def starting() -> set[int]:
         return set(state.ranks) - state.up.keys() - state.lost.keys()
 
-    is_done = state.wait_for(lambda: state.failure is not None or not starting(), START_LIMIT_S)
+    is_done = state.wait_for(lambda: state.failure is not None or not starting(), core.link.limits.start_s)
     if state.failure:
         raise state.failure
     if not is_done and (late := starting()):
-        words = f"{format_ranks(late)} of session {core.name!r} did not start within {START_LIMIT_S:g} s"
+        words = f"{format_ranks(late)} of session {core.name!r} did not start within {core.link.limits.start_s:g} s"
         if late & set(core.plan.nodes[0].ranks):
             raise SessionError(words)
         for number, node in enumerate(core.plan.nodes):
