@@ -27,6 +27,7 @@ __all__ = ["ON_NODE", "CodeArchive", "ipython_code", "own_code", "pack_files"]
 # The rooms that run on a node, as in docs/design.md; some are not built yet.
 ON_NODE = (
     "errors",
+    "text",
     "wire",
     "values",
     "plan",

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from ..copying.json_lines import SLOWEST_BYTES_PER_S, Overdue, Talk, Untrue, as_size, clean
 from ..copying.remote_program import SAMPLE_FILES
 from ..errors import SessionError
+from ..text import html_cells, table_lines
 from .files import NodeAccess, OnProgress, Stop, label, on_every, open_talk
 from .folder import Manifest, list_folder, name_hidden, pack
 from .ignoring import OWN_FILE
@@ -32,6 +33,7 @@ __all__ = ["DataCheck", "DataState", "FolderSync", "SyncedNode", "check"]
 _BRING_LIMIT_S = 120.0  # for what a node has to do; it waits up to 60 s for another that writes to the same folder
 _CHUNK_BYTES = 1 << 18
 _MOST_NAMED = 3
+_COLUMNS = ["node", "files", "bytes", "checksum", ""]
 _WHERE_LOOKED = "a path that is not given in full is looked for in the folder where the ranks of each node start"
 
 
@@ -257,17 +259,13 @@ class DataCheck:
     def __repr__(self) -> str:
         if not self.is_anywhere:
             return f"{self._title()}\n{_WHERE_LOOKED}"
-        rows = [["node", "files", "bytes", "checksum", ""], *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        table = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-        return f"{self._title()}\n{table}"
+        return "\n".join([self._title(), *table_lines([_COLUMNS, *self._rows()])])
 
     def _repr_html_(self) -> str:
         if not self.is_anywhere:
             return f"<p>{html.escape(self._title())}<br>{_WHERE_LOOKED}</p>"
-        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows()]
-        head = "".join(f"<th>{title}</th>" for title in ("node", "files", "bytes", "checksum", ""))
-        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        head = html_cells(_COLUMNS, tag="th")
+        body = "".join(f"<tr>{html_cells(row)}</tr>" for row in self._rows())
         return f"<p>{html.escape(self._title())}</p><table><tr>{head}</tr>{body}</table>"
 
     @property

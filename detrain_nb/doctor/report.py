@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
+import itertools
 import statistics
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from ..text import html_cells, html_table, table_lines
 
 if TYPE_CHECKING:
     from ..spec.node import Node
@@ -23,7 +26,7 @@ _TABLE_WIDTH = 118
 _NAME_WIDTH = 12
 _NARROWEST, _WIDEST = 18, 48
 _MARKS: dict[State, str] = {"good": "", "none": "", "warning": "! ", "bad": "✗ "}
-_HEAD = "<th style='text-align:left'>"  # as the values below and beside it
+_LEFT = "text-align:left"  # as the values below and beside it
 _STYLES: dict[State, str] = {
     "good": "",
     "none": "color:gray",
@@ -146,21 +149,20 @@ class Report:
 
     def __repr__(self) -> str:
         width = max(_NARROWEST, min(_WIDEST, (_TABLE_WIDTH - _NAME_WIDTH) // len(self.nodes) - 2))
-        lines = [self._title, *_write_row("", [Cell(host) for host in self.hosts], width)]
+        wrapped = _wrap_row("", [Cell(host) for host in self.hosts], width)
         for row in self.rows:
-            lines += _write_row(row.check, row.cells, width)
-        return "\n".join([*lines, *(f"- {problem}" for problem in self.problems)])
+            wrapped += _wrap_row(row.check, row.cells, width)
+        lines = table_lines(wrapped, min_widths=[_NAME_WIDTH, *[width] * len(self.nodes)])
+        return "\n".join([self._title, *lines, *(f"- {problem}" for problem in self.problems)])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"{_HEAD}{html.escape(text)}</th>" for text in ("", *self.hosts))
+        head = html_cells(("", *self.hosts), tag="th", style=_LEFT)
         body = "".join(
-            f"<tr>{_HEAD}{html.escape(row.check)}</th>" + "".join(map(_write_html_cell, row.cells)) + "</tr>"
+            f"<tr>{html_cells([row.check], tag='th', style=_LEFT)}{''.join(map(_write_html_cell, row.cells))}</tr>"
             for row in self.rows
         )
-        title = html.escape(self._title)
         problems = "".join(f"<li><pre>{html.escape(str(problem))}</pre></li>" for problem in self.problems)
-        table = f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return table + (f"<ul>{problems}</ul>" if problems else "")
+        return html_table(head, body, caption=[self._title]) + (f"<ul>{problems}</ul>" if problems else "")
 
     @property
     def _title(self) -> str:
@@ -177,16 +179,10 @@ def _clean(text: str) -> str:
     return "".join(char for char in text if char.isprintable())[:_MOST_TEXT]
 
 
-def _write_row(check: str, cells: Sequence[Cell], width: int) -> list[str]:
+def _wrap_row(check: str, cells: Sequence[Cell], width: int) -> list[tuple[str, ...]]:
     """The lines of a row of the table: texts that are too long go on below."""
     columns = [textwrap.wrap(str(cell), width, break_on_hyphens=False) or [""] for cell in cells]
-    names = textwrap.wrap(check, _NAME_WIDTH)
-    lines = []
-    for number in range(max(len(names), *map(len, columns))):
-        parts = [column[number] if number < len(column) else "" for column in columns]
-        name = names[number] if number < len(names) else ""
-        lines.append("  ".join([name.ljust(_NAME_WIDTH), *(part.ljust(width) for part in parts)]).rstrip())
-    return lines
+    return list(itertools.zip_longest(textwrap.wrap(check, _NAME_WIDTH), *columns, fillvalue=""))
 
 
 def _write_html_cell(cell: Cell) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..text import table_lines
 from .costs.partitioner import Partition
 from .mesh import resolve_axes
 
@@ -84,12 +85,13 @@ def show_mesh(sizes: Mapping[str, int], world_size: int) -> str:
     """
     *outer, inner = _shown_axes(sizes, world_size)
     rows = world_size // inner[1]
-    lines = ["  ".join([*(f"{axis:>12}" for axis, _ in outer), f"ranks along {inner[0]}={inner[1]}"])]
+    table = [[*(axis for axis, _ in outer), f"ranks along {inner[0]}={inner[1]}"]]
     for row in range(min(rows, _MOST_ROWS)):
         places = _places(row, [size for _, size in outer])
         first = row * inner[1]
         ranks = str(first) if inner[1] == 1 else f"{first}-{first + inner[1] - 1}"
-        lines.append("  ".join([*(f"{place:>12}" for place in places), ranks]))
+        table.append([*map(str, places), ranks])
+    lines = table_lines(table, num_right=len(outer), min_widths=[12] * len(outer))
     if rows > _MOST_ROWS:
         lines.append(f"... {rows - _MOST_ROWS} more")
     return "\n".join(lines)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..text import ShownAsText, table_lines
 from .stages.splitter import Split
 from .tensor.plan import TensorPlan
 
@@ -50,7 +50,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRun(ShownAsText):
     """A layout, and what its ranks would hold; it is shown as a table."""
 
     mesh: Mapping[str, int]
@@ -73,15 +73,11 @@ class DryRun:
             stages = ",".join(map(str, row.stages))
             bytes_text = map(_size, (row.total_bytes, *row.parts_bytes))
             table.append((ranks, stages, f"{row.num_parameters:,}", *bytes_text, row.phase))
-        widths = [max(map(len, column)) for column in zip(*table)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in table]
+        lines = table_lines(table, num_right=len(table[0]))
         head = f"{sizes}: {len(self.rows) and sum(len(row.ranks) for row in self.rows)} ranks, {self.schedule}"
         if self.plan is not None and self.plan.what_is_whole:
             lines.append(self.plan.headline())
         return "\n".join([head, *lines])
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _size(size_bytes: float) -> str:

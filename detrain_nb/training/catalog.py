@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import DetrainError, SpecError
 from ..storage import Location, is_local, shown
+from ..text import table_lines
 from .digests import Damaged, is_digests, is_sealed
 from .plain import parse_json
 from .tensor_files import foreign_errors, read_whole
@@ -102,9 +103,7 @@ class Checkpoints(tuple[Checkpoint, ...]):
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.saved_at)) if each.saved_at else "-"
             state = f"no: {each.wrong}" if each.wrong else "yes"
             rows.append((str(each.step), when, _size_text(each.size_bytes), state))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row, widths)), row[3]]).rstrip() for row in rows]
-        return "\n".join(lines) if self else "no checkpoints"
+        return "\n".join(table_lines(rows, num_right=3)) if self else "no checkpoints"
 
     __str__ = __repr__
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError
+from ...text import table_lines
 from ..arguments import require_whole
 from .profiler import ModelProfile
 
@@ -96,9 +97,7 @@ class Partition:
             cut = self.profile.units[begin].cut or "the start"
             memory_text = f"{self.memory_bytes[stage] / 1e9:.3f} GB"
             rows.append((str(stage), node.name or "-", cut, str(end - begin), time_text, memory_text))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        lines.append(self._summary())
+        lines = [*table_lines(rows), self._summary()]
         if self.even is not None:
             lines.append(f"equal numbers of units: {self.even._summary()}{'' if self.even.fits else ', does not fit'}")
         return "\n".join(lines)

@@ -10,7 +10,6 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-import html
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from ...errors import SpecError
+from ...text import ShownAsText, table_lines
 from ..arguments import require_model
 from ..kept import state_kept
 from ..recording import AskingMode, Entries, ModuleOutput, Recording, TensorLook, device_of, fails_with_inputs, record
@@ -97,7 +97,7 @@ def _sum(seconds: float | None, others: float | None) -> float | None:
 
 
 @dataclass(frozen=True)
-class ModelProfile:
+class ModelProfile(ShownAsText):
     """The units of a model, in the order in which they run; ``parameter_bytes`` by first name, tied ones once.
 
     ``num_rows`` is the first dimension of the first example input that has one, ``shared_inputs`` are those that have
@@ -179,12 +179,7 @@ class ModelProfile:
             cost = [parameter_bytes / 1e6, unit.flops / 1e9, unit.saved_bytes / 1e6, unit.input_bytes / 1e6]
             cost += [1e3 * seconds] if is_measured else []
             rows.append((unit.cut or "the start", *(f"{value:.3f}" for value in cost)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return "\n".join(table_lines(rows))
 
 
 def profile(model: nn.Module, example_inputs: ExampleInputs, *, measure: bool = False) -> ModelProfile:

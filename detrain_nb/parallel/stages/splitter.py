@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import bisect
 import difflib
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ...errors import SpecError
+from ...text import ShownAsText
 from ..arguments import require_model, require_names, require_whole
 from ..costs.partitioner import Partition, StageNode, partition
 from ..costs.profiler import ExampleInputs, ModelProfile, as_call, profile
@@ -23,7 +23,7 @@ __all__ = ["Split", "split"]
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(ShownAsText):
     """A model, cut into stages; ``stage(i)`` makes one of them, on the rank that needs it.
 
     ``cuts`` are the modules at whose entry the second and each further stage begins. ``shared`` has the parameters that
@@ -134,9 +134,6 @@ class Split:
             return str(self.partition)
         begins = ["the start", *self.cuts]
         return "\n".join(f"stage {index} begins at {begin}" for index, begin in enumerate(begins))
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def split(

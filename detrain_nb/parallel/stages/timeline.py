@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from ...errors import SpecError
+from ...text import ShownAsText
 from ..arguments import require_whole
 from .schedules import KINDS, Schedule, WrittenSchedule, find_schedule
 
@@ -32,7 +32,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(ShownAsText):
     """What the ranks of a pipeline do in one step; it is shown as text, and drawn by ``draw``."""
 
     schedule: str
@@ -66,9 +66,6 @@ class Timeline:
             legend += ", -: gradients of weights"
         lines.append(f"{self.schedule}: {1e3 * self.step_s:.3f} ms, {100 * self.bubble:.0f} % bubble ({legend})")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
     def draw(self, axes: Any = None) -> Any:
         """Draw it with matplotlib, which has to be installed, on ``axes`` or on new ones; return them."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...errors import SpecError
+from ...text import html_cells, html_table, table_lines
 
 __all__ = ["ByHead", "Layout", "Packed", "Pair", "PlannedModule", "SequenceParts", "TensorPlan"]
 
@@ -26,6 +27,7 @@ KINDS = {  # by role
     **dict.fromkeys(EXPERTS, ("experts",)),
 }
 ROLES = (*KINDS, "replicate")
+_COLUMNS = ("module", "on each rank", "why")
 _NAMED_WHOLE = 3  # modules that have most of what is whole
 OUTPUT_DIM = {"linear": 0, "conv1d": 1}  # of a weight, by the kind of its module
 
@@ -293,20 +295,13 @@ class TensorPlan:
     # ---- how it looks
 
     def __str__(self) -> str:
-        rows = [("module", "on each rank", "why"), *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        lines = (f"{name:{widths[0]}}  {how:{widths[1]}}  {why}".rstrip() for name, how, why in rows)
-        return "\n".join([self.headline(), *lines])
+        return "\n".join([self.headline(), *table_lines([_COLUMNS, *self._rows()])])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        cells = (
-            "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in row) for row in self._rows()
-        )
-        head = "<tr><th>module</th><th>on each rank</th><th>why</th></tr>"
-        body = "".join(f"<tr>{row}</tr>" for row in cells)
-        return f"<p>{html.escape(self.headline())}</p><table><thead>{head}</thead><tbody>{body}</tbody></table>"
+        body = "".join(f"<tr>{html_cells(row, style='text-align:left')}</tr>" for row in self._rows())
+        return f"<p>{html.escape(self.headline())}</p>{html_table(html_cells(_COLUMNS, tag='th'), body)}"
 
     def headline(self) -> str:
         """How much is in parts, and, where that is little, what is whole and why."""

@@ -6,6 +6,7 @@ import html
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...text import html_cells, html_table, table_lines
 from ..output.safe_output import one_line
 from .diagnosis import Verdict, describe_wait
 
@@ -38,23 +39,20 @@ class Whereabouts:
 
     def __repr__(self) -> str:
         table = [_COLUMNS, *(self._cells(verdict) for verdict in self.verdicts)]
-        widths = [max(len(row[column]) for row in table) for column in range(len(_COLUMNS))]
-        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in table]
+        lines = table_lines(table)
         for verdict in self.verdicts:
             if frames := _frames(verdict):
                 lines += [f"rank {verdict.rank}:", *(f"  {frame}" for frame in frames)]
         return "\n".join([f"session {self.name}: {self.summary}", *lines])
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{column}</th>" for column in (*_COLUMNS, "stack"))
+        head = html_cells((*_COLUMNS, "stack"), tag="th")
         rows = "".join(self._row(verdict) for verdict in self.verdicts)
-        title = f"session {html.escape(self.name)}: {html.escape(self.summary)}"
-        return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        return html_table(head, rows, caption=[f"session {self.name}: {self.summary}"])
 
     def _row(self, verdict: Verdict) -> str:
-        cells = "".join(f"<td>{html.escape(text)}</td>" for text in self._cells(verdict))
         stack = html.escape("\n".join(_frames(verdict)))
-        return f"<tr>{cells}<td style='text-align:left'><pre>{stack}</pre></td></tr>"
+        return f"<tr>{html_cells(self._cells(verdict))}<td style='text-align:left'><pre>{stack}</pre></td></tr>"
 
     def _cells(self, verdict: Verdict) -> tuple[str, ...]:
         evidence = verdict.evidence

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import RemoteError, behind_ours, short_ranks
+from ...text import html_cells, html_table
 from ..output.log import OutputLog
 
 __all__ = ["CellResult", "RankResult", "TextOnly"]
@@ -110,13 +111,12 @@ class CellResult:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{r.rank}</td><td>{html.escape(r.host)}</td><td>{r.seconds:.3f}</td>"
+            f"<tr>{html_cells((str(r.rank), r.host, f'{r.seconds:.3f}'))}"
             f"<td style='text-align:left'><pre>{html.escape(_shown(r))}</pre></td>"
             f"<td style='text-align:left'><pre>{html.escape(r.beginning)}</pre></td></tr>"
             for r in self
         )
-        head = "<tr><th>rank</th><th>host</th><th>seconds</th><th>value</th><th>stdout</th></tr>"
-        return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+        return html_table(html_cells(("rank", "host", "seconds", "value", "stdout"), tag="th"), rows)
 
 
 def _shown(result: RankResult) -> str:

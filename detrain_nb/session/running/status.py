@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...errors import format_ranks
+from ...text import html_cells, html_table, table_lines
 from ..output.safe_output import one_line
 
 if TYPE_CHECKING:
@@ -114,21 +116,17 @@ class SessionStatus:
         columns, groups = self._columns, self._groups()
         indent = "  " if self._is_grouped else ""
         table = [_COLUMNS, *(rank.cells() for _, ranks in groups for rank in ranks)]
-        widths = {column: max(len(row[column]) for row in table) for column in columns}
-
-        def line(row: Sequence[str]) -> str:
-            return (indent + "  ".join(row[column].ljust(width) for column, width in widths.items())).rstrip()
-
-        lines = [self._title, *self._notes, line(_COLUMNS)]
+        laid_out = (f"{indent}{line}" for line in table_lines([[row[column] for column in columns] for row in table]))
+        lines = [self._title, *self._notes, next(laid_out)]
         for node, ranks in groups:
             lines += [self._heading(node)] if node else []
-            lines += [line(rank.cells()) for rank in ranks]
+            lines += itertools.islice(laid_out, len(ranks))
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         columns = self._columns
-        head = "".join(f"<th>{_COLUMNS[column]}</th>" for column in columns)
-        bodies = ""
+        head = html_cells((_COLUMNS[column] for column in columns), tag="th")
+        bodies = []
         for node, ranks in self._groups():
             rows = ""
             if node:
@@ -137,10 +135,9 @@ class SessionStatus:
                 rows = f"<tr><th colspan='{len(columns)}' scope='rowgroup' style='{style}'>{heading}</th></tr>"
             for rank in ranks:
                 cells = rank.cells()
-                rows += "<tr>" + "".join(f"<td>{html.escape(cells[column])}</td>" for column in columns) + "</tr>"
-            bodies += f"<tbody>{rows}</tbody>"
-        caption = "<br>".join(map(html.escape, [self._title, *self._notes]))
-        return f"<table><caption>{caption}</caption><thead><tr>{head}</tr></thead>{bodies}</table>"
+                rows += f"<tr>{html_cells(cells[column] for column in columns)}</tr>"
+            bodies.append(rows)
+        return html_table(head, *bodies, caption=[self._title, *self._notes])
 
     @property
     def _is_grouped(self) -> bool:

@@ -1,0 +1,58 @@
+"""What is shown to people: tables whose columns stand below each other."""
+
+from __future__ import annotations
+
+from detrain_nb.text import ShownAsText, html_cells, html_table, table_lines
+
+
+def test_columns_are_as_wide_as_their_widest_cell_and_no_line_ends_in_blanks() -> None:
+    rows = [("rank", "host", "state"), ("0", "a-long-name", "idle"), ("1", "", ""), ("", "", "")]
+    assert table_lines(rows) == [
+        "rank  host         state",
+        "0     a-long-name  idle",
+        "1",
+        "",
+    ]
+
+
+def test_first_columns_can_be_aligned_to_the_right() -> None:
+    rows = [("step", "size", "complete"), ("12000", "1.5 GB", "no: rank 3"), ("7", "12 B", "yes")]
+    assert table_lines(rows, num_right=2) == [
+        " step    size  complete",
+        "12000  1.5 GB  no: rank 3",
+        "    7    12 B  yes",
+    ]
+    assert [len(line) for line in table_lines(rows, num_right=3)] == [25, 25, 25]
+
+
+def test_first_columns_can_be_wider_than_what_is_in_them() -> None:
+    rows = [("pp", "dp", "ranks"), ("0", "more than 6", "0-3")]
+    assert table_lines(rows, num_right=2, min_widths=[6, 6]) == [
+        "    pp           dp  ranks",
+        "     0  more than 6  0-3",
+    ]
+
+
+def test_tables_without_rows_or_columns_have_no_columns() -> None:
+    assert table_lines([]) == []
+    assert table_lines([], num_right=2, min_widths=[4]) == []
+    assert table_lines([(), ()]) == ["", ""]
+
+
+def test_html_of_a_table_is_escaped_and_its_lines_are_in_one_caption() -> None:
+    head = html_cells(["a<b", ""], tag="th")
+    body = f"<tr>{html_cells(['<script>', '&'], style='text-align:left')}</tr>"
+    assert html_table(head, body, "", caption=["x > y", "'z'"]) == (
+        "<table><caption>x &gt; y<br>&#x27;z&#x27;</caption><thead><tr><th>a&lt;b</th><th></th></tr></thead>"
+        "<tbody><tr><td style='text-align:left'>&lt;script&gt;</td><td style='text-align:left'>&amp;</td></tr></tbody>"
+        "<tbody></tbody></table>"
+    )
+    assert html_table("") == "<table><thead><tr></tr></thead></table>"
+
+
+def test_what_is_shown_as_text_keeps_its_columns_and_has_no_markup_of_its_own() -> None:
+    class Cut(ShownAsText):
+        def __str__(self) -> str:
+            return "a  <b>\n1  2"
+
+    assert Cut()._repr_html_() == "<pre>a  &lt;b&gt;\n1  2</pre>"
