@@ -5,7 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-__all__ = ["ShownAsText", "html_cells", "html_table", "table_lines"]
+__all__ = ["ShownAsText", "format_size", "html_cells", "html_table", "table_lines"]
+
+_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+
+
+def format_size(size_bytes: float, *, smallest: str = "") -> str:
+    """Three digits and a unit; with the ``smallest`` unit that there is, tenths, and whole numbers of that one."""
+    if smallest:
+        unit = next(unit for unit, size in _UNITS.items() if size <= max(size_bytes, _UNITS[smallest]))
+        return f"{size_bytes / _UNITS[unit]:,.{int(unit != smallest)}f} {unit}"
+    unit = next((unit for unit, size in reversed(_UNITS.items()) if size_bytes < 999.5 * size), "GB")
+    number = size_bytes / _UNITS[unit]
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, num_right: int = 0, min_widths: Sequence[int] = ()) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..text import format_size
 from .screen import screen_for
 
 _PATIENCE_S = 0.5
@@ -67,12 +68,3 @@ class CopyProgress:
         return (
             f"{self._what} [{bar}] {int(100 * share):3} %, {format_size(done)} of {format_size(total)}{rate}, {counted}"
         )
-
-
-def format_size(size_bytes: float) -> str:
-    """Three digits and a unit."""
-    for unit in ("B", "kB", "MB"):
-        if size_bytes < 999.5:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:,.3g} GB" if size_bytes < 999.5 else f"{size_bytes:,.0f} GB"

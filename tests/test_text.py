@@ -1,8 +1,10 @@
-"""What is shown to people: tables whose columns stand below each other."""
+"""What is shown to people: tables whose columns stand below each other, and sizes."""
 
 from __future__ import annotations
 
-from detrain_nb.text import ShownAsText, html_cells, html_table, table_lines
+import pytest
+
+from detrain_nb.text import ShownAsText, format_size, html_cells, html_table, table_lines
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_no_line_ends_in_blanks() -> None:
@@ -56,3 +58,28 @@ def test_what_is_shown_as_text_keeps_its_columns_and_has_no_markup_of_its_own() 
             return "a  <b>\n1  2"
 
     assert Cut()._repr_html_() == "<pre>a  &lt;b&gt;\n1  2</pre>"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        *((0, "0 B"), (999, "999 B"), (999.6, "1 kB"), (1000, "1 kB"), (1234, "1.23 kB")),
+        *((999_400, "999 kB"), (999_600, "1 MB"), (999_600_000, "1 GB"), (1_260_000_000, "1.26 GB")),
+        *((999.4e9, "999 GB"), (999.6e9, "1,000 GB"), (3e12, "3,000 GB"), (-12_345, "-1.23e+04 B")),
+    ],
+)
+def test_sizes_have_three_digits_and_a_unit(size: float, text: str) -> None:
+    assert format_size(size) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "smallest", "text"),
+    [
+        *((0, "B", "0 B"), (999, "B", "999 B"), (1000, "B", "1.0 kB"), (999_949, "B", "999.9 kB")),
+        *((10**6, "B", "1.0 MB"), (10**9, "B", "1.0 GB"), (1234 * 10**9, "B", "1,234.0 GB")),
+        *((0, "MB", "0 MB"), (67_108_864, "MB", "67 MB"), (999_999_999, "MB", "1,000 MB"), (10**9, "MB", "1.0 GB")),
+        *((1.25e12, "MB", "1,250.0 GB"), (512, "kB", "1 kB"), (1_550_000, "kB", "1.6 MB")),
+    ],
+)
+def test_sizes_have_tenths_down_to_the_smallest_unit(size: float, smallest: str, text: str) -> None:
+    assert format_size(size, smallest=smallest) == text

@@ -22,6 +22,7 @@ from typing import IO, NamedTuple
 from ..copying.json_lines import Untrue, check_name
 from ..copying.sender import is_guarded, is_owners_alone, open_regular
 from ..errors import SpecError
+from ..text import format_size
 from .code import pack_files
 from .ignoring import GIT_FILE, OWN_FILE, Rules, cannot_read, extend, is_left_out, read_rules_above
 from .private import is_private
@@ -306,7 +307,4 @@ def _check_name(name: str) -> str:
 
 
 def _format_size(size_bytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{size_bytes} bytes"
+    return format_size(size_bytes, smallest="B").replace(".0 ", " ")

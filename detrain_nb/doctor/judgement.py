@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..deploy.host_facts import Disk, Fault, HostFacts
 from ..errors import HostKeyError
+from ..text import format_size
 from .examination import Host
 from .report import Cell, Row, count
 
@@ -369,7 +370,7 @@ def _major(version: str) -> int:
 
 
 def _size(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:,.0f} MB"
+    return format_size(size_bytes, smallest="MB")
 
 
 def _describe_range(values: Sequence[float], show: Callable[[float], str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..text import ShownAsText, table_lines
+from ..text import ShownAsText, format_size, table_lines
 from .stages.splitter import Split
 from .tensor.plan import TensorPlan
 
@@ -71,18 +71,10 @@ class DryRun(ShownAsText):
         for row in self.rows:
             ranks = f"{row.ranks[0]}-{row.ranks[-1]}" if len(row.ranks) > 1 else str(row.ranks[0])
             stages = ",".join(map(str, row.stages))
-            bytes_text = map(_size, (row.total_bytes, *row.parts_bytes))
+            bytes_text = map(format_size, (row.total_bytes, *row.parts_bytes))
             table.append((ranks, stages, f"{row.num_parameters:,}", *bytes_text, row.phase))
         lines = table_lines(table, num_right=len(table[0]))
         head = f"{sizes}: {len(self.rows) and sum(len(row.ranks) for row in self.rows)} ranks, {self.schedule}"
         if self.plan is not None and self.plan.what_is_whole:
             lines.append(self.plan.headline())
         return "\n".join([head, *lines])
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.3g} TB"

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import DetrainError, SpecError
 from ..storage import Location, is_local, shown
-from ..text import table_lines
+from ..text import format_size, table_lines
 from .digests import Damaged, is_digests, is_sealed
 from .plain import parse_json
 from .tensor_files import foreign_errors, read_whole
@@ -102,17 +102,10 @@ class Checkpoints(tuple[Checkpoint, ...]):
         for each in self:
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.saved_at)) if each.saved_at else "-"
             state = f"no: {each.wrong}" if each.wrong else "yes"
-            rows.append((str(each.step), when, _size_text(each.size_bytes), state))
+            rows.append((str(each.step), when, format_size(each.size_bytes, smallest="B"), state))
         return "\n".join(table_lines(rows, num_right=3)) if self else "no checkpoints"
 
     __str__ = __repr__
-
-
-def _size_text(size_bytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.1f} {unit}"
-    return f"{size_bytes} B"
 
 
 def step_folder(place: Location, step: int) -> Location:

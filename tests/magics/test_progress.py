@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from detrain_nb.magics.progress import CopyProgress, format_size
+from detrain_nb.magics.progress import CopyProgress
 from detrain_nb.magics.screen import TextScreen
 from detrain_nb.magics.transcript import Text
 
@@ -72,14 +72,6 @@ def test_what_has_no_size_yet_is_at_the_beginning() -> None:
     drawn = _Drawn()
     drawn.tell(0.0, 0, 0, 0)
     assert drawn.lines == ["get [..............................]   0 %, 0 B of 0 B, 0 files"]
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_600, "1 MB"), (1_260_000_000, "1.26 GB"), (3e12, "3,000 GB")],
-)
-def test_sizes_have_three_digits_and_a_unit(size: float, text: str) -> None:
-    assert format_size(size) == text
 
 
 def test_front_end_has_one_line_that_moves_to_the_end_and_goes(kernel: Any) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from ...text import format_size
 from .rings import errors_behind
 
 _SHOWN = 5
@@ -45,7 +46,7 @@ def describe_largest(namespace: Mapping[str, object]) -> str:
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(value)}
             sizes[name] = sum(storages.values())
     largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])[:_SHOWN]
-    return ", ".join(f"{name} {_size(sizes[name])}" for name in largest)
+    return ", ".join(f"{name} {format_size(sizes[name], smallest='B')}" for name in largest)
 
 
 def is_context_broken(error: BaseException, text: str) -> bool:
@@ -98,7 +99,3 @@ def _tensors(value: object, depth: int = 3) -> Iterator[torch.Tensor]:
     elif depth > 0 and isinstance(value, (list, tuple, set)):
         for part in list(value):
             yield from _tensors(part, depth - 1)
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

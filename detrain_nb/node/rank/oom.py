@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from signal import SIGKILL
 
+from ...text import format_size
 from ..system.cgroups import MemoryGroup, find_groups, read, read_mounts, read_number
 
 
@@ -66,13 +67,9 @@ class OomWatch:
             now, limit = group.hits(), group.limit_bytes()
             is_hit = before is not None and now is not None and now > before
             if limit is not None and (is_hit or group.has_been_full()):
-                return f"the limit of its cgroup is {_size(limit)}"
+                return f"the limit of its cgroup is {format_size(limit, smallest='MB')}"
         ended = "it" if verdict == "out of memory" else "a process of this machine"
         return f"the kernel ended {ended} to free memory"
 
     def _count_of_machine(self) -> int | None:
         return read_number(f"{self._root}/proc/vmstat", "oom_kill ")
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:,.0f} MB"
