@@ -27,6 +27,7 @@ from fsspec.spec import AbstractFileSystem
 
 from .errors import DetrainError, SpecError
 from .guarded import SEARCH
+from .text import printable
 
 __all__ = ["Location", "OnProgress", "locate", "replace_file", "shown", "whole_file"]
 
@@ -62,8 +63,8 @@ class Location:
     def __truediv__(self, name: str) -> Location:
         """What is called ``name`` in this folder, whoever says so. Raises: SpecError when that may be elsewhere."""
         if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
-            raise SpecError(f"'{_shown(name)}' is not the name of a file in {self.name}")
-        return Location(f"{self.name.rstrip('/')}/{_shown(name)}", f"{self.path.rstrip('/')}/{name}", self.files)
+            raise SpecError(f"'{printable(name)}' is not the name of a file in {self.name}")
+        return Location(f"{self.name.rstrip('/')}/{printable(name)}", f"{self.path.rstrip('/')}/{name}", self.files)
 
     def exists(self) -> bool:
         """Whether a file or folder is there. A store that does not answer is an error, not a no."""
@@ -133,7 +134,7 @@ class Location:
     def put(self, source: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> None:
         """Copy a file of this machine there, as `write` does. Raises: SpecError when ``source`` is no file."""
         if not os.path.isfile(source):
-            raise SpecError(f"{_shown(os.fspath(source))} is no file")
+            raise SpecError(f"{printable(os.fspath(source))} is no file")
         with _errors(self.name, "written"):
             if is_local(self.files):
                 with self._made_here() as file, open(source, "rb") as given:
@@ -237,7 +238,7 @@ def _check(protocol: str, rest: str, name: str) -> None:
 
 def _here(path: str) -> Location:
     full = os.path.abspath(os.path.expanduser(path)).replace(os.sep, "/")
-    return Location(_shown(full), full, LocalFileSystem())
+    return Location(printable(full), full, LocalFileSystem())
 
 
 def _move(files: Any, part: str, target: str) -> None:
@@ -263,7 +264,7 @@ def _name(text: str) -> str:
     """A path or a URL for people: without user and password, and without what stands behind a ``?``."""
     start, slashes, rest = _PIECES.fullmatch(text).groups(default="")  # type: ignore[union-attr]  # it matches all
     if not slashes:
-        return _shown(text)
+        return printable(text)
     user = _USER.match(rest)
     if ":/" in rest or (user and "?" in user[0]):
         rest = _HIDDEN  # nobody can say where a password ends
@@ -271,7 +272,7 @@ def _name(text: str) -> str:
         rest = f"{_HIDDEN}@{rest[user.end() :]}"
     head, query, _ = rest.partition("?")
     start = re.sub(".*@", f"{_HIDDEN}@", start, flags=re.DOTALL)
-    return _shown(f"{start}{slashes}{head}{query and '?' + _HIDDEN}")
+    return printable(f"{start}{slashes}{head}{query and '?' + _HIDDEN}")
 
 
 @contextlib.contextmanager
@@ -292,11 +293,7 @@ def _errors(name: str, done: str) -> Iterator[None]:
 
 def shown(text: str, *, most: int = 200) -> str:
     """What a file or a store says, for a line of a message: without control characters, and no longer than that."""
-    return _shown(text[: most + 1])[:most]
-
-
-def _shown(text: str) -> str:
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return printable(text[: most + 1])[:most]
 
 
 def is_local(files: Any) -> bool:

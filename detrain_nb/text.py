@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["ShownAsText", "format_size", "html_cells", "html_table", "table_lines"]
+__all__ = ["ShownAsText", "escape", "format_size", "html_cells", "html_table", "printable", "table_lines"]
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 
@@ -18,6 +19,19 @@ def format_size(size_bytes: float, *, smallest: str = "") -> str:
     unit = next((unit for unit, size in reversed(_UNITS.items()) if size_bytes < 999.5 * size), "GB")
     number = size_bytes / _UNITS[unit]
     return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"
+
+
+def escape(char: str) -> str:
+    """Write a character as Python's source has it."""
+    return char.encode("unicode_escape").decode()
+
+
+def printable(text: str, instead: str | Callable[[str], str] = escape) -> str:
+    """Write what others said with something ``instead`` of each character that does not print.
+
+    Those are all that control a terminal, end a line, turn the direction of writing or cannot be written as UTF-8.
+    """
+    return "".join(char if char.isprintable() else instead(char) if callable(instead) else instead for char in text)
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, num_right: int = 0, min_widths: Sequence[int] = ()) -> list[str]:
@@ -35,23 +49,17 @@ class ShownAsText:
     """A front end shows it as the text that it prints as, in columns of one width."""
 
     def _repr_html_(self) -> str:
-        from html import escape  # 2 ms, which no node has to spend
-
-        return f"<pre>{escape(str(self))}</pre>"
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def html_cells(texts: Iterable[str], *, tag: str = "td", style: str = "") -> str:
     """Write the cells of a row, escaped."""
-    from html import escape
-
     opened = f"<{tag} style='{style}'>" if style else f"<{tag}>"
-    return "".join(f"{opened}{escape(text)}</{tag}>" for text in texts)
+    return "".join(f"{opened}{html.escape(text)}</{tag}>" for text in texts)
 
 
 def html_table(head: str, *bodies: str, caption: Iterable[str] = ()) -> str:
     """Put a table together: ``head`` is cells, each body is rows; ``caption`` is lines of text, and is escaped."""
-    from html import escape
-
-    lines = "<br>".join(map(escape, caption))
+    lines = "<br>".join(map(html.escape, caption))
     top = f"<caption>{lines}</caption>" if lines else ""
     return f"<table>{top}<thead><tr>{head}</tr></thead>{''.join(f'<tbody>{body}</tbody>' for body in bodies)}</table>"

@@ -44,6 +44,7 @@ NEVER_RERUN = {
     "test_agents.py",
     "test_guarded.py",
     "test_storage.py",
+    "test_text.py",
     "test_values.py",
     "magics/test_rank_terminal.py",
     "node/test_far_ends.py",

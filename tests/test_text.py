@@ -1,10 +1,13 @@
-"""What is shown to people: tables whose columns stand below each other, and sizes."""
+"""What is shown to people: tables whose columns stand below each other, sizes, and what others said, made harmless."""
 
 from __future__ import annotations
 
+import sys
+import unicodedata
+
 import pytest
 
-from detrain_nb.text import ShownAsText, format_size, html_cells, html_table, table_lines
+from detrain_nb.text import ShownAsText, escape, format_size, html_cells, html_table, printable, table_lines
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_no_line_ends_in_blanks() -> None:
@@ -83,3 +86,36 @@ def test_sizes_have_three_digits_and_a_unit(size: float, text: str) -> None:
 )
 def test_sizes_have_tenths_down_to_the_smallest_unit(size: float, smallest: str, text: str) -> None:
     assert format_size(size, smallest=smallest) == text
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m \x1b]0;title\x07", "?[31mred?[0m ?]0;title?"),
+        ("\x9b2J\x90q\x9c\x85", "?2J?q??"),
+        ("one\r\ntwo\ttabs\x0b\x0c\0\x7f", "one??two?tabs????"),
+        ("txt.\u202eexe\u2066\u200b\ufeff", "txt.?exe???"),
+        ("line\u2028\u2029\ud800\U000e0001\U0010ffff", "line?????"),
+        ("näme 漢字 😀 _-'\"<&>", "näme 漢字 😀 _-'\"<&>"),
+        ("", ""),
+    ],
+)
+def test_what_controls_a_terminal_or_turns_the_writing_is_replaced(said: str, shown: str) -> None:
+    assert printable(said, "?") == shown
+    assert printable(said, "") == shown.replace("?", "")
+    assert printable(said, lambda char: "?" * len(char)) == shown
+
+
+def test_what_does_not_print_is_shown_as_in_the_source_of_a_program() -> None:
+    assert printable("a\x1b[1m\r\n\x9b\u202e\ud800\U000e0001") == "a\\x1b[1m\\r\\n\\x9b\\u202e\\ud800\\U000e0001"
+    assert escape("\0") == "\\x00"
+
+
+def test_no_character_is_left_that_is_a_control_a_format_a_surrogate_or_ends_a_line() -> None:
+    every = "".join(map(chr, range(sys.maxunicode + 1)))
+    for instead in ("", "?", escape):
+        left = printable(every, instead)
+        kinds = {unicodedata.category(char) for char in set(left)}
+        assert kinds.isdisjoint({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+        assert len(left.splitlines()) == 1
+        assert left.encode()

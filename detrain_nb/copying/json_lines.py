@@ -16,6 +16,8 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from ..text import printable
+
 _CHUNK_BYTES = 1 << 18
 LINE_BYTES = 1 << 22
 MOST_DEPTH = 100  # of the folders in one another
@@ -217,7 +219,7 @@ def check_name(name: object) -> str:
 def clean(said: object) -> str:
     """What the other side said, fit for one line."""
     text = said if isinstance(said, str) else reprlib.repr(said)  # what is nested can be too deep for repr
-    return "".join(char if char.isprintable() else "?" for char in text[:4096])
+    return printable(text[:4096], "?")
 
 
 def reason_of(exc: OSError) -> str:

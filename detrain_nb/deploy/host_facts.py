@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..errors import TransportError
+from ..text import printable
 
 __all__ = ["Disk", "Fault", "Folder", "Gpu", "Gpus", "HostFacts", "Limited", "Said", "Torch"]
 
@@ -137,7 +138,7 @@ class Said:
         value = self._fields.get(name)
         if not isinstance(value, str):
             raise self._complain(name)
-        return "".join(char for char in value[:most] if char.isprintable())
+        return printable(value[:most], "")
 
     def number(self, name: str, *, low: float = 0.0, most: float = _MOST_BYTES_OF_ANYTHING) -> float:
         return self._check(name, self._fields.get(name), low, most)

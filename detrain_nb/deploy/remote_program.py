@@ -18,6 +18,7 @@ from typing import Any
 from ..copying.json_lines import clean
 from ..errors import DetrainError, LaunchError, SessionError, TransportError, behind_ours
 from ..spec.node import Node
+from ..text import printable
 from ..transport.ssh import AskPassphrase, SshConnection, find_route
 from ..transport.ssh_config import HostSettings, SshTarget, default_config, read_config
 from ..transport.ssh_stream import Stream
@@ -236,4 +237,4 @@ def as_text(said: object) -> str:
     """One line of text from a node, without control characters. Raises: ValueError when it is none, or too long."""
     if not isinstance(said, str) or len(said) > 4096:
         raise ValueError("a text was expected")
-    return "".join(char if char.isprintable() else "?" for char in said)
+    return printable(said, "?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import shlex
@@ -27,6 +28,7 @@ _OLDEST_PYTHON = (3, 10)
 _LITTLE_DISK_BYTES = 1e9
 _LITTLE_SHM_BYTES = 512e6  # Docker's 64 MB are too few for the workers of a DataLoader, and for NCCL
 _LITTLE_MEMORY_BYTES = 1e9
+_size = functools.partial(format_size, smallest="MB")
 _MUCH_GPU_MEMORY_BYTES = 2e9  # the driver itself takes some
 _MOST_CLOCK_OFFSET_S = 1.0
 _MOST_NAMED = 4
@@ -367,10 +369,6 @@ def _minor(version: str) -> tuple[str, ...]:
 def _major(version: str) -> int:
     first = version.partition(".")[0]
     return int(first) if first.isascii() and first.isdecimal() and len(first) < 4 else 0
-
-
-def _size(size_bytes: float) -> str:
-    return format_size(size_bytes, smallest="MB")
 
 
 def _describe_range(values: Sequence[float], show: Callable[[float], str]) -> str:

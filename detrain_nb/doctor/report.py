@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from ..text import html_cells, html_table, table_lines
+from ..text import html_cells, html_table, printable, table_lines
 
 if TYPE_CHECKING:
     from ..spec.node import Node
@@ -49,8 +49,8 @@ class Cell:
 
     def __post_init__(self) -> None:
         for name in ("text", "advice"):
-            object.__setattr__(self, name, _clean(" ".join(getattr(self, name).split())))
-        object.__setattr__(self, "command", _clean(self.command))  # as it is: it was quoted
+            object.__setattr__(self, name, printable(" ".join(getattr(self, name).split()), "")[:_MOST_TEXT])
+        object.__setattr__(self, "command", printable(self.command, "")[:_MOST_TEXT])  # as it is: it was quoted
 
     def __str__(self) -> str:
         return _MARKS[self.state] + self.text + (f": {self.advice}" if self.advice else "")
@@ -173,10 +173,6 @@ class Report:
 
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _clean(text: str) -> str:
-    return "".join(char for char in text if char.isprintable())[:_MOST_TEXT]
 
 
 def _wrap_row(check: str, cells: Sequence[Cell], width: int) -> list[tuple[str, ...]]:

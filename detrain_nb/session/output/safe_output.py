@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import behind_ours
+from ...text import escape, printable
 from ...wire import SIZES, Completions, Message
 from .image_size import Size, read_size
 
@@ -108,7 +109,7 @@ def _shortened(begun: str) -> str:
 
 def one_line(text: str, *, most_chars: int = _MAX_NAME_CHARS) -> str:
     """A name as it is shown: it changes nothing around it, and what cannot be seen in it is shown as an escape."""
-    shown = "".join(char if char.isprintable() else _escaped(char) for char in text[:most_chars])
+    shown = printable(text[:most_chars], _escaped)
     return _UNSEEN.sub(lambda match: _escaped(match[0]), shown)
 
 
@@ -165,7 +166,7 @@ def _is_in_name(char: str) -> bool:
 
 
 def _escaped(char: str) -> str:
-    return " " if char in "\t\r\n" else char.encode("unicode_escape").decode()
+    return " " if char in "\t\r\n" else escape(char)
 
 
 def cleaned(message: Message) -> Message:
