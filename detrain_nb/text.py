@@ -1,14 +1,14 @@
-"""How texts for people are made, here and on a node, so that one thing looks the same wherever it is shown."""
+"""How texts for people are made, and read, here and on a node: one thing looks the same wherever it stands."""
 
 from __future__ import annotations
 
 import html
 import itertools
+import re
 from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["ShownAsText", "escape", "format_size", "html_cells", "html_table", "printable", "table_lines"]
-
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+_TARGET = re.compile(r"(?:(.+)@)?(?:\[([^]]*)\]|([^@:]*))(?::([0-9]+))?")
 
 
 def format_size(size_bytes: float, *, smallest: str = "") -> str:
@@ -27,18 +27,21 @@ def escape(char: str) -> str:
 
 
 def printable(text: str, instead: str | Callable[[str], str] = escape) -> str:
-    """Write what others said with something ``instead`` of each character that does not print.
-
-    Those are all that control a terminal, end a line, turn the direction of writing or cannot be written as UTF-8.
-    """
+    """Put something ``instead`` of all that controls a terminal, ends a line, turns the writing, or is no UTF-8."""
     return "".join(char if char.isprintable() else instead(char) if callable(instead) else instead for char in text)
 
 
-def table_lines(rows: Sequence[Sequence[str]], *, num_right: int = 0, min_widths: Sequence[int] = ()) -> list[str]:
-    """Lay out ``rows``, all of one length, in columns; no line ends in blanks.
+def split_target(text: str) -> tuple[str | None, str, str | None, bool]:
+    """Take ``[user@]host[:port]`` apart; the last says whether brackets stood around the host. Nothing is checked."""
+    if match := _TARGET.fullmatch(text):
+        user, address, host, port = match.groups()
+        return user, host if address is None else address, port, address is not None
+    user, at, host = text.rpartition("@")
+    return user if at else None, host, None, False
 
-    The first ``num_right`` columns are aligned to the right, the others to the left; ``min_widths`` is of the first.
-    """
+
+def table_lines(rows: Sequence[Sequence[str]], *, num_right: int = 0, min_widths: Sequence[int] = ()) -> list[str]:
+    """Lay out ``rows`` in columns, the first ``num_right`` to the right; ``min_widths`` is of the first too."""
     needed = (max(map(len, column)) for column in zip(*rows))
     widths = [max(both) for both in itertools.zip_longest(needed, min_widths, fillvalue=0)]
     sides = [str.rjust] * num_right + [str.ljust] * len(widths)

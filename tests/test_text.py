@@ -1,4 +1,4 @@
-"""What is shown to people: tables whose columns stand below each other, sizes, and what others said, made harmless."""
+"""What is shown to people: tables, sizes, what others said, made harmless; and how hosts are written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ import unicodedata
 
 import pytest
 
-from detrain_nb.text import ShownAsText, escape, format_size, html_cells, html_table, printable, table_lines
+from detrain_nb.text import (
+    ShownAsText,
+    escape,
+    format_size,
+    html_cells,
+    html_table,
+    printable,
+    split_target,
+    table_lines,
+)
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_no_line_ends_in_blanks() -> None:
@@ -119,3 +128,26 @@ def test_no_character_is_left_that_is_a_control_a_format_a_surrogate_or_ends_a_l
         assert kinds.isdisjoint({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
         assert len(left.splitlines()) == 1
         assert left.encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("gpu1", (None, "gpu1", None, False)),
+        ("me@gpu1:22", ("me", "gpu1", "22", False)),
+        ("me@corp.org@gpu1", ("me@corp.org", "gpu1", None, False)),
+        ("me@[fe80::1%eth0]:00022", ("me", "fe80::1%eth0", "00022", True)),
+        ("[]", (None, "", None, True)),
+        ("", (None, "", None, False)),
+        # of another form: nothing is lost, so that who looks at the host sees what is wrong with it
+        ("me@fe80::1", ("me", "fe80::1", None, False)),
+        ("@gpu1", ("", "gpu1", None, False)),
+        ("gpu1:", (None, "gpu1:", None, False)),
+        ("gpu1:\u0663", (None, "gpu1:\u0663", None, False)),
+        ("a\nb@[::1", ("a\nb", "[::1", None, False)),
+    ],
+)
+def test_host_is_taken_apart_with_all_that_was_written(
+    text: str, parts: tuple[str | None, str, str | None, bool]
+) -> None:
+    assert split_target(text) == parts

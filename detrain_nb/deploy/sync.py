@@ -264,9 +264,8 @@ class DataCheck:
     def _repr_html_(self) -> str:
         if not self.is_anywhere:
             return f"<p>{html.escape(self._title())}<br>{_WHERE_LOOKED}</p>"
-        head = html_cells(_COLUMNS, tag="th")
         body = "".join(f"<tr>{html_cells(row)}</tr>" for row in self._rows())
-        return f"<p>{html.escape(self._title())}</p><table><tr>{head}</tr>{body}</table>"
+        return f"<p>{html.escape(self._title())}</p><table><tr>{html_cells(_COLUMNS, tag='th')}</tr>{body}</table>"
 
     @property
     def is_anywhere(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..errors import SpecError
+from ..text import split_target
 
 __all__ = ["Node", "Target", "default_name", "parse_target"]
 
@@ -21,7 +22,6 @@ _USER = re.compile(r"[A-Za-z0-9._@+][A-Za-z0-9._@+-]{0,127}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LIKE_RANKS = re.compile(r"[0-9_-]+|all")  # what plan.parse_ranks reads, and what looks like it
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_TARGET = re.compile(r"(?:(?P<user>.+)@)?(?:\[(?P<address>[^]@]+)\]|(?P<host>[^]:@[]+))(?::(?P<port>[0-9]{1,5}))?")
 _USER_IN_BRACKETS = re.compile(r"\[([^]]+)@([^]@]+)\](.*)")
 _NOT_SHOWN = {"setup", "env"}  # a line or a value there may hold a secret
 _MOST_SHOWN = 60
@@ -231,14 +231,13 @@ def parse_target(text: str) -> Target:
     """
     if inside := _USER_IN_BRACKETS.fullmatch(text):
         text = f"{inside[1]}@[{inside[2]}]{inside[3]}"
-    match = _TARGET.fullmatch(text)
-    user, host, port = (match["user"], match["address"] or match["host"], match["port"]) if match else (None, "", None)
-    if not match or not (_is_ipv6(host) if match["address"] else _HOST.fullmatch(host)):
+    user, host, port, has_brackets = split_target(text)
+    if not (_is_ipv6(host) if has_brackets else _HOST.fullmatch(host)):
         advice = f"write [{text}]" if _is_ipv6(text) else "give [user@]host[:port], an IPv6 address in brackets"
         raise SpecError(f"{_show(text)} is no host: {advice}")
     if user is not None and not _USER.fullmatch(user):
         raise SpecError(f"{_show(text)}: user {_show(user)}: give {_describe_field('user')}")
-    if port is not None and not 1 <= int(port) <= 65535:
+    if port is not None and (len(port) > 5 or not 1 <= int(port) <= 65535):
         raise SpecError(f"{_show(text)}: port {port}: give {_describe_field('port')}")
     return Target(host, user, int(port) if port else None)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import SpecError
 from ..guarded import can_others_write, describe
+from ..text import split_target
 from .known_hosts import DEFAULT_PORT
 
 __all__ = ["HostSettings", "SshTarget", "default_config", "list_hosts", "read_config"]
@@ -31,7 +32,6 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9._:-]+")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _USER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")
-_HOP = re.compile(r"(?:(?P<user>.+)@)?(?:\[(?P<bracketed>[^]]*)\]|(?P<host>[^@:]*))(?::(?P<port>\d+))?")
 
 
 def default_config() -> Path:
@@ -69,12 +69,8 @@ class SshTarget:
     @classmethod
     def parse(cls, text: str) -> SshTarget:
         """Read ``[user@]host[:port]``, with brackets around an IPv6 address that has a port. Raises: SpecError."""
-        written = text.strip().removeprefix("ssh://")
-        if match := _HOP.fullmatch(written):
-            host = match["bracketed"] if match["bracketed"] is not None else match["host"]
-            return cls(host, port=int(match["port"]) if match["port"] else None, user=match["user"])
-        user, at, host = written.rpartition("@")
-        return cls(host, user=user if at else None)  # ::1, or what is refused with a reason
+        user, host, port, _ = split_target(text.strip().removeprefix("ssh://"))
+        return cls(host, port=int(port) if port else None, user=user)  # ::1, or what is refused with a reason
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ class Whereabouts:
         return describe_wait(self.verdicts) + (f"; {self.mismatch}" if self.mismatch else "")
 
     def __repr__(self) -> str:
-        table = [_COLUMNS, *(self._cells(verdict) for verdict in self.verdicts)]
-        lines = table_lines(table)
+        lines = table_lines([_COLUMNS, *map(self._cells, self.verdicts)])
         for verdict in self.verdicts:
             if frames := _frames(verdict):
                 lines += [f"rank {verdict.rank}:", *(f"  {frame}" for frame in frames)]
@@ -47,7 +46,7 @@ class Whereabouts:
 
     def _repr_html_(self) -> str:
         head = html_cells((*_COLUMNS, "stack"), tag="th")
-        rows = "".join(self._row(verdict) for verdict in self.verdicts)
+        rows = "".join(map(self._row, self.verdicts))
         return html_table(head, rows, caption=[f"session {self.name}: {self.summary}"])
 
     def _row(self, verdict: Verdict) -> str:
