@@ -22,7 +22,7 @@ from ..errors import SpecError
 from .arguments import require_model
 from .mesh import usual_device
 from .module_copies import ghost_of, replace_tensors, zeros_without_memory
-from .recording import TensorMemo
+from .recorders import TensorMemo
 from .tape import Place, Tape
 from .tape_recorder import TapeRecorder
 from .tensor.apply import from_saved_order
@@ -231,24 +231,19 @@ def _tensors_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
 
 
 def _leave_on_meta(model: nn.Module, recorder: TapeRecorder) -> None:
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # the original too, so that its id stays its own
     places = []
     of_fakes = {*vars(FakeTensorMode().from_tensor(torch.empty(0))), "_is_param"}
+    made = TensorMemo(lambda tensor: _on_meta(tensor, vars(tensor).keys() - of_fakes))
     for _, module, key, tensor in _tensors_in(model):
         if not isinstance(tensor, FakeTensor) and not recorder.is_changed(tensor):
             continue
         place = recorder.place_of(recorder.fake(tensor))
         places.append(place)
         module.__dict__.setdefault(_VALUES, {})[key] = _Value(recorder.tape, place)
-        if id(tensor) not in made:
-            made[id(tensor)] = tensor, _on_meta(tensor, vars(tensor).keys() - of_fakes)
+        made(tensor)
     recorder.finish(places)
-
-    def change(tensor: Tensor) -> Tensor:
-        return made[id(tensor)][1] if id(tensor) in made else tensor
-
     for name, module in model.named_modules():
-        replace_tensors(module, change)
+        replace_tensors(module, lambda tensor: made(tensor) if made.has(tensor) else tensor)
         if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(list(module.__dict__.values()))):
             raise SpecError(f"{name or 'the model'} has tensors in a list or a dict, which nobody finds: use buffers")
 

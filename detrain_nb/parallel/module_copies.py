@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .compiled import leave_as_written
 from .holders import follow_copies, holds_words_alone
-from .recording import TensorMemo
+from .recorders import TensorMemo
 from .undo import MISSING, contents_of_slot, slots_of
 
 __all__ = [

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from .interrupts import HeldInterrupts
 
-__all__ = ["OperatorMode", "leaves_of"]
+__all__ = ["OperatorMode", "leaves_of", "storage_of", "tensors_of"]
 
 _TREES = (list, tuple, dict)
 
@@ -67,3 +67,13 @@ def leaves_of(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> l
         else:
             found.append(each)
     return found
+
+
+def tensors_of(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> list[Tensor]:
+    """The tensors among these leaves."""
+    return [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The same for tensors on one memory, as long as it is kept; a sparse one has none that could be asked for."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)

@@ -24,7 +24,7 @@ from .kept import State
 from .microbatches import Loss, Passage
 from .model import ParallelModel
 from .module_copies import ghost_of, replace_tensors
-from .recording import TensorMemo
+from .recorders import TensorMemo, modules_watched
 from .stages.boundaries import Boundaries
 from .stages.schedules import Schedule
 from .stages.splitter import Split
@@ -201,24 +201,16 @@ def _noted_loss(loss: Callable[..., Tensor] | None, storages: Storages) -> Calla
     return compute
 
 
-@contextlib.contextmanager
-def _noted_passes(laid_out: ParallelModel, storages: Storages) -> Iterator[None]:
-    handles = []
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+def _noted_passes(laid_out: ParallelModel, storages: Storages) -> contextlib.AbstractContextManager[None]:
+    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         storages.tell(module.parameters(), "working")  # those that FSDP2 has put together; its shards are weights
         storages.begin("backward")
 
     for module in laid_out.called:
-        handles.append(module.register_forward_pre_hook(lambda *_: storages.begin("forward"), prepend=True))
-        handles.append(module.register_forward_hook(after))
         if isinstance(module, DistributedDataParallel):
             module.register_comm_hook(None, lambda _, bucket: _already_sent(bucket))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    called = (("", module) for module in laid_out.called)
+    return modules_watched(called, lambda *_: storages.begin("forward"), after, is_first=True)
 
 
 def _already_sent(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

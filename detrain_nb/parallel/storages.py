@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from .operators import OperatorMode, leaves_of
+from .operators import OperatorMode, tensors_of
 from .sameness import dense_parts
 
 __all__ = ["KINDS", "Peak", "Storages"]
@@ -98,7 +98,7 @@ class Storages(OperatorMode):
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # their parts come here themselves
         if self._are_fake:
-            given = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+            given = tensors_of(args, kwargs)
             fake = next((leaf for leaf in given if isinstance(leaf, FakeTensor)), None)
             if given and fake is None:
                 with unset_fake_temporarily():
@@ -113,9 +113,8 @@ class Storages(OperatorMode):
         if not self._are_fake and func is torch.ops.c10d.recv_.default and len(self._phases) == 1:
             for tensor in args[0]:
                 tensor.fill_(1)  # the same question, and no memory that nobody wrote
-        for leaf in leaves_of((result,)):
-            if isinstance(leaf, Tensor):
-                self._note(leaf)
+        for leaf in tensors_of((result,)):
+            self._note(leaf)
         return result
 
     def _as_fake(self, value: Any, fakes: FakeTensorMode) -> Any:

@@ -20,7 +20,8 @@ from .blocks import StandIn, looks_of
 from .compiled import leave_as_written
 from .kept import State, state_kept
 from .module_copies import shallow_copy, zeros_without_memory
-from .recording import ModuleOutput, TensorMemo, device_of, first_float_tensor
+from .recorders import TensorMemo
+from .recording import ModuleOutput, device_of, first_float_tensor
 from .stages.root_hooks import RootHooks
 
 __all__ = [

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from .operators import tensors_of
 
 __all__ = ["Op", "OwnGenerator", "Place", "Tape"]
 
@@ -212,8 +214,7 @@ class Tape:
 
         args, kwargs = tree_map(given, (op.args, op.kwargs))
         result = op.func(*args, **kwargs)
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for place, leaf in zip(op.made, leaves):
+        for place, leaf in zip(op.made, tensors_of((result,))):
             if place is None:
                 continue
             look = (leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype)

@@ -6,6 +6,8 @@ would have gone, and its state before each operator is known.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import SpecError
-from .operators import OperatorMode
+from .operators import storage_of, tensors_of
+from .recorders import OperatorRecorder, TensorMemo
 from .tape import Op, OwnGenerator, Place, Tape
 from .writes import written_by
 
@@ -32,20 +35,18 @@ _DRAWING = ("normal_", "uniform_", "random_", "exponential_", "geometric_", "log
 _OVERWRITING = frozenset((*_DRAWING, "zero_", "fill_", "copy_"))
 
 
-class TapeRecorder(OperatorMode):
+class TapeRecorder(OperatorRecorder[torch.UntypedStorage]):
     """Records what runs inside of it, under the fake tensors of ``fakes``."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
-        super().__init__()
-        self.tape = Tape(lambda number: int(self._storages[number].nbytes()))
+        super().__init__(lambda storage: storage._cdata)  # these have no memory
+        self.tape = Tape(lambda number: int(self.kept[number].nbytes()))
         self._fakes = fakes
-        self._numbers: dict[int, int] = {}
-        self._storages: list[torch.UntypedStorage] = []  # without memory; kept, so that no other gets their identity
-        self._met: dict[int, tuple[Tensor, Tensor]] = {}  # tensors with values, and what stands for them
+        self._stand_ins = TensorMemo(functools.partial(TapeRecorder._stand_in, weakref.proxy(self)))
 
     def is_changed(self, tensor: Tensor) -> bool:
         """Whether a tensor that is not fake was written to."""
-        is_met = any(tensor.untyped_storage()._cdata == real.untyped_storage()._cdata for real, _ in self._met.values())
+        is_met = storage_of(tensor) in map(storage_of, self._stand_ins.given)
         return is_met and self.tape.is_written(self._number(self.fake(tensor)))
 
     def place_of(self, tensor: Tensor) -> Place:
@@ -60,29 +61,28 @@ class TapeRecorder(OperatorMode):
 
     def fake(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor with values: it has those that the tensor has now, or had when it was first met."""
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        if id(tensor) not in self._met:
-            with _disable_current_modes():
-                made = self._fakes.from_tensor(tensor.detach(), static_shapes=True)
-                if self._is_new(made):
-                    self.tape.set_constant(self._number(made), tensor.untyped_storage().clone())
-            self._met[id(tensor)] = tensor, made
-        return self._met[id(tensor)][1]
+        found: Tensor = tensor if isinstance(tensor, FakeTensor) else self._stand_ins(tensor)
+        return found
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        with _disable_current_modes():
+            made = self._fakes.from_tensor(tensor.detach(), static_shapes=True)
+            if self._is_new(made):
+                self.tape.set_constant(self._number(made), tensor.untyped_storage().clone())
+        return made
 
     def finish(self, places: Iterable[Place]) -> None:
         """Leave on the tape what the values of ``places`` need."""
-        self.tape.close(places, {number: int(each.nbytes()) for number, each in enumerate(self._storages)})
+        self.tape.close(places, {number: int(each.nbytes()) for number, each in enumerate(self.kept)})
 
     def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor() gives
             return self._lift(func, *args)
         args, kwargs = tree_map(lambda leaf: self.fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         try:
-            result = func(*args, **kwargs)
+            result = super().on_operator(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._look(func, args, kwargs)
-        self._record(func, args, kwargs, result)
         self._fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()  # it has weak references, and then
         return result  # Module.to() cannot swap tensors
 
@@ -108,14 +108,13 @@ class TapeRecorder(OperatorMode):
     def _scratch(self, leaf: Any) -> Any:
         return self.place_of(leaf).scratch() if isinstance(leaf, Tensor) else leaf
 
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        made = tuple(self.place_of(leaf) if self._is_new(leaf) else None for leaf in leaves)
-        written = written_by(func, args, kwargs or {})
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        made = tuple(self.place_of(leaf) if self._is_new(leaf) else None for leaf in tensors_of((result,)))
+        written = written_by(func, args, kwargs)
         name = func._overloadpacket.__name__
         if not written and (name.startswith(("empty", "new_empty")) or not any(made)):
             return
-        reads = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        reads = tensors_of(args, kwargs)
         is_blind = False
         if name.endswith("_like") or name.startswith("new_"):
             reads = []
@@ -157,14 +156,10 @@ class TapeRecorder(OperatorMode):
         self.tape.free_what_piles_up(op)
 
     def _is_new(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata not in self._numbers
+        return self.known(tensor.untyped_storage()) < 0
 
     def _number(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = len(self._storages)
-            self._storages.append(storage)
-        return self._numbers[storage._cdata]
+        return self.number(tensor.untyped_storage())
 
 
 def _is_whole(tensor: Tensor) -> bool:

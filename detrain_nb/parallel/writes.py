@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
-from .operators import OperatorMode
+from .operators import OperatorMode, storage_of, tensors_of
 
 __all__ = ["has_own_memory", "values_kept", "writes_undone", "written_by"]
 
@@ -73,7 +72,7 @@ class _Writes(OperatorMode):
         self._on_storage: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             if has_own_memory(tensor):
-                self._on_storage.setdefault(_storage_of(tensor), []).append(tensor)
+                self._on_storage.setdefault(storage_of(tensor), []).append(tensor)
         self._kept: dict[int, _Values] = {}
 
     @property
@@ -86,7 +85,7 @@ class _Writes(OperatorMode):
 
     def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for tensor in written_by(func, args, kwargs):
-            storage = _storage_of(tensor)
+            storage = storage_of(tensor)
             if storage in self._on_storage and storage not in self._kept:
                 self._kept[storage] = _Values(tensor)
         return func(*args, **kwargs)
@@ -104,9 +103,4 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
         return [tensor for tensor in statistics if tensor is not None]
     given = [*zip(arguments, args)]
     given += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
-    written = tree_leaves([value for argument, value in given if argument.is_write])
-    return [leaf for leaf in written if isinstance(leaf, Tensor)]
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return tensors_of([value for argument, value in given if argument.is_write])

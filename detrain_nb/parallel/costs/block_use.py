@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..blocks import names_of_blocks, pattern_of
-from ..recording import Op, Recording, modules_around
+from ..operator_graph import Op
+from ..recording import Recording, modules_around
 
 __all__ = ["BlockUse", "block_use_unseen", "find_block_use"]
 
@@ -60,7 +61,7 @@ def _writing_into_arguments(recording: Recording, blocks: Collection[str]) -> It
     for index, name, number in recording.entries.entered:
         if name in blocks and number is not None and recorder.is_computed[number] and made.get(number, index) < index:
             inside = (op.writes for at, op in writes if at >= index and name in op.inside)
-            if recorder.tensor(number).requires_grad and any(number in written for written in inside):
+            if recorder.kept[number].requires_grad and any(number in written for written in inside):
                 yield name
 
 

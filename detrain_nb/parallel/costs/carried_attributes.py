@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..module_copies import make_subclass
-from ..recording import Recorder, Recording
+from ..operator_graph import Recorder
+from ..recording import Recording
 
 __all__ = ["CarriedAttribute", "changed_attributes", "find_carried", "find_gathered", "note_attributes"]
 

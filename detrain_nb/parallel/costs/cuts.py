@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..blocks import names_of_blocks, parts_of_blocks
 from ..compiled import parts_of_compiled
-from ..recording import Entries, Recorder, Recording, TensorLook, modules_around
+from ..operator_graph import Recorder, TensorLook
+from ..recording import Entries, Recording, modules_around
 from .carried_attributes import CarriedAttribute
 from .written_buffers import WrittenBuffer
 

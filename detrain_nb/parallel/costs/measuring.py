@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import SpecError
 from ..kept import State
-from ..recording import TensorMemo, device_of, first_float_tensor, tensors_in
+from ..recorders import TensorMemo, modules_watched
+from ..recording import device_of, first_float_tensor, tensors_in
 from ..writes import values_kept, writes_undone
 
 __all__ = ["measure_units"]
@@ -66,7 +66,8 @@ class _Pass:
         to_device = TensorMemo(lambda tensor: tensor.detach().clone().to(self._device))
         args, kwargs = tree_map(to_device, (args, kwargs))
         buffers = tensors_in(model, "_buffers", TensorMemo(lambda tensor: tensor.detach().clone()))
-        with self._watched(model), torch.enable_grad():
+        cuts = ((cut, model.get_submodule(cut)) for cut in self._cuts)
+        with modules_watched(cuts, self._on_entry, is_first=True), torch.enable_grad():
             begin_s = self._now_s()
             outputs = torch.func.functional_call(model, buffers, args, kwargs, tie_weights=False)
             turned_s = self._now_s()
@@ -80,28 +81,13 @@ class _Pass:
             for unit in range(len(self._cuts) + 1)
         ]
 
-    @contextmanager
-    def _watched(self, model: nn.Module) -> Iterator[None]:
-        handles = []
-        try:
-            for cut in self._cuts:
-                hook = self._on_entry(cut)
-                handles.append(model.get_submodule(cut).register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _on_entry(self, cut: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._is_forward:  # a checkpoint runs again
-                return
-            argument = first_float_tensor(args, kwargs)
-            if argument is not None and argument.requires_grad:
-                argument.register_hook(lambda gradient: self._returned_s.update({cut: self._now_s()}))
-            self._entered_s[cut] = self._now_s()
-
-        return note
+    def _on_entry(self, cut: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_forward:  # a checkpoint runs again
+            return
+        argument = first_float_tensor(args, kwargs)
+        if argument is not None and argument.requires_grad:
+            argument.register_hook(lambda gradient: self._returned_s.update({cut: self._now_s()}))
+        self._entered_s[cut] = self._now_s()
 
     def _go_back(self, model: nn.Module, outputs: Any) -> bool:
         """Compute the gradient of every parameter, and keep none; False where there is none."""

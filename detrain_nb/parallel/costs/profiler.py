@@ -25,7 +25,8 @@ from ...errors import SpecError
 from ...text import ShownAsText, table_lines
 from ..arguments import require_model
 from ..kept import state_kept
-from ..recording import AskingMode, Entries, ModuleOutput, Recording, TensorLook, device_of, fails_with_inputs, record
+from ..operator_graph import AskingMode, TensorLook
+from ..recording import Entries, ModuleOutput, Recording, device_of, fails_with_inputs, record
 from ..writes import writes_undone
 from .block_use import BlockUse, find_block_use
 from .carried_attributes import CarriedAttribute, changed_attributes, find_carried, find_gathered, note_attributes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from ..compiled import as_written
 from ..costs.profiler import ModelProfile, profile_call
 from ..kept import state_kept
 from ..module_copies import ghost_of
+from ..recorders import modules_watched
 from ..recording import device_of, first_float_tensor, modules_around
 from ..writes import writes_undone
 from .splitter import Split
@@ -78,22 +78,21 @@ class Boundaries:
         reached: dict[str, Tensor] = {}
         device = device_of((args, kwargs))
         buffers = {name: buffer.to(device, copy=True) for name, buffer in stage.named_buffers()}
-        cuts = [
-            stage.get_submodule(cut).register_forward_pre_hook(_note(cut, reached), prepend=True, with_kwargs=True)
-            for cut in self._cuts
-        ]
+
+        def note(cut: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensor = first_float_tensor(args, kwargs)
+            if tensor is not None:
+                reached[cut] = tensor
+
         stage.train(is_training)
-        try:
-            with (
-                state_kept(stage, args, kwargs, device=device) as tensors,
-                writes_undone(tensors),
-                as_written(),
-                torch.no_grad(),
-            ):
-                torch.func.functional_call(stage, buffers, args, kwargs)
-        finally:
-            for handle in cuts:
-                handle.remove()
+        with (
+            modules_watched([(cut, stage.get_submodule(cut)) for cut in self._cuts], note, is_first=True),
+            state_kept(stage, args, kwargs, device=device) as tensors,
+            writes_undone(tensors),
+            as_written(),
+            torch.no_grad(),
+        ):
+            torch.func.functional_call(stage, buffers, args, kwargs)
         if gone := [cut for cut in self._cuts if cut not in reached]:
             raise SpecError(f"with this batch the model does not come to {gone[0]!r}, where a stage begins")
         return [self._on_meta(tuple(reached[cut].shape), reached[cut].dtype) for cut in self._cuts]
@@ -114,12 +113,3 @@ def _build_on_zeros(found: Split) -> nn.Module:
         outputs=found.profile.outputs,
         is_on_zeros=True,
     )
-
-
-def _note(cut: str, reached: dict[str, Tensor]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensor = first_float_tensor(args, kwargs)
-        if tensor is not None:
-            reached[cut] = tensor
-
-    return note

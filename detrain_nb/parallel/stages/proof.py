@@ -20,7 +20,10 @@ from torch.utils._pytree import tree_flatten
 from ...errors import DetrainError
 from ..costs.profiler import run_without_memory
 from ..kept import State
-from ..recording import Entries, ModuleOutput, Op, Recorder, Recording, first_float_tensor, record
+from ..operator_graph import Op, Recorder
+from ..operators import tensors_of
+from ..recorders import modules_watched
+from ..recording import Entries, ModuleOutput, Recording, first_float_tensor, record
 from ..writes import writes_undone
 
 __all__ = ["find_difference"]
@@ -81,18 +84,12 @@ _OTHERWISE = (
 )
 
 
-@contextlib.contextmanager
-def _laid_out_as_sent(model: nn.Module, cuts: Sequence[str]) -> Iterator[None]:
+def _laid_out_as_sent(model: nn.Module, cuts: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """In here what comes to a cut is contiguous, as what a stage receives: by that torch chooses its operators."""
-    handles = [model.get_submodule(cut).register_forward_pre_hook(_make_contiguous, with_kwargs=True) for cut in cuts]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return modules_watched([(cut, model.get_submodule(cut)) for cut in cuts], _make_contiguous)
 
 
-def _make_contiguous(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _make_contiguous(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensor = first_float_tensor(args, kwargs)
     if tensor is not None and not tensor.is_contiguous():
         tensor.data = tensor.detach().contiguous()  # for all who hold it, as in a stage
@@ -186,7 +183,7 @@ class _Expressions:
 
         def value(number: int) -> int:
             if number not in values:
-                tensor = recording.recorder.tensor(number)
+                tensor = recording.recorder.kept[number]
                 name, original = made.get(id(tensor), (None, None))
                 is_received = received is not None and original is args[0]
                 values[number] = received if is_received and received is not None else self._leaf(tensor, name)
@@ -202,7 +199,7 @@ class _Expressions:
 
     def _results(self, recording: Recording, value: Callable[[int], int]) -> _Results:
         leaves, spec = tree_flatten(recording.outputs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = tensors_of(leaves)
         others = [
             repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf) for leaf in leaves if not isinstance(leaf, Tensor)
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..kept import state_kept
-from ..operators import OperatorMode, leaves_of
+from ..operators import tensors_of
+from ..recorders import OperatorRecorder, modules_watched
 from ..recording import device_of, first_float_tensor, without_fused_layers
 from ..writes import writes_undone
 
@@ -47,7 +48,7 @@ class LayerFlow:
         return [name for name in self.entered[first:last] if name not in begin]
 
 
-class Watch(OperatorMode):
+class Watch(OperatorRecorder[Tensor]):
     """For each tensor the layers and the parameters that it comes from, and the tensor whose values it has.
 
     "" stands for the model's first float input.
@@ -63,9 +64,8 @@ class Watch(OperatorMode):
         """``on_read``: called with each tensor that an operator is given."""
         super().__init__()
         self._on_read = on_read
-        self._sources: dict[int, frozenset[str]] = {}
+        self._sources: dict[int, frozenset[str]] = {}  # by number, as all of these
         self._roots: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # an id belongs to one tensor as long as it lives
         self.unread: dict[int, set[tuple[Any, int]]] = {}  # who gave it, and which of its outputs it is
         for name, parameter in model.named_parameters():
             self.tell(parameter, frozenset([name]))
@@ -73,21 +73,18 @@ class Watch(OperatorMode):
             self.tell(first, frozenset([""]))
 
     def on_question(self, tensor: Tensor) -> None:
-        self.unread.pop(id(tensor), None)
+        self.unread.pop(self.known(tensor), None)
         self._on_read(tensor)
 
-    def on_operator(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        read = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        read = tensors_of(args, kwargs)
         for tensor in read:
             self.on_question(tensor)
-        sources = frozenset().union(*(self.sources_of(tensor) for tensor in read))
-        for tensor in leaves_of((result,)):
-            if isinstance(tensor, Tensor):
-                self.tell(tensor, sources)
-                if read and func._schema.name in _SAME_VALUES and tensor is not read[0]:
-                    self._roots[id(tensor)] = self.root_of(read[0])
-        return result
+        sources = frozenset().union(*map(self.sources_of, read))
+        for tensor in tensors_of((result,)):
+            self.tell(tensor, sources)
+            if read and func._schema.name in _SAME_VALUES and tensor is not read[0]:
+                self._roots[self.number(tensor)] = self.root_of(read[0])
 
     def wait_for_readers(self, giver: Any, output: Any) -> None:
         """Remember what was given, until somebody reads it; the first output is taken to be read.
@@ -96,17 +93,17 @@ class Watch(OperatorMode):
         """
         for index, tensor in enumerate(float_outputs(output)):
             if index:
-                self.unread.setdefault(id(tensor), set()).add((giver, index))
+                self.unread.setdefault(self.number(tensor), set()).add((giver, index))
 
     def tell(self, tensor: Tensor, sources: frozenset[str]) -> None:
-        self._sources[id(tensor)] = sources
-        self._kept.append(tensor)
+        self._sources[self.number(tensor)] = sources
 
     def sources_of(self, tensor: Tensor) -> frozenset[str]:
-        return self._sources.get(id(tensor), frozenset())
+        return self._sources.get(self.known(tensor), frozenset())
 
     def root_of(self, tensor: Tensor) -> int:
-        return self._roots.get(id(tensor), id(tensor))
+        number = self.number(tensor)
+        return self._roots.get(number, number)
 
 
 def watch_flow(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layers: Iterable[str]) -> LayerFlow:
@@ -125,7 +122,7 @@ def watch_flow(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
     watch = Watch(model, args, kwargs, read)
 
-    def enter(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def enter(name: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         flow.entered.append(name)
         stack.append(name)
         known[name].update(id(leaf) for leaf in tree_leaves((given, named)) if isinstance(leaf, Tensor))
@@ -136,13 +133,13 @@ def watch_flow(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         if tensor is not None:
             sources[name] = sources.get(name, frozenset()) | watch.sources_of(tensor)
 
-    def leave(name: str, output: Any) -> None:
+    def leave(name: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         stack.remove(name)
         if name in order and isinstance(output, Tensor):
             watch.tell(output, frozenset([name]))
             outputs[watch.root_of(output)] = name
 
-    with _hooked(model, enter, leave):
+    with modules_watched(model.named_modules(), enter, leave):
         result = run_quietly(model, args, kwargs, watch)
     given = float_outputs(result)
     flow.outputs = tuple(dict.fromkeys(outputs[root] for t in given if (root := watch.root_of(t)) in outputs))
@@ -156,26 +153,6 @@ def watch_flow(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
         for source in found & order.keys():
             flow.readers.setdefault(source, set()).add(name)
     return flow
-
-
-@contextlib.contextmanager
-def _hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
-    handles = []
-    for name, module in model.named_modules():
-
-        def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            enter(name, args, kwargs)
-
-        def after(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
-            leave(name, output)
-
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def run_quietly(model: nn.Module, args: Any, kwargs: Any, mode: contextlib.AbstractContextManager[Any]) -> Any:

@@ -20,7 +20,8 @@ from ..costs.profiler import ExampleInputs, as_call
 from ..kept import State
 from ..limits import find_parameter_use, require_read_as_attributes, require_unasked, require_untransformed
 from ..module_copies import ghost_of, replace_tensors
-from ..recording import TensorMemo, fails_with_inputs, first_float_tensor, modules_around
+from ..recorders import TensorMemo, modules_watched
+from ..recording import fails_with_inputs, first_float_tensor, modules_around
 from ..writes import has_own_memory, values_kept
 from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
 from .plan import EXPERTS, LINEAR, Pair, PlannedModule, TensorPlan
@@ -283,33 +284,27 @@ class _Planner:
 
     def _keep_calls(self, names: Collection[str]) -> None:
         """What modules are called with, of each kind the first; and which of the outputs of these nobody reads."""
-        watch, handles = Watch(self._model, *self._call), []
+        watch = Watch(self._model, *self._call)
         calls: Counter[Any] = Counter()
         for name in names:
             self._kind_of_block(name)  # without the hooks that come now
-        for name in names:
 
-            def keep(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                given = {**dict(enumerate(args)), **kwargs}
-                self._given.setdefault(name, tuple((key, _look_of(each)) for key, each in given.items()))
-                kind = self._kind_of_block(name)
-                if kind not in self._calls:
-                    self._calls[kind] = keep_call(args, kwargs, lambda tensor: bool(watch.sources_of(tensor)))
+        def keep(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = {**dict(enumerate(args)), **kwargs}
+            self._given.setdefault(name, tuple((key, _look_of(each)) for key, each in given.items()))
+            kind = self._kind_of_block(name)
+            if kind not in self._calls:
+                self._calls[kind] = keep_call(args, kwargs, lambda tensor: bool(watch.sources_of(tensor)))
 
-            def give(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                calls[self._kind_of_block(name)] += 1
-                self._outputs.setdefault(self._kind_of_block(name), [each.shape for each in float_outputs(output)])
-                watch.wait_for_readers(self._kind_of_block(name), output)
+        def give(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls[self._kind_of_block(name)] += 1
+            self._outputs.setdefault(self._kind_of_block(name), [each.shape for each in float_outputs(output)])
+            watch.wait_for_readers(self._kind_of_block(name), output)
 
-            handles.append(self._names[name].register_forward_pre_hook(keep, with_kwargs=True))
-            handles.append(self._names[name].register_forward_hook(give))
-        try:
+        with modules_watched([(name, self._names[name]) for name in names], keep, give):
             result = run_quietly(self._model, *self._call, watch)
-        finally:
-            for handle in handles:
-                handle.remove()
         for tensor in float_outputs(result):
-            watch.unread.pop(id(tensor), None)
+            watch.unread.pop(watch.number(tensor), None)
         for (kind, index), count in Counter(each for givers in watch.unread.values() for each in givers).items():
             if count == calls[kind]:
                 self._unread.setdefault(kind, set()).add(index)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..operators import OperatorMode, leaves_of
+from ..operators import tensors_of
+from ..recorders import OperatorRecorder
 from .copies import copied_or_shared
 from .kept_values import Kept, changed, copies_of_kept, is_close
 from .layer_flow import float_outputs
@@ -171,28 +172,26 @@ _DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha
 _DROPOUTS |= {torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout}
 
 
-class _Looks(OperatorMode):
+class _Looks(OperatorRecorder[Tensor]):
     """Notes the values at which the code looks, and the sums of what they were compared from."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
-        self._behind: dict[int, tuple[Tensor, float]] = {}  # the tensor too, so that its id stays its own
+        self._behind: dict[int, float] = {}  # by number: large ones, of floats, get none
 
-    def on_operator(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
-        tensors = [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        tensors = tensors_of(args, kwargs)
         if torch.Tag.data_dependent_output in func.tags and isinstance(result, (bool, int, float)):
             self.seen.extend((float(result), *(self._sum_behind(tensor) for tensor in tensors)))
-        for made in leaves_of((result,)):  # whether it is more, or where it is most, may be the same of another value
-            if isinstance(made, Tensor) and not made.is_floating_point() and not made.is_complex():
-                self._behind[id(made)] = made, sum(map(self._sum_behind, tensors))
-        return result
+        for made in tensors_of((result,)):  # whether it is more, or where it is most, may be the same of another value
+            if not made.is_floating_point() and not made.is_complex():
+                self._behind[self.number(made)] = sum(map(self._sum_behind, tensors))
 
     def _sum_behind(self, tensor: Tensor) -> float:
         if tensor.is_floating_point() and not tensor.is_meta:
             return float(tensor.detach().double().nan_to_num().abs().sum())
-        return self._behind.get(id(tensor), (tensor, 0.0))[1]
+        return self._behind.get(self.known(tensor), 0.0)
 
     def are_like(self, others: _Looks) -> bool:
         """Whether as many values were seen, and the same, but for rounding."""
