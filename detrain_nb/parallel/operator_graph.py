@@ -34,6 +34,9 @@ class TensorLook:
         """What is no tensor is left as it is."""
         return cls(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
 
 @dataclass
 class Op:

@@ -138,7 +138,7 @@ def fails_with_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator
 
 def _look_of(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return str(TensorLook.of(value))
     return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 _PIECE = 1 << 22  # elements
-_in_stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # each rank trains its part of these
+_IN_STAGES = "_is_in_stages"  # of a model of which each rank trains its part
 
 
 def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.device) -> None:
@@ -47,7 +46,7 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
         *(tape.drawn_from() for tape in tapes),
     ]
     kinds = tuple(_digest("\n".join(each)) for each in (lines, lines_without_code))
-    every = _gather(mesh, (sys.version_info[:2], *kinds, _digest(" ".join(figures)), model in _in_stages))
+    every = _gather(mesh, (sys.version_info[:2], *kinds, _digest(" ".join(figures)), _IN_STAGES in vars(model)))
     pythons, with_code, without_code, values, are_in_stages = (set(each) for each in zip(*every.values()))
     if len(pythons) > 1:  # each compiles the same code in its own way
         with_code, lines = without_code, lines_without_code
@@ -81,7 +80,7 @@ _MAKE_ANEW = (
 
 def note_stages(model: nn.Module) -> None:
     """Remember that each rank trains another part of ``model`` from now on."""
-    _in_stages.add(model)
+    vars(model)[_IN_STAGES] = True
 
 
 def require_same_options(mesh: DeviceMesh, **options: Any) -> None:

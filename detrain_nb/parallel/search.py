@@ -281,6 +281,7 @@ def has_locks(value: Any) -> bool:
     )
 
 
+# Of all that the process has imported, as of code below, the same is true for whoever asks: these are the process's.
 @functools.lru_cache(maxsize=1)
 def _packages_with_torch(num_loaded: int) -> frozenset[str]:
     """Those that may keep tensors; ``num_loaded``: of modules, so that one which comes later is looked at.

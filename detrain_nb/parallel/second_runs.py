@@ -16,7 +16,7 @@ import types
 import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .blocks import pattern_of
+from .recorders import TensorMemo
 from .search import has_locks, has_state
 from .writes import has_own_memory
 
@@ -58,7 +59,9 @@ class SecondRuns:
     def _noting(self, before: _State) -> Iterator[None]:
         modes = tuple(part.training for part in self._block.modules())
         is_first = modes not in self._known
-        known = self._known.setdefault(modes, _Known(self._statistics(), _generators(), {}) if is_first else _NOTHING)
+        if is_first:
+            self._known[modes] = _Known(self._statistics(), _generators())
+        known = self._known[modes]
         before.look(self._block, known, has_all_values=is_first)
         versions = [_version_of(each) for _, each in self._parameters] if is_first else []
         yield
@@ -103,12 +106,9 @@ class _Known:
     """What the first forward has shown: tensors that it writes in place, generators of all that it draws from, and
     objects that it leaves as they are. By id."""
 
-    written: dict[int, Tensor]
-    generators: list[Any]
-    unchanged: dict[int, Any]
-
-
-_NOTHING = _Known({}, [], {})
+    written: dict[int, Tensor] = field(default_factory=dict)
+    generators: list[Any] = field(default_factory=list)
+    unchanged: dict[int, Any] = field(default_factory=dict)
 
 
 def _generators() -> list[Any]:
@@ -126,7 +126,7 @@ class _State:
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}  # and their attributes
         self._contents: dict[int, tuple[Any, list[Any]]] = {}
         self._others: dict[int, tuple[Any, functools.partial[None]]] = {}  # and what puts each back
-        self.known = _NOTHING
+        self.known = _Known()
 
     def look(self, block: nn.Module, known: _Known, *, has_all_values: bool = False) -> None:
         """Note what there is; the values of tensors that are ``known`` to be written, or of all."""
@@ -193,19 +193,11 @@ class _State:
 
     def _forget_graphs(self) -> None:
         """Have values without their history in the place of those with one: what runs again needs the values alone."""
-        made: dict[int, Tensor] = {}
-
-        def changed(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.grad_fn is None:
-                return value
-            if id(value) not in made:
-                made[id(value)] = value.detach().requires_grad_()
-            return made[id(value)]
-
+        plain = TensorMemo(lambda tensor: tensor if tensor.grad_fn is None else tensor.detach().requires_grad_())
         for _, held in self._held:
-            held.update({key: changed(value) for key, value in held.items()})
+            held.update({key: plain(value) for key, value in held.items()})
         for _, contents in self._contents.values():
-            contents[:] = map(changed, contents)
+            contents[:] = map(plain, contents)
 
 
 class _Values:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -58,8 +59,9 @@ class Ranks:
         return found
 
 
-# The group lives as long as the process group that it was made beside; one who makes it at each save would run out.
-_kept: list[tuple[dist.ProcessGroup, Ranks]] = []
+# Each lives as long as the process group that it was made beside, which takes no attributes; one who makes a group at
+# each save would run out.
+_beside: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 def all_ranks() -> Ranks:
@@ -68,6 +70,6 @@ def all_ranks() -> Ranks:
         return Ranks(None)
     world = dist.group.WORLD
     assert world is not None
-    if not _kept or _kept[0][0] is not world:
-        _kept[:] = [(world, Ranks(dist.new_group(backend="gloo")))]
-    return _kept[0][1]
+    if world not in _beside:
+        _beside[world] = Ranks(dist.new_group(backend="gloo"))
+    return _beside[world]

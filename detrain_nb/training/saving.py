@@ -47,7 +47,8 @@ class Saving:
         return f"<Saving of step {self.step} to {self.name}: {state}>"
 
 
-# The next save has to know of the one before, whoever asks for it: this is the process's own.
+# The next save has to know of the one before, whoever asks for it, whichever process group there is by then, and at
+# whatever URL: this is the process's own. A save keeps nothing of what it has saved.
 _last: list[Saving] = []
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -478,6 +480,19 @@ def go_on_after_a_death(url: str) -> tuple[int, list[int]]:
     run.train(1)
     run.save(url)
     return found.step, [each.step for each in training.checkpoints(url)]
+
+
+def save_in_two_groups(url: str) -> dict[str, list[Any]]:
+    """This process alone: a group, a save, its end, twice; whether the group is left, and the steps that were saved."""
+    left = []
+    for step in (1, 2):
+        dist.init_process_group("gloo", init_method=f"file://{url}/meeting-{step}", rank=0, world_size=1)
+        training.save(f"{url}/saved", nn.Linear(2, 2), step=step)
+        group = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        gc.collect()
+        left.append(group() is not None)
+    return {"left": left, "steps": [each.step for each in training.checkpoints(f"{url}/saved")]}
 
 
 def kill_at_random(url: str, times: int, seed: int) -> dict[str, int]:

@@ -133,13 +133,9 @@ def _told_of_gathered(numbers: set[int], gathered: Mapping[int, str]) -> str:
 
 def _name(numbers: set[int], makers: Mapping[int, str], looks: Sequence[TensorLook]) -> str:
     """What tensors are, by the modules whose code made them; with the verb."""
-    named = [f"{_look_of(looks[number])} of {makers.get(number) or 'its own code'}" for number in sorted(numbers)[:2]]
+    named = [f"{looks[number]} of {makers.get(number) or 'its own code'}" for number in sorted(numbers)[:2]]
     more = [f"{len(numbers) - 2} more"] if len(numbers) > 2 else []
     return f"{' and '.join([', '.join(named), *more])} {'is' if len(numbers) == 1 else 'are'}"
-
-
-def _look_of(look: TensorLook) -> str:
-    return f"{str(look.dtype).removeprefix('torch.')} {look.shape}"
 
 
 def find_replaceable(recording: Recording) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,6 @@ __all__ = [
 ]
 
 _PLAN = "_tensor_plan"  # of a module that is cut
-
-# With dp_shard beside tp every rank would write pages of hints into the cell: how two collectives could be one.
-_hints = logging.getLogger("torch.distributed.tensor._redistribute")
-if _hints.level == logging.NOTSET:  # else the user has said what is wanted
-    _hints.setLevel(logging.ERROR)
 
 
 def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, replica: int = 0) -> nn.Module:
@@ -67,7 +63,19 @@ def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, 
     if plan.shard_head is None:
         module.register_forward_hook(_give_plain)
     module.__dict__[_PLAN] = plan
+    _keep_hints_out(module)
     return module
+
+
+def _keep_hints_out(module: nn.Module) -> None:
+    """As long as it lives: with dp_shard beside tp every rank would write pages of how two collectives could be one."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or logger.level != logging.NOTSET  # the user has said what is
+
+    logger.addFilter(is_wanted)
+    weakref.finalize(module, logger.removeFilter, is_wanted).atexit = False
 
 
 def _give_plain(module: nn.Module, args: Any, output: Any) -> Any:

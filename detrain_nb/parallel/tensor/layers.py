@@ -9,10 +9,9 @@ parameter itself, as are ``parameters()`` and ``state_dict()`` always.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -237,10 +236,6 @@ def _change_outputs(tree: Any, changes: dict[int, Change]) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-# Each as long as a module has it: no class of the user's is kept for one that may come.
-_CLASSES: MutableMapping[type[nn.Module], MutableMapping[type[nn.Module], type[nn.Module]]] = WeakKeyDictionary()
-
-
 def change_class(module: nn.Module, share: Share) -> None:
     base = type(module)
     kind: type[nn.Module] = _Part
@@ -253,9 +248,9 @@ def change_class(module: nn.Module, share: Share) -> None:
         kind = _RowPart
     elif any((share.layouts, share.before, share.after, share.arguments, share.outputs, share.once)):
         kind = _ChangedPart
-    known = _CLASSES.setdefault(base, WeakValueDictionary())
-    owner = known.get(kind) or make_subclass(base, base.__name__, {"__module__": base.__module__}, kind)
-    known[kind] = owner
+    # One that a module has already, of which its base knows: it is kept for none that may come.
+    owner = next((each for each in type.__subclasses__(base) if kind in each.__bases__), None)
+    owner = owner or make_subclass(base, base.__name__, {"__module__": base.__module__}, kind)
     try:
         module.__class__ = owner
     except TypeError as exc:  # objects of classes that have another before nn.Module, as ABC, are laid out otherwise
