@@ -7,9 +7,9 @@ from .costs.profiler import ModelProfile, Unit, profile
 from .deferred import deferred, materialize
 from .dry_run import dry_run
 from .mesh import make_mesh
-from .microbatches import loss_on_parts
 from .model import ParallelModel
 from .norms import clip_grad_norm, grad_norm
+from .objective import loss_on_parts
 from .parallelize import parallelize
 from .pictures import draw_mesh, draw_partition, show_mesh
 from .rank_memory import DryRun

@@ -27,8 +27,8 @@ from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, profile
 from .data_parallel import resolve_sharding
 from .limits import ParameterUse, require_read_as_attributes, require_unasked, require_unwritten
+from .losses import Loss
 from .mesh import make_mesh, resolve_axes
-from .microbatches import Loss
 from .parallelize import (
     dtype_of,
     lay_out_all,

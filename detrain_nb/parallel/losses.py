@@ -6,7 +6,7 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import SpecError
 
 __all__ = [
+    "Loss",
     "name_of_torchs",
     "require_apart",
     "require_loss",
@@ -26,6 +27,8 @@ __all__ = [
     "require_target_of",
     "told",
 ]
+
+Loss = Callable[[Any, Any], Tensor]
 
 _OF_CLASSES = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}
 _CLASS_NUMBERS = (torch.int64, torch.uint8)

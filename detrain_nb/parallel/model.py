@@ -17,8 +17,10 @@ from ..errors import SpecError
 from .costs.profiler import ExampleInputs, as_call
 from .kinds import KnownKinds
 from .limits import LaterHooks
+from .losses import Loss
 from .mesh import usual_device
-from .microbatches import Loss, Objective, Passage, cut_batch, cut_call, require_rows_in_tensors, rows_of
+from .microbatches import Passage, cut_batch, cut_call, require_rows_in_tensors, rows_of
+from .objective import Objective
 from .replicated import average_gradients, averaged, replicated_in
 from .running import RunningBuffers
 

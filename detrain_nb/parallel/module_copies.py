@@ -18,12 +18,7 @@ from .holders import follow_copies, holds_words_alone
 from .recorders import TensorMemo
 from .undo import MISSING, contents_of_slot, slots_of
 
-__all__ = [
-    "ghost_of",
-    "replace_tensors",
-    "shallow_copy",
-    "zeros_without_memory",
-]
+__all__ = ["ghost_of", "replace_tensors", "shallow_copy", "zeros_without_memory"]
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

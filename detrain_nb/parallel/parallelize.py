@@ -29,9 +29,9 @@ from .limits import (
     require_untransformed,
     require_unwritten,
 )
-from .losses import require_apart, require_no_parameters
+from .losses import Loss, require_apart, require_no_parameters
 from .mesh import AXES, require_there, usual_device
-from .microbatches import Loss, lists_in
+from .microbatches import lists_in
 from .model import Arrangement, ParallelModel
 from .recording import takes_gradients
 from .sameness import note_stages, plan_of_all, require_not_laid_out, require_same_model, require_same_options

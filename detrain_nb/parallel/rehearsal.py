@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .costs.profiler import ExampleInputs, as_call, quiet
 from .interrupts import HeldInterrupts
 from .kept import State
-from .microbatches import Loss, Passage
+from .losses import Loss
+from .microbatches import Passage
 from .model import ParallelModel
 from .module_copies import ghost_of, replace_tensors
 from .recorders import TensorMemo, modules_watched

@@ -19,7 +19,8 @@ from ..errors import SpecError
 from .arguments import fails_on_a_part
 from .costs.profiler import require_known
 from .deferred import fill, is_deferred, require_values
-from .microbatches import Loss, Passage
+from .losses import Loss
+from .microbatches import Passage
 from .model import Arrangement, ParallelModel, autocast_left
 from .own_passes import FAILED, ReplicatedPasses, ShardedPasses
 

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map
 
 from ..errors import DetrainError, NotFinite, SpecError
 from ..parallel import ParallelModel, WholeModel, clip_grad_norm, grad_norm
-from ..parallel.microbatches import Loss, rows_of
+from ..parallel.losses import Loss
+from ..parallel.microbatches import rows_of
 from . import saving
 from .arguments import (
     plain_numbers,

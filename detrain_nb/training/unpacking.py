@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..parallel import ParallelModel
-from ..parallel.microbatches import Loss
+from ..parallel.losses import Loss
 
 __all__ = ["TARGETS", "inputs_of", "own_loss", "unpack", "usual_loss"]
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from detrain_nb import parallel as par
 from detrain_nb import training
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel.microbatches import loss_on_parts
+from detrain_nb.parallel import loss_on_parts
 from detrain_nb.parallel.model import Arrangement
 from detrain_nb.parallel.tensor import layers
 from detrain_nb.parallel.tensor.apply import apply_tensor_plan, from_saved_order, to_saved_order

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map
 from ...errors import SessionError, SpecError
 from ..arguments import fails_on_a_part
 from ..deferred import fill, is_deferred, require_values
-from ..losses import require_no_parameters
+from ..losses import Loss, require_no_parameters
 from ..mesh import can_send_from
-from ..microbatches import Loss, Passage
+from ..microbatches import Passage
 from ..model import Arrangement, ParallelModel
 from .boundaries import Boundaries
 from .running import Plan, TorchStage, Waits, look_of
