@@ -5,7 +5,6 @@ What is done to a block, in this order: its activations are kept or computed aga
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections import Counter
@@ -22,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..errors import SpecError
 from .blocks import StandIn, blocks_of
@@ -83,7 +81,7 @@ class Sharding:
         for block in blocks:
             if self.activations != "none":
                 second_runs = SecondRuns(block, names[id(block)], told=told, is_sharded=self.kind == "fsdp")
-                _compute_again(block, second_runs, is_all=self.activations == "full")
+                second_runs.prepare(is_all=self.activations == "full")
             if self.is_compiled:
                 block.compile()
         if self.kind == "ddp":
@@ -374,69 +372,3 @@ def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> Itera
                 f"together: give them one dtype, or {_OTHERWISE}"
             )
         yield part
-
-
-# ---- activations
-
-
-def _compute_again(block: nn.Module, second_runs: SecondRuns, *, is_all: bool) -> None:
-    """Let a block's forward run again in the backward pass; its names, hooks and class stay as they are."""
-    forward: Callable[..., Any] = block.forward
-    selective = functools.partial(create_selective_checkpoint_contexts, _policy)
-
-    def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        own = second_runs.contexts()
-        if is_all:
-            return own
-        first, second = selective()
-        return _Both(own[0], first), _Both(own[1], second)
-
-    @functools.wraps(forward)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # what is written is none of what is computed again there
-            of_policy: dict[str, Any] = {} if is_all else {"context_fn": selective}
-            return checkpoint(forward, *args, use_reentrant=False, **of_policy, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-    block.forward = checkpointed
-
-
-class _Both(contextlib.AbstractContextManager[None]):
-    """One context in another, each time that it is entered."""
-
-    def __init__(self, *contexts: contextlib.AbstractContextManager[Any]) -> None:
-        self._contexts = contexts
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._stack.__exit__(*exc_info)
-
-
-# What costs more to compute than to keep.
-_KEPT = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "convolution",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-    if hasattr(torch.ops.aten, name)
-)
-
-
-def _policy(context: Any, operation: Any, *args: Tensor, **kwargs: Any) -> CheckpointPolicy:
-    is_kept = getattr(operation, "overloadpacket", None) in _KEPT
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

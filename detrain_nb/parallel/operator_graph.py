@@ -98,9 +98,6 @@ class Recorder(OperatorRecorder[Tensor]):
         self._on_storage.setdefault(storage_of(tensor), []).append(number)
         return number
 
-    def has_read(self, tensor: Tensor) -> bool:
-        return self.known(tensor) >= 0
-
     def has_written(self, tensor: Tensor) -> bool:
         number = self.known(tensor)
         return any(number in op.writes for op in self.ops)

@@ -112,7 +112,7 @@ def _read_past(model: nn.Module, kind: str, recorder: Recorder, replaced: Mappin
             continue
         for key, tensor in getattr(part, kind).items():
             name = f"{prefix}.{key}" if prefix else key
-            if tensor is None or replaced.get(name, tensor) is tensor or not recorder.has_read(tensor):
+            if tensor is None or replaced.get(name, tensor) is tensor or recorder.known(tensor) < 0:
                 continue
             if tensor.requires_grad or recorder.has_written(tensor) or recorder.has_written(replaced[name]):
                 yield name

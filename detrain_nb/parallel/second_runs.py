@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .blocks import pattern_of
 from .recorders import TensorMemo
@@ -49,6 +50,32 @@ class SecondRuns:
         self._block, self._name, self._told = block, name, told
         self._parameters = () if is_sharded else tuple(block.named_parameters())
         self._known: dict[tuple[bool, ...], _Known] = {}  # by the parts' modes
+
+    def prepare(self, *, is_all: bool) -> None:
+        """Let the block's forward run again in the backward pass; its names, hooks and class stay as they are.
+
+        ``is_all``: what products of matrices give is computed again too.
+        """
+        forward: Callable[..., Any] = self._block.forward
+        selective = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+        def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+            own = self.contexts()
+            if is_all:
+                return own
+            first, second = selective()
+            return _Both(own[0], first), _Both(own[1], second)
+
+        @functools.wraps(forward)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            if torch.compiler.is_compiling():  # what is written is none of what is computed again there
+                of_policy: dict[str, Any] = {} if is_all else {"context_fn": selective}
+                return checkpoint(forward, *args, use_reentrant=False, **of_policy, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+        self._block.forward = checkpointed
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
         """Return those for the first and for each further run of one call, as ``context_fn`` of a checkpoint does."""
@@ -99,6 +126,39 @@ class SecondRuns:
                 "leave activations= out, or write it outside of the block",
                 stacklevel=2,
             )
+
+
+class _Both(contextlib.AbstractContextManager[None]):
+    """One context in another, each time that it is entered."""
+
+    def __init__(self, *contexts: contextlib.AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.__exit__(*exc_info)
+
+
+# What costs more to compute than to keep.
+_KEPT = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product_flash_attention"),
+        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention"),
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+
+
+def _policy(context: Any, operation: Any, *args: Tensor, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = getattr(operation, "overloadpacket", None) in _KEPT
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @dataclass

@@ -73,7 +73,7 @@ def find_gathered(changed: Changed, recorder: Recorder) -> dict[int, str]:
     for name, keys in changed.items():
         for key, value in keys.items():
             for leaf in tree_leaves(value):
-                if isinstance(leaf, Tensor) and recorder.has_read(leaf):
+                if isinstance(leaf, Tensor) and recorder.known(leaf) >= 0:
                     found.setdefault(recorder.number(leaf), f"{name}.{key}" if name else key)
     return found
 
