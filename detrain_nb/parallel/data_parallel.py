@@ -318,21 +318,17 @@ def _is_freed(tensor: Tensor) -> bool:
 
 def _give_no_view(module: nn.Module, args: Any, output: Any) -> Any:
     """What comes behind writes into it: of a view autograd would lose what FSDP2 has noted on it."""
-
-    def apart(leaf: Any) -> Any:
-        is_written = isinstance(leaf, Tensor) and leaf._is_view() and leaf.requires_grad
-        return leaf.clone() if is_written else leaf
-
-    return tree_map(apart, output)
+    return tree_map(lambda leaf: leaf.clone() if _is_view_with_gradient(leaf) else leaf, output)
 
 
 def _give_as_no_view(module: nn.Module, args: Any, output: Any) -> Any:
     """The same of the model's own outputs, which callers may write into; what was computed is not copied."""
+    give: Callable[[Tensor], Tensor] = _AsNoView.apply
+    return tree_map(lambda leaf: give(leaf) if _is_view_with_gradient(leaf) else leaf, output)
 
-    def give(leaf: Any) -> Any:
-        return _AsNoView.apply(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view() else leaf  # type: ignore[no-untyped-call]
 
-    return tree_map(give, output)
+def _is_view_with_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view()
 
 
 class _AsNoView(torch.autograd.Function):

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ...errors import SpecError
 from ..microbatches import Passage
 from ..model import autocast_left
+from ..operators import storage_of
 from .schedules import Schedule
 
 __all__ = ["Plan", "TorchStage", "Waits", "look_of"]
@@ -193,11 +194,10 @@ def _saved_apart(buffers: Sequence[Tensor]) -> contextlib.AbstractContextManager
     """In here autograd keeps copies of these: another microbatch writes into them before this one's backward pass."""
     if not buffers or not torch.is_grad_enabled():
         return contextlib.nullcontext()
-    storages = {buffer.untyped_storage()._cdata for buffer in buffers}
+    storages = {storage_of(buffer) for buffer in buffers}
 
     def pack(tensor: Tensor) -> Tensor:
-        is_one = tensor.layout == torch.strided and tensor.untyped_storage()._cdata in storages
-        return tensor.detach().clone() if is_one else tensor
+        return tensor.detach().clone() if storage_of(tensor) in storages else tensor
 
     return saved_tensors_hooks(pack, lambda tensor: tensor)
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..operator_graph import TensorLook
 from .schedules import Schedule
 from .splitter import Split
 from .tied import send_first
@@ -46,7 +47,7 @@ class WrittenBuffers:
         if not self._owners:
             return
         me, places = dist.get_rank(self._group), self._places()
-        mine = {name: _look_of(*found[0]) for name, found in places.items()}
+        mine = {name: TensorLook.of(part._buffers[key]) for name, ((part, key), *_) in places.items()}
         every: list[dict[str, Any]] = [mine] * dist.get_world_size(self._group)
         dist.all_gather_object(every, mine, group=self._group)
         for name, stage in self._owners.items():
@@ -58,8 +59,9 @@ class WrittenBuffers:
             others = [(part, key) for part, key in places[name] if part._buffers[key] is not own]
             if len(ranks) == 1 and not others:
                 continue
-            shape, dtype = every[owner][name]
-            sent = torch.empty(shape, dtype=dtype, device=self._link) if own is None else own.detach().to(self._link)
+            look: TensorLook = every[owner][name]
+            made = torch.empty(look.shape, dtype=look.dtype, device=self._link) if own is None else own.detach()
+            sent = made.to(self._link)
             if len(ranks) > 1:
                 send_first(sent, ranks, self._group, self._link)
             for part, key in others:
@@ -76,9 +78,3 @@ class WrittenBuffers:
                         at = 0 if self._owners[name] == index else len(places.get(name, ()))
                         places.setdefault(name, []).insert(at, (part, key))
         return places
-
-
-def _look_of(part: nn.Module, key: str) -> tuple[tuple[int, ...], torch.dtype]:
-    tensor = part._buffers[key]
-    assert tensor is not None
-    return tuple(tensor.shape), tensor.dtype

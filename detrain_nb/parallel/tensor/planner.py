@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_map
 
 from ...errors import SpecError
 from ..arguments import require_model, require_whole
-from ..blocks import looks_of, pattern_of
+from ..blocks import pattern_of
 from ..costs.profiler import ExampleInputs, as_call
 from ..kept import State
 from ..limits import find_parameter_use, require_read_as_attributes, require_unasked, require_untransformed
 from ..module_copies import ghost_of, replace_tensors
-from ..recorders import TensorMemo, modules_watched
+from ..recorders import TensorMemo
 from ..recording import fails_with_inputs, first_float_tensor, modules_around
 from ..writes import has_own_memory, values_kept
-from .layer_flow import Watch, float_outputs, run_quietly, watch_flow
+from .block_calls import BlockCalls, where_the_model_is
+from .layer_flow import watch_flow
 from .plan import EXPERTS, LINEAR, Pair, PlannedModule, TensorPlan
 from .proof import Proof, find_fault, hooks_in, is_on_meta, is_too_large, keep_call, without_hooks
 from .proof_runs import Call
@@ -118,7 +117,7 @@ def _require_cut(plan: TensorPlan, name: str) -> None:
 class _Planner:
     def __init__(self, model: nn.Module, call: Call, tp: int) -> None:
         self._model, self._tp = model, tp
-        self._call = _where_the_model_is(model, call)
+        self._call = where_the_model_is(model, call)
         self._names = dict(model.named_modules())
         self.plan = TensorPlan(tp, known_modules(model))
         use = find_parameter_use(model, self._call)
@@ -130,11 +129,7 @@ class _Planner:
         self._flow = watch_flow(model, *self._call, layers)
         self._entered = {*self._flow.entered}
         self._verdicts: dict[Any, Pair | str] = {}
-        self._calls: dict[Any, Call] = {}
-        self._unread: dict[Any, set[int]] = {}
-        self._outputs: dict[Any, list[torch.Size]] = {}
-        self._looks: dict[str, Any] = {}
-        self._given: dict[str, Any] = {}  # where a module gets tensors, and what else it gets
+        self._blocks = BlockCalls(model, self._call)
         self._is_of_shapes = False  # alone, as far as something was proved that is too large
 
     @property
@@ -147,7 +142,7 @@ class _Planner:
     def add_pairs(self) -> None:
         proposals = [*own_pairs(self._model, self.plan.modules), *flow_pairs(self._flow, self.plan.modules)]
         alone = {name for name, module in self.plan.modules.items() if module.kind in ("embedding", "experts")}
-        self._keep_calls({*map(self._parent_of, proposals), *alone, *self._flow.outputs, *self._flow.heads})
+        self._blocks.note({*map(self._parent_of, proposals), *alone, *self._flow.outputs, *self._flow.heads})
         used: set[str] = set()
         for pair in proposals:
             if used & {*pair.names}:
@@ -184,7 +179,7 @@ class _Planner:
         between = self._between(parent_name, pair)
         modules = known_modules(parent)
         counts = tuple(candidates_of(parent, relative, modules))
-        key = (self._kind_of_block(parent_name), relative, between, counts)
+        key = (self._blocks.kind_of(parent_name), relative, between, counts)
         if key not in self._verdicts:
             self._verdicts[key] = self._prove(parent_name, relative, modules, between)
         verdict = self._verdicts[key]
@@ -194,35 +189,17 @@ class _Planner:
         return verdict.renamed(lambda name: ".".join(part for part in (parent_name, name) if part))
 
     def _between(self, parent_name: str, pair: Pair) -> Between:
-        kind = self._kind_of_block(parent_name)
-        call, unread = self._calls.get(kind, ((), {})), self._unread.get(kind, ())
-        first = first_float_tensor(*call)
-        arguments: list[tuple[int | str, Any]] = [*enumerate(call[0]), *call[1].items()]
-        modules = self._flow.between(pair.columns, pair.row)
-        return Between(
-            modules=tuple(
-                _without(parent_name, name)
-                for name in modules
-                if name in self.plan.modules and _is_in(parent_name, name)
-            ),
-            parameters=tuple(
-                _without(parent_name, name)
-                for name in sorted(self._flow.parameters.get(pair.row, ()))
-                if _is_in(parent_name, name)
-            ),
-            arguments=tuple(
-                (place, each.shape)
-                for place, each in arguments
-                if isinstance(each, Tensor) and first is not None and not _is_like(each, first)
-            ),
-            outputs=tuple(
-                (place, shape) for place, shape in enumerate(self._outputs.get(kind, ())) if place not in {0, *unread}
-            ),
-        )
+        def inside(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(_without(parent_name, name) for name in names if _is_in(parent_name, name))
+
+        modules = inside(name for name in self._flow.between(pair.columns, pair.row) if name in self.plan.modules)
+        parameters = inside(sorted(self._flow.parameters.get(pair.row, ())))
+        between = self._blocks.between(self._blocks.kind_of(parent_name))
+        return replace(between, modules=modules, parameters=parameters)
 
     def _prove(self, parent_name: str, pair: Pair, modules: dict[str, PlannedModule], between: Between) -> Pair | str:
-        kind = self._kind_of_block(parent_name)
-        parent, call = self._names[parent_name], self._calls.get(kind)
+        kind = self._blocks.kind_of(parent_name)
+        parent, call = self._names[parent_name], self._blocks.of_kind.get(kind)
         if call is None:
             return _NOT_CALLED
         for name in pair.names:
@@ -232,7 +209,8 @@ class _Planner:
         self._is_of_shapes |= is_too_large(parent)
 
         def prove(parent: nn.Module) -> Pair | str:
-            return self._try(Proof(parent, call, unread=self._unread.get(kind, ())), parent, pair, modules, between)
+            proof = Proof(parent, call, unread=self._blocks.unread.get(kind, ()))
+            return self._try(proof, parent, pair, modules, between)
 
         found = prove(parent)
         if not isinstance(found, str):
@@ -273,41 +251,6 @@ class _Planner:
         common = [name for name in modules_around(pair.row) if all(_is_in(name, each) for each in pair.names)]
         around = frozenset.intersection(*(self._flow.around.get(name, frozenset([""])) for name in pair.names))
         return next(name for name in reversed(common) if name in around or not name)
-
-    def _kind_of_block(self, name: str) -> Any:
-        """Blocks of one kind have one name but for numbers, compute in the same way, and get the same."""
-        pattern = pattern_of(name)
-        if name not in self._looks:
-            row = {each: module for each, module in self._names.items() if pattern_of(each) == pattern}
-            self._looks.update(looks_of(row))
-        return pattern, self._looks[name], self._given.get(name)
-
-    def _keep_calls(self, names: Collection[str]) -> None:
-        """What modules are called with, of each kind the first; and which of the outputs of these nobody reads."""
-        watch = Watch(self._model, *self._call)
-        calls: Counter[Any] = Counter()
-        for name in names:
-            self._kind_of_block(name)  # without the hooks that come now
-
-        def keep(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-            given = {**dict(enumerate(args)), **kwargs}
-            self._given.setdefault(name, tuple((key, _look_of(each)) for key, each in given.items()))
-            kind = self._kind_of_block(name)
-            if kind not in self._calls:
-                self._calls[kind] = keep_call(args, kwargs, lambda tensor: bool(watch.sources_of(tensor)))
-
-        def give(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls[self._kind_of_block(name)] += 1
-            self._outputs.setdefault(self._kind_of_block(name), [each.shape for each in float_outputs(output)])
-            watch.wait_for_readers(self._kind_of_block(name), output)
-
-        with modules_watched([(name, self._names[name]) for name in names], keep, give):
-            result = run_quietly(self._model, *self._call, watch)
-        for tensor in float_outputs(result):
-            watch.unread.pop(watch.number(tensor), None)
-        for (kind, index), count in Counter(each for givers in watch.unread.values() for each in givers).items():
-            if count == calls[kind]:
-                self._unread.setdefault(kind, set()).add(index)
 
     # ---- what begins and ends with whole tensors
 
@@ -372,7 +315,7 @@ class _Planner:
                 reason = str(exc)
         if not reason:
             relative = TensorPlan(self._tp, known_modules(self._names[name]), alone={"": role})
-            call = self._calls.get(self._kind_of_block(name))
+            call = self._blocks.of_kind.get(self._blocks.kind_of(name))
             fault: str | None = _NOT_CALLED
             if call is not None:  # what torch's own layers do is known, and some are as large as a vocabulary
                 fault = None
@@ -457,16 +400,6 @@ def _parametrized(name: str, modules: Mapping[str, nn.Module]) -> str:
     )
 
 
-def _look_of(argument: Any) -> Any:
-    is_plain = isinstance(argument, (bool, int, float, str, type(None)))
-    return (type(argument), argument) if is_plain else type(argument)
-
-
-def _is_like(tensor: Tensor, first: Tensor) -> bool:
-    """Whether it has as many rows, and is as wide, as what was computed so far; as many as rows may heads be."""
-    return tensor.dim() == first.dim() and (tensor.shape[0], tensor.shape[-1]) == (first.shape[0], first.shape[-1])
-
-
 def _is_plain(module: nn.Module) -> bool:
     """Whether it is one of torch's own layers, which nobody has changed."""
     return type(module) in (nn.Linear, nn.Embedding) and not (module._forward_hooks or module._forward_pre_hooks)
@@ -487,19 +420,3 @@ def _all_on_meta(model: nn.Module) -> nn.Module:
     for part in made.modules():
         replace_tensors(part, lambda tensor: tensor if tensor.is_meta else on_meta(tensor))
     return made
-
-
-def _where_the_model_is(model: nn.Module, call: Call) -> Call:
-    """Inputs without values for a model without them; for another, values for inputs that have none."""
-    place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.is_meta == (place.type == "meta"):
-            return leaf
-        if place.type == "meta":
-            return leaf.to("meta")
-        made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=place)
-        return made.normal_(generator=torch.Generator(place).manual_seed(0)) if leaf.is_floating_point() else made
-
-    moved: Call = tree_map(move, call)
-    return moved

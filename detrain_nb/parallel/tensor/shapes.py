@@ -21,6 +21,7 @@ from .layer_flow import float_outputs
 from .layout import lay_out
 from .plan import Layout, TensorPlan
 from .ranks import cut
+from .thread_ranks import ThreadRanks
 
 __all__ = ["Shapes", "in_short"]
 
@@ -89,25 +90,17 @@ class _WithKeys(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class _NoRanks:
+class _NoRanks(ThreadRanks):
     """The first of ranks of which the others say what it says."""
 
-    rank = 0
-
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.rank, self.size = 0, size
 
     def add_up(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor] * self.size
-
-    def local(self, parameter: Tensor, dim: int | None) -> Tensor | None:
-        return parameter
-
-    def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:
-        raise AssertionError("proofs are of whole outputs")
 
 
 def in_short(error: Exception, module: nn.Module | None = None) -> str:
