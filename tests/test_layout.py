@@ -89,7 +89,7 @@ class Rules:
     """The three blocks of docs/design.md. Rooms are named as in the second one: `wire`, `node`, `__init__`."""
 
     top_level: frozenset[str]  # "detrain_nb/", "magics/": folders end with a slash
-    in_package: frozenset[str]  # "wire.py", "node/"
+    in_package: frozenset[str]  # "plan.py", "node/"
     may_import: dict[str, frozenset[str]]  # transitive, the room itself included
     inside: dict[
         str, frozenset[str]
@@ -541,8 +541,8 @@ def test_what_a_room_may_import_is_transitive(rules: Rules) -> None:
 
 
 FAULTS = {
-    "a room above": ("wire.py", "from detrain_nb.session import files", "wire imports session but may import errors"),
-    "a room above, relative": ("wire.py", "from . import launch", "wire imports launch"),
+    "a room above": ("wire/a.py", "from detrain_nb.session import files", "wire imports session but may import errors"),
+    "a room above, relative": ("wire/link.py", "from .. import launch", "wire imports launch"),
     "a room above, from a folder": ("node/agent/agent.py", "from ...session import files", "node imports session"),
     "a room above, in a function": ("plan.py", "def f():\n    import detrain_nb.launch", "plan imports launch"),
     "a room above, for types": ("plan.py", "if TYPE_CHECKING:\n    from .launch import x", "plan imports launch"),
@@ -558,7 +558,7 @@ FAULTS = {
     ),
     "what stands beside the rooms": ("node/cell/a.py", "from .. import b", "node/cell imports node/."),
     "a room in a room, of no name": ("session/views/a.py", "", "session/views: is not in docs/design.md"),
-    "the porch": ("wire.py", "from detrain_nb import Session", "wire imports __init__"),
+    "the porch": ("wire/link.py", "from detrain_nb import Session", "wire imports __init__"),
     "a porch that is not lazy": ("__init__.py", "from .wire import Frame", "the porch imports wire"),
     "a view in the core": (
         "session/files.py",
@@ -572,7 +572,7 @@ FAULTS = {
     "IPython in the launcher": ("node/rank/launcher.py", "import IPython", "node may not import IPython"),
     "paramiko beside ssh.py": ("transport/local.py", "import paramiko", "transport may not import paramiko"),
     "any library in the agent": ("node/agent/agent.py", "from psutil import Process", "node may not import psutil"),
-    "syntax of 3.11 on a node": ("wire.py", "try: pass\nexcept* OSError: pass", "does not parse as Python 3.10"),
+    "syntax of 3.11 on a node": ("wire/link.py", "try: pass\nexcept* OSError: pass", "does not parse as Python 3.10"),
     "a module of 3.11 on a node": ("node/agent/agent.py", "from tomllib import load", "tomllib.load is newer"),
     "a name of 3.11 on a node": ("plan.py", "from enum import StrEnum", "enum.StrEnum is newer"),
     "an attribute of 3.11 on a node": ("plan.py", "import datetime as d\nd.UTC", "datetime.UTC is newer"),
@@ -599,7 +599,7 @@ def test_fault_is_found(case: str, rules: Rules, tmp_path: Path) -> None:
 
 
 ALLOWED = {
-    "a room below": ("wire.py", "from detrain_nb.errors import DetrainError\nfrom . import errors"),
+    "a room below": ("wire/link.py", "from detrain_nb.errors import DetrainError\nfrom .. import errors"),
     "a room below the one below": ("node/agent/agent.py", "from ...errors import DetrainError\nfrom . import spool"),
     "a room below in the same room": ("session/recovery/a.py", "from ..output.log import OutputLog"),
     "what stands beside a room of helpers": (

@@ -11,13 +11,14 @@ from .checks.near import BESIDE_ROOMS_OF_THE_PACKAGE, BESIDE_THE_ROOMS, list_cha
 from .test_layout import Rules, read_rules
 
 ROOT = Path(__file__).resolve().parent.parent
-CODE = ["__init__", "errors", "wire", "plan", "agents", "launch", "locks", "values", "storage", "metrics", "__main__"]
-ROOMS = ["spec", "transport", "node", "deploy", "session", "doctor", "parallel", "training", "cli"]
+CODE = ["__init__", "errors", "plan", "agents", "launch", "locks", "values", "storage", "metrics", "__main__"]
+ROOMS = ["wire", "spec", "transport", "node", "deploy", "session", "doctor", "parallel", "training", "cli"]
+NO_FOLDER = ["doctor", "wire"]  # of tests: a module
 TREE = [
     *(f"detrain_nb/{name}.py" for name in CODE),
     *(f"detrain_nb/{name}/__init__.py" for name in ROOMS),
     "magics/__init__.py",
-    *(f"tests/{name}/test_a.py" for name in [*ROOMS, "magics", "notebooks", "testbed"] if name != "doctor"),
+    *(f"tests/{name}/test_a.py" for name in [*ROOMS, "magics", "notebooks", "testbed"] if name not in NO_FOLDER),
     "tests/session/test_b.py",
     "tests/session/conftest.py",
     *(f"tests/test_{name}.py" for name in ["ci", "doctor", "environment", "layout", "plan", "setup", "skips", "wire"]),
@@ -40,7 +41,11 @@ CASES = {
         ["training/test_a", "magics/test_a", "cli/test_a", "test_layout"],
     ),
     "a folder elsewhere": (["magics/render.py"], ["magics/test_a", "test_layout"]),
-    "a module": (["detrain_nb/wire.py"], ["test_wire", "transport/test_a", "test_layout"]),
+    "a module": (["detrain_nb/values.py"], ["node/test_a", "training/test_a", "test_layout"]),
+    "a room whose tests are a module": (
+        ["detrain_nb/wire/frames.py"],
+        ["test_wire", "transport/test_a", "test_layout"],
+    ),
     "a changed test first": (
         ["detrain_nb/session/running/core.py", "tests/session/test_b.py", "tests/test_plan.py"],
         ["session/test_b", "test_plan", "session/test_a", "magics/test_a", "cli/test_a", "test_layout"],

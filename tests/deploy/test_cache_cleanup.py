@@ -41,7 +41,7 @@ def cache(tmp_path: Path) -> Path:
     folder = tmp_path / "cache"
     for code in (OLD_CODE, NEW_CODE):
         (folder / code / "detrain_nb").mkdir(parents=True, mode=0o700)
-        (folder / code / "detrain_nb" / "wire.py").write_text("")
+        (folder / code / "detrain_nb" / "errors.py").write_text("")
     age(folder / OLD_CODE)
     (folder / ".lock").touch(mode=0o600)
     age(folder / ".lock")

@@ -51,7 +51,7 @@ def test_rooms_on_a_node_are_those_of_the_design() -> None:
 
 def test_own_code_is_the_sources_of_these_rooms(tmp_path: Path) -> None:
     names = [name for name in _unpack(own_code(), tmp_path) if ".dist-info/" not in name]
-    assert {"detrain_nb/__init__.py", "detrain_nb/wire.py", "detrain_nb/node/agent/agent.py"} <= set(names)
+    assert {"detrain_nb/__init__.py", "detrain_nb/wire/frames.py", "detrain_nb/node/agent/agent.py"} <= set(names)
     assert {Path(name).parts[1].removesuffix(".py") for name in names} <= {"__init__", *ON_NODE}
     for name in names:
         source = (tmp_path / name).read_bytes()

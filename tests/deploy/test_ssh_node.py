@@ -88,13 +88,13 @@ def _write_anew(path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        lambda folder: os.truncate(folder / "detrain_nb/wire.py", 100),
-        lambda folder: os.truncate(folder / "detrain_nb/wire.py", 0),
+        lambda folder: os.truncate(folder / "detrain_nb/wire/frames.py", 100),
+        lambda folder: os.truncate(folder / "detrain_nb/wire/frames.py", 0),
         lambda folder: (folder / "detrain_nb/copying/json_lines.py").unlink(),
         lambda folder: shutil.rmtree(folder / "detrain_nb/node"),
         lambda folder: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in folder.iterdir()],
         lambda folder: (folder / bootstrap.LIST_NAME).unlink(),
-        lambda folder: _write_anew(folder / bootstrap.LIST_NAME, '{"detrain_nb/wire.py": '),
+        lambda folder: _write_anew(folder / bootstrap.LIST_NAME, '{"detrain_nb/wire/frames.py": '),
         lambda folder: _write_anew(folder / bootstrap.LIST_NAME, "[]"),
     ],
     ids=["cut off", "empty", "removed", "folder removed", "folder empty", "no list", "list cut off", "no such list"],

@@ -480,8 +480,8 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
         ["\n", " ", "rank : ", "rank: x\n", "exitcode : \t", "="],
     ),
     "values._ARRAY_DTYPE": (_as_dtype, "<M8[", ["9", "[", "<U9"]),
-    "wire._DECODER": (_as_json, "[", [" ", "[", '{"a":', "1", "1.", "1e9", '"', "\\u0041", "-", "\\"]),
-    "wire.count_values": (_as_bundle, '"', ['"', "\\", '\\"', ",", "[{"]),
+    "text._DECODER": (_as_json, "[", [" ", "[", '{"a":', "1", "1.", "1e9", '"', "\\u0041", "-", "\\"]),
+    "text.count_values": (_as_bundle, '"', ['"', "\\", '\\"', ",", "[{"]),
     "terminal._LABEL": (terminal._split_label, "[1", ["1", ",1", "-1,1", "["]),
     "terminal._COLOURS": (lambda text: terminal._COLOURS.sub("", text), "\x1b[", ["\x1b[0", "0", ";"]),
     "judgement._VERSION": (judgement._VERSION.fullmatch, "2.1", ["1", "1.", "+"]),
@@ -500,7 +500,8 @@ def test_what_reads_a_node_s_words_takes_time_by_their_length(name: str) -> None
 
 def test_every_expression_that_reads_a_node_s_words_is_among_them() -> None:
     package = Path(detrain_nb.__file__).parent
-    files = [*(package / "session").rglob("*.py"), *(package / name for name in ("wire.py", "values.py", "errors.py"))]
+    beside = (package / name for name in ("values.py", "errors.py"))
+    files = [*(package / "session").rglob("*.py"), *(package / "wire").glob("*.py"), *beside]
     found = set()
     for path in files:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

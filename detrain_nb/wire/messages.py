@@ -1,42 +1,28 @@
-"""Messages between session, agent, worker and interpreter: a JSON header plus, for some, one raw buffer.
+"""Messages between session, agent, worker and interpreter, and what is checked of their fields.
 
-A frame is a fixed prefix (sizes of header and body, the message's number), a JSON header and the body. A number is
-given by the agent to what it spools for the notebook; 0 means "not spooled". A notebook on a link that can break
-numbers what it sends, too. The receiving side trusts nothing: types and sizes of every field are checked against the
-dataclass, and what does not fit is a ``WireError``.
+The receiving side trusts nothing: types and sizes of every field are checked against the dataclass, and what does not
+fit is a ``WireError``.
 """
 
 from __future__ import annotations
 
-import codecs
-import json
 import math
-import socket
-import struct
-from collections import deque
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple
 
-from .errors import WireError
+from ..errors import WireError
+from .text import MAX_BUNDLE_BYTES, Json, parse_json, read_text
 
 PROTOCOL = 5
 MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
 MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
 MAX_DESCRIPTION_BYTES = 8 << 20  # of a value, as JSON
-_TEXT_BYTES = 1 << 18  # with nothing but surrogates: 25 ms
-MAX_BUNDLE_BYTES = 32 << 20  # of what a cell shows
-MAX_BUNDLE_VALUES = 1 << 16  # of it: strings, numbers, lists; one takes up to 300 bytes parsed, and is kept
 PIECE_BYTES = 1 << 20
 ALIVE_GAP_S = 5.0  # between signs of life of a notebook, on a connection that can break
 SILENCE_LIMIT_S = 20.0  # after which its node lets go of one that gives none
-_SMALL_READ_BYTES = 1 << 16
-_LARGE_READ_BYTES = 1 << 20
-_PREFIX = struct.Struct("!IIQ")
 
-Json = Any
 LongText = str
 
 
@@ -603,222 +589,20 @@ class RankEnded(Message):
     down: str
 
 
-# ---- frames
+# ---- their fields
 
 
-class Frame(NamedTuple):
-    """One message as it lies on the wire."""
-
-    number: int
-    header: bytes
-    body: bytes
-
-    def to_bytes(self, *, number: int | None = None) -> bytes:
-        number = self.number if number is None else number
-        return b"".join((_PREFIX.pack(len(self.header), len(self.body), number), self.header, self.body))
-
-    def message(self) -> Message:
-        """The message. Raises: WireError when it is not one."""
-        return _decode(self.header, self.body)
-
-
-def to_frame(message: Message) -> Frame:
-    """Lay a message out; the frame has no number yet."""
+def lay_out(message: Message) -> tuple[dict[str, Json], bytes]:
+    """What of a message stands in the header, and what behind it."""
     kind = type(message)
     header = {name: getattr(message, name) for name in _HEADER_FIELDS[kind]}
-    header["type"] = kind.__name__
     behind = _BEHIND_HEADER.get(kind)
     body = getattr(message, behind) if behind else b""
-    if isinstance(body, str):
-        body = body.encode("utf-8", "surrogatepass")
-    return Frame(0, json.dumps(header, separators=(",", ":")).encode(), body)
+    return header, body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
 
 
-class FrameReader:
-    """Cut a stream of bytes into frames."""
-
-    def __init__(self, *, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
-        self.max_header_bytes = max_header_bytes
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Frame]:
-        """Take the next bytes; return the frames that are now complete. Raises: WireError."""
-        buffer = self._buffer
-        buffer += data
-        frames: list[Frame] = []
-        position = 0
-        while len(buffer) - position >= _PREFIX.size:
-            header_bytes, body_bytes, number = _PREFIX.unpack_from(buffer, position)
-            if header_bytes > self.max_header_bytes or body_bytes > MAX_BODY_BYTES:
-                raise WireError(f"a frame announces {header_bytes} + {body_bytes} bytes, more than any message has")
-            header_at = position + _PREFIX.size
-            body_at = header_at + header_bytes
-            if len(buffer) < body_at + body_bytes:
-                break
-            position = body_at + body_bytes
-            with memoryview(buffer) as view:
-                frames.append(Frame(number, bytes(view[header_at:body_at]), bytes(view[body_at:position])))
-        del buffer[:position]
-        return frames
-
-    @property
-    def is_empty(self) -> bool:
-        """Nothing is left of an unfinished frame."""
-        return not self._buffer
-
-
-class LinkClosed(WireError):
-    """The other end of a link is gone."""
-
-
-class Link:
-    """Frames over one connected, non-blocking socket, with a queue of what is still to be sent."""
-
-    def __init__(self, sock: socket.socket, *, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
-        sock.setblocking(False)
-        self.sock = sock
-        self._reader = FrameReader(max_header_bytes=max_header_bytes)
-        self._waiting: deque[memoryview] = deque()
-        self.waiting_bytes = 0
-        self._receive_bytes = _SMALL_READ_BYTES
-
-    def fileno(self) -> int:
-        return self.sock.fileno()
-
-    def limit_headers(self, max_bytes: int) -> None:
-        """From now on."""
-        self._reader.max_header_bytes = max_bytes
-
-    def send(self, message: Message) -> None:
-        self.send_bytes(to_frame(message).to_bytes())
-
-    def send_bytes(self, data: bytes) -> None:
-        """Send now what the socket takes; the rest goes with ``flush``. Raises: LinkClosed."""
-        self.add_bytes(data)
-        if len(self._waiting) == 1:
-            self.flush()
-
-    def add_bytes(self, data: bytes) -> None:
-        """Send a frame with the next ``flush``."""
-        self.waiting_bytes += len(data)
-        self._waiting.append(memoryview(data))
-
-    def flush(self) -> bool:
-        """Send what waits; True when nothing waits any more. Raises: LinkClosed."""
-        while self._waiting:
-            try:
-                sent = self.sock.send(self._waiting[0])
-            except BlockingIOError:
-                return False
-            except OSError as exc:
-                raise LinkClosed(f"the other end is gone: {exc}") from exc
-            self.waiting_bytes -= sent
-            if sent == len(self._waiting[0]):
-                self._waiting.popleft()
-            else:
-                self._waiting[0] = self._waiting[0][sent:]
-        self.waiting_bytes = 0
-        return True
-
-    def receive(self) -> list[Frame]:
-        """Read once; the frames that are now complete. Raises: LinkClosed at the end, WireError on nonsense."""
-        try:
-            data = self.sock.recv(self._receive_bytes)
-        except BlockingIOError:
-            return []
-        except OSError as exc:
-            raise LinkClosed(f"the other end is gone: {exc}") from exc
-        if not data:
-            raise LinkClosed("the other end closed the connection")
-        # room for a large read costs time at every small one: make it while large ones come
-        self._receive_bytes = _SMALL_READ_BYTES if len(data) < self._receive_bytes else _LARGE_READ_BYTES
-        return self._reader.feed(data)
-
-    def close(self) -> None:
-        self.sock.close()
-
-
-def json_body(value: Json) -> bytes:
-    """A JSON value as the body of a message."""
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def parse_json(data: bytes) -> Json:
-    """JSON from the other side. Raises: WireError, also on NaN, nesting without end, and a key that comes twice."""
-    try:
-        return _DECODER.decode(data.decode())
-    except (ValueError, RecursionError) as exc:
-        raise WireError(f"not JSON: {exc}") from exc
-
-
-SIZES = "application/vnd.detrain_nb.sizes+json"  # in what a cell shows: {mime type: {"width": .., "height": ..}}
-
-
-def parse_bundle(data: bytes) -> dict[str, Json]:
-    """What a cell shows, by mime type. Raises: WireError, also when it has more than ``MAX_BUNDLE_VALUES``."""
-    if len(data) > MAX_BUNDLE_VALUES and count_values(data) > MAX_BUNDLE_VALUES:
-        raise WireError("what a cell shows has more values than any has")
-    bundle = parse_json(data)
-    if not isinstance(bundle, dict):
-        raise WireError("what a cell shows is not by mime type")
-    return bundle
-
-
-def count_values(data: bytes, *, most: int = MAX_BUNDLE_VALUES) -> int:
-    """How many values a JSON text has at most, without parsing it; stops to count soon after ``most``."""
-    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
-    strings = plain.count(b'"') // 2
-    if strings <= most:
-        outside = b"".join(plain.split(b'"')[::2])
-        return strings + sum(outside.count(mark) for mark in (b",", b"[", b"{"))
-    return strings
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _refuse_repeats(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("a key comes twice")
-    return made
-
-
-_PLAIN = bytes(range(0x20, 0x7F))
-
-
-def _read_whole(digits: str) -> int:
-    """In Python: other threads have their turn between two numbers, which may have thousands of digits."""
-    return int(digits)
-
-
-def _read_float(digits: str) -> float:
-    if math.isinf(number := float(digits)):
-        raise ValueError(f"{digits[:40]} is too large")
-    return number
-
-
-_DECODER = json.JSONDecoder(
-    parse_constant=_refuse_constant,
-    parse_int=_read_whole,
-    parse_float=_read_float,
-    object_pairs_hook=_refuse_repeats,
-)
-
-
-def _decode(header: bytes, body: bytes) -> Message:
-    if header.translate(None, _PLAIN):  # else it would be longer when it is written again, to a log
-        raise WireError("a header is not JSON in plain ASCII")
-    values = parse_json(header)
-    if not isinstance(values, dict):
-        raise WireError("a header is not a JSON object")
-    name = values.pop("type", "")
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise WireError("a header names no known type of message")
-    if len(header) > _MOST_HEADER_BYTES.get(kind, len(header)):
-        raise WireError(f"{kind.__name__} has a header of {len(header):,} bytes, more than any has")
+def make_message(kind: type[Message], values: dict[str, Json], body: bytes) -> Message:
+    """The opposite. ``values`` is used up. Raises: WireError where a field is missing, unknown or not of its type."""
     checks = _CHECKED_FIELDS[kind]
     behind = _BEHIND_HEADER.get(kind)
     if body and not behind:
@@ -837,23 +621,6 @@ def _decode(header: bytes, body: bytes) -> Message:
         elif not fits(values[name]):
             raise WireError(f"{kind.__name__}.{name} is a {type(values[name]).__name__}")
     return kind(**values)
-
-
-def read_text(data: bytes | memoryview) -> str:
-    """Text from the other side, which may have halves of surrogates, as Python's may. Raises: WireError.
-
-    They are slow to read: other threads have their turn between two pieces of it.
-    """
-    try:
-        return str(data, "utf-8")
-    except UnicodeDecodeError:
-        pass
-    reader = codecs.getincrementaldecoder("utf-8")("surrogatepass")
-    pieces = (data[start : start + _TEXT_BYTES] for start in range(0, len(data), _TEXT_BYTES))
-    try:
-        return "".join([*(reader.decode(piece) for piece in pieces), reader.decode(b"", final=True)])
-    except UnicodeDecodeError as exc:
-        raise WireError(f"not text: {exc.reason}") from exc
 
 
 def _is_int(value: object) -> bool:
@@ -886,12 +653,12 @@ _FITS: dict[str, Callable[[object], bool]] = {
     "dict[str, str] | None": lambda value: value is None or _is_dict_of_str(value),
 }
 
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
+KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
 _CHECKED_FIELDS = {
     kind: {f.name: (_FITS[str(f.type)], f.default is f.default_factory is MISSING) for f in fields(kind)}  # type: ignore
-    for kind in _KINDS.values()
+    for kind in KINDS.values()
 }
-_BEHIND_HEADER = {kind: f.name for kind in _KINDS.values() for f in fields(kind) if f.type in ("bytes", "LongText")}  # type: ignore[arg-type]
+_BEHIND_HEADER = {kind: f.name for kind in KINDS.values() for f in fields(kind) if f.type in ("bytes", "LongText")}  # type: ignore[arg-type]
 # No rank sends more, and to read or to clean more takes time and memory.
 _MOST_BYTES_BEHIND: dict[type[Message], int] = {
     Inspection: 1 << 20,  # 200,000 characters of help
@@ -899,7 +666,7 @@ _MOST_BYTES_BEHIND: dict[type[Message], int] = {
     Display: MAX_BUNDLE_BYTES,
     CellDone: MAX_BUNDLE_BYTES,
 }
-_MOST_HEADER_BYTES: dict[type[Message], int] = {Position: 1 << 19}  # all ranks say one at once, each second
+MOST_HEADER_BYTES: dict[type[Message], int] = {Position: 1 << 19}  # all ranks say one at once, each second
 _HEADER_FIELDS = {
     kind: dict.fromkeys(name for name in checks if name != _BEHIND_HEADER.get(kind)).keys()
     for kind, checks in _CHECKED_FIELDS.items()

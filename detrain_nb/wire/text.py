@@ -1,0 +1,97 @@
+"""JSON and text that another process sent, read so that they cost little, whatever is in them."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+from typing import Any
+
+from ..errors import WireError
+
+MAX_BUNDLE_BYTES = 32 << 20  # of what a cell shows
+MAX_BUNDLE_VALUES = 1 << 16  # of it: strings, numbers, lists; one takes up to 300 bytes parsed, and is kept
+SIZES = "application/vnd.detrain_nb.sizes+json"  # in what a cell shows: {mime type: {"width": .., "height": ..}}
+_TEXT_BYTES = 1 << 18  # with nothing but surrogates: 25 ms
+
+Json = Any
+
+
+def json_body(value: Json) -> bytes:
+    """A JSON value as the body of a message."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def parse_json(data: bytes) -> Json:
+    """JSON from the other side. Raises: WireError, also on NaN, nesting without end, and a key that comes twice."""
+    try:
+        return _DECODER.decode(data.decode())
+    except (ValueError, RecursionError) as exc:
+        raise WireError(f"not JSON: {exc}") from exc
+
+
+def parse_bundle(data: bytes) -> dict[str, Json]:
+    """What a cell shows, by mime type. Raises: WireError, also when it has more than ``MAX_BUNDLE_VALUES``."""
+    if len(data) > MAX_BUNDLE_VALUES and count_values(data) > MAX_BUNDLE_VALUES:
+        raise WireError("what a cell shows has more values than any has")
+    bundle = parse_json(data)
+    if not isinstance(bundle, dict):
+        raise WireError("what a cell shows is not by mime type")
+    return bundle
+
+
+def count_values(data: bytes, *, most: int = MAX_BUNDLE_VALUES) -> int:
+    """How many values a JSON text has at most, without parsing it; stops to count soon after ``most``."""
+    plain = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    strings = plain.count(b'"') // 2
+    if strings <= most:
+        outside = b"".join(plain.split(b'"')[::2])
+        return strings + sum(outside.count(mark) for mark in (b",", b"[", b"{"))
+    return strings
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _refuse_repeats(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key comes twice")
+    return made
+
+
+def read_text(data: bytes | memoryview) -> str:
+    """Text from the other side, which may have halves of surrogates, as Python's may. Raises: WireError.
+
+    They are slow to read: other threads have their turn between two pieces of it.
+    """
+    try:
+        return str(data, "utf-8")
+    except UnicodeDecodeError:
+        pass
+    reader = codecs.getincrementaldecoder("utf-8")("surrogatepass")
+    pieces = (data[start : start + _TEXT_BYTES] for start in range(0, len(data), _TEXT_BYTES))
+    try:
+        return "".join([*(reader.decode(piece) for piece in pieces), reader.decode(b"", final=True)])
+    except UnicodeDecodeError as exc:
+        raise WireError(f"not text: {exc.reason}") from exc
+
+
+def _read_whole(digits: str) -> int:
+    """In Python: other threads have their turn between two numbers, which may have thousands of digits."""
+    return int(digits)
+
+
+def _read_float(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits[:40]} is too large")
+    return number
+
+
+_DECODER = json.JSONDecoder(
+    parse_constant=_refuse_constant,
+    parse_int=_read_whole,
+    parse_float=_read_float,
+    object_pairs_hook=_refuse_repeats,
+)
