@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
@@ -20,16 +22,26 @@ from detrain_nb.wire import (
     MAX_DESCRIPTION_BYTES,
     MAX_HEADER_BYTES,
     MAX_ORDER_HEADER_BYTES,
+    Attach,
+    CellDone,
     CellFailed,
+    Collectives,
+    Display,
     Frame,
     FrameReader,
     Inspection,
     Link,
     LinkClosed,
+    Message,
+    Notice,
     Output,
     Piece,
+    Position,
     RanCell,
+    RequestDone,
+    RequestFailed,
     RunCell,
+    Unfinished,
     Value,
     count_values,
     json_body,
@@ -37,6 +49,9 @@ from detrain_nb.wire import (
     read_text,
     to_frame,
 )
+from detrain_nb.wire.messages import KINDS, NUMBERS
+
+from .raw_frames import KIND_AT, prefix
 
 _ANY_TEXT = st.text(st.characters() | st.characters(categories=["Cs"]))
 
@@ -100,53 +115,149 @@ def test_frames_are_whole_however_the_stream_is_cut(messages: list[object], cuts
     assert reader.is_empty
 
 
-def _frame(header: object, body: bytes = b"") -> Frame:
+def _frame(kind: type[Message], header: object, body: bytes = b"") -> Frame:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return Frame(0, text, body)
+    return Frame(0, kind, text, body)
 
 
-RUN_CELL = {"type": "RunCell", "ranks": [0], "incarnations": [1], "cell": 1, "code": "x"}
+RUN_CELL = {"ranks": [0], "incarnations": [1], "cell": 1, "code": "x"}
 
 
 @pytest.mark.parametrize(
     ("frame", "complaint"),
     [
-        (_frame(b"{"), "not JSON"),
-        (_frame(b"[" * 100_000), "not JSON"),
-        (_frame(b"\xff"), "not JSON"),
-        (_frame('{"type":"RequestFailed","rank":0,"request":0,"error":"é"}'.encode()), "plain ASCII"),
-        (_frame(b'{"type":"RequestFailed","rank":0,"request":0,"error":"\x7f"}'), "plain ASCII"),
-        (_frame({"type": "Inspection", "rank": 0, "request": 0}, b"\xff"), "not text"),
-        (_frame({"type": "Inspection", "rank": 0, "request": 0, "text": "x"}), "no field 'text'"),
-        (_frame([1]), "not a JSON object"),
-        (_frame({"type": "Message"}), "no known type"),
-        (_frame({"type": "__class__"}), "no known type"),
-        (_frame({**RUN_CELL, "cell": "1"}), "RunCell.cell is a str"),
-        (_frame({**RUN_CELL, "cell": True}), "RunCell.cell is a bool"),
-        (_frame({**RUN_CELL, "cell": 1 << 60}), "RunCell.cell is a int"),
-        (_frame({**RUN_CELL, "ranks": [0, "1"]}), "RunCell.ranks is a list"),
-        (_frame({**RUN_CELL, "code": None}), "RunCell.code is a NoneType"),
-        (_frame({**RUN_CELL, "more": 1}), "no field 'more'"),
-        (_frame({"type": "RunCell", "ranks": [0], "incarnations": [1], "cell": 1}), "lacks code"),
-        (
-            _frame({"type": "CellDone", "rank": 0, "cell": 1, "seconds": 1 << 1100, "has_group": True}),
-            "seconds is a int",
-        ),
-        (_frame(RUN_CELL, b"body"), "RunCell has a body"),
-        (_frame(b'{"type":"RequestDone","rank":0,"request":NaN}'), "NaN"),
-        (_frame(b'{"type":"RequestDone","rank":0,"request":1e400}'), "1e400 is too large"),
+        (_frame(RunCell, b"{"), "not JSON"),
+        (_frame(RunCell, b"[" * 100_000), "not JSON"),
+        (_frame(RunCell, b"\xff"), "not JSON"),
+        (_frame(RequestFailed, '{"rank":0,"request":0,"error":"é"}'.encode()), "plain ASCII"),
+        (_frame(RequestFailed, b'{"rank":0,"request":0,"error":"\x7f"}'), "plain ASCII"),
+        (_frame(Inspection, {"rank": 0, "request": 0}, b"\xff"), "not text"),
+        (_frame(Inspection, {"rank": 0, "request": 0, "text": "x"}), "no field 'text'"),
+        (_frame(RunCell, [1]), "not a JSON object"),
+        (_frame(RunCell, {**RUN_CELL, "type": "RunCell"}), "RunCell has no field 'type'"),
+        (_frame(RunCell, {**RUN_CELL, "__class__": "Output"}), "RunCell has no field '__class__'"),
+        (_frame(RunCell, {**RUN_CELL, "cell": "1"}), "RunCell.cell is a str"),
+        (_frame(RunCell, {**RUN_CELL, "cell": True}), "RunCell.cell is a bool"),
+        (_frame(RunCell, {**RUN_CELL, "cell": 1 << 60}), "RunCell.cell is a int"),
+        (_frame(RunCell, {**RUN_CELL, "ranks": [0, "1"]}), "RunCell.ranks is a list"),
+        (_frame(RunCell, {**RUN_CELL, "code": None}), "RunCell.code is a NoneType"),
+        (_frame(RunCell, {**RUN_CELL, "more": 1}), "no field 'more'"),
+        (_frame(RunCell, {"ranks": [0], "incarnations": [1], "cell": 1}), "lacks code"),
+        (_frame(CellDone, {"rank": 0, "cell": 1, "seconds": 1 << 1100, "has_group": True}), "seconds is a int"),
+        (_frame(RunCell, RUN_CELL, b"body"), "RunCell has a body"),
+        (_frame(RequestDone, b'{"rank":0,"request":NaN}'), "NaN"),
+        (_frame(RequestDone, b'{"rank":0,"request":1e400}'), "1e400 is too large"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_a_message_is_refused(frame: Frame, complaint: str) -> None:
     with pytest.raises(WireError, match=complaint):
-        frame.message()
+        _read(frame.to_bytes())
 
 
-@pytest.mark.parametrize("sizes", [(MAX_HEADER_BYTES + 1, 0), (2, MAX_BODY_BYTES + 1)])
-def test_frame_of_absurd_size_is_refused_before_it_arrives(sizes: tuple[int, int]) -> None:
+def test_every_message_has_a_number_of_its_own_that_is_not_given_again() -> None:
+    """Behind the last one there is room for more; what is taken out of the table leaves its number unused."""
+    assert sorted(NUMBERS, key=repr) == sorted(Message.__subclasses__(), key=repr)
+    assert len(KINDS) == len(NUMBERS)
+    assert all(0 < number < 256 for number in KINDS)
+    assert [KINDS[number].__name__ for number in (1, 9, 26, 37, 40, 48)] == [
+        "Attach", "RunCell", "Refused", "Output", "CellDone", "RankEnded",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", sorted(set(range(256)) - KINDS.keys()))
+def test_frame_of_unknown_kind_is_refused_before_it_arrives(number: int) -> None:
+    complaint = f"of kind {number}, which no message has" if number else "install one version of detrain_nb on both"
+    for sizes in ((2, 0), (0, 0), (MAX_HEADER_BYTES, MAX_BODY_BYTES)):
+        with pytest.raises(WireError, match=complaint):
+            FrameReader().feed(prefix(number, *sizes))
+
+
+def test_agent_of_before_the_kinds_reads_who_attaches_and_by_which_protocol() -> None:
+    """It refuses then, and does not hang up without a word: its frames had the type in the header."""
+    data = to_frame(Attach("mine", "me")).to_bytes()
+    header_bytes, body_bytes, _ = struct.unpack_from("!IIQ", data)
+    assert (16 + header_bytes, body_bytes) == (len(data), 0)
+    said = {"session": "mine", "holder": "me", "steal": False, "resumes": False, "protocol": 6, "type": "Attach"}
+    assert json.loads(data[16:]) == said
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_kind_that_does_not_have_the_fields_is_refused(message: Message) -> None:
+    data = bytearray(to_frame(message).to_bytes())
+    read = []
+    for other, kind in KINDS.items():
+        data[KIND_AT] = other
+        if {f.name: f.type for f in fields(kind)} == {f.name: f.type for f in fields(message)}:  # type: ignore[arg-type]
+            assert _read(data) == kind(**vars(message))
+            read.append(kind)
+        else:
+            with pytest.raises(WireError, match=f"^{kind.__name__} (has|lacks)"):
+                _read(data)
+    assert set(read) == ({Output, Unfinished} if isinstance(message, Output) else {type(message)})
+
+
+@given(message=st.sampled_from(MESSAGES), number=st.integers(0, (1 << 56) - 1), size=st.integers(0, 15))
+def test_prefix_that_is_cut_off_is_no_frame_yet(message: Message, number: int, size: int) -> None:
+    data = to_frame(message).to_bytes(number=number)
+    reader = FrameReader()
+    assert reader.feed(data[:size]) == []
+    assert reader.is_empty == (size == 0)
+    [frame] = reader.feed(data[size:])
+    assert (frame.number, frame.kind, frame.message()) == (number, type(message), message)
+    assert frame.size_bytes == len(data)
+
+
+def test_number_that_has_no_room_reaches_no_other_field() -> None:
+    with pytest.raises(OverflowError):
+        to_frame(MESSAGES[0]).to_bytes(number=1 << 56)
+
+
+@pytest.mark.parametrize("kind", [Output, RunCell])
+@pytest.mark.parametrize("sizes", [(MAX_HEADER_BYTES + 1, 0), (2, MAX_BODY_BYTES + 1), (0xFFFFFFFF, 0xFFFFFFFF)])
+def test_frame_of_absurd_size_is_refused_before_it_arrives(kind: type[Message], sizes: tuple[int, int]) -> None:
     with pytest.raises(WireError, match="more than any message has"):
-        FrameReader().feed(struct.pack("!IIQ", *sizes, 0))
+        FrameReader().feed(prefix(kind, *sizes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "complaint"),
+    [
+        (Notice, (2, 1), "Notice has a body"),
+        (RunCell, (2, MAX_BODY_BYTES), "RunCell has a body"),
+        (Inspection, (2, (1 << 20) + 1), r"Inspection has 1,048,577 bytes, at most 1,048,576 are sent"),
+        (CellDone, (2, (32 << 20) + 1), "at most 33,554,432 are sent"),
+        (Display, (2, (32 << 20) + 1), "at most 33,554,432 are sent"),
+        (RanCell, (2, (16 << 20) + 1), "at most 16,777,216 are sent"),
+        (Position, ((1 << 19) + 1, 0), "Position has a header of 524,289 bytes, more than any has"),
+    ],
+)
+def test_frame_larger_than_any_of_its_kind_is_refused_before_it_arrives(
+    kind: type[Message], sizes: tuple[int, int], complaint: str
+) -> None:
+    with pytest.raises(WireError, match=complaint):
+        FrameReader().feed(prefix(kind, *sizes))
+
+
+def test_what_is_announced_takes_no_memory_before_it_comes() -> None:
+    announced = prefix(Output, MAX_HEADER_BYTES, MAX_BODY_BYTES) + b"{"
+    assert _peak_bytes(lambda: FrameReader().feed(announced)) < 10_000
+
+
+@given(
+    st.integers(0, 255) | st.sampled_from(sorted(KINDS)),
+    st.integers(0, 40) | st.integers(0, 0xFFFFFFFF),
+    st.integers(0, 40) | st.integers(0, 0xFFFFFFFF),
+    st.binary(max_size=80) | st.sampled_from([b"{}", b'{"rank":0,"request":1}', b'{"text":"x"}']),
+)
+def test_what_is_announced_is_a_message_or_refused_or_waited_for(
+    kind: int, header_bytes: int, body_bytes: int, rest: bytes
+) -> None:
+    with contextlib.suppress(WireError):
+        for frame in FrameReader().feed(prefix(kind, header_bytes, body_bytes) + rest)[:1]:
+            assert frame.kind is KINDS[kind]
+            assert (len(frame.header), len(frame.body)) == (header_bytes, body_bytes)
+            assert isinstance(frame.message(), frame.kind)
 
 
 WORST = ["{},", "[],", '{"":0},', '{"a":[0.5]},', '"ab",', "0.5,", "1234567,"]
@@ -155,9 +266,9 @@ WORST = ["{},", "[],", '{"":0},', '{"a":[0.5]},', '"ab",', "0.5,", "1234567,"]
 @pytest.mark.parametrize("part", WORST)
 def test_longest_header_of_a_node_takes_no_more_memory_than_a_large_message(part: str) -> None:
     """What Python makes of JSON is many times as large: of 16 MB some 400."""
-    begin, end = b'{"rank":0,"request":0,"known":[', b'0],"type":"Collectives"}'
+    begin, end = b'{"rank":0,"request":0,"known":[', b"0]}"
     count = (MAX_HEADER_BYTES - len(begin) - len(end)) // len(part)
-    data = Frame(0, begin + part.encode() * count + end, b"").to_bytes()
+    data = Frame(0, Collectives, begin + part.encode() * count + end, b"").to_bytes()
     assert MAX_HEADER_BYTES - 100 < len(data) < MAX_HEADER_BYTES + 100
     peak_bytes = _peak_bytes(lambda: _read(data))
     assert 2 * MAX_HEADER_BYTES < peak_bytes < MAX_BODY_BYTES
@@ -177,7 +288,7 @@ def test_description_that_is_longer_than_any_is_refused_unread() -> None:
         message.description  # noqa: B018
 
 
-def _read(data: bytes) -> object:
+def _read(data: bytes | bytearray) -> object:
     [frame] = FrameReader().feed(data)
     return frame.message()
 

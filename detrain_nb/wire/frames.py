@@ -1,7 +1,7 @@
-"""Bytes <-> frames: a fixed prefix (sizes of header and body, the message's number), a JSON header, the body.
+"""Bytes <-> frames: a fixed prefix (sizes of header and body, the message's kind and number), a JSON header, the body.
 
 A number is given by the agent to what it spools for the notebook; 0 means "not spooled". A notebook on a link that can
-break numbers what it sends, too. Nothing that is announced is waited for where no message is as large.
+break numbers what it sends, too. What a prefix announces is believed only as far as there are such messages.
 """
 
 from __future__ import annotations
@@ -11,10 +11,20 @@ import struct
 from typing import NamedTuple
 
 from ..errors import WireError
-from .messages import KINDS, MAX_BODY_BYTES, MAX_HEADER_BYTES, MOST_HEADER_BYTES, Message, lay_out, make_message
+from .messages import (
+    MAX_BODY_BYTES,
+    MAX_HEADER_BYTES,
+    NUMBERS,
+    Message,
+    check_sizes,
+    find_kind,
+    lay_out,
+    make_message,
+)
 from .text import parse_json
 
-_PREFIX = struct.Struct("!IIQ")
+_PREFIX = struct.Struct("!IIB7s")
+_NUMBER_BYTES = 7
 _PLAIN = bytes(range(0x20, 0x7F))
 
 
@@ -22,23 +32,34 @@ class Frame(NamedTuple):
     """One message as it lies on the wire."""
 
     number: int
+    kind: type[Message]
     header: bytes
     body: bytes
 
+    @property
+    def size_bytes(self) -> int:
+        return _PREFIX.size + len(self.header) + len(self.body)
+
     def to_bytes(self, *, number: int | None = None) -> bytes:
         number = self.number if number is None else number
-        return b"".join((_PREFIX.pack(len(self.header), len(self.body), number), self.header, self.body))
+        numbered = number.to_bytes(_NUMBER_BYTES, "big")
+        prefix = _PREFIX.pack(len(self.header), len(self.body), NUMBERS[self.kind], numbered)
+        return b"".join((prefix, self.header, self.body))
 
     def message(self) -> Message:
-        """The message. Raises: WireError when it is not one."""
-        return _decode(self.header, self.body)
+        """The message, of a frame whose sizes were checked as it came. Raises: WireError when it is not one."""
+        if self.header.translate(None, _PLAIN):  # else it would be longer when it is written again, to a log
+            raise WireError("a header is not JSON in plain ASCII")
+        values = parse_json(self.header)
+        if not isinstance(values, dict):
+            raise WireError("a header is not a JSON object")
+        return make_message(self.kind, values, self.body)
 
 
 def to_frame(message: Message) -> Frame:
     """Lay a message out; the frame has no number yet."""
     header, body = lay_out(message)
-    header["type"] = type(message).__name__
-    return Frame(0, json.dumps(header, separators=(",", ":")).encode(), body)
+    return Frame(0, type(message), json.dumps(header, separators=(",", ":")).encode(), body)
 
 
 class FrameReader:
@@ -55,16 +76,19 @@ class FrameReader:
         frames: list[Frame] = []
         position = 0
         while len(buffer) - position >= _PREFIX.size:
-            header_bytes, body_bytes, number = _PREFIX.unpack_from(buffer, position)
+            header_bytes, body_bytes, kind_number, number = _PREFIX.unpack_from(buffer, position)
+            kind = find_kind(kind_number)
             if header_bytes > self.max_header_bytes or body_bytes > MAX_BODY_BYTES:
                 raise WireError(f"a frame announces {header_bytes} + {body_bytes} bytes, more than any message has")
+            check_sizes(kind, header_bytes, body_bytes)
             header_at = position + _PREFIX.size
             body_at = header_at + header_bytes
             if len(buffer) < body_at + body_bytes:
                 break
             position = body_at + body_bytes
             with memoryview(buffer) as view:
-                frames.append(Frame(number, bytes(view[header_at:body_at]), bytes(view[body_at:position])))
+                header, body = bytes(view[header_at:body_at]), bytes(view[body_at:position])
+            frames.append(Frame(int.from_bytes(number, "big"), kind, header, body))
         del buffer[:position]
         return frames
 
@@ -72,18 +96,3 @@ class FrameReader:
     def is_empty(self) -> bool:
         """Nothing is left of an unfinished frame."""
         return not self._buffer
-
-
-def _decode(header: bytes, body: bytes) -> Message:
-    if header.translate(None, _PLAIN):  # else it would be longer when it is written again, to a log
-        raise WireError("a header is not JSON in plain ASCII")
-    values = parse_json(header)
-    if not isinstance(values, dict):
-        raise WireError("a header is not a JSON object")
-    name = values.pop("type", "")
-    kind = KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise WireError("a header names no known type of message")
-    if len(header) > MOST_HEADER_BYTES.get(kind, len(header)):
-        raise WireError(f"{kind.__name__} has a header of {len(header):,} bytes, more than any has")
-    return make_message(kind, values, body)

@@ -14,7 +14,7 @@ from functools import cached_property
 from ..errors import WireError
 from .text import MAX_BUNDLE_BYTES, Json, parse_json, read_text
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
 MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
@@ -24,6 +24,10 @@ ALIVE_GAP_S = 5.0  # between signs of life of a notebook, on a connection that c
 SILENCE_LIMIT_S = 20.0  # after which its node lets go of one that gives none
 
 LongText = str
+
+
+class OtherProtocol(WireError):
+    """The other side has another version of this code."""
 
 
 class Message:
@@ -47,6 +51,7 @@ class Attach(Message):
     steal: bool = False
     resumes: bool = False
     protocol: int = PROTOCOL
+    type: str = "Attach"  # an agent of a protocol before 6 reads here what this is, and refuses
 
 
 @dataclass(frozen=True)
@@ -329,6 +334,7 @@ class Refused(Message):
 
     reason: str
     is_taken: bool = False
+    type: str = "Refused"  # a notebook of a protocol before 6 reads here what this is
 
 
 @dataclass(frozen=True)
@@ -589,6 +595,83 @@ class RankEnded(Message):
     down: str
 
 
+# ---- their kinds
+
+# What a frame says in front of its header. A number stays with its message; 0 is none, as protocols up to 5 had there.
+KINDS: dict[int, type[Message]] = {
+    1: Attach,
+    2: OpenStore,
+    3: Launch,
+    4: Unfinished,
+    5: Acknowledge,
+    6: Alive,
+    7: EndSession,
+    8: Begin,
+    9: RunCell,
+    10: Interrupt,
+    11: NewGeneration,
+    12: EndGeneration,
+    13: Replace,
+    14: Renumber,
+    15: Locate,
+    16: Broadcast,
+    17: Pull,
+    18: Push,
+    19: Complete,
+    20: Inspect,
+    21: Piece,
+    22: Attached,
+    23: Received,
+    24: StoreOpened,
+    25: RanCell,
+    26: Refused,
+    27: Kept,
+    28: Begun,
+    29: Notice,
+    30: StartedCold,
+    31: LauncherEnded,
+    32: WorkerUp,
+    33: RankUp,
+    34: GenerationReady,
+    35: GenerationEnded,
+    36: Collectives,
+    37: Output,
+    38: Display,
+    39: ClearOutput,
+    40: CellDone,
+    41: CellFailed,
+    42: Value,
+    43: RequestDone,
+    44: RequestFailed,
+    45: Completions,
+    46: Inspection,
+    47: Position,
+    48: RankEnded,
+}
+NUMBERS = {kind: number for number, kind in KINDS.items()}
+
+
+def find_kind(number: int) -> type[Message]:
+    """Raises: WireError when no message has that number."""
+    if (kind := KINDS.get(number)) is not None:
+        return kind
+    if number == 0:
+        raise OtherProtocol(
+            f"one side speaks protocol {PROTOCOL}, the other one before 6: install one version of detrain_nb on both"
+        )
+    raise WireError(f"a frame is of kind {number}, which no message has")
+
+
+def check_sizes(kind: type[Message], header_bytes: int, body_bytes: int) -> None:
+    """Raises: WireError when no message of that kind is as large."""
+    if header_bytes > _MOST_HEADER_BYTES.get(kind, header_bytes):
+        raise WireError(f"{kind.__name__} has a header of {header_bytes:,} bytes, more than any has")
+    if body_bytes and kind not in _BEHIND_HEADER:
+        raise WireError(f"{kind.__name__} has a body")
+    if body_bytes > _MOST_BYTES_BEHIND.get(kind, body_bytes):
+        raise WireError(f"{kind.__name__} has {body_bytes:,} bytes, at most {_MOST_BYTES_BEHIND[kind]:,} are sent")
+
+
 # ---- their fields
 
 
@@ -603,18 +686,12 @@ def lay_out(message: Message) -> tuple[dict[str, Json], bytes]:
 
 def make_message(kind: type[Message], values: dict[str, Json], body: bytes) -> Message:
     """The opposite. ``values`` is used up. Raises: WireError where a field is missing, unknown or not of its type."""
-    checks = _CHECKED_FIELDS[kind]
-    behind = _BEHIND_HEADER.get(kind)
-    if body and not behind:
-        raise WireError(f"{kind.__name__} has a body")
     unknown = values.keys() - _HEADER_FIELDS[kind]
     if unknown:
         raise WireError(f"{kind.__name__} has no field {min(unknown)[:40]!r}")
-    if behind:
-        if len(body) > _MOST_BYTES_BEHIND.get(kind, len(body)):
-            raise WireError(f"{kind.__name__} has {len(body):,} bytes, at most {_MOST_BYTES_BEHIND[kind]:,} are sent")
+    if behind := _BEHIND_HEADER.get(kind):
         values[behind] = body if behind == "body" else read_text(body)
-    for name, (fits, required) in checks.items():
+    for name, (fits, required) in _CHECKED_FIELDS[kind].items():
         if name not in values:
             if required:
                 raise WireError(f"{kind.__name__} lacks {name}")
@@ -653,12 +730,11 @@ _FITS: dict[str, Callable[[object], bool]] = {
     "dict[str, str] | None": lambda value: value is None or _is_dict_of_str(value),
 }
 
-KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in Message.__subclasses__()}
 _CHECKED_FIELDS = {
     kind: {f.name: (_FITS[str(f.type)], f.default is f.default_factory is MISSING) for f in fields(kind)}  # type: ignore
-    for kind in KINDS.values()
+    for kind in NUMBERS
 }
-_BEHIND_HEADER = {kind: f.name for kind in KINDS.values() for f in fields(kind) if f.type in ("bytes", "LongText")}  # type: ignore[arg-type]
+_BEHIND_HEADER = {kind: f.name for kind in NUMBERS for f in fields(kind) if f.type in ("bytes", "LongText")}  # type: ignore[arg-type]
 # No rank sends more, and to read or to clean more takes time and memory.
 _MOST_BYTES_BEHIND: dict[type[Message], int] = {
     Inspection: 1 << 20,  # 200,000 characters of help
@@ -666,7 +742,7 @@ _MOST_BYTES_BEHIND: dict[type[Message], int] = {
     Display: MAX_BUNDLE_BYTES,
     CellDone: MAX_BUNDLE_BYTES,
 }
-MOST_HEADER_BYTES: dict[type[Message], int] = {Position: 1 << 19}  # all ranks say one at once, each second
+_MOST_HEADER_BYTES: dict[type[Message], int] = {Position: 1 << 19}  # all ranks say one at once, each second
 _HEADER_FIELDS = {
     kind: dict.fromkeys(name for name in checks if name != _BEHIND_HEADER.get(kind)).keys()
     for kind, checks in _CHECKED_FIELDS.items()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -39,6 +41,8 @@ from detrain_nb.wire import (
     WorkerUp,
     to_frame,
 )
+
+from ..raw_frames import prefix
 
 
 @dataclass
@@ -134,6 +138,22 @@ def test_notebook_of_another_protocol_is_refused(agent: Agent) -> None:
     assert "install one version" in refusal.reason
 
 
+def test_notebook_of_before_the_kinds_is_refused_in_words_that_it_reads(agent: Agent) -> None:
+    """Its frames had the type in the header, and eight bytes for the number."""
+    said = {"session": "mine", "holder": "test", "steal": True, "resumes": False, "protocol": 5, "type": "Attach"}
+    header = json.dumps(said).encode()
+    notebook = agent.connect()
+    notebook.sock.sendall(struct.pack("!IIQ", len(header), 0, 0) + header)
+    answer = b""
+    while data := notebook.sock.recv(1 << 16):
+        answer += data
+    header_bytes, body_bytes, _ = struct.unpack_from("!IIQ", answer)
+    assert (len(answer), body_bytes) == (16 + header_bytes, 0)
+    refusal = json.loads(answer[16:])
+    assert refusal.pop("reason").endswith("the other one before 6: install one version of detrain_nb on both")
+    assert refusal == {"is_taken": True, "type": "Refused"}
+
+
 @pytest.mark.parametrize("size_bytes", [0, 1 << 20])
 def test_notebook_that_counts_hears_what_has_come(agent: Agent, size_bytes: int) -> None:
     """At once when it has sent much; else with what is said anyway, or soon."""
@@ -156,9 +176,11 @@ def test_notebook_that_counts_hears_what_has_come(agent: Agent, size_bytes: int)
         b"GET / HTTP/1.1\r\n\r\n" * 10,
         b"\xff" * 64,
         to_frame(RunCell([0], [1], 1, "x")).to_bytes(),
-        Frame(0, b"{}", b"").to_bytes(),
+        Frame(0, Attach, b"{}", b"").to_bytes(),
+        prefix(255, 2, 0) + b"{}",
+        prefix(Attach, 2, 1) + b"{} ",
     ],
-    ids=["http", "ones", "no introduction", "empty header"],
+    ids=["http", "ones", "no introduction", "empty header", "unknown kind", "introduction with a body"],
 )
 def test_nonsense_is_hung_up_on_and_others_are_served(agent: Agent, nonsense: bytes) -> None:
     stranger = agent.connect()
@@ -193,7 +215,7 @@ def test_half_a_frame_holds_up_nobody(agent: Agent) -> None:
 
 def test_notebook_that_attaches_with_nonsense_holds_nothing(agent: Agent) -> None:
     first, second = agent.connect(), agent.connect()
-    first.sock.sendall(to_frame(Attach("mine", "first")).to_bytes() + Frame(0, b"{}", b"").to_bytes())
+    first.sock.sendall(to_frame(Attach("mine", "first")).to_bytes() + Frame(0, RunCell, b"{}", b"").to_bytes())
     with pytest.raises(EOFError):
         while True:
             first.receive(Message)
@@ -210,7 +232,7 @@ def test_rank_whose_worker_talks_nonsense_is_told_to_be_gone(agent: Agent, intro
         worker.send(WorkerUp(0, 1), RankUp(0, 1, 0, 2, 1, "here", "cpu", "2.13.0"))
         notebook.receive(RankUp)
     said = b"".join(to_frame(message).to_bytes() for message in introduction)
-    worker.sock.sendall(said + Frame(0, b'{"type":"RankUp"}', b"").to_bytes())
+    worker.sock.sendall(said + Frame(0, RankUp, b"{}", b"").to_bytes())
     end = notebook.receive(RankEnded)
     assert isinstance(end, RankEnded)
     assert (end.rank, end.exit_code) == (0, -1)

@@ -24,7 +24,7 @@ def _read_all(spool: Spool, *, limit_bytes: int = 1 << 18) -> list[Frame]:
     return frames
 
 
-def _output(index: int, size_bytes: int = 10) -> Frame:
+def _output(index: int, size_bytes: int = 26) -> Frame:
     return to_frame(Output(0, index, "stdout", b"x" * size_bytes))
 
 
@@ -230,7 +230,7 @@ def test_what_was_read_but_not_acknowledged_is_bounded_and_missed_by_the_next_re
 def test_acknowledging_a_part_of_what_is_missing_leaves_the_rest_to_be_told(tmp_path: Path) -> None:
     spool = Spool(tmp_path, limit_bytes=3000)
     for index in range(4):
-        spool.append(_output(index, 130))
+        spool.append(_output(index, 146))
     frames, rest = FrameReader(), spool.read(20)  # the reader stands in the first segment, so the second one goes
     for index in range(4, 80):
         spool.append(_output(index))
@@ -363,7 +363,7 @@ class _Oracle:
     """All frames in a list; a reader takes what the spool gives, and finds each in its place or told to be missing."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self.frames = [Frame(0, b"", b"")]  # by number
+        self.frames = [Frame(0, Notice, b"", b"")]  # by number
         self.acknowledged = self.sent = self.given_whole = self.last = 0
         self.gaps = 0
         self._folder = folder
@@ -392,7 +392,7 @@ class _Oracle:
                 self._check_gap(frame, self.frames[self.last + 1 : frame.number + 1])
             self.last = frame.number
             self.given_whole = max(self.given_whole, self.last)
-        number_in_part = int.from_bytes(self._tail[8:16], "big") if len(self._tail) >= 16 else self.last + 1
+        number_in_part = int.from_bytes(self._tail[9:16], "big") if len(self._tail) >= 16 else self.last + 1
         self.sent = max(self.sent, number_in_part if self._tail else self.last)
 
     def check_sent(self, sent: int) -> None:

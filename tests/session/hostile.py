@@ -16,7 +16,6 @@ from detrain_nb.wire import (
     CellDone,
     EndGeneration,
     EndSession,
-    Frame,
     FrameReader,
     GenerationEnded,
     GenerationReady,
@@ -86,9 +85,6 @@ class FakeNode:
         for message in messages:
             self._number += is_numbered
             self.say_bytes(to_frame(message).to_bytes(number=self._number if is_numbered else 0))
-
-    def say_frame(self, header: bytes, body: bytes = b"", *, number: int = 0) -> None:
-        self.say_bytes(Frame(number, header, body).to_bytes())
 
     def say_bytes(self, data: bytes) -> None:
         """Send; it may be hung up on meanwhile."""

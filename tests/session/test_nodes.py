@@ -19,7 +19,7 @@ from detrain_nb.agents import connect, live_agent, remove_dead_agents, start_age
 from detrain_nb.errors import NodeLost, RankError, RankLost, SessionError, SpecError, TransportError
 from detrain_nb.transport import AgentFolders
 from detrain_nb.transport.local import LocalTransport
-from detrain_nb.wire import CellDone, Frame, RankUp, to_frame
+from detrain_nb.wire import CellDone, RankUp, to_frame
 
 from .soon import assert_soon
 
@@ -383,7 +383,7 @@ def test_node_that_speaks_for_the_rank_of_another_is_hung_up_on(two_nodes: Sessi
     theirs.recv(1 << 16)  # it attaches
     up = RankUp(1, 1, 0, 2, 1, "right", "cpu", "2")
     attached = two_nodes._state._attached[1]
-    for frame in (to_frame(up), to_frame(attached), Frame(link.last_number + 1, forged.header, forged.body)):
+    for frame in (to_frame(up), to_frame(attached), forged._replace(number=link.last_number + 1)):
         theirs.sendall(frame.to_bytes(number=frame.number))
     while theirs.recv(1 << 16):  # until it is hung up on
         pass

@@ -29,6 +29,7 @@ from detrain_nb.transport.local import LocalTransport
 from detrain_nb.wire import ALIVE_GAP_S, SILENCE_LIMIT_S, Begin, Begun, FrameReader, Kept, to_frame
 
 from ..node.cgroups import cgroup
+from ..raw_frames import prefix
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
 from .soon import assert_soon, each_below, interrupted
@@ -801,7 +802,8 @@ def test_agent_whose_time_is_over_is_hung_up_on_though_it_would_stay() -> None:
     ("how", "why"),
     [
         ("hangs up", "does not answer"),
-        ("no frame", "more than any message has"),
+        ("no frame", "of kind 255, which no message has"),
+        ("a frame without end", "more than any message has"),
         ("another message", "does not answer"),
         ("talks on", "does not answer"),
         ("says nothing", "timed out"),
@@ -819,7 +821,12 @@ def test_agent_that_does_not_answer_is_hung_up_on(
         elif how == "says nothing":
             assert agent_side.recv(1) == b""
         else:
-            said = {"hangs up": b"", "no frame": b"\xff" * 100, "another message": to_frame(Kept()).to_bytes() * 100}
+            said = {
+                "hangs up": b"",
+                "no frame": b"\xff" * 100,
+                "a frame without end": prefix(Begun, 0xFFFFFFFF, 0xFFFFFFFF) + b"\xff" * 100,
+                "another message": to_frame(Kept()).to_bytes() * 100,
+            }
             agent_side.sendall(said[how])
             agent_side.close()
 

@@ -44,6 +44,7 @@ from ...wire import (
     LinkClosed,
     Message,
     OpenStore,
+    OtherProtocol,
     Piece,
     RankEnded,
     Received,
@@ -245,15 +246,15 @@ class _Agent:
                     self._from_notebook(frames[1:])
             else:
                 raise WireError(f"{type(message).__name__} does not introduce anybody")
+        except OtherProtocol as exc:
+            self._refuse(link, str(exc))
         except WireError:
             self._hang_up(link)
 
     def _attach(self, link: Link, message: Attach) -> bool:
         """Serve another notebook from now on; False when it is refused."""
         if refusal := self._why_refuse(message):
-            with contextlib.suppress(LinkClosed):
-                link.send(Refused(refusal, is_taken=True))
-            self._hang_up(link)
+            self._refuse(link, refusal)
             return False
         if self._notebook is not None:
             self.say_last_words(
@@ -275,6 +276,11 @@ class _Agent:
                 link.send_bytes(frame.to_bytes())
             link.send(self._describe(sent))
         return True
+
+    def _refuse(self, link: Link, reason: str) -> None:
+        with contextlib.suppress(LinkClosed):
+            link.send(Refused(reason, is_taken=True))
+        self._hang_up(link)
 
     def _why_refuse(self, message: Attach) -> str:
         """Empty when the notebook may have the session; who holds it always may: the other connection is half-open."""
@@ -409,9 +415,7 @@ class _Agent:
     def _spool_frames(self, frames: list[Frame]) -> None:
         """Number and keep what ranks say; values that were asked for go to who asked, and are never kept."""
         for frame in frames:
-            if frame.header.endswith((b'"type":"Piece"}', b'"type":"Value"}')) and isinstance(
-                frame.message(), (Piece, Value)
-            ):
+            if frame.kind in (Piece, Value):
                 if self._notebook:
                     self._feed_notebook(everything=True)  # the order of what one rank says is kept
                     with contextlib.suppress(LinkClosed):  # its reader meets the end as well

@@ -29,12 +29,7 @@ MOST_REMEMBERED_CHARS = 32 << 20  # of code and lines; a notebook takes no more 
 CHARS_BESIDE = 1000  # what each cell and line counts for, beside its text
 _MAX_CELLS = 1000
 _LINGER_BEFORE_START_S = 30.0
-_OF_INTEREST = {
-    f'"type":"{kind.__name__}"}}'.encode()
-    for kind in (CellDone, CellFailed, GenerationEnded, GenerationReady, RankEnded)
-}
-_RANK_UP = b'"type":"RankUp"}'
-_LONGEST = max(map(len, _OF_INTEREST))
+_OF_INTEREST = {CellDone, CellFailed, GenerationEnded, GenerationReady, RankEnded}
 
 
 class Memory:
@@ -107,14 +102,12 @@ class Memory:
 
     def note_up(self, frame: Frame) -> None:
         """What a rank said; decoded only where it matters."""
-        end = frame.header[-_LONGEST:]
-        kind = end[end.rfind(b'"type":') :]
-        if kind == _RANK_UP:
+        if frame.kind is RankUp:
             up = frame.message()
             assert isinstance(up, RankUp)
             self._state_of[up.rank] = [frame]
             self._incarnations[up.rank] = up.incarnation
-        elif kind in _OF_INTEREST:
+        elif frame.kind in _OF_INTEREST:
             self._note(frame, frame.message())
 
     def _note(self, frame: Frame, message: Message) -> None:

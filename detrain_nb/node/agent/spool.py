@@ -13,13 +13,12 @@ from bisect import bisect_left, bisect_right
 from operator import attrgetter, itemgetter
 from pathlib import Path
 
-from ...wire import Frame, FrameReader, Notice, to_frame
+from ...wire import Display, Frame, FrameReader, Notice, Output, to_frame
 
 _SEGMENT_BYTES = 8 << 20
 _MEMORY_SEGMENT_BYTES = 1 << 20
 _MEMORY_BYTES = 16 << 20
 _MARK_BYTES = 1 << 16
-_PREFIX_BYTES = len(Frame(0, b"", b"").to_bytes())
 
 
 class _Segment:
@@ -53,7 +52,7 @@ class _Segment:
         start = self._marks[index][0]
         end = self._marks[index + 1][0] if index + 1 < len(self._marks) else self.size_bytes
         frames = FrameReader().feed(self.read(start, end - start))
-        return start + sum(_PREFIX_BYTES + len(f.header) + len(f.body) for f in frames if f.number <= number)
+        return start + sum(frame.size_bytes for frame in frames if frame.number <= number)
 
     def size_of_frames(self, offset: int, about_bytes: int) -> int:
         """How much to read from ``offset``, where a frame begins, to end where one ends."""
@@ -142,8 +141,7 @@ class Spool:
 
     def append(self, frame: Frame) -> None:
         """Number a frame and keep it."""
-        # looking costs less than decoding: to_frame writes the type last
-        can_be_lost = frame.header.endswith((b'"type":"Output"}', b'"type":"Display"}'))
+        can_be_lost = frame.kind in (Output, Display)
         is_reader_waiting = self._read_at == self._ends_at
         data, count = frame.to_bytes(number=self.last_number + 1), 1
         if self._refused_bytes and (can_be_lost or is_reader_waiting):
