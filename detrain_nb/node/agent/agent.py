@@ -22,6 +22,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ...agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, SOCKET_NAME, is_same_user
 from ...errors import WireError
@@ -129,6 +130,14 @@ class _Agent:
         self._ends_at: float | None = time.monotonic() + _ATTACH_LIMIT_S  # unless a notebook attaches before
         self._workers: dict[int, Link] = {}
         self._is_ending = False
+        self._handlers: dict[type[Message], Callable[[Any], None]] = {  # the rest is for the ranks
+            Acknowledge: self._acknowledge,
+            OpenStore: self._open_store,
+            Launch: self._launch,
+            EndSession: self._end_session,
+            Alive: self._answer_alive,
+            Renumber: self._renumber,
+        }
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         self._listener = socket.socket(socket.AF_UNIX)
         Path(SOCKET_NAME).unlink(missing_ok=True)
@@ -352,23 +361,28 @@ class _Agent:
     def _handle(self, frame: Frame) -> None:
         message = frame.message()
         self._memory.note_down(message)
-        if isinstance(message, Acknowledge):
-            self._spool.acknowledge(message.number)
-        elif isinstance(message, OpenStore):
-            self._say(self._open_store(message.address))
-        elif isinstance(message, Launch):
-            self._launch(message)
-        elif isinstance(message, EndSession):
-            self._is_ending, self._keep_s = True, max(0.0, message.keep_s)
-        elif isinstance(message, Alive):
-            self._confirm_at = time.monotonic()  # an answer, which says that we are there
+        if handle := self._handlers.get(frame.kind):
+            handle(message)
         else:
-            data = frame.to_bytes()
-            for rank in getattr(message, "ranks", []):
-                self._to_worker(rank, data)
-            if isinstance(message, Renumber):
-                number = dict(zip(message.ranks, message.numbers))
-                self._workers = {number.get(rank, rank): link for rank, link in self._workers.items()}
+            self._to_workers(message, frame.to_bytes())
+
+    def _acknowledge(self, message: Acknowledge) -> None:
+        self._spool.acknowledge(message.number)
+
+    def _end_session(self, message: EndSession) -> None:
+        self._is_ending, self._keep_s = True, max(0.0, message.keep_s)
+
+    def _answer_alive(self, _: Alive) -> None:
+        self._confirm_at = time.monotonic()  # an answer, which says that we are there
+
+    def _renumber(self, message: Renumber) -> None:
+        self._to_workers(message, to_frame(message).to_bytes())
+        number = dict(zip(message.ranks, message.numbers))
+        self._workers = {number.get(rank, rank): link for rank, link in self._workers.items()}
+
+    def _to_workers(self, message: Message, data: bytes) -> None:
+        for rank in getattr(message, "ranks", []):
+            self._to_worker(rank, data)
 
     def _to_worker(self, rank: int, data: bytes) -> None:
         link = self._workers.get(rank)
@@ -376,7 +390,10 @@ class _Agent:
             with contextlib.suppress(LinkClosed):  # its reader meets the end as well
                 link.send_bytes(data)
 
-    def _open_store(self, address: str) -> StoreOpened:
+    def _open_store(self, message: OpenStore) -> None:
+        self._say(self._bind_store(message.address))
+
+    def _bind_store(self, address: str) -> StoreOpened:
         """Bind the store's socket here, where the port is known before any rank has imported torch."""
         try:
             family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from ...wire import (
     Acknowledge,
@@ -29,7 +30,6 @@ MOST_REMEMBERED_CHARS = 32 << 20  # of code and lines; a notebook takes no more 
 CHARS_BESIDE = 1000  # what each cell and line counts for, beside its text
 _MAX_CELLS = 1000
 _LINGER_BEFORE_START_S = 30.0
-_OF_INTEREST = {CellDone, CellFailed, GenerationEnded, GenerationReady, RankEnded}
 
 
 class Memory:
@@ -49,6 +49,22 @@ class Memory:
         self._failed_cells: set[int] = set()
         self._unfinished: list[Frame] = []  # lines that are cut at the number that was acknowledged
         self._unfinished_to_come: list[Frame] = []
+        self._down: dict[type[Message], Callable[[Any], None]] = {
+            RunCell: self._note_run,
+            Unfinished: self._note_unfinished,
+            Acknowledge: self._note_acknowledged,
+            NewGeneration: self._note_generation,
+            Renumber: self._renumber,
+            Launch: self._note_launch,
+        }
+        self._up: dict[type[Message], Callable[[Any, Frame], None]] = {
+            RankUp: self._note_rank,
+            CellDone: self._note_cell_end,
+            CellFailed: self._note_cell_end,
+            GenerationReady: self._note_group,
+            GenerationEnded: self._note_no_group,
+            RankEnded: self._note_rank_end,
+        }
 
     @property
     def with_group(self) -> list[int]:
@@ -56,26 +72,31 @@ class Memory:
 
     def note_down(self, message: Message) -> None:
         """What the notebook asked for."""
-        if isinstance(message, RunCell):
-            meant_for = zip(message.ranks, message.incarnations)
-            running = {rank for rank, incarnation in meant_for if self._incarnations.get(rank) == incarnation}
-            if len(running) < len(message.ranks):  # a rank was lost meanwhile, and leaves it alone
-                self._failed_cells.add(message.cell)
-            if message.cell in self._cells:
-                self._chars -= _chars_of(self._cells[message.cell][0])
-            self._cells[message.cell] = (message, running)
-            self._chars += _chars_of(message)
-            self._forget_ended_cells()
-        elif isinstance(message, Unfinished):
-            self._unfinished_to_come.append(to_frame(message))
-        elif isinstance(message, Acknowledge):
-            self._unfinished, self._unfinished_to_come = self._unfinished_to_come, []
-        elif isinstance(message, NewGeneration):
-            self.generation = message.number
-        elif isinstance(message, Renumber):
-            self._renumber(dict(zip(message.ranks, message.numbers)))
-        elif isinstance(message, Launch):
-            self.ranks, self.info, self.linger_s = message.ranks, message.info, message.linger_s
+        if note := self._down.get(type(message)):
+            note(message)
+
+    def _note_run(self, message: RunCell) -> None:
+        meant_for = zip(message.ranks, message.incarnations)
+        running = {rank for rank, incarnation in meant_for if self._incarnations.get(rank) == incarnation}
+        if len(running) < len(message.ranks):  # a rank was lost meanwhile, and leaves it alone
+            self._failed_cells.add(message.cell)
+        if message.cell in self._cells:
+            self._chars -= _chars_of(self._cells[message.cell][0])
+        self._cells[message.cell] = (message, running)
+        self._chars += _chars_of(message)
+        self._forget_ended_cells()
+
+    def _note_unfinished(self, message: Unfinished) -> None:
+        self._unfinished_to_come.append(to_frame(message))
+
+    def _note_acknowledged(self, _: Acknowledge) -> None:
+        self._unfinished, self._unfinished_to_come = self._unfinished_to_come, []
+
+    def _note_generation(self, message: NewGeneration) -> None:
+        self.generation = message.number
+
+    def _note_launch(self, message: Launch) -> None:
+        self.ranks, self.info, self.linger_s = message.ranks, message.info, message.linger_s
 
     def _forget_ended_cells(self) -> None:
         """The oldest go, as long as there are more than a notebook takes; lines that are cut need room too."""
@@ -87,8 +108,9 @@ class Memory:
             self._collective_cells.discard(ended)
             self._failed_cells.discard(ended)
 
-    def _renumber(self, number: dict[int, int]) -> None:
+    def _renumber(self, message: Renumber) -> None:
         """Ranks that are idle have other numbers; they say so themselves, as if they had just come up."""
+        number = dict(zip(message.ranks, message.numbers))
         self.ranks = [number[rank] for rank in self.ranks if rank in number]
         self._state_of.clear()
         self._incarnations.clear()
@@ -102,29 +124,30 @@ class Memory:
 
     def note_up(self, frame: Frame) -> None:
         """What a rank said; decoded only where it matters."""
-        if frame.kind is RankUp:
-            up = frame.message()
-            assert isinstance(up, RankUp)
-            self._state_of[up.rank] = [frame]
-            self._incarnations[up.rank] = up.incarnation
-        elif frame.kind in _OF_INTEREST:
-            self._note(frame, frame.message())
+        if note := self._up.get(frame.kind):
+            note(frame.message(), frame)
 
-    def _note(self, frame: Frame, message: Message) -> None:
-        if isinstance(message, (CellDone, CellFailed)):
-            self._has_group[message.rank] = message.has_group
-            self._end_cells(message.rank, (message.cell,), has_failed=isinstance(message, CellFailed))
-            if message.is_collective:
-                self._collective_cells.add(message.cell)
-        elif isinstance(message, GenerationReady):
-            self._has_group[message.rank] = not message.error
-        elif isinstance(message, GenerationEnded):
-            self._has_group[message.rank] = False
-        elif isinstance(message, RankEnded):
-            self._has_group[message.rank] = False
-            self._incarnations.pop(message.rank, None)
-            self._end_cells(message.rank, self._cells, has_failed=True)
-            self._state_of[message.rank] = [*self._state_of.get(message.rank, [])[:1], frame]
+    def _note_rank(self, up: RankUp, frame: Frame) -> None:
+        self._state_of[up.rank] = [frame]
+        self._incarnations[up.rank] = up.incarnation
+
+    def _note_cell_end(self, message: CellDone | CellFailed, _: Frame) -> None:
+        self._has_group[message.rank] = message.has_group
+        self._end_cells(message.rank, (message.cell,), has_failed=isinstance(message, CellFailed))
+        if message.is_collective:
+            self._collective_cells.add(message.cell)
+
+    def _note_group(self, message: GenerationReady, _: Frame) -> None:
+        self._has_group[message.rank] = not message.error
+
+    def _note_no_group(self, message: GenerationEnded, _: Frame) -> None:
+        self._has_group[message.rank] = False
+
+    def _note_rank_end(self, message: RankEnded, frame: Frame) -> None:
+        self._has_group[message.rank] = False
+        self._incarnations.pop(message.rank, None)
+        self._end_cells(message.rank, self._cells, has_failed=True)
+        self._state_of[message.rank] = [*self._state_of.get(message.rank, [])[:1], frame]
 
     def _end_cells(self, rank: int, cells: Iterable[int], *, has_failed: bool) -> None:
         """``rank`` has ended those of ``cells`` that it ran."""

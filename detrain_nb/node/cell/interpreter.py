@@ -22,8 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,6 +84,8 @@ _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
 _NAME_CHARS = 1000
 _OWN_END_LIMIT_S = 0.4  # after another rank's: shorter than the notebook waits for ranks that it freed
 _LEAST_RECURSION = 1000  # that Python begins with
+
+_Question = TypeVar("_Question", Pull, Push, Piece, Complete, Inspect, Broadcast)
 
 _libc = ctypes.CDLL(None)
 
@@ -162,6 +165,21 @@ class _Interpreter:
             torch=torch,
         )
         self._runner.user_ns_hidden.update(self._runner.user_ns)
+        self._handlers: dict[type[Message], Callable[[Any], None]] = {
+            RunCell: self._run_cell,
+            NewGeneration: self._start_generation,
+            Renumber: self._renumber,
+            Pull: partial(self._answer, self._pull),
+            Push: partial(self._answer, self._begin_push),
+            Piece: partial(self._answer, self._take_piece),
+            Complete: partial(self._answer, self._complete),
+            Inspect: partial(self._answer, self._inspect),
+            Broadcast: partial(self._answer, self._broadcast),
+        }
+        self._controls: dict[type[Message], Callable[[Any], Message]] = {
+            EndGeneration: self._end_generation,
+            Locate: self._say_what_is_known,
+        }
         refuse_questions(self._runner)
         use_text_bars()
 
@@ -194,24 +212,8 @@ class _Interpreter:
         )
 
     def _handle(self, message: Message) -> None:
-        if isinstance(message, RunCell):
-            self._run_cell(message)
-        elif isinstance(message, NewGeneration):
-            self._start_generation(message)
-        elif isinstance(message, Renumber):
-            self._renumber(message)
-        elif isinstance(message, Pull):
-            self._answer(message.request, lambda: self._pull(message))
-        elif isinstance(message, Push):
-            self._answer(message.request, lambda: self._begin_push(message))
-        elif isinstance(message, Piece):
-            self._answer(message.request, lambda: self._take_piece(message))
-        elif isinstance(message, Complete):
-            self._answer(message.request, lambda: self._complete(message))
-        elif isinstance(message, Inspect):
-            self._answer(message.request, lambda: self._inspect(message))
-        elif isinstance(message, Broadcast):
-            self._answer(message.request, lambda: self._broadcast(message))
+        if handle := self._handlers.get(type(message)):
+            handle(message)
 
     # ---- the control thread
 
@@ -235,30 +237,30 @@ class _Interpreter:
 
     def _control(self, message: Message) -> Message | None:
         """The answer, whatever a cell has done to this process: without this thread nobody is freed any more."""
-        if isinstance(message, EndGeneration):
-            return self._end_generation(message.number)
-        if isinstance(message, Locate):
-            known: dict[str, Any] = {}
-            with contextlib.suppress(Exception):
-                known = look_inside(
-                    since_ns=self._generation.started_ns,
-                    before_cell=self._sequences_before,
-                    comparisons=self._generation.comparisons,
-                )
-            if _json_bytes(known) > _LISTED_BYTES:  # somebody has given a group a very long name
-                known = {}
-            return Collectives(self._rank, message.request, known)
-        return None
+        answer = self._controls.get(type(message))
+        return answer(message) if answer else None
 
-    def _end_generation(self, number: int) -> GenerationEnded:
+    def _say_what_is_known(self, message: Locate) -> Collectives:
+        known: dict[str, Any] = {}
+        with contextlib.suppress(Exception):
+            known = look_inside(
+                since_ns=self._generation.started_ns,
+                before_cell=self._sequences_before,
+                comparisons=self._generation.comparisons,
+            )
+        if _json_bytes(known) > _LISTED_BYTES:  # somebody has given a group a very long name
+            known = {}
+        return Collectives(self._rank, message.request, known)
+
+    def _end_generation(self, message: EndGeneration) -> GenerationEnded:
         connections = 0
         stale: list[str] = []
         # The notebook waits for an answer in any case, and sees by itself who has not been freed.
         with contextlib.suppress(Exception):
-            connections = self._generation.end(number)
+            connections = self._generation.end(message.number)
         with contextlib.suppress(Exception):
             stale = self._stale.note(self._runner.user_ns)
-        return GenerationEnded(self._rank, number, connections, stale[: _count_fitting(stale)])
+        return GenerationEnded(self._rank, message.number, connections, stale[: _count_fitting(stale)])
 
     # ---- cells
 
@@ -419,13 +421,13 @@ class _Interpreter:
         text = self._runner.inspect_name(message.name, message.detail)
         self._send(Inspection(self._rank, message.request, _bounded(text, limit=200_000)))
 
-    def _answer(self, request: int, act: Callable[[], None]) -> None:
+    def _answer(self, act: Callable[[_Question], None], message: _Question) -> None:
         try:
-            act()
+            act(message)
         except Exception as exc:  # noqa: BLE001  repr of a user's class, memory, torch: the rank lives on and says what it was
-            self._arriving.pop(request, None)
+            self._arriving.pop(message.request, None)
             error = str(exc) if isinstance(exc, DetrainError) else f"{type(exc).__name__}: {exc}"
-            self._send(RequestFailed(self._rank, request, _bounded(error)))
+            self._send(RequestFailed(self._rank, message.request, _bounded(error)))
 
     def _pull(self, message: Pull) -> None:
         packed = [(name, *values.pack(self._look_up(name), name=name)) for name in message.names]

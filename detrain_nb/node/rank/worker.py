@@ -19,7 +19,9 @@ import socket
 import termios
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...errors import WireError
 from ...launch import RankConfig
@@ -141,6 +143,21 @@ class _Worker:
         self._ends: list[float] = []  # when interpreters ended since a cell ended last
         self._stopped = 0, 0.0  # the cell that was stopped last, and when first
         self._replace_at = 0.0  # if it still runs that cell then
+        self._orders: dict[type[Message], Callable[[Any, Frame], None]] = {  # the rest is for the interpreter
+            Locate: self._locate,
+            Replace: self._replace_where_it_runs,
+            EndGeneration: self._end_generation,
+            Interrupt: self._interrupt,
+            Renumber: self._renumber,
+            RunCell: self._run_cell,
+        }
+        self._news: dict[type[Message], Callable[[Any], None]] = {  # of it; all is passed on that is not for us alone
+            Collectives: self._take_collectives,
+            CellDone: self._note_cell_end,
+            CellFailed: self._note_cell_end,
+            RankUp: self._note_ready,
+            GenerationReady: self._note_ready,
+        }
         self._child_ended = watch_children()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._interrupted_cell = mmap.mmap(-1, 8)  # shared with the interpreter: which cell a SIGINT is meant for
@@ -370,36 +387,48 @@ class _Worker:
     def _from_agent(self) -> None:
         for frame in self._agent.receive():
             message = frame.message()
-            if isinstance(message, Locate):
-                self._interpreter.memory.refresh()
-                self._interpreter.locator.ask(message, state=self._interpreter.state)
-                self._answer()
-            elif isinstance(message, Replace):
-                if not message.cell:
-                    self._replace()
-                elif self._runs(message.cell):
-                    self._note_stop(message.cell)
-                    self._replace_at = self._stopped[1] + _STOP_S
-            elif isinstance(message, EndGeneration):
-                if self._interpreter.state != "down":
-                    with contextlib.suppress(LinkClosed):
-                        self._interpreter.control.send_bytes(frame.to_bytes())
-            elif isinstance(message, Interrupt):
-                if self._runs(message.cell):
-                    self._note_stop(message.cell)
-                    self._interrupted_cell[:] = message.cell.to_bytes(8, "little")
-                    os.kill(self._interpreter.pid, signal.SIGINT)
-            elif isinstance(message, Renumber):
-                self._renumber(message)
-                self._to_interpreter(frame)
+            if handle := self._orders.get(frame.kind):
+                handle(message, frame)
             elif self._interpreter.state != "down":
-                if isinstance(message, RunCell):
-                    if message.incarnations[message.ranks.index(self._rank)] != self._incarnations:
-                        continue  # the notebook learns by now that the rank was lost
-                    self._set_state("running", cell=message.cell)
-                    self._stopped, self._replace_at = (0, 0.0), 0.0
-                    self._interpreter.stderr_tail = b""
                 self._to_interpreter(frame)
+
+    def _locate(self, message: Locate, _: Frame) -> None:
+        self._interpreter.memory.refresh()
+        self._interpreter.locator.ask(message, state=self._interpreter.state)
+        self._answer()
+
+    def _replace_where_it_runs(self, message: Replace, _: Frame) -> None:
+        if not message.cell:
+            self._replace()
+        elif self._runs(message.cell):
+            self._note_stop(message.cell)
+            self._replace_at = self._stopped[1] + _STOP_S
+
+    def _end_generation(self, _: EndGeneration, frame: Frame) -> None:
+        if self._interpreter.state != "down":
+            with contextlib.suppress(LinkClosed):
+                self._interpreter.control.send_bytes(frame.to_bytes())
+
+    def _interrupt(self, message: Interrupt, _: Frame) -> None:
+        if self._runs(message.cell):
+            self._note_stop(message.cell)
+            self._interrupted_cell[:] = message.cell.to_bytes(8, "little")
+            os.kill(self._interpreter.pid, signal.SIGINT)
+
+    def _renumber(self, message: Renumber, frame: Frame) -> None:
+        self._rank = self._interpreter.locator.rank = message.numbers[message.ranks.index(self._rank)]
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(message.world_size))  # for the interpreters to come
+        self._to_interpreter(frame)
+
+    def _run_cell(self, message: RunCell, frame: Frame) -> None:
+        if self._interpreter.state == "down":
+            return
+        if message.incarnations[message.ranks.index(self._rank)] != self._incarnations:
+            return  # the notebook learns by now that the rank was lost
+        self._set_state("running", cell=message.cell)
+        self._stopped, self._replace_at = (0, 0.0), 0.0
+        self._interpreter.stderr_tail = b""
+        self._to_interpreter(frame)
 
     def _note_stop(self, cell: int) -> None:
         if self._stopped[0] != cell:
@@ -407,10 +436,6 @@ class _Worker:
 
     def _runs(self, cell: int) -> bool:
         return self._interpreter.state == "running" and self._interpreter.cell == cell
-
-    def _renumber(self, message: Renumber) -> None:
-        self._rank = self._interpreter.locator.rank = message.numbers[message.ranks.index(self._rank)]
-        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(message.world_size))  # for the interpreters to come
 
     def _to_interpreter(self, frame: Frame) -> None:
         with contextlib.suppress(LinkClosed):  # it is ending; its reaping brings the news
@@ -431,16 +456,22 @@ class _Worker:
 
     def _pass_on(self, said: list[tuple[Frame, Message]]) -> None:
         for frame, message in said:
-            if isinstance(message, Collectives):
-                self._interpreter.locator.take(message)
-                continue
-            if isinstance(message, (CellDone, CellFailed)):
-                self._drain()  # what the cell printed comes before its end
-                self._set_state("idle", cell=message.cell)
-                self._ends.clear()
-            elif isinstance(message, (RankUp, GenerationReady)) and self._interpreter.state != "running":
-                self._set_state("idle", cell=self._interpreter.cell)
-            self._agent.send_bytes(frame.to_bytes())
+            if handle := self._news.get(frame.kind):
+                handle(message)
+            if frame.kind is not Collectives:
+                self._agent.send_bytes(frame.to_bytes())
+
+    def _take_collectives(self, message: Collectives) -> None:
+        self._interpreter.locator.take(message)
+
+    def _note_cell_end(self, message: CellDone | CellFailed) -> None:
+        self._drain()  # what the cell printed comes before its end
+        self._set_state("idle", cell=message.cell)
+        self._ends.clear()
+
+    def _note_ready(self, _: RankUp | GenerationReady) -> None:
+        if self._interpreter.state != "running":
+            self._set_state("idle", cell=self._interpreter.cell)
 
     def _drain(self) -> None:
         """Read what is in the pipes now: one read of its size takes all that a pipe holds."""
