@@ -60,7 +60,7 @@ _ANY_TEXT = st.text(st.characters() | st.characters(categories=["Cs"]))
 def test_text_is_read_in_pieces_as_in_one(parts: list[str], size: int) -> None:
     data = "".join(parts).encode("utf-8", "surrogatepass")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("detrain_nb.wire.text._TEXT_BYTES", size)
+        patch.setattr("detrain_nb.wire.json_text._TEXT_BYTES", size)
         for given_as in (data, memoryview(data)):
             assert read_text(given_as) == data.decode("utf-8", "surrogatepass")
         for wrong in (data + b"\xed", b"\xff" + data, data + b"\xed\xa0"):

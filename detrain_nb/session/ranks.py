@@ -14,7 +14,7 @@ from .diagnosis.where_report import Whereabouts
 from .output.safe_output import safe_completions
 from .running.asked import check_text, check_whole
 from .running.core import Core, Ranks
-from .running.rank_replacement import Members
+from .running.rank_replacement import RankReplacement
 from .running.status import describe_over
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class SessionRanks:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._members = Members(core)
+        self._replacement = RankReplacement(core)
 
     def __len__(self) -> int:
         return self._core.world_size
@@ -76,18 +76,18 @@ class SessionRanks:
 
     def interrupt(self, ranks: Ranks = None) -> None:
         """Raise KeyboardInterrupt on those that run a cell. Does not wait."""
-        self._members.interrupt(ranks)
+        self._replacement.interrupt(ranks)
 
     def replace(self, ranks: Ranks) -> None:
         """Replace ``ranks`` by fresh ones: their variables are lost, those of the others are not. Does not wait.
 
         Raises: SessionError for those of a lost node.
         """
-        self._members.replace(ranks)
+        self._replacement.replace(ranks)
 
     def wait_until_fresh(self, ranks: Ranks) -> None:
         """Wait until ranks that are being replaced are up. Raises: SessionError."""
-        self._members.wait_until_fresh(ranks)
+        self._replacement.wait_until_fresh(ranks)
 
     def shrink(self) -> dict[int, int]:
         """Go on without the ranks of nodes that are lost: those that are left are one group again, numbered from 0.
@@ -95,7 +95,7 @@ class SessionRanks:
         They keep their variables, ``rank`` and ``world_size`` aside. Returns the new number of each.
         Raises: SessionError when no node is lost, or one that is left is busy.
         """
-        return self._members.shrink()
+        return self._replacement.shrink()
 
     def complete(self, code: str, position: int, *, ranks: Ranks = None, limit_s: float = 1.0) -> Completions | None:
         """Completions by the first idle one of ``ranks``; None when there is none, or it does not answer in time.

@@ -6,6 +6,17 @@ messages.py says which there are, frames.py how they lie in bytes, link.py sends
 from __future__ import annotations
 
 from .frames import Frame, FrameReader, to_frame
+from .json_text import (
+    MAX_BUNDLE_BYTES,
+    MAX_BUNDLE_VALUES,
+    SIZES,
+    Json,
+    count_values,
+    json_body,
+    parse_bundle,
+    parse_json,
+    read_text,
+)
 from .link import Link, LinkClosed
 from .messages import (
     ALIVE_GAP_S,
@@ -66,17 +77,6 @@ from .messages import (
     Unfinished,
     Value,
     WorkerUp,
-)
-from .text import (
-    MAX_BUNDLE_BYTES,
-    MAX_BUNDLE_VALUES,
-    SIZES,
-    Json,
-    count_values,
-    json_body,
-    parse_bundle,
-    parse_json,
-    read_text,
 )
 
 __all__ = [

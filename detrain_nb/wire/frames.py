@@ -11,6 +11,7 @@ import struct
 from typing import NamedTuple
 
 from ..errors import WireError
+from .json_text import parse_json
 from .messages import (
     MAX_BODY_BYTES,
     MAX_HEADER_BYTES,
@@ -21,7 +22,6 @@ from .messages import (
     lay_out,
     make_message,
 )
-from .text import parse_json
 
 _PREFIX = struct.Struct("!IIB7s")
 _NUMBER_BYTES = 7

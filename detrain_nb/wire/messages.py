@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 
 from ..errors import WireError
-from .text import MAX_BUNDLE_BYTES, Json, parse_json, read_text
+from .json_text import MAX_BUNDLE_BYTES, Json, parse_json, read_text
 
 PROTOCOL = 6
 MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from detrain_nb.node.agent.snapshot import Memory
+from detrain_nb.node.agent.snapshot import Snapshot
 from detrain_nb.session.state.history import History
 from detrain_nb.session.state.message_checks import MessageChecks
 from detrain_nb.session.state.rank_owners import RankOwners
 from detrain_nb.wire import CellDone, Message, RanCell, RankEnded, RankUp, RunCell, to_frame
 
 
-def _up(memory: Memory, message: Message) -> None:
+def _up(memory: Snapshot, message: Message) -> None:
     memory.note_up(to_frame(message))
 
 
-def _told(memory: Memory) -> list[RanCell]:
+def _told(memory: Snapshot) -> list[RanCell]:
     messages = [frame.message() for frame in memory.told()]
     return [message for message in messages if isinstance(message, RanCell)]
 
 
-def _memory_of_two_ranks() -> Memory:
-    memory = Memory()
+def _memory_of_two_ranks() -> Snapshot:
+    memory = Snapshot()
     for rank in (0, 1):
         _up(memory, RankUp(rank, 1, rank, 2, 100 + rank, "here", "cpu", "2.13.0"))
     return memory

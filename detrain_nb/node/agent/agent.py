@@ -64,7 +64,7 @@ from .gpus import count_gpus, list_gpus, name_gpus
 from .kept import LONGEST_WAIT_S, AgentProcess
 from .launching import LauncherEnd
 from .pace import Pace
-from .snapshot import Memory
+from .snapshot import Snapshot
 from .spool import Spool
 
 _ATTACH_LIMIT_S = 30.0
@@ -120,7 +120,7 @@ class _Agent:
         self._incarnation = uuid.uuid4().hex
         self._loop = Loop()
         self._spool = Spool(Path(), known_as=folder)  # relative: another session may get the name before it is removed
-        self._memory = Memory()
+        self._snapshot = Snapshot()
         self._pace = Pace()
         self._notebook: Link | None = None
         self._holder = ""
@@ -281,7 +281,7 @@ class _Agent:
         sent = self._spool.sent
         self._spool.rewind()
         with contextlib.suppress(LinkClosed):  # its reader meets the end as well
-            for frame in self._memory.told():
+            for frame in self._snapshot.told():
                 link.send_bytes(frame.to_bytes())
             link.send(self._describe(sent))
         return True
@@ -312,10 +312,10 @@ class _Agent:
             last_number=self._spool.last_number,
             acknowledged=self._spool.acknowledged,
             sent=sent,
-            ranks=self._memory.ranks,
-            with_group=self._memory.with_group,
-            generation=self._memory.generation,
-            info=self._memory.info,
+            ranks=self._snapshot.ranks,
+            with_group=self._snapshot.with_group,
+            generation=self._snapshot.generation,
+            info=self._snapshot.info,
             received=self._received,
             free_bytes=free_memory_bytes() or 0,
         )
@@ -328,7 +328,7 @@ class _Agent:
         self._hang_up(self._notebook)
         self._notebook = self._confirm_at = None
         self._pace = Pace()
-        self._ends_at = time.monotonic() + self._memory.linger_s
+        self._ends_at = time.monotonic() + self._snapshot.linger_s
 
     def _hang_up(self, link: Link) -> None:
         self._loop.remove(link)
@@ -360,7 +360,7 @@ class _Agent:
 
     def _handle(self, frame: Frame) -> None:
         message = frame.message()
-        self._memory.note_down(message)
+        self._snapshot.note_down(message)
         if handle := self._handlers.get(frame.kind):
             handle(message)
         else:
@@ -426,7 +426,7 @@ class _Agent:
                 if is_faulty and self._launching.is_launched:
                     gone = f"its worker is gone: {exc}"
                     end = to_frame(RankEnded(rank, 0, 0, 0, -1, "", gone, False, gone))
-                    self._memory.note_up(end)
+                    self._snapshot.note_up(end)
                     self._spool.append(end)
 
     def _spool_frames(self, frames: list[Frame]) -> None:
@@ -438,7 +438,7 @@ class _Agent:
                     with contextlib.suppress(LinkClosed):  # its reader meets the end as well
                         self._notebook.send_bytes(frame.to_bytes())
             else:
-                self._memory.note_up(frame)
+                self._snapshot.note_up(frame)
                 self._spool.append(frame)
 
     def _say(self, message: Message) -> None:

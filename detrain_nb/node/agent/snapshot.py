@@ -32,7 +32,7 @@ _MAX_CELLS = 1000
 _LINGER_BEFORE_START_S = 30.0
 
 
-class Memory:
+class Snapshot:
     """Fed with what passes through the agent, down to the ranks and up from them."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from ..state.rank_deaths import is_gone, what_to_do_about_down
 from .core import Core, Ranks
 
 
-class Members:
+class RankReplacement:
     """Those of one session; what is known of them is in ``core``."""
 
     def __init__(self, core: Core) -> None:
