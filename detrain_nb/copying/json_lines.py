@@ -1,4 +1,4 @@
-"""Lines of JSON with raw bytes between them: how the notebook and files.py speak, the same at both ends.
+"""Lines of JSON with raw bytes between them: how the notebook and remote_program.py speak, the same at both ends.
 
 Whoever listens believes nothing of what comes.
 """
@@ -24,6 +24,7 @@ MOST_DEPTH = 100  # of the folders in one another
 SLOWEST_BYTES_PER_S = 20_000  # a slower connection brings nothing
 _TICK_S = 5.0
 _LAST_LINES = 100
+_CUT_OFF = "the other side hung up in the middle of a file"
 _TURNS_TEXT = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # makes a name look like another
 _NOT_ON_WINDOWS = re.compile(r'[\\:*?"<>|]|[ .](/|$)|(^|/)(con|prn|aux|nul|com\d|lpt\d)(\.|/|$)', re.IGNORECASE)
 
@@ -128,7 +129,7 @@ class Talk:
         end = self._arrived.find(b"\n")
         while end < 0 and len(self._arrived) < LINE_BYTES:
             before = len(self._arrived)
-            self._receive(deadline, "the other side hung up before it was done")
+            self._arrived += self._receive(deadline, _CHUNK_BYTES, "the other side hung up before it was done")
             end = self._arrived.find(b"\n", before)
         line = bytes(self._arrived[: end + 1])
         del self._arrived[: end + 1]
@@ -142,13 +143,13 @@ class Talk:
             raise Failed(clean(said.get("text")))
         return said
 
-    def _receive(self, deadline: float, complaint: str) -> None:
+    def _receive(self, deadline: float, most: int, complaint: str) -> bytes:
         _check_time(deadline)
         with _connection_errors():
-            data = self._reader.read1(_CHUNK_BYTES)
+            data = self._reader.read1(most)
         if not data:
             raise Failed(complaint)
-        self._arrived += data
+        return data
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -168,10 +169,9 @@ class Talk:
         """Exactly so many raw bytes, in pieces."""
         deadline = self._until() + size / SLOWEST_BYTES_PER_S
         while size:
-            if not self._arrived:
-                self._receive(deadline, "the other side hung up in the middle of a file")
-            data = bytes(self._arrived[: min(size, _CHUNK_BYTES)])
-            del self._arrived[: len(data)]
+            most = min(size, _CHUNK_BYTES)
+            data = bytes(self._arrived[:most]) or self._receive(deadline, most, _CUT_OFF)
+            del self._arrived[:most]
             size -= len(data)
             yield data
 

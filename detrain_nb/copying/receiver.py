@@ -1,4 +1,4 @@
-"""Trees of files, as they come by talk.py and are written.
+"""Trees of files, as they come by json_lines.py and are written.
 
 A file is written beside its place and renamed when it is whole; when the other side hangs up, what is not whole is
 removed.
@@ -11,12 +11,11 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
-from ..guarded import SEARCH, find_guest_parent
+from ..guarded import SEARCH
 from .json_lines import FilesError, Talk, Untrue, as_size, check_name, clean, reason_of
 from .sender import MOST_ENTRIES, MOST_NAMED, STAGING, Progress
 
@@ -26,15 +25,13 @@ _MOST_NAME_CHARS = 1 << 27  # of the folders that are made, which are remembered
 class TreeWriter:
     """Writes files and folders below ``folder``, which is made; through no link, and over no folder.
 
-    What is not whole yet stands in the folder ``staging``. Where ``is_guarded``, nobody can put another in its place:
-    a program that goes by its path may write there.
+    What is not whole yet stands in the folder ``staging``.
     On the way out nothing that is not whole is left, nor a folder that was made for it in vain.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder = os.path.abspath(folder)
         self.staging = ""
-        self.is_guarded = False
         self.opened = self._opened_staging = -1  # descriptors
         self._made: list[str] = []
         self._checked: set[str] = set()
@@ -73,7 +70,6 @@ class TreeWriter:
             os.close(self._opened_staging)
             self._opened_staging = -1
             raise PermissionError(errno.EPERM, "somebody else has put a folder in the place of ours")
-        self.is_guarded = find_guest_parent(Path(os.path.realpath(self.folder), name)) is None
 
     def _is_ours(self, opened: int) -> bool:
         """The folder is as it was made, not another one, perhaps of this user's too."""
@@ -107,14 +103,6 @@ class TreeWriter:
             if os.path.samestat(named, os.fstat(self._opened_staging)):
                 os.rmdir(name, dir_fd=self.opened)
 
-    def new_number(self) -> int:
-        """Of a file in the staging folder."""
-        self._count += 1
-        return self._count
-
-    def staged(self, number: int) -> str:
-        return os.path.join(self.staging, str(number))
-
     def open_staged(self, name: str, *, is_private: bool = True) -> IO[bytes]:
         """Make a file in the staging folder: in ours, whatever has its name now."""
         flags, mode = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if is_private else 0o666
@@ -135,7 +123,8 @@ class TreeWriter:
         """``pieces`` have ``size`` bytes together. ``is_private``: for nobody but its owner, as it was."""
         place = os.path.join(self.folder, name)
         self.check_room(name, size)
-        part = f"{self.new_number()}.part"
+        self._count += 1
+        part = f"{self._count}.part"
         try:
             with self._explained(place), self.open_staged(part, is_private=is_private) as file:
                 file.writelines(pieces)
@@ -147,19 +136,6 @@ class TreeWriter:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(part, dir_fd=self._opened_staging)
-
-    def add_staged(self, name: str, number: int, size: int, is_executable: bool, *, is_private: bool = False) -> None:
-        """What came into the staging folder in another way. Raises: Untrue when it is not all there."""
-        staged = str(number)
-        try:
-            status = os.stat(staged, dir_fd=self._opened_staging, follow_symlinks=False)
-        except OSError:
-            raise Untrue(f"{name} has not arrived") from None
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            raise Untrue(f"{name} has arrived with {status.st_size} bytes and not {size}")
-        if (mode := _mode(status, is_executable, is_private)) != stat.S_IMODE(status.st_mode):
-            os.chmod(staged, mode, dir_fd=self._opened_staging)  # guarded: it is the file that was looked at
-        self._place(staged, name)
 
     def check_room(self, name: str, size: int) -> None:
         """Raises: FilesError when so much does not fit: it need not be tried."""
@@ -276,13 +252,11 @@ def receive_tree(
     progress: Progress,
     *,
     roots: Iterable[str] | None = None,
-    fetch: Callable[[str, int, int], bool] = lambda path, size, number: False,
 ) -> Received:
     """Write what the other side sends, of which it has announced how much it is.
 
     Every name is one of ``roots``, or below it, in a folder that has come before: no more are made than were announced,
-    and one for each of ``roots``. ``fetch`` brings a large file from a path there, of so many bytes, to a number of the
-    staging folder. Raises: FilesError, Failed, Untrue.
+    and one for each of ``roots``. Raises: FilesError, Failed, Untrue.
     """
     allowed = None if roots is None else frozenset(roots)
     announced = talk.hear("tree")
@@ -290,19 +264,14 @@ def receive_tree(
     if files + folders > MOST_ENTRIES:
         raise Untrue(f"{files + folders} files were announced, more than {MOST_ENTRIES}")
     progress.begin(size)
-    offered, done, name_chars = False, 0, 0
+    done = name_chars = 0
     while True:
-        said = talk.hear(*(["file"] if offered else ["folder", "file", "offer", "gone", "end"]))
+        said = talk.hear("folder", "file", "gone", "end")
         kind = said["type"]
-        offered = kind == "offer"  # the file itself comes next
         if kind == "end":
             names = said.get("skipped")
             names = names[:MOST_NAMED] if isinstance(names, list) else []
             return Received(as_size(said.get("num_skipped")), tuple(map(clean, names)))
-        if kind == "offer":
-            talk.say("answer", number=_accept_offer(writer, said, size - done, fetch))
-            talk.flush()
-            continue
         folders, files = folders - (kind == "folder"), files - (kind != "folder")
         if folders < 0 or files < 0:
             raise Untrue("more files came than were announced")
@@ -332,7 +301,7 @@ def _receive_file(
     talk: Talk, writer: TreeWriter, progress: Progress, name: str, said: dict[str, Any], *, done: int, left: int
 ) -> int:
     """Returns its size."""
-    size, staged = as_size(said.get("size")), said.get("staged")
+    size = as_size(said.get("size"))
     is_executable, is_private = said.get("executable") is True, said.get("private") is True
     if size > left:
         raise Untrue(f"{name!r} has {size} bytes, and {left} of those announced are left")
@@ -343,21 +312,7 @@ def _receive_file(
             yield data
             progress.be_at(progress.size + len(data))
 
-    if staged is None:
-        writer.add_file(name, size, is_executable, counted(), is_private=is_private)
-    else:
-        writer.add_staged(name, as_size(staged), size, is_executable, is_private=is_private)
+    writer.add_file(name, size, is_executable, counted(), is_private=is_private)
     progress.be_at(done + size)
     progress.end_file()
     return size
-
-
-def _accept_offer(
-    writer: TreeWriter, said: dict[str, Any], left: int, fetch: Callable[[str, int, int], bool]
-) -> int | None:
-    size, path = as_size(said.get("size")), said.get("path")
-    if size > left or not isinstance(path, str):
-        raise Untrue(f"a file of {size} bytes is offered, and {left} of those announced are left")
-    writer.check_room(os.path.basename(clean(path)), size)
-    number = writer.new_number()
-    return number if fetch(path, size, number) else None

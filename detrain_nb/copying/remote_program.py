@@ -15,7 +15,7 @@ from ..guarded import refuse_squatted
 from .folder_sync_remote import sync
 from .json_lines import Failed, FilesError, Talk, reason_of
 from .receiver import TreeWriter, receive_tree
-from .sender import File, Progress, is_guarded, list_tree, open_listed, send_tree
+from .sender import File, Progress, list_tree, open_listed, send_tree
 
 MAGIC = b"\ndetrain-nb files 1\n"
 SAMPLE_FILES = 64
@@ -62,7 +62,7 @@ def _expand(order: dict[str, Any], path: str) -> str:
 
 def _put(talk: Talk, order: dict[str, Any]) -> None:
     with TreeWriter(_expand(order, order["target"])) as writer:
-        talk.say("ready", staging=writer.staging, guarded=writer.is_guarded)
+        talk.say("ready", staging=writer.staging)
         progress = Progress()
         receive_tree(talk, writer, progress)
     talk.say("done", files=progress.files, size=progress.size)  # and nothing of ours is left in the folder
@@ -71,15 +71,7 @@ def _put(talk: Talk, order: dict[str, Any]) -> None:
 
 def _get(talk: Talk, order: dict[str, Any]) -> None:
     sources = [(name, _expand(order, path)) for name, path in zip(order["names"], order["paths"])]
-
-    def offer(file: File) -> int | None:
-        if not is_guarded(file.path):
-            return None  # by its path somebody else might have another one sent
-        talk.say("offer", path=file.path, size=file.size)
-        number: int | None = talk.hear("answer")["number"]
-        return number
-
-    send_tree(talk, list_tree(sources, tick=talk.tick), Progress(), bulk=offer)
+    send_tree(talk, list_tree(sources, tick=talk.tick), Progress())
 
 
 def _sync(talk: Talk, order: dict[str, Any]) -> None:

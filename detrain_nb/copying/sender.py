@@ -1,4 +1,4 @@
-"""Trees of files, as they are found and sent by talk.py; arrivals.py writes them."""
+"""Trees of files, as they are found and sent by json_lines.py; receiver.py writes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from .json_lines import FilesError, Talk, Untrue, check_name, clean, reason_of
 
 MOST_ENTRIES = 1_000_000
 MOST_NAMED = 20  # of what was left out, or left alone
-BULK_BYTES = 1 << 20  # files of that size and more go over SFTP where there is one
 _CHUNK_BYTES = 1 << 18
 STAGING = ".detrain_nb-"  # begins the name of the folder for what is not whole yet; each copy has its own
 STAGING_NAME = re.compile(re.escape(STAGING) + "[0-9a-f]{16}")
@@ -194,11 +193,8 @@ def _scan(path: str, opened: int | None) -> list[os.DirEntry[str]]:
         raise FilesError(f"{path} cannot be read: {reason_of(exc)}") from exc
 
 
-def send_tree(
-    talk: Talk, tree: Tree, progress: Progress, *, bulk: Callable[[File], int | None] = lambda file: None
-) -> None:
-    """Send all of a tree. ``bulk`` brings a large file into the receiver's staging folder in another way, and returns
-    its number there; None where there is none."""
+def send_tree(talk: Talk, tree: Tree, progress: Progress) -> None:
+    """Send all of a tree."""
     total = sum(file.size for file in tree.files)
     talk.say("tree", files=len(tree.files), folders=len(tree.folders), size=total)
     progress.begin(total)
@@ -213,14 +209,9 @@ def send_tree(
                 continue
             except OSError as exc:
                 raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
-            before = progress.size
-            staged = bulk(file) if file.size >= BULK_BYTES else None
             modes = {"executable": file.is_executable, "private": tree.is_private(file)}
-            talk.say("file", name=file.name, size=file.size, **modes, staged=staged)
-            if staged is None:
-                progress.be_at(before)  # what went another way in vain
-                _send_exactly(talk, opened, file, progress)
-            progress.be_at(before + file.size)
+            talk.say("file", name=file.name, size=file.size, **modes)
+            _send_exactly(talk, opened, file, progress)
             progress.end_file()
     talk.say("end", skipped=tree.skipped, num_skipped=tree.num_skipped)
     talk.flush()

@@ -1,13 +1,11 @@
-"""Files between this machine and the nodes, where copying/remote_program.py runs; large ones go over SFTP, if any.
+"""Files between this machine and the nodes, where copying/remote_program.py is the other end.
 
-Where sshd gives only one channel everything goes over a connection of its own; where it offers no SFTP, or shows other
-folders there, through the program. A copy that ends early leaves nothing that is not whole, on either side.
+A copy that ends early leaves nothing that is not whole, on either side.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import posixpath
 import selectors
@@ -18,15 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from ..copying.json_lines import SLOWEST_BYTES_PER_S, Failed, FilesError, Talk, Untrue, as_size, check_name
+from ..copying.json_lines import Failed, FilesError, Talk, Untrue, as_size, check_name
 from ..copying.receiver import TreeWriter, receive_tree
 from ..copying.remote_program import MAGIC
-from ..copying.sender import MOST_NAMED, STAGING_NAME, File, Progress, Tree, is_guarded, list_tree, send_tree
+from ..copying.sender import MOST_NAMED, STAGING_NAME, Progress, Tree, list_tree, send_tree
 from ..errors import DetrainError, SpecError, TransportError, WireError
 from .private import holds_homes, is_private
-from .remote_program import ended_after
 
 __all__ = ["Copied", "NodeAccess", "OnProgress", "Stop", "get", "label", "on_every", "open_talk", "put"]
 
@@ -41,8 +38,6 @@ _LOOK_GAP_S = 0.1
 _STOP_LIMIT_S = 2.0  # for a copy to leave in good order, before its connection is shut
 _SHUT_LIMIT_S = 1.0  # for what was shut to end
 _END_LIMIT_S = 5.0
-
-_log = logging.getLogger("detrain_nb.deploy")
 
 _Result = TypeVar("_Result")
 _Node = TypeVar("_Node", bound="NodeAccess")
@@ -139,18 +134,11 @@ def put(
         num_there = _leave_out_itself(tree, os.path.join(node.work_folder(folder), os.path.expanduser(target or "")))
     kept = _leave_out_keys(tree)
     progress = Progress(_stoppable(on_progress, stop))
-    with open_talk(node, stop=stop) as (talk, lane):
+    with open_talk(node, stop=stop) as talk:
         talk.say("put", base=node.work_folder(folder), target=target or ".")
-        ready = talk.hear("ready")
-        staging = str(ready.get("staging"))
-        _check_outside(wanted, tree, staging)
-
-        def send(file: File) -> int | None:
-            is_safe = ready.get("guarded") is True and is_guarded(file.path)  # SFTP goes by paths, at both ends
-            return lane.put(file, staging, progress) if is_safe else None
-
+        _check_outside(wanted, tree, str(talk.hear("ready").get("staging")))
         with _here():
-            send_tree(talk, tree, progress, bulk=send)
+            send_tree(talk, tree, progress)
         done = talk.hear("done")
         if (as_size(done.get("files")), as_size(done.get("size"))) != (progress.files, progress.size):
             raise Untrue("what it says has arrived is not what was sent")
@@ -177,14 +165,10 @@ def get(
     names = [label(node) if name in ("", ".", "..", "~") else name for name in names]
     _check_different(names, wanted)
     progress = Progress(_stoppable(on_progress, stop))
-    with open_talk(node, stop=stop) as (talk, lane):
+    with open_talk(node, stop=stop) as talk:
         talk.say("get", base=node.work_folder(work_folder), paths=wanted, names=names)
         with _here(), TreeWriter(os.fspath(folder)) as writer:
-
-            def fetch(path: str, size: int, number: int) -> bool:
-                return writer.is_guarded and lane.get(path, size, writer.staged(number), progress)
-
-            left = receive_tree(talk, writer, progress, roots=names, fetch=fetch)
+            left = receive_tree(talk, writer, progress, roots=names)
     return Copied(progress.files, progress.size, left.num_skipped, left.skipped)
 
 
@@ -252,112 +236,25 @@ def label(node: NodeAccess) -> str:
 # ---- the other end
 
 
-class Lane:
-    """SFTP, for large files, as long as it works: what does not go over it goes through the program."""
-
-    def __init__(self, open_files: Callable[[], Any] | None) -> None:
-        self._open = open_files
-        self._files: Any = None
-
-    def put(self, file: File, staging: str, progress: Progress) -> int | None:
-        """Put a file among what is not whole yet; returns its number there."""
-        if not self._is_open():
-            return None
-        if not self._files.isdir(staging):  # it shows other folders than programs see
-            self._give_up()
-            return None
-        number = progress.files + 1
-        there = posixpath.join(staging, str(number))
-        try:
-            sent = _Told(progress, limit=file.size)
-            with ended_after(_PATIENCE_S + file.size / SLOWEST_BYTES_PER_S, self._files.close):
-                self._files.put_file(file.path, there, callback=sent)
-            if sent.done == file.size:
-                return number
-        except OSError as exc:
-            _log.info("not over SFTP: %s", exc)
-        with contextlib.suppress(OSError):
-            self._files.rm_file(there)
-        self._give_up()  # the program will say what is wrong, if it still is
-        return None
-
-    def get(self, path: str, size: int, here: str, progress: Progress) -> bool:
-        """Bring a file from a node, of exactly that size; never more is written than that, and a little."""
-        if not posixpath.isabs(path) or not self._is_open():
-            return False
-        try:
-            with ended_after(_PATIENCE_S + size / SLOWEST_BYTES_PER_S, self._files.close):
-                self._files.get_file(path, here, callback=_Told(progress, limit=size))
-            if os.path.getsize(here) == size:
-                return True
-        except OSError as exc:
-            _log.info("not over SFTP: %s", exc)
-        with contextlib.suppress(OSError):
-            os.unlink(here)
-        return False
-
-    def close(self) -> None:
-        if self._files is not None:
-            with contextlib.suppress(OSError, EOFError):
-                self._files.close()
-
-    def _is_open(self) -> bool:
-        if self._files is None and self._open is not None:
-            try:
-                self._files = self._open()
-            except TransportError:
-                self._open = None
-        return self._files is not None
-
-    def _give_up(self) -> None:
-        self.close()
-        self._files = self._open = None
-
-
-class _Told:
-    """What fsspec tells while it copies a file: a callback of the kind that is in fsspec.callbacks."""
-
-    def __init__(self, progress: Progress, *, limit: int) -> None:
-        self._progress = progress
-        self._before = progress.size
-        self._limit = limit
-        self.size: int | None = None
-        self.done = 0
-
-    def set_size(self, size: int) -> None:
-        """Raises: OSError when it is not what was announced."""
-        self.size = size
-        if size > self._limit:
-            raise OSError("more came than was announced")
-
-    def absolute_update(self, done: int) -> None:
-        """Raises: OSError when more comes than was announced."""
-        if done > self._limit:
-            raise OSError("more came than was announced")
-        self.done = done
-        self._progress.be_at(self._before + done)
-
-
 @contextlib.contextmanager
-def open_talk(node: NodeAccess, *, stop: Stop | None = None) -> Iterator[tuple[Talk, Lane]]:
+def open_talk(node: NodeAccess, *, stop: Stop | None = None) -> Iterator[Talk]:
     """Run copying/remote_program.py on a node. What goes wrong in the block raises DetrainError with its name."""
     host = label(node)
     run = getattr(node, "run_files", _run_here)
     with contextlib.ExitStack() as stack:
         try:
-            sock, open_files = stack.enter_context(run())
+            sock = stack.enter_context(run())
         except DetrainError as exc:
             raise type(exc)(f"{host}: {exc}") from exc
-        lane = stack.enter_context(contextlib.closing(Lane(open_files)))
         if stop:
-            stack.enter_context(stop.watch(lambda: sock.shutdown(socket.SHUT_RDWR), lane.close))
+            stack.enter_context(stop.watch(lambda: sock.shutdown(socket.SHUT_RDWR)))
         sock.settimeout(_SILENCE_LIMIT_S)
         reader = stack.enter_context(sock.makefile("rb", _BUFFER_BYTES))
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(sock, selectors.EVENT_READ)
         try:
             has_come = lambda: bool(selector.select(0))  # noqa: E731
-            yield Talk(reader, _Sender(sock), has_come=has_come, patience_s=_PATIENCE_S), lane
+            yield Talk(reader, _Sender(sock), has_come=has_come, patience_s=_PATIENCE_S)
         except Untrue as exc:
             raise WireError(f"{host}: {exc}") from exc
         except FilesError as exc:
@@ -383,7 +280,7 @@ class _Sender:
 
 
 @contextlib.contextmanager
-def _run_here() -> Iterator[tuple[socket.socket, None]]:
+def _run_here() -> Iterator[socket.socket]:
     """The same program, on this machine."""
     ours, theirs = socket.socketpair()
     with ours:
@@ -398,7 +295,7 @@ def _run_here() -> Iterator[tuple[socket.socket, None]]:
         try:
             ours.settimeout(_SILENCE_LIMIT_S)
             ours.recv(len(MAGIC), socket.MSG_WAITALL)
-            yield ours, None
+            yield ours
         finally:
             ours.close()
             try:

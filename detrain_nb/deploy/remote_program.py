@@ -5,13 +5,11 @@ Used by ssh_node.py and the doctor. The program prints a magic line first: what 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,18 +183,6 @@ class RemoteProgram:
         if self._has_started:
             return TransportError(f"our program there ended ({how}): {last}")
         return TransportError(f"{self._python} did not start our program{self._after} ({how}): {last}")
-
-
-@contextlib.contextmanager
-def ended_after(limit_s: float, end: Callable[[], object]) -> Iterator[None]:
-    """Call ``end`` where what is done here takes longer: whoever waits for a reply then gets an error."""
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _write_script(node: Node, source: str) -> bytes:

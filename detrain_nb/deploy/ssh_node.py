@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import os
 import posixpath
 import socket
-import tempfile
 import threading
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..copying.json_lines import SLOWEST_BYTES_PER_S
 from ..copying.remote_program import MAGIC as FILES_MAGIC
-from ..errors import DetrainError, LaunchError, TransportError
+from ..errors import LaunchError, TransportError
 from ..plan import NodeOffer
 from ..spec.node import Node
-from ..storage import locate
 from ..transport import AgentFolders
 from ..transport.ssh import SshConnection
 from ..wire import SILENCE_LIMIT_S
 from .questions import Questions
-from .remote_program import RemoteProgram, as_text, connect_to, ended_after, find_way_to
+from .remote_program import RemoteProgram, as_text, connect_to, find_way_to
 from .trust import trust_file, trusted_host_keys
 
 if TYPE_CHECKING:
@@ -50,8 +46,6 @@ main()
 _UNPACK_LIMIT_S = 60.0
 _MOST_ADDRESSES = 256
 _MOST_NAMED = 8
-
-_log = logging.getLogger("detrain_nb.deploy")
 
 
 @dataclass(frozen=True)
@@ -198,7 +192,7 @@ class SshNode:
                 if self._times_left > times_left:
                     sock.close()
                     raise TransportError("it was left while the connection was made")
-            except OSError as exc:  # a full disk here
+            except OSError as exc:  # no descriptor is left here
                 connection.close()
                 raise TransportError(f"this machine: {exc}") from exc
             except BaseException:
@@ -222,7 +216,7 @@ class SshNode:
             facts = self.facts = NodeFacts.read(talk.hear("facts"))
             self._settle(facts, connection, session)
             order = {"session": session, "action": action, "work_folder": self._work_folder}
-            self._digests = _go_on(facts, connection, talk, type="go", silence_s=SILENCE_LIMIT_S, **order)
+            self._digests = _go_on(facts, talk, type="go", silence_s=SILENCE_LIMIT_S, **order)
             self._code = posixpath.join(facts.cache, self._digests[0])
             ready = talk.hear("ready")
             self.folder_state = (ready.get("root"), ready.get("digest"))
@@ -237,10 +231,11 @@ class SshNode:
     # ---- files, beside the agent
 
     @contextlib.contextmanager
-    def run_files(self) -> Iterator[tuple[socket.socket, Callable[[], Any]]]:
-        """Run copying/remote_program.py there; gives the byte stream to it, and what opens SFTP on the same connection.
+    def run_files(self) -> Iterator[socket.socket]:
+        """Run copying/remote_program.py there; gives the byte stream to it.
 
-        That is the agent's, or, where sshd gives no further channel on it, one of its own, which ends with the block.
+        It is on the agent's connection, or, where sshd gives no further channel on that, on one of its own, which ends
+        with the block.
         Raises: LaunchError, TransportError.
         """
         with contextlib.ExitStack() as stack:
@@ -249,16 +244,16 @@ class SshNode:
                 source = _RUN_FILES.format(code=self._code)
                 with contextlib.suppress(TransportError):
                     program = RemoteProgram.start(source, magic=FILES_MAGIC, node=self.node, connection=connection)
-            if program is None or connection is None:
+            if program is None:
                 connection = connect_to(self.node, ask_passphrase=self.questions, config_path=self._config_path)
                 stack.callback(connection.close)
                 program = self._start_bootstrap(connection)
                 stack.callback(program.close)
                 facts = NodeFacts.read(program.hear("facts"))
-                _go_on(facts, connection, program, type="files")
+                _go_on(facts, program, type="files")
                 program.skip_to(FILES_MAGIC)
             stack.callback(program.close)
-            yield program.take_socket(), connection.open_sftp_filesystem
+            yield program.take_socket()
 
     # ---- what is there, and what is missing
 
@@ -297,13 +292,13 @@ def _read_bootstrap() -> str:
     return before + guarded + after.partition("\n")[2]
 
 
-def _go_on(facts: NodeFacts, connection: SshConnection, talk: RemoteProgram, **order: object) -> list[str]:
+def _go_on(facts: NodeFacts, talk: RemoteProgram, **order: object) -> list[str]:
     """Have the program go on as it is told, with our code, which is all there then; returns the digests of that."""
     archives = _choose_code(facts)
     digests = [archive.digest for archive in archives]
     lacking = [digest for digest in digests if digest not in facts.have]
     for _ in range(2):  # what is there may be broken: that is found out when it is to be used
-        _send_code([archive for archive in archives if archive.digest in lacking], facts, connection, talk)
+        _send_code([archive for archive in archives if archive.digest in lacking], talk)
         talk.say(code=digests, **order)
         incomplete = talk.hear("code").get("incomplete")
         if not incomplete:
@@ -325,15 +320,11 @@ def _choose_code(facts: NodeFacts) -> list[CodeArchive]:
     raise LaunchError(f"{missing}: install it there, {facts.python} -m pip install ipython")
 
 
-def _send_code(archives: list[CodeArchive], facts: NodeFacts, connection: SshConnection, talk: RemoteProgram) -> None:
-    if not archives:
-        return
-    for archive, file in zip(archives, _put(archives, facts.cache, connection)):
-        limit_s = _UNPACK_LIMIT_S
-        talk.say(type="unpack", digest=archive.digest, file=file, size=len(archive.data))
-        if not file:
-            limit_s += len(archive.data) / SLOWEST_BYTES_PER_S
-            talk.send(archive.data, limit_s=limit_s)
+def _send_code(archives: list[CodeArchive], talk: RemoteProgram) -> None:
+    for archive in archives:
+        limit_s = _UNPACK_LIMIT_S + len(archive.data) / SLOWEST_BYTES_PER_S
+        talk.say(type="unpack", digest=archive.digest, size=len(archive.data))
+        talk.send(archive.data, limit_s=limit_s)
         talk.hear("unpacked", limit_s=limit_s)
 
 
@@ -352,29 +343,6 @@ def choose_address(
     have = ", ".join(f"{address} ({name})" for address, name in list(interfaces.items())[:_MOST_NAMED])
     wrong = f"the other nodes would reach it at {wanted}, which none of its interfaces has"
     raise LaunchError(f"{wrong}: give it an address that it has, one of {have}")
-
-
-def _put(archives: list[CodeArchive], folder: str, connection: SshConnection) -> list[str]:
-    """Put archives into a folder there; returns their names there, empty where they have to go another way."""
-    try:
-        files = connection.open_sftp_filesystem()
-    except TransportError as exc:
-        _log.info("no SFTP: %s", exc)
-        return [""] * len(archives)
-    names = []
-    with contextlib.closing(files), tempfile.TemporaryDirectory(prefix="detrain_nb-") as here:
-        for archive in archives:
-            name = f".upload-{uuid.uuid4().hex}"
-            path = Path(here) / name
-            path.write_bytes(archive.data)
-            limit_s = _UNPACK_LIMIT_S + len(archive.data) / SLOWEST_BYTES_PER_S
-            try:
-                with ended_after(limit_s, files.close):
-                    locate(posixpath.join(folder, name), files=files).put(path)
-            except DetrainError as exc:
-                raise TransportError(f"our code cannot be put on the node: {exc}") from exc
-            names.append(name)
-    return names
 
 
 def _resolve(host: str) -> list[str]:

@@ -116,7 +116,7 @@ class FolderSync:
             raise SessionError(f"{label(node)} has no work folder before an agent of it was reached")
         names, listed = list(manifest), _write_list(manifest)
         order = {"root": self._root_name, "takes_over": self._takes_over, "size": len(listed)}
-        with open_talk(node, stop=stop) as (talk, _), self._without_who_is_overdue(node):
+        with open_talk(node, stop=stop) as talk, self._without_who_is_overdue(node):
             _send_in_time(talk, listed, "sync", base=folder, cache=node.cache, **order)
             answer = talk.hear("want", "other")
             if answer["type"] == "other":
@@ -313,7 +313,7 @@ def check(nodes: Sequence[NodeAccess], path: str, *, folder: str = "") -> DataCh
     """
 
     def look(node: NodeAccess, stop: Stop, _: OnProgress) -> DataState:
-        with open_talk(node, stop=stop) as (talk, _lane):
+        with open_talk(node, stop=stop) as talk:
             talk.say("check", base=node.work_folder(folder), path=path)
             return _read_state(talk.hear("state"))
 

@@ -48,7 +48,7 @@ class FolderNode:
         return str(self.work)
 
     @contextlib.contextmanager
-    def run_files(self) -> Iterator[tuple[socket.socket, None]]:
+    def run_files(self) -> Iterator[socket.socket]:
         self.runs += 1
         with files._run_here() as opened:
             yield opened
@@ -413,7 +413,7 @@ def test_node_waits_for_another_that_writes_to_the_same_folder(
 ) -> None:
     write(root, a_py="a = 1")
     first, second = (FolderNode(tmp_path, name, tmp_path / "shared") for name in ("left", "right"))
-    with files.open_talk(first) as (talk, _):
+    with files.open_talk(first) as talk:
         listed = json.dumps([["a.py", "0" * 64, False, False]]).encode()
         talk.say("sync", base=str(first.work), cache=first.cache, root="", takes_over=True, size=len(listed))
         talk.send(listed)
@@ -666,7 +666,7 @@ class Liar(FolderNode):
         self.told = b""
 
     @contextlib.contextmanager
-    def run_files(self) -> Iterator[tuple[socket.socket, None]]:
+    def run_files(self) -> Iterator[socket.socket]:
         ours, theirs = socket.socketpair()
 
         def run() -> None:
@@ -680,7 +680,7 @@ class Liar(FolderNode):
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            yield ours, None
+            yield ours
         finally:
             ours.close()
             thread.join(10)
@@ -716,7 +716,7 @@ class Sloth(Liar):
         self.name = self._way = way
 
     @contextlib.contextmanager
-    def run_files(self) -> Iterator[tuple[socket.socket, None]]:
+    def run_files(self) -> Iterator[socket.socket]:
         self.runs += 1
         ours, theirs = socket.socketpair()
         is_over = threading.Event()
@@ -737,7 +737,7 @@ class Sloth(Liar):
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            yield ours, None
+            yield ours
         finally:
             is_over.set()
             ours.close()

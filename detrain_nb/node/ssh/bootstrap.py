@@ -1,6 +1,6 @@
 """The first of our code on a node: sent as text to the node's Python, says what is there, unpacks what is missing, and
-becomes the attach program, or files.py. Standard library only; nothing newer than Python 3.7 before it has said what
-it is.
+becomes the attach program, or copying/remote_program.py. Standard library only; nothing newer than Python 3.7 before
+it has said what it is.
 
 What it says are lines of JSON on stdout, behind a line that nothing else prints; what it is told are lines of JSON on
 stdin. See deploy/ssh_node.py. A notebook that comes back to many nodes waits for all of them to have done this: what
@@ -63,20 +63,14 @@ def main() -> None:
 
 
 def _unpack(order: dict[str, Any], cache: str) -> None:
-    """An archive that the notebook has put into the folder, or sends now, becomes a folder, at once and whole."""
-    import shutil
+    """An archive that the notebook sends now becomes a folder, at once and whole."""
     import tempfile
     import zipfile
 
     handle, path = tempfile.mkstemp(prefix=".incoming-", dir=cache)
     try:
         with os.fdopen(handle, "wb") as file:
-            if order["file"]:
-                with open(os.path.join(cache, order["file"]), "rb") as sent:
-                    shutil.copyfileobj(sent, file)
-                os.unlink(os.path.join(cache, order["file"]))
-            else:
-                _copy_exactly(order["size"], file)
+            _copy_exactly(order["size"], file)
         _unpack_whole(path, os.path.join(cache, order["digest"]), order["digest"])
     except (OSError, zipfile.BadZipFile, ValueError) as exc:
         _fail(f"our code cannot be unpacked in {cache}: {exc}")
