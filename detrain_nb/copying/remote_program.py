@@ -1,4 +1,4 @@
-"""Files on a node: a program beside the agent, which serves one order of the notebook, and ends."""
+"""Files on a node: one order of the notebook is served, by a program beside the agent, or a thread (served_here.py)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import hashlib
 import os
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from ..guarded import refuse_squatted
 from .folder_sync_remote import sync
@@ -21,31 +22,41 @@ MAGIC = b"\ndetrain-nb files 1\n"
 SAMPLE_FILES = 64
 SAMPLE_BYTES = 1 << 20  # of the beginning of each, and of its end
 
+_Order: TypeAlias = Callable[[Talk, dict[str, Any]], None]
+
 
 def main() -> None:
-    """Serve one order."""
+    """Serve one order, and end."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, lambda *_: sys.exit(1))
     sys.stdout.buffer.write(MAGIC)
     talk = Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer)
-    orders = {"put": _put, "get": _get, "sync": _sync, "check": _check}
+    if not serve(talk, {**_ORDERS, "sync": _sync}):
+        sys.exit(1)
+
+
+def serve(talk: Talk, orders: Mapping[str, _Order] | None = None) -> bool:
+    """Serve one order, by default one of those that need no process of their own; False when it cannot be done."""
+    orders = orders or _ORDERS
     try:
         order = talk.hear(*orders)
         orders[order["type"]](talk, order)
         talk.flush()
     except Failed:
-        sys.exit(1)  # the notebook is gone, or has given up
+        return False  # the notebook is gone, or has given up
     except FilesError as exc:
-        _say_last(talk, str(exc))
+        return _say_last(talk, str(exc))
     except (OSError, MemoryError) as exc:
-        _say_last(talk, f"{getattr(exc, 'filename', None) or 'our program'}: {exc}")
+        where = exc.filename if isinstance(exc, OSError) else None
+        return _say_last(talk, f"{where or 'our program'}: {exc}")
+    return True
 
 
-def _say_last(talk: Talk, text: str) -> None:
+def _say_last(talk: Talk, text: str) -> bool:
     with contextlib.suppress(Failed):
         talk.say("failed", text=text)
         talk.flush()
-    sys.exit(1)
+    return False
 
 
 def _expand(order: dict[str, Any], path: str) -> str:
@@ -124,3 +135,6 @@ def _digest_ends(file: File) -> str:
     except OSError as exc:
         raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
     return digest.hexdigest()
+
+
+_ORDERS: Mapping[str, _Order] = {"put": _put, "get": _get, "check": _check}

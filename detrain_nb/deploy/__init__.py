@@ -100,14 +100,14 @@ def _transport_to(node: Node | Transport, questions: Questions | None) -> Transp
 
     if isinstance(node, Node):
         return SshNode(node, questions=questions)
-    if not hasattr(node, "connect_agent"):
+    if not isinstance(node, Transport):
         raise SpecError(f"node {node!r}: give a detrain_nb.spec.Node, or all of them as one text")
     return node
 
 
 def nodes_of(transports: Sequence[Transport]) -> tuple[Node, ...]:
     """The nodes that transports reach, of those that were given as one."""
-    return tuple(transport.node for transport in transports if hasattr(transport, "node"))
+    return tuple(transport.node for transport in transports if transport.node is not None)
 
 
 def find_nodes(session: str, *, ask_passphrase: AskPassphrase | None = None) -> list[Transport]:
@@ -267,8 +267,8 @@ def _on_all(
     try:
         for transport in transports:
             work[pool.submit(arrive, transport)] = transport
-        if questions := next((found for transport in transports if (found := _questions_of(transport))), None):
-            questions.serve(work)
+        for transport in transports:
+            transport.ask_meanwhile(work)
         wait(work)
         pool.shutdown()
         return _ends_of(work, attached_to=attached_to)
@@ -346,10 +346,9 @@ def _refuse_twins(transports: Sequence[Transport]) -> None:
     """Raises: SpecError where two nodes have turned out to be one: the second found the agent of the first there."""
     seen: dict[object, str] = {}
     for transport in transports:
-        facts = getattr(transport, "facts", None)
-        if facts is None:
+        account = transport.account
+        if account is None:
             continue
-        account = facts.host, facts.cache, facts.addresses
         if account in seen:
             raise SpecError(
                 f"{seen[account]} and {transport.name} are one machine: name it once, with ranks = N for several ranks"
@@ -361,10 +360,6 @@ def _ended_socket() -> socket.socket:
     ours, theirs = socket.socketpair()
     theirs.close()
     return ours
-
-
-def _questions_of(transport: Transport) -> Questions | None:
-    return getattr(transport, "questions", None)
 
 
 def _check_addresses(transports: Sequence[Transport]) -> None:

@@ -10,17 +10,15 @@ import os
 import posixpath
 import selectors
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ..copying.json_lines import Failed, FilesError, Talk, Untrue, as_size, check_name
 from ..copying.receiver import TreeWriter, receive_tree
-from ..copying.remote_program import MAGIC
 from ..copying.sender import MOST_NAMED, STAGING_NAME, Progress, Tree, list_tree, send_tree
 from ..errors import DetrainError, SpecError, TransportError, WireError
 from .private import holds_homes, is_private
@@ -30,27 +28,28 @@ __all__ = ["Copied", "NodeAccess", "OnProgress", "Stop", "get", "label", "on_eve
 OnProgress = Callable[[int, int, int], object]  # files done, bytes done, bytes in all
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from detrain_nb.copying.remote_program import main; main()"
 _SILENCE_LIMIT_S = 60.0  # the program says every few seconds that it is still at it
 _PATIENCE_S = 1800.0  # for one answer: a million files on a slow disk take a while to list
 _BUFFER_BYTES = 1 << 18
 _LOOK_GAP_S = 0.1
 _STOP_LIMIT_S = 2.0  # for a copy to leave in good order, before its connection is shut
 _SHUT_LIMIT_S = 1.0  # for what was shut to end
-_END_LIMIT_S = 5.0
 
 _Result = TypeVar("_Result")
 _Node = TypeVar("_Node", bound="NodeAccess")
 
 
 class NodeAccess(Protocol):
-    """What of a transport is needed here. One without ``run_files`` (deploy/ssh_node.py) is this machine."""
+    """What of a transport is needed here."""
 
     name: str
+    shares_paths: bool
 
     def work_folder(self, folder: str) -> str:
         """Where the ranks start; paths there that are not given in full are below it."""
         ...
+
+    def run_files(self) -> AbstractContextManager[socket.socket]: ...
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def put(
     """
     wanted, num_there = _find_here(paths), 0
     tree = _list_here(wanted)
-    if not hasattr(node, "run_files"):
+    if node.shares_paths:
         num_there = _leave_out_itself(tree, os.path.join(node.work_folder(folder), os.path.expanduser(target or "")))
     kept = _leave_out_keys(tree)
     progress = Progress(_stoppable(on_progress, stop))
@@ -240,16 +239,15 @@ def label(node: NodeAccess) -> str:
 def open_talk(node: NodeAccess, *, stop: Stop | None = None) -> Iterator[Talk]:
     """Run copying/remote_program.py on a node. What goes wrong in the block raises DetrainError with its name."""
     host = label(node)
-    run = getattr(node, "run_files", _run_here)
     with contextlib.ExitStack() as stack:
         try:
-            sock = stack.enter_context(run())
+            sock = stack.enter_context(node.run_files())
         except DetrainError as exc:
             raise type(exc)(f"{host}: {exc}") from exc
         if stop:
             stack.enter_context(stop.watch(lambda: sock.shutdown(socket.SHUT_RDWR)))
         sock.settimeout(_SILENCE_LIMIT_S)
-        reader = stack.enter_context(sock.makefile("rb", _BUFFER_BYTES))
+        reader = stack.enter_context(sock.makefile("rb"))
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(sock, selectors.EVENT_READ)
         try:
@@ -277,32 +275,6 @@ class _Sender:
         if self._waiting:
             data, self._waiting = self._waiting, bytearray()
             self._sock.sendall(data)
-
-
-@contextlib.contextmanager
-def _run_here() -> Iterator[socket.socket]:
-    """The same program, on this machine."""
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            program = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[2])],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        try:
-            ours.settimeout(_SILENCE_LIMIT_S)
-            ours.recv(len(MAGIC), socket.MSG_WAITALL)
-            yield ours
-        finally:
-            ours.close()
-            try:
-                program.wait(_END_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                program.kill()
-                program.wait()
 
 
 # ---- what is here

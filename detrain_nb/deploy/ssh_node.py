@@ -12,7 +12,8 @@ import os
 import posixpath
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,7 @@ class SshNode:
     is_this_machine = False
     is_trusted = False  # the user's own file says so of the key that the host has shown
     can_resume = True
+    shares_paths = False
 
     def __init__(self, node: Node, *, questions: Questions | None = None, config_path: Path | None = None) -> None:
         self.node = node
@@ -126,6 +128,16 @@ class SshNode:
     def torch(self) -> str:
         """The version that is installed there; empty before that is known."""
         return self.facts.versions.get("torch", "") if self.facts else ""
+
+    @property
+    def account(self) -> object:
+        """By what it says of itself."""
+        return (self.facts.host, self.facts.cache, self.facts.addresses) if self.facts else None
+
+    def ask_meanwhile(self, work: Collection[Future[Any]]) -> None:
+        """Passphrases, where somebody was named who knows them."""
+        if self.questions is not None:
+            self.questions.serve(work)
 
     def start_agent(self, session: str) -> socket.socket:
         """Start the agent of ``session`` there. Raises: LaunchError, SessionError, TransportError."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import SpecError
 from ..plan import split_names
@@ -63,8 +63,7 @@ class SessionFiles:
     def reach_by(self, transports: Sequence[Transport]) -> None:
         """Reach the nodes by these from now on."""
         self._transports = list(transports)
-        # A transport that runs no programs is of this machine, and so is its folder.
-        self._elsewhere: list[Any] = [transport for transport in transports if hasattr(transport, "run_files")]
+        self._elsewhere = [transport for transport in transports if not transport.shares_paths]
 
     @property
     def is_synced(self) -> bool:

@@ -7,7 +7,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from ..agents import (
     connect,
@@ -21,7 +25,7 @@ from ..agents import (
 )
 from ..errors import SessionError
 from ..plan import NodeOffer
-from . import AgentFolders
+from .transport import AgentFolders
 
 
 class LocalTransport:
@@ -31,11 +35,17 @@ class LocalTransport:
     is_this_machine = True
     is_trusted = False  # nobody needs to say so
     can_resume = False
+    shares_paths = True
     python = sys.executable
     address = "127.0.0.1"
     interface = "lo"
     torch = ""
     place = "this machine"
+    node = None
+    account: object = None
+    contact: object = None
+    folder_state: tuple[object, object] = ("", "")
+    cache = ""
 
     def __init__(self) -> None:
         self.env: dict[str, str] = {}
@@ -67,6 +77,9 @@ class LocalTransport:
         self._folder = runtime_folder() / session
         return {"folder": str(self._folder), "work_folder": "", "uses": []}
 
+    def ask_meanwhile(self, work: Collection[Future[Any]]) -> None:
+        """Nothing."""
+
     def offer(self, gpus: int) -> NodeOffer:
         """All there is."""
         return NodeOffer(self.name, tuple(range(gpus)))
@@ -74,6 +87,12 @@ class LocalTransport:
     def work_folder(self, folder: str) -> str:
         """The same folder."""
         return folder
+
+    def run_files(self) -> AbstractContextManager[socket.socket]:
+        """In a thread of this process."""
+        from ..copying.served_here import served_here
+
+        return served_here()
 
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
         """Wait until the agent has ended the session; kill it when it does not.

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import threading
 import time
 import zipfile
@@ -26,6 +27,7 @@ from detrain_nb.copying.sender import MOST_ENTRIES, list_tree, open_listed
 from detrain_nb.deploy import code, files
 from detrain_nb.deploy.files import Copied, Stop, get, on_every, put
 from detrain_nb.deploy.ssh_node import SshNode
+from detrain_nb.deploy.sync import check
 from detrain_nb.errors import DetrainError, SpecError, TransportError, WireError
 from detrain_nb.spec.node import Node
 from detrain_nb.transport.local import LocalTransport
@@ -206,6 +208,31 @@ def test_file_on_this_machine_is_not_copied_onto_itself(tmp_path: Path) -> None:
     before = file.stat()
     assert put(LocalTransport(), file, folder=str(tmp_path)).files == 0
     assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_copy_on_this_machine_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_tree(tmp_path / "tree", large_bytes=3 << 20)
+    for module, name in ((subprocess, "Popen"), (os, "fork"), (os, "posix_spawn")):
+        monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called"))
+    put(LocalTransport(), source, str(tmp_path / "there"))
+    get(LocalTransport(), str(tmp_path / "there" / "tree"), tmp_path / "back")
+    assert check([LocalTransport()], str(tmp_path / "there")).is_same
+    assert describe(tmp_path / "back" / "tree") == describe(tmp_path / "there" / "tree") == describe(source)
+
+
+@pytest.mark.parametrize("act", [put, get])
+def test_interrupt_of_a_copy_on_this_machine_leaves_nothing_half_written(
+    act: Callable[..., Copied], tmp_path: Path
+) -> None:
+    (tmp_path / "large").write_bytes(b"x" * LARGE_BYTES)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "large").write_text("as before")
+    for folder in ("old", "new"):
+        with pytest.raises(KeyboardInterrupt):
+            act(LocalTransport(), str(tmp_path / "large"), str(tmp_path / folder), stop_at(0.5, press_stop))
+        assert "detrain_nb copy" not in {thread.name for thread in threading.enumerate()}
+    (tmp_path / "large").unlink()
+    assert describe(tmp_path) == {"old": None, "old/large": b"-as before"}
 
 
 def test_folder_is_not_copied_into_itself(node: SshNode, home: Path, tmp_path: Path) -> None:
@@ -563,6 +590,7 @@ class FakeNode:
     """A node with a program of the test's own."""
 
     is_this_machine = False
+    shares_paths = False
 
     def __init__(self, play: Callable[[Talk], object]) -> None:
         self.name = "liar"

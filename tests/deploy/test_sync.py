@@ -19,6 +19,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.copying import folder_sync_remote
+from detrain_nb.copying.remote_program import MAGIC
 from detrain_nb.copying.sync_manifest import Sent, read_state, write_note
 from detrain_nb.deploy import files, sync
 from detrain_nb.deploy.folder import Manifest
@@ -35,6 +36,8 @@ class FolderNode:
     """A node whose program runs on this machine, in folders of its own."""
 
     is_this_machine = False
+    shares_paths = False
+    program = "from detrain_nb.copying.remote_program import main; main()"
 
     def __init__(self, base: Path, name: str = "node", work: Path | None = None) -> None:
         self.name = name
@@ -50,8 +53,17 @@ class FolderNode:
     @contextlib.contextmanager
     def run_files(self) -> Iterator[socket.socket]:
         self.runs += 1
-        with files._run_here() as opened:
-            yield opened
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                command = [sys.executable, "-c", self.program]
+                program = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
+            try:
+                assert ours.recv(len(MAGIC), socket.MSG_WAITALL) == MAGIC
+                yield ours
+            finally:
+                ours.close()
+                program.wait(10)
 
     def reconnect(self) -> None:
         self.contact = object()
@@ -616,8 +628,6 @@ def test_full_disk_leaves_old_files_whole_and_the_rest_comes_later(
     keeper = FolderSync(root)
     keeper.bring([node])
     full = """
-import sys
-sys.path.insert(0, sys.argv[1])
 from detrain_nb.copying import receiver, remote_program
 
 def check_room(self, name, size):
@@ -628,7 +638,7 @@ receiver.TreeWriter.check_room = check_room
 remote_program.main()
 """
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_PROGRAM", full)
+        patch.setattr(node, "program", full)
         write(root, a_py="a = 2", b_py="b = 2")
         with pytest.raises(DetrainError, match=r"node: .*/work/b.py cannot be written: the disk is full"):
             keeper.bring([node])

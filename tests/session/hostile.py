@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
-from detrain_nb.errors import WireError
+from detrain_nb.errors import TransportError, WireError
 from detrain_nb.plan import NodeOffer
+from detrain_nb.transport import AgentFolders
 from detrain_nb.wire import (
     Attach,
     Attached,
@@ -37,10 +41,16 @@ class FakeNode:
     is_this_machine = False
     is_trusted = False
     can_resume = False
+    shares_paths = True
     python = "python3"
     address = "127.0.0.1"
     interface = "lo"
     torch = ""
+    node = None
+    account: object = None
+    contact: object = None
+    folder_state: tuple[object, object] = ("", "")
+    cache = ""
 
     @property
     def place(self) -> object:
@@ -64,6 +74,14 @@ class FakeNode:
         return ours
 
     start_agent = connect_agent
+
+    def begin(self, session: str) -> AgentFolders:
+        raise TransportError(f"{self.name} keeps nothing")
+
+    def ask_meanwhile(self, work: Collection[Future[Any]]) -> None: ...
+
+    def run_files(self) -> AbstractContextManager[socket.socket]:
+        raise TransportError(f"{self.name} has no files")
 
     def offer(self, gpus: int) -> NodeOffer:
         return NodeOffer(self.name, tuple(range(gpus)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import time
 import uuid
@@ -12,6 +13,8 @@ from typing import ClassVar
 
 import pytest
 
+from detrain_nb.deploy.files import get, put
+from detrain_nb.deploy.sync import check
 from detrain_nb.errors import DetrainError, SessionError
 from detrain_nb.plan import NodeOffer
 from detrain_nb.transport import Transport
@@ -114,6 +117,26 @@ class Notebook:
         with contextlib.suppress(OSError):
             while self.sock.recv(1 << 16):
                 pass
+
+
+def test_nothing_that_is_asked_of_a_transport_is_missing(make_transport: MakeTransport) -> None:
+    """Nobody looks whether it is there."""
+    transport = make_transport()
+    assert isinstance(transport, Transport)
+    assert (transport.account, transport.contact, transport.cache) == (None, None, ""), "it was not reached"
+    assert transport.shares_paths is transport.is_this_machine
+    transport.ask_meanwhile([])
+
+
+def test_files_go_there_and_back(make_transport: MakeTransport, tmp_path: Path) -> None:
+    transport, there = make_transport(), f"/var/tmp/{tmp_path.name}-{uuid.uuid4().hex[:8]}"
+    (tmp_path / "tree" / "inner").mkdir(parents=True)
+    (tmp_path / "tree" / "inner" / "file").write_bytes(b"x" * (2 << 20))
+    assert put(transport, tmp_path / "tree", there).files == 1
+    assert get(transport, f"{there}/tree", tmp_path / "back").size_bytes == 2 << 20
+    assert (tmp_path / "back" / "tree" / "inner" / "file").read_bytes() == b"x" * (2 << 20)
+    assert check([transport], there).is_anywhere
+    shutil.rmtree(there, ignore_errors=True)  # where it is of this machine
 
 
 def test_agent_that_was_started_answers(make_transport: MakeTransport, session: str) -> None:

@@ -90,7 +90,7 @@ def node_statuses(
 
 def _where(transport: Transport) -> str:
     """``user@host:port``, as far as the user wrote it."""
-    node = getattr(transport, "node", None)
+    node = transport.node
     if node is None:
         return ""
     user = f"{node.user}@" if node.user else ""
