@@ -1,0 +1,80 @@
+"""What a user names, a file of nodes, hosts or the session itself, as transports to these nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+from ..errors import SpecError
+from ..transport import Transport
+from ..transport.local import LocalTransport
+from .questions import Questions
+
+if TYPE_CHECKING:
+    from ..spec.node import Node
+    from ..transport.ssh import AskPassphrase
+
+__all__ = ["Nodes", "check_session_name", "find_nodes", "nodes_of", "transports_to"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+
+Nodes: TypeAlias = str | os.PathLike[str] | Sequence[Union["Node", Transport]] | None
+
+
+def check_session_name(name: str) -> str:
+    """Return ``name``. Raises: SpecError when it cannot be the name of a session, and so of a folder."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise SpecError(
+            f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 80, starting with a letter or digit"
+        )
+    return name
+
+
+def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) -> list[Transport]:
+    """How ``nodes`` are reached: a nodes file, hosts as in ``alice@gpu1,gpu2:2222``, nodes; None is this machine.
+
+    Raises: SpecError.
+    """
+    if nodes is None:
+        return [LocalTransport()]
+    if isinstance(nodes, (str, os.PathLike)):
+        from ..spec.nodes_file import parse_nodes, read_nodes
+
+        nodes = parse_nodes(nodes) if isinstance(nodes, str) else read_nodes(nodes)
+    if not isinstance(nodes, Iterable):
+        raise SpecError(f"nodes {nodes!r}: give a nodes file, hosts as in alice@gpu1,gpu2:2222, or a list of nodes")
+    nodes = list(nodes)
+    if not nodes:
+        raise SpecError("no node was given: name a nodes file, or hosts")
+    questions = Questions(ask_passphrase) if ask_passphrase else None
+    transports = [_transport_to(node, questions) for node in nodes]
+    names = [transport.name for transport in transports]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise SpecError(f"nodes have the same name {twice[0]!r}: give each a name of its own")
+    return transports
+
+
+def _transport_to(node: Node | Transport, questions: Questions | None) -> Transport:
+    from ..spec.node import Node
+    from .ssh_node import SshNode
+
+    if isinstance(node, Node):
+        return SshNode(node, questions=questions)
+    if not isinstance(node, Transport):
+        raise SpecError(f"node {node!r}: give a detrain_nb.spec.Node, or all of them as one text")
+    return node
+
+
+def nodes_of(transports: Sequence[Transport]) -> tuple[Node, ...]:
+    """The nodes that transports reach, of those that were given as one."""
+    return tuple(transport.node for transport in transports if transport.node is not None)
+
+
+def find_nodes(session: str, *, ask_passphrase: AskPassphrase | None = None) -> list[Transport]:
+    """How the nodes are reached on which ``session`` was started; this machine where it is not known."""
+    from .known import known_sessions
+
+    known = known_sessions().get(session)
+    return transports_to(known.nodes if known and known.nodes else None, ask_passphrase=ask_passphrase)

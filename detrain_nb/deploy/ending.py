@@ -1,0 +1,78 @@
+"""Agents are told to end: those of a session that runs, and one that has none yet."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+
+from ..copying.json_lines import clean
+from ..errors import DetrainError, SessionError, TransportError, behind_ours
+from ..transport import Transport
+from ..wire import Attach, EndSession, FrameReader, Refused, to_frame
+from .chosen_nodes import check_session_name
+
+__all__ = ["end_agents", "end_unused"]
+
+_END_LIMIT_S = 5.0
+
+
+def end_agents(transports: Sequence[Transport], session: str, *, holder: str) -> dict[str, DetrainError]:
+    """End ``session`` on every node that can be reached; returns why it cannot be on others, by node: SessionError
+    where it does not run.
+
+    Raises: SessionError when another notebook holds it.
+    """
+    check_session_name(session)
+    failures: dict[str, DetrainError] = {}
+    for transport in transports:
+        try:
+            sock = transport.connect_agent(session)
+        except DetrainError as exc:
+            failures[transport.name] = exc
+            continue
+        try:
+            _end_held_agent(sock, session, holder)
+        except TransportError as exc:
+            failures[transport.name] = exc
+        except SessionError as exc:
+            if transport.is_this_machine:
+                raise
+            raise SessionError(f"{transport.name}: {behind_ours(str(exc))}") from exc
+        finally:
+            transport.wait_for_end(limit_s=_END_LIMIT_S)
+    return failures
+
+
+def _end_held_agent(sock: socket.socket, session: str, holder: str) -> None:
+    """Raises: SessionError when the agent refuses."""
+    reader, deadline = FrameReader(), time.monotonic() + _END_LIMIT_S
+    try:
+        sock.sendall(to_frame(Attach(session, holder)).to_bytes() + to_frame(EndSession()).to_bytes())
+        while (left := deadline - time.monotonic()) > 0:
+            sock.settimeout(left)
+            data = sock.recv(1 << 16)
+            if not data:
+                return
+            for frame in reader.feed(data):
+                message = frame.message()
+                if isinstance(message, Refused):
+                    raise SessionError(clean(message.reason))
+    except OSError as exc:
+        raise TransportError(f"it was not told to end: {exc}") from exc
+    finally:
+        sock.close()
+    raise TransportError(f"it has not ended within {_END_LIMIT_S:g} s")
+
+
+def end_unused(sock: socket.socket) -> None:
+    """End an agent that nobody has attached to."""
+    with contextlib.closing(sock), contextlib.suppress(OSError):  # else it ends by itself, when nobody attaches
+        for message in (Attach("", "nobody"), EndSession()):
+            sock.sendall(to_frame(message).to_bytes())
+        deadline = time.monotonic() + _END_LIMIT_S
+        while (left := deadline - time.monotonic()) > 0:
+            sock.settimeout(left)
+            if not sock.recv(1 << 16):
+                break

@@ -1,0 +1,107 @@
+"""Hosts are examined side by side, whatever ails one of them, and what is safe to mend is mended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..deploy import Nodes, nodes_of, transports_to
+from ..deploy.host_probe import HostProbe
+from ..errors import SpecError
+from .examination import Crew, Examination, Host
+from .judgement import FOLDER, write_rows
+from .report import Link, Problem, Report
+
+if TYPE_CHECKING:
+    from ..transport.ssh import AskPassphrase
+
+__all__ = ["Fixed", "examine", "fix"]
+
+
+def examine(
+    nodes: Nodes,
+    *,
+    bandwidth: bool = False,
+    on_progress: Callable[[str], None] | None = None,
+    config_path: Path | None = None,
+    ask_passphrase: AskPassphrase | None = None,
+) -> Report:
+    """Examine hosts that are reached over SSH: each by itself, then the ways between them.
+
+    Nothing is written there. For a moment a port is open on each host, on the address at which the others reach it.
+    ``bandwidth``: measure it too, from host to host and from the notebook; that loads the network for a second or two
+    for each other host. ``on_progress`` is called with a line before every part, ``ask_passphrase`` when a key needs
+    one, both in the calling thread; ``config_path`` is ~/.ssh/config. Raises: SpecError for nodes that cannot be.
+    """
+    transports = transports_to(nodes)
+    chosen = nodes_of(transports)
+    if len(chosen) < len(transports):
+        raise SpecError("only hosts that are reached over SSH can be examined: name a nodes file, or hosts")
+    if twice := [name for name, times in Counter(node.name for node in chosen).items() if times > 1]:
+        raise SpecError(f"nodes have the same name {twice[0]!r}: give each a name of its own")
+    with Crew(len(chosen), ask_passphrase) as crew:
+        examination = Examination(chosen, crew, on_progress or (lambda line: None), config_path)
+        try:
+            examination.run(bandwidth=bandwidth)
+        finally:
+            examination.close()
+    hosts = examination.hosts
+    return Report(
+        chosen,
+        tuple(write_rows(hosts, has_bandwidth=bandwidth)),
+        tuple(_list_links(hosts)),
+        tuple(host.node for host in hosts if host.folder_state in ("absent", "loose")),
+        config_path,
+        ask_passphrase,
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class Fixed:
+    """What `fix` has done, and what is left for the user."""
+
+    done: tuple[str, ...]
+    left: tuple[Problem, ...]
+
+    def __repr__(self) -> str:
+        done = [f"done on {line}" for line in self.done] or ["nothing is to be done that is safe to do by itself"]
+        return "\n".join([*done, *(["left for you:"] if self.left else []), *(f"- {problem}" for problem in self.left)])
+
+
+def fix(report: Report) -> Fixed:
+    """Make our folder on the hosts that lack it, and close it to others (mode 700) where it is open to them.
+
+    That is all that is safe to do by itself: for everything else the report's commands are returned. Where it fails,
+    all stays as it is.
+    """
+    done: dict[str, str] = {}
+    with Crew(len(report._to_fix), report._ask_passphrase) as crew:
+        probes = [
+            HostProbe(node, config_path=report._config_path, ask_passphrase=crew.questions) for node in report._to_fix
+        ]
+        try:
+            for probe, said in zip(probes, crew.do(_fix_host, probes)):
+                if isinstance(said, str) and said:
+                    done[probe.node.name] = said
+        finally:
+            for probe in probes:
+                probe.close()
+    left = [problem for problem in report.problems if problem.check != FOLDER or problem.host not in done]
+    return Fixed(tuple(f"{host}: {said}" for host, said in done.items()), tuple(left))
+
+
+def _fix_host(probe: HostProbe) -> str:
+    probe.connect()
+    probe.look()
+    return probe.fix()
+
+
+def _list_links(hosts: Iterable[Host]) -> Iterator[Link]:
+    for host in hosts:
+        for target, way in host.ways.items():
+            rate = host.rates.get(target)
+            mbit_s = rate * 8e-6 if isinstance(rate, float | int) else None
+            yield Link(host.name, target, way.error, None if way.error else way.round_trip_s * 1e3, mbit_s)
