@@ -17,8 +17,7 @@ import paramiko
 from floors import RANK
 
 from detrain_nb.agents import AGENT_MODULE
-from detrain_nb.deploy.remote_program import connect_to
-from detrain_nb.deploy.ssh_node import SshNode
+from detrain_nb.deploy.ssh_node import SshNode, connect_to
 from detrain_nb.spec.node import Node
 from detrain_nb.transport.ssh import SshConnection
 

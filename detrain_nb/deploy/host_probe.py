@@ -15,7 +15,8 @@ from ..errors import TransportError
 from ..spec.node import Node
 from ..transport.ssh import AskPassphrase, SshConnection
 from .host_facts import HostFacts, Said
-from .remote_program import RemoteProgram, connect_to
+from .remote_program import RemoteProgram
+from .ssh_node import connect_to
 
 __all__ = ["Clock", "Door", "HostProbe", "Way"]
 

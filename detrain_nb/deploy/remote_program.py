@@ -1,6 +1,7 @@
-"""A Python program of ours, started on a node over SSH: its source is sent as text, then lines of JSON go both ways.
+"""A Python program of ours, started on a node: its source is sent as text, then lines of JSON go both ways.
 
-Used by ssh_node.py and the doctor. The program prints a magic line first: what stands before it is the login shell's.
+Used by bootstrapped_node.py and the doctor. The program prints a magic line first: what stands before it is the login
+shell's.
 """
 
 from __future__ import annotations
@@ -10,18 +11,15 @@ import shlex
 import socket
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..copying.json_lines import clean
 from ..errors import DetrainError, LaunchError, SessionError, TransportError, behind_ours
 from ..spec.node import Node
 from ..text import printable
-from ..transport.ssh import AskPassphrase, SshConnection, find_route
-from ..transport.ssh_config import HostSettings, SshTarget, default_config, read_config
-from ..transport.ssh_stream import Stream
+from ..transport.connection import CommandStream, Connection
 
-__all__ = ["RemoteProgram", "as_text", "connect_to"]
+__all__ = ["RemoteProgram", "as_text"]
 
 _PROLOGUE_BYTES = 1 << 16  # of what a shell prints before our first line
 _LINE_BYTES = 1 << 20
@@ -29,7 +27,6 @@ _ANSWER_LIMIT_S = 60.0  # setup lines and a slow disk included
 _UPLOAD_LIMIT_S = 600.0
 _EXIT_LIMIT_S = 2.0
 _SETUP_FAILED = 93
-_CONNECT_LIMIT_S = 20.0
 _END_OF_PROGRAM = "detrain_nb_end_of_program"
 # Before a program's first import: an old bash keeps it in /tmp, and Python would look for modules beside it, even for
 # what ``from __future__`` names.
@@ -40,35 +37,13 @@ if not getattr(sys.flags, "safe_path", False):
 exec(compile({source!r}, "/dev/fd/3", "exec"))"""
 
 
-def connect_to(
-    node: Node,
-    *,
-    ask_passphrase: AskPassphrase | None = None,
-    config_path: Path | None = None,
-    limit_s: float = _CONNECT_LIMIT_S,
-) -> SshConnection:
-    """Connect to ``node``: as it says, else as ssh_config does. Raises: TransportError, SpecError."""
-    return SshConnection.open(_target(node), ask_passphrase=ask_passphrase, config_path=config_path, limit_s=limit_s)
-
-
-def find_way_to(node: Node, *, config_path: Path | None = None) -> tuple[HostSettings, ...]:
-    """How ``node`` would be reached now, hop by hop. Raises: SpecError."""
-    return find_route(_target(node), read_config(config_path or default_config()))
-
-
-def _target(node: Node) -> SshTarget:
-    return SshTarget(
-        node.host, port=node.port, user=node.user, identity_file=node.identity_file, proxy_jump=node.proxy_jump
-    )
-
-
 class RemoteProgram:
     """Lines of JSON with a program on a node. Nothing that comes is trusted: sizes and time have limits.
 
     Every method raises LaunchError or TransportError with what the shell, or Python, said when the program has ended.
     """
 
-    def __init__(self, stream: Stream, node: Node) -> None:
+    def __init__(self, stream: CommandStream, node: Node) -> None:
         """Made by `start`."""
         self._stream = stream
         self._sock = stream.sock
@@ -85,7 +60,7 @@ class RemoteProgram:
         *,
         magic: bytes,
         node: Node,
-        connection: SshConnection,
+        connection: Connection,
         limit_s: float = _ANSWER_LIMIT_S,
     ) -> RemoteProgram:
         """Start a program in the node's Python, after its setup lines; return when it has said its ``magic``."""

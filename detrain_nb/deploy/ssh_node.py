@@ -1,216 +1,47 @@
-"""A node reached over SSH: one connection, on it one channel to the agent's socket; our code goes there by itself.
-
-A short program is sent to the node's Python (node/ssh/bootstrap.py). It says what is there; what is missing is put
-there, each archive once for every version of it; then it becomes the attach program.
-"""
+"""A node reached over SSH: how a connection to it is made, and whether its key is one that the user trusts."""
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
-import os
-import posixpath
-import socket
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..copying.json_lines import SLOWEST_BYTES_PER_S
-from ..copying.remote_program import MAGIC as FILES_MAGIC
-from ..errors import LaunchError, TransportError
-from ..plan import NodeOffer
+from ..errors import TransportError
 from ..spec.node import Node
-from ..transport import AgentFolders
-from ..transport.ssh import SshConnection
-from ..wire import SILENCE_LIMIT_S
+from ..transport.ssh import AskPassphrase, SshConnection, find_route
+from ..transport.ssh_config import HostSettings, SshTarget, default_config, read_config
+from .bootstrapped_node import BootstrappedNode
 from .questions import Questions
-from .remote_program import RemoteProgram, as_text, connect_to, find_way_to
 from .trust import trust_file, trusted_host_keys
 
-if TYPE_CHECKING:
-    from .code import CodeArchive
+__all__ = ["SshNode", "connect_to", "find_way_to"]
 
-__all__ = ["NodeFacts", "SshNode", "choose_address"]
-
-_BOOTSTRAP = Path(__file__).parent.parent / "node" / "ssh" / "bootstrap.py"
-_GUARDED = Path(__file__).parent.parent / "guarded.py"
-_MAGIC = b"\ndetrain-nb bootstrap 1\n"
-_RUN_FILES = """\
-import sys
-sys.path[:0] = [{code!r}]
-from detrain_nb.copying.remote_program import main
-main()
-"""
-_UNPACK_LIMIT_S = 60.0
-_MOST_ADDRESSES = 256
-_MOST_NAMED = 8
+_CONNECT_LIMIT_S = 20.0
 
 
-@dataclass(frozen=True)
-class NodeFacts:
-    """What a node says of itself; it may say anything."""
-
-    python: str
-    python_version: tuple[int, int]
-    host: str
-    home: str
-    cache: str
-    have: frozenset[str]
-    versions: Mapping[str, str]
-    addresses: tuple[tuple[str, str], ...]
-    reached_at: str
-
-    @classmethod
-    def read(cls, said: Mapping[str, Any]) -> NodeFacts:
-        """Raises: TransportError for what is not as it should be."""
-        try:
-            return cls(
-                python=as_text(said["python"]),
-                python_version=_read_python_version(said["python_version"]),
-                host=as_text(said["host"]),
-                home=as_text(said["home"]),
-                cache=as_text(said["cache"]),
-                have=frozenset(map(as_text, said["have"])),
-                versions={as_text(name): as_text(version) for name, version in dict(said["versions"]).items()},
-                addresses=tuple(
-                    (as_text(name), as_text(at))
-                    for name, at in said["addresses"][:_MOST_ADDRESSES]
-                    if _is_address(as_text(at))  # a name would be looked up
-                ),
-                reached_at=as_text(said["reached_at"]),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as exc:
-            raise TransportError(f"what it says of itself cannot be read: {repr(exc)[:200]}") from exc
-
-
-class SshNode:
-    """A transport over SSH, see transport/__init__.py; ``python``, ``address`` and so on are known once reached."""
-
-    is_this_machine = False
-    is_trusted = False  # the user's own file says so of the key that the host has shown
-    can_resume = True
-    shares_paths = False
+class SshNode(BootstrappedNode[SshConnection]):
+    """A transport over SSH: one connection, on it one channel to the agent's socket."""
 
     def __init__(self, node: Node, *, questions: Questions | None = None, config_path: Path | None = None) -> None:
-        self.node = node
-        self.name = node.name
-        self.python = self.address = self.interface = self._work_folder = ""
-        self.facts: NodeFacts | None = None
-        self.folder_state: tuple[object, object] = ("", "")  # see deploy/sync.py
-        self._code = ""  # the folder of ours there
-        self._digests: list[str] = []
-        self._place: object = None
+        super().__init__(node)
         self.questions = questions
         self._config_path = config_path
-        self._connection: SshConnection | None = None
-        self._times_left = 0
-        self._connecting = threading.Lock()
-
-    # ---- as a transport
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Those variables of this process that the node is to have."""
-        return {name: os.environ[name] for name in self.node.env if name in os.environ}
-
-    @property
-    def place(self) -> object:
-        """The node as it was described, and the way to it when it was reached, else now. Raises: SpecError."""
-        return self._place or self._find_place()
-
-    def _find_place(self) -> object:
-        return self.node, find_way_to(self.node, config_path=self._config_path)
-
-    @property
-    def torch(self) -> str:
-        """The version that is installed there; empty before that is known."""
-        return self.facts.versions.get("torch", "") if self.facts else ""
-
-    @property
-    def account(self) -> object:
-        """By what it says of itself."""
-        return (self.facts.host, self.facts.cache, self.facts.addresses) if self.facts else None
 
     def ask_meanwhile(self, work: Collection[Future[Any]]) -> None:
         """Passphrases, where somebody was named who knows them."""
         if self.questions is not None:
             self.questions.serve(work)
 
-    def start_agent(self, session: str) -> socket.socket:
-        """Start the agent of ``session`` there. Raises: LaunchError, SessionError, TransportError."""
-        return self._reach(session, "start")
+    def _connect(self) -> SshConnection:
+        return connect_to(self.node, ask_passphrase=self.questions, config_path=self._config_path)
 
-    def connect_agent(self, session: str) -> socket.socket:
-        """Connect to an agent that runs there, over a fresh connection. Raises as ``start_agent``."""
-        return self._reach(session, "attach")
+    def _find_place(self) -> object:
+        """The node as it was described, and the way to it."""
+        return self.node, find_way_to(self.node, config_path=self._config_path)
 
-    def begin(self, session: str) -> AgentFolders:
-        """Beside the folder of the last session, on the connection that there is. Raises: DetrainError."""
-        assert self.facts is not None and self._connection is not None
-        self.is_trusted = False
-        self._find_trust(self._connection.host_key_fingerprint)
-        self._choose_work_folder(self.facts, session)
-        self.folder_state = ("", "")  # known when the files are compared
-        code = [posixpath.join(self.facts.cache, digest) for digest in self._digests]
-        return {"folder": "", "work_folder": self._work_folder, "uses": [*code, self._work_folder]}
-
-    def offer(self, gpus: int) -> NodeOffer:
-        """What the node has and the user wants of it."""
-        return NodeOffer(self.name, tuple(range(gpus)), self.node.devices, self.node.ranks)
-
-    def work_folder(self, folder: str) -> str:
-        """The node's ``workdir``, else one of ours; empty before it was reached."""
-        return self._work_folder
-
-    @property
-    def contact(self) -> object:
-        """Another object each time that it was reached, None before."""
-        return self.facts
-
-    @property
-    def cache(self) -> str:
-        """Our folder there; empty before it was reached."""
-        return self.facts.cache if self.facts else ""
-
-    def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
-        """The agent hangs up as the last thing it does: there is no more to wait for."""
-        self.leave()
-
-    def leave(self) -> None:
-        """Close the connection, one too that is being made; the agent goes on."""
-        self._times_left += 1
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
-    # ---- how it is reached
-
-    def _reach(self, session: str, action: str) -> socket.socket:
-        with self._connecting:
-            times_left = self._times_left
-            self._hang_up()
-            self._place = self._find_place()
-            connection = connect_to(self.node, ask_passphrase=self.questions, config_path=self._config_path)
-            try:
-                self._find_trust(connection.host_key_fingerprint)
-                sock = self._bootstrap(connection, session, action)
-                self._connection = connection  # who leaves from here on closes it
-                if self._times_left > times_left:
-                    sock.close()
-                    raise TransportError("it was left while the connection was made")
-            except OSError as exc:  # no descriptor is left here
-                connection.close()
-                raise TransportError(f"this machine: {exc}") from exc
-            except BaseException:
-                connection.close()
-                raise
-            return sock
+    def _admit(self, connection: SshConnection) -> None:
+        self._find_trust(connection.host_key_fingerprint)
 
     def _find_trust(self, host_key: str) -> None:
         """Is it a host whose HTML may be shown? A later connection has to be to one as well: what it says is shown so.
@@ -222,152 +53,24 @@ class SshNode:
             raise TransportError(f"it shows another key now, {host_key}, which {trust_file()} does not have")
         self.is_trusted = is_trusted
 
-    def _bootstrap(self, connection: SshConnection, session: str, action: str) -> socket.socket:
-        talk = self._start_bootstrap(connection)
-        try:
-            facts = self.facts = NodeFacts.read(talk.hear("facts"))
-            self._settle(facts, connection, session)
-            order = {"session": session, "action": action, "work_folder": self._work_folder}
-            self._digests = _go_on(facts, talk, type="go", silence_s=SILENCE_LIMIT_S, **order)
-            self._code = posixpath.join(facts.cache, self._digests[0])
-            ready = talk.hear("ready")
-            self.folder_state = (ready.get("root"), ready.get("digest"))
-        except BaseException:
-            talk.close()
-            raise
-        return talk.take_socket()
 
-    def _start_bootstrap(self, connection: SshConnection) -> RemoteProgram:
-        return RemoteProgram.start(_read_bootstrap(), magic=_MAGIC, node=self.node, connection=connection)
-
-    # ---- files, beside the agent
-
-    @contextlib.contextmanager
-    def run_files(self) -> Iterator[socket.socket]:
-        """Run copying/remote_program.py there; gives the byte stream to it.
-
-        It is on the agent's connection, or, where sshd gives no further channel on that, on one of its own, which ends
-        with the block.
-        Raises: LaunchError, TransportError.
-        """
-        with contextlib.ExitStack() as stack:
-            program, connection = None, self._connection
-            if connection is not None and connection.is_alive:
-                source = _RUN_FILES.format(code=self._code)
-                with contextlib.suppress(TransportError):
-                    program = RemoteProgram.start(source, magic=FILES_MAGIC, node=self.node, connection=connection)
-            if program is None:
-                connection = connect_to(self.node, ask_passphrase=self.questions, config_path=self._config_path)
-                stack.callback(connection.close)
-                program = self._start_bootstrap(connection)
-                stack.callback(program.close)
-                facts = NodeFacts.read(program.hear("facts"))
-                _go_on(facts, program, type="files")
-                program.skip_to(FILES_MAGIC)
-            stack.callback(program.close)
-            yield program.take_socket()
-
-    # ---- what is there, and what is missing
-
-    def _settle(self, facts: NodeFacts, connection: SshConnection, session: str) -> None:
-        self.python = facts.python
-        self._choose_work_folder(facts, session)
-        self.address, self.interface = choose_address(
-            self.node, facts.addresses, reached_at=facts.reached_at, peer_address=connection.peer_address
-        )
-        if not facts.versions.get("torch"):
-            install = f"install it there ({facts.python} -m pip install torch)"
-            raise LaunchError(f"torch is missing in {facts.python}: {install}, or name another python")
-
-    def _choose_work_folder(self, facts: NodeFacts, session: str) -> None:
-        self._work_folder = _expand(self.node.workdir or f"{facts.cache}/work/{session}", facts.home)
+def connect_to(
+    node: Node,
+    *,
+    ask_passphrase: AskPassphrase | None = None,
+    config_path: Path | None = None,
+    limit_s: float = _CONNECT_LIMIT_S,
+) -> SshConnection:
+    """Connect to ``node``: as it says, else as ssh_config does. Raises: TransportError, SpecError."""
+    return SshConnection.open(_target(node), ask_passphrase=ask_passphrase, config_path=config_path, limit_s=limit_s)
 
 
-def _is_address(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(text))
-    return False
+def find_way_to(node: Node, *, config_path: Path | None = None) -> tuple[HostSettings, ...]:
+    """How ``node`` would be reached now, hop by hop. Raises: SpecError."""
+    return find_route(_target(node), read_config(config_path or default_config()))
 
 
-def _read_python_version(said: Sequence[Any]) -> tuple[int, int]:
-    """Raises: TypeError, ValueError for what is no version of Python 3."""
-    major, minor = (int(number) for number in said[:2])
-    if major != 3 or not 0 <= minor < 100:
-        raise ValueError("python_version")
-    return major, minor
-
-
-def _read_bootstrap() -> str:
-    """The program as text, with the one module of ours in it that it needs before our code is there."""
-    guarded = _GUARDED.read_text(encoding="utf-8").replace("from __future__ import annotations\n", "")
-    before, _, after = _BOOTSTRAP.read_text(encoding="utf-8").partition("from detrain_nb.guarded import ")
-    return before + guarded + after.partition("\n")[2]
-
-
-def _go_on(facts: NodeFacts, talk: RemoteProgram, **order: object) -> list[str]:
-    """Have the program go on as it is told, with our code, which is all there then; returns the digests of that."""
-    archives = _choose_code(facts)
-    digests = [archive.digest for archive in archives]
-    lacking = [digest for digest in digests if digest not in facts.have]
-    for _ in range(2):  # what is there may be broken: that is found out when it is to be used
-        _send_code([archive for archive in archives if archive.digest in lacking], talk)
-        talk.say(code=digests, **order)
-        incomplete = talk.hear("code").get("incomplete")
-        if not incomplete:
-            return digests
-        lacking = [digest for digest in digests if isinstance(incomplete, list) and digest in incomplete]
-    raise LaunchError(f"our code was put into {facts.cache} and is not all there: is that disk in order?")
-
-
-def _choose_code(facts: NodeFacts) -> list[CodeArchive]:
-    """Our code, and IPython where the node has none. Raises: LaunchError."""
-    from .code import ipython_code, own_code
-
-    if facts.versions.get("ipython"):
-        return [own_code()]
-    if ipython := ipython_code(facts.python_version):
-        return [own_code(), ipython]
-    major, minor = facts.python_version
-    missing = f"IPython is missing in {facts.python}, and the notebook's is not for Python {major}.{minor}"
-    raise LaunchError(f"{missing}: install it there, {facts.python} -m pip install ipython")
-
-
-def _send_code(archives: list[CodeArchive], talk: RemoteProgram) -> None:
-    for archive in archives:
-        limit_s = _UNPACK_LIMIT_S + len(archive.data) / SLOWEST_BYTES_PER_S
-        talk.say(type="unpack", digest=archive.digest, size=len(archive.data))
-        talk.send(archive.data, limit_s=limit_s)
-        talk.hear("unpacked", limit_s=limit_s)
-
-
-def choose_address(
-    node: Node, addresses: Sequence[tuple[str, str]], *, reached_at: str, peer_address: str
-) -> tuple[str, str]:
-    """The address at which the other nodes reach ``node``, and the interface that has it.
-
-    ``addresses`` are those the node has, as (interface, address). Raises: LaunchError.
-    """
-    interfaces = {address: name for name, address in addresses}
-    wanted = node.address or (reached_at if reached_at in interfaces else peer_address)
-    for address in _resolve(wanted):
-        if address in interfaces:
-            return address, interfaces[address]
-    have = ", ".join(f"{address} ({name})" for address, name in list(interfaces.items())[:_MOST_NAMED])
-    wrong = f"the other nodes would reach it at {wanted}, which none of its interfaces has"
-    raise LaunchError(f"{wrong}: give it an address that it has, one of {have}")
-
-
-def _resolve(host: str) -> list[str]:
-    """The addresses of a host, as text; its own when it is one."""
-    with contextlib.suppress(ValueError):
-        return [str(ipaddress.ip_address(host))]
-    with contextlib.suppress(OSError, UnicodeError):  # the latter for a name that is none: a label is too long
-        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
-    return []
-
-
-def _expand(path: str, home: str) -> str:
-    """``~`` is the home of who logs in; that of others is not known here. Raises: LaunchError."""
-    if path.startswith("~") and path[1:2] not in ("", "/"):
-        raise LaunchError(f"workdir {path}: name a folder that begins with / or ~/")
-    return posixpath.join(home, path[1:].lstrip("/")) if path.startswith("~") else path
+def _target(node: Node) -> SshTarget:
+    return SshTarget(
+        node.host, port=node.port, user=node.user, identity_file=node.identity_file, proxy_jump=node.proxy_jump
+    )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from ..deploy.host_facts import Fault, HostFacts
 from ..deploy.host_probe import Clock, Door, HostProbe, Way
+from ..deploy.node_facts import choose_address
 from ..deploy.questions import Questions
-from ..deploy.ssh_node import choose_address
 from ..errors import DetrainError
 from .report import count
 

@@ -12,7 +12,7 @@ import pytest
 
 from detrain_nb.copying import remote_program as files_program
 from detrain_nb.copying.json_lines import clean
-from detrain_nb.deploy import host_facts, host_probe, remote_program, ssh_node
+from detrain_nb.deploy import bootstrapped_node, host_facts, host_probe, remote_program
 from detrain_nb.errors import TransportError
 from detrain_nb.node.ssh import bootstrap, probe
 from detrain_nb.spec.node import Node
@@ -49,7 +49,7 @@ def test_old_bash_keeps_a_program_among_temporary_files(tmp_path: Path) -> None:
 
 
 def test_bootstrap_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> None:
-    said = run(ssh_node._read_bootstrap(), b"", planted)
+    said = run(bootstrapped_node._read_bootstrap(), b"", planted)
     before, _, facts = said.partition(bootstrap.MAGIC.decode())
     assert not before
     assert json.loads(facts)["python_version"] == list(sys.version_info[:3])
@@ -61,7 +61,7 @@ def test_folder_of_ours_is_none_that_others_can_put_another_in_place_of(tmp_path
     temporary.mkdir(parents=True)
 
     def said() -> dict[str, str]:
-        lines = run(ssh_node._read_bootstrap(), b"", temporary).partition(bootstrap.MAGIC.decode())[2]
+        lines = run(bootstrapped_node._read_bootstrap(), b"", temporary).partition(bootstrap.MAGIC.decode())[2]
         answer: dict[str, str] = json.loads(lines)
         return answer
 
@@ -85,7 +85,7 @@ def test_probe_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> N
 
 def test_program_for_files_is_from_our_code(planted: Path) -> None:
     code = str(Path(files_program.__file__).parents[2])
-    said = run(ssh_node._RUN_FILES.format(code=code), b"", planted)
+    said = run(bootstrapped_node._RUN_FILES.format(code=code), b"", planted)
     assert said.startswith(files_program.MAGIC.decode())
 
 

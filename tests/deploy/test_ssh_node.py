@@ -17,7 +17,8 @@ import pytest
 
 from detrain_nb.deploy import code, end_agents
 from detrain_nb.deploy.code import own_code
-from detrain_nb.deploy.ssh_node import NodeFacts, SshNode, choose_address
+from detrain_nb.deploy.node_facts import NodeFacts, choose_address
+from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.errors import LaunchError, TransportError
 from detrain_nb.node.ssh import bootstrap
 from detrain_nb.spec.node import Node

@@ -174,10 +174,10 @@ _STOPPED_NOTEBOOK = """
 import json, sys
 from pathlib import Path
 from detrain_nb import Session
-from detrain_nb.deploy import ssh_node
+from detrain_nb.deploy import bootstrapped_node, ssh_node
 from detrain_nb.session.state.limits import Limits
 from detrain_nb.spec.node import Node
-ssh_node.SILENCE_LIMIT_S = 1.5
+bootstrapped_node.SILENCE_LIMIT_S = 1.5
 config = Path(sys.argv[1])
 nodes = [ssh_node.SshNode(Node(host=host, python=sys.executable), config_path=config) for host in ("h0", "h1")]
 with Session.start(1, sync=False, nodes=nodes, device="cpu", name="stopped", limits=Limits(alive_gap_s=0.3)) as session:

@@ -1,4 +1,4 @@
-"""What every transport promises (transport/__init__.py), asked of the one for this machine and of the one over SSH."""
+"""What every transport promises (transport/__init__.py), asked of each: conftest.py has them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,7 +18,6 @@ from detrain_nb.deploy.sync import check
 from detrain_nb.errors import DetrainError, SessionError
 from detrain_nb.plan import NodeOffer
 from detrain_nb.transport import Transport
-from detrain_nb.transport.local import LocalTransport
 from detrain_nb.wire import (
     Attach,
     Attached,
@@ -31,41 +30,17 @@ from detrain_nb.wire import (
     to_frame,
 )
 
-from ..testbed.nodes import ssh_nodes
-from ..testbed.testbed import Testbed
+from .conftest import MakeTransport
 
 _LIMIT_S = 20.0
 _END_LIMIT_S = 8.0
 
-MakeTransport = Callable[[], Transport]
 
-
-@pytest.fixture(params=["local", "ssh"])
-def make_transport(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[MakeTransport]:
-    """Each call reaches the same node once more, as another notebook would."""
-    made: list[Transport] = []
-    if request.param == "local":
-        folder = tmp_path_factory.mktemp("run")
-        folder.chmod(0o700)
-        monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(folder))
-        make: MakeTransport = LocalTransport
-    else:
-        testbed: Testbed = request.getfixturevalue("testbed")
-        make = lambda: ssh_nodes(testbed, 1)[0]  # noqa: E731
-
-    def one_more() -> Transport:
-        made.append(make())
-        return made[-1]
-
-    try:
-        yield one_more
-    finally:
-        while Notebook.opened:
-            Notebook.opened.pop().close()
-        for transport in made:
-            transport.leave()
+@pytest.fixture(autouse=True)
+def closed_streams() -> Iterator[None]:
+    yield
+    while Notebook.opened:
+        Notebook.opened.pop().close()
 
 
 @pytest.fixture

@@ -1,0 +1,96 @@
+"""What a node says of itself, and at which of its addresses the other nodes reach it. It may say anything."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import LaunchError, TransportError
+from ..spec.node import Node
+from .remote_program import as_text
+
+__all__ = ["NodeFacts", "choose_address"]
+
+_MOST_ADDRESSES = 256
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node says of itself; it may say anything."""
+
+    python: str
+    python_version: tuple[int, int]
+    host: str
+    home: str
+    cache: str
+    have: frozenset[str]
+    versions: Mapping[str, str]
+    addresses: tuple[tuple[str, str], ...]
+    reached_at: str
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> NodeFacts:
+        """Raises: TransportError for what is not as it should be."""
+        try:
+            return cls(
+                python=as_text(said["python"]),
+                python_version=_read_python_version(said["python_version"]),
+                host=as_text(said["host"]),
+                home=as_text(said["home"]),
+                cache=as_text(said["cache"]),
+                have=frozenset(map(as_text, said["have"])),
+                versions={as_text(name): as_text(version) for name, version in dict(said["versions"]).items()},
+                addresses=tuple(
+                    (as_text(name), as_text(at))
+                    for name, at in said["addresses"][:_MOST_ADDRESSES]
+                    if _is_address(as_text(at))  # a name would be looked up
+                ),
+                reached_at=as_text(said["reached_at"]),
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as exc:
+            raise TransportError(f"what it says of itself cannot be read: {repr(exc)[:200]}") from exc
+
+
+def choose_address(
+    node: Node, addresses: Sequence[tuple[str, str]], *, reached_at: str, peer_address: str
+) -> tuple[str, str]:
+    """The address at which the other nodes reach ``node``, and the interface that has it.
+
+    ``addresses`` are those the node has, as (interface, address). Raises: LaunchError.
+    """
+    interfaces = {address: name for name, address in addresses}
+    wanted = node.address or (reached_at if reached_at in interfaces else peer_address)
+    for address in _resolve(wanted):
+        if address in interfaces:
+            return address, interfaces[address]
+    have = ", ".join(f"{address} ({name})" for address, name in list(interfaces.items())[:_MOST_NAMED])
+    wrong = f"the other nodes would reach it at {wanted}, which none of its interfaces has"
+    raise LaunchError(f"{wrong}: give it an address that it has, one of {have}")
+
+
+def _is_address(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    return False
+
+
+def _read_python_version(said: Sequence[Any]) -> tuple[int, int]:
+    """Raises: TypeError, ValueError for what is no version of Python 3."""
+    major, minor = (int(number) for number in said[:2])
+    if major != 3 or not 0 <= minor < 100:
+        raise ValueError("python_version")
+    return major, minor
+
+
+def _resolve(host: str) -> list[str]:
+    """The addresses of a host, as text; its own when it is one."""
+    with contextlib.suppress(ValueError):
+        return [str(ipaddress.ip_address(host))]
+    with contextlib.suppress(OSError, UnicodeError):  # the latter for a name that is none: a label is too long
+        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
+    return []
