@@ -30,6 +30,8 @@ _MOST_BYTES = 1 << 20  # of answers to signs of life
 
 _TAKE, _LOOK = b"t", b"l"  # what the thread of one is woken for
 
+# One list for the whole process: what is kept outlives the session that leaves it, is there for the next one, whoever
+# starts that, and ends with the process.
 _changing = threading.Lock()
 _there: list[_KeptAgent] = []
 

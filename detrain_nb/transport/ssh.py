@@ -20,7 +20,7 @@ from .ssh_files import client_class, filesystem_class
 from .ssh_identities import AskPassphrase
 from .ssh_key_file import KeyFile
 from .ssh_opening import Hop, Opening, hold_to_window, shut
-from .ssh_socket import clean
+from .ssh_socket import OUR_DOORS, clean
 from .ssh_stream import Stream
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class SshConnection:
         route = find_route(target, read_config(config_path or default_config()))
         if target.identity_file is not None:
             KeyFile.read(Path(route[-1].identity_files[0]))
-        opening = Opening(ask_passphrase, limit_s)
+        opening = Opening(ask_passphrase, limit_s, doors=OUR_DOORS)
         hops: list[Hop] = []
         try:
             for settings in route:

@@ -16,7 +16,7 @@ from ..errors import HostKeyError, TransportError
 from .known_hosts import DEFAULT_PORT, KnownHosts
 from .ssh_config import HostSettings
 from .ssh_identities import AskPassphrase, Identities, Offer
-from .ssh_socket import StrangersSocket, clean, dial, one_of_few
+from .ssh_socket import Doors, StrangersSocket, clean, dial
 
 if TYPE_CHECKING:
     import paramiko
@@ -75,16 +75,17 @@ class _HungUp(Exception):
 class Opening:
     """Opens one connection, hop by hop; ``transports`` are those that are open, whatever happens."""
 
-    def __init__(self, ask_passphrase: AskPassphrase | None, limit_s: float) -> None:
+    def __init__(self, ask_passphrase: AskPassphrase | None, limit_s: float, *, doors: Doors) -> None:
         self.transports: list[paramiko.Transport] = []
         self._ask_passphrase = ask_passphrase
         self._limit_s = limit_s
+        self._doors = doors
 
     def open_hop(self, settings: HostSettings, *, via: Hop | None) -> paramiko.Transport:
         """Connect, check the host key, authenticate: with the keys at hand, then with each that has to be unlocked."""
         with contextlib.closing(Identities(settings)) as identities:
             for keys in identities.offer(self._ask_passphrase):
-                with one_of_few(settings, through=via.settings if via else None):
+                with self._doors.place_at(settings, through=via.settings if via else None):
                     deadline = time.monotonic() + self._limit_s
                     transport = self._connect(settings, via, deadline)
                     if _authenticate(transport, settings, keys, deadline=deadline):

@@ -17,7 +17,7 @@ from .ssh_config import HostSettings
 if TYPE_CHECKING:
     import paramiko
 
-__all__ = ["StrangersSocket", "clean", "dial", "one_of_few"]
+__all__ = ["OUR_DOORS", "Doors", "StrangersSocket", "clean", "dial"]
 
 _TCP_LIMIT_S = 5.0
 _TCP_SILENCE_S = 15.0
@@ -85,21 +85,26 @@ class StrangersSocket:
         return getattr(self._sock, name)
 
 
-@contextlib.contextmanager
-def one_of_few(settings: HostSettings, *, through: HostSettings | None) -> Iterator[None]:
-    """Let no more of this process at one sshd's door than it takes; wait for a place."""
-    reached = (through.hostname, through.port) if through else None
-    with _PLACES_LOCK:
-        places = _PLACES.setdefault(
-            (reached, settings.hostname, settings.port), threading.BoundedSemaphore(_CONNECTS_AT_A_TIME)
-        )
-    with places:
-        yield
+class Doors:
+    """The doors of sshds, at each of which no more of us wait to be let in than it takes."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[tuple[str, int] | None, str, int], threading.BoundedSemaphore] = {}
+        self._changing = threading.Lock()
+
+    @contextlib.contextmanager
+    def place_at(self, settings: HostSettings, *, through: HostSettings | None) -> Iterator[None]:
+        """Wait for a place at the door of a host, and hold it."""
+        reached = (through.hostname, through.port) if through else None
+        door = (reached, settings.hostname, settings.port)
+        with self._changing:
+            places = self._places.setdefault(door, threading.BoundedSemaphore(_CONNECTS_AT_A_TIME))
+        with places:
+            yield
 
 
-# The one thing that all connections of a process share: sshd counts them together.
-_PLACES: dict[tuple[tuple[str, int] | None, str, int], threading.BoundedSemaphore] = {}
-_PLACES_LOCK = threading.Lock()
+# One for the whole process, whoever connects: an sshd counts all of its sessions, copies and doctors together.
+OUR_DOORS = Doors()
 
 
 def _tune(sock: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import socket
 import time
@@ -13,6 +14,7 @@ from typing import ClassVar
 
 import pytest
 
+import detrain_nb
 from detrain_nb.deploy.files import get, put
 from detrain_nb.deploy.sync import check
 from detrain_nb.errors import DetrainError, SessionError
@@ -101,6 +103,15 @@ def test_nothing_that_is_asked_of_a_transport_is_missing(make_transport: MakeTra
     assert (transport.account, transport.contact, transport.cache) == (None, None, ""), "it was not reached"
     assert transport.shares_paths is transport.is_this_machine
     transport.ask_meanwhile([])
+
+
+def test_nobody_asks_a_transport_what_it_has() -> None:
+    package = Path(detrain_nb.__file__).parent
+    names = "|".join({*Transport.__annotations__, *vars(Transport)})
+    probe = re.compile(rf"\b(?:has|get)attr\((?!observer)[\w.]+, \"(?:{names}|facts|questions)\"")
+    sources = [path for room in ("transport", "deploy", "session", "doctor") for path in (package / room).rglob("*.py")]
+    assert len(sources) > 50
+    assert not [path for path in sources if probe.search(path.read_text(encoding="utf-8"))]
 
 
 def test_files_go_there_and_back(make_transport: MakeTransport, tmp_path: Path) -> None:

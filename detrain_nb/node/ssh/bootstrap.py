@@ -3,8 +3,8 @@ becomes the attach program, or copying/remote_program.py. Standard library only;
 it has said what it is.
 
 What it says are lines of JSON on stdout, behind a line that nothing else prints; what it is told are lines of JSON on
-stdin. See deploy/ssh_node.py. A notebook that comes back to many nodes waits for all of them to have done this: what
-only some of them need is imported where they do.
+stdin. See deploy/bootstrapped_node.py. A notebook that comes back to many nodes waits for all of them to have done
+this: what only some of them need is imported where they do.
 """
 
 from __future__ import annotations
