@@ -22,8 +22,8 @@ from detrain_nb.copying import folder_sync_remote
 from detrain_nb.copying.remote_program import MAGIC
 from detrain_nb.copying.sync_manifest import Sent, read_state, write_note
 from detrain_nb.deploy import files, sync
+from detrain_nb.deploy.bootstrapped_node import BootstrappedNode
 from detrain_nb.deploy.folder import Manifest
-from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.deploy.sync import DataCheck, DataState, FolderSync, check
 from detrain_nb.errors import DetrainError, SessionError, SpecError, WireError
 from detrain_nb.session.files import SessionFiles
@@ -836,7 +836,7 @@ def test_module_of_the_notebook_is_imported_on_the_ranks(
         again.detach()
     with Session.attach(session.name, nodes=ssh_nodes(testbed)) as again:
         with monkeypatch.context() as patch:
-            patch.delattr(SshNode, "run_files")  # they have said that all is there
+            patch.delattr(BootstrappedNode, "run_files")  # they have said that all is there
             assert again.run_cell("open('new').read()").values == {0: "newer", 1: "newer"}
         write(here, later_py="x = 5")
         assert again.run_cell("import later; later.x, __import__('os').getcwd()").values == {

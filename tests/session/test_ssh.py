@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from detrain_nb import Session, deploy
+from detrain_nb import Session
+from detrain_nb.deploy import bringing_up
 from detrain_nb.errors import (
     CellInterrupted,
     CellTimeout,
@@ -102,7 +103,7 @@ def test_interrupt_of_a_start_leaves_nothing_wherever_it_comes(
         "the second is asked": (ThreadPoolExecutor, "submit"),
         "it has just been asked": (ThreadPoolExecutor, "submit"),
         "both are there": (ThreadPoolExecutor, "shutdown"),
-        "they are checked": (deploy, "_check_addresses"),
+        "they are checked": (bringing_up, "_check_addresses"),
         "the second is linked": (NodeLink, "__init__"),
     }[where]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
