@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from detrain_nb.session.state.cell_run import CellObserver
 
 from detrain_nb import Session
 from detrain_nb.agents import AGENT_MODULE
 from detrain_nb.errors import CellInterrupted, DetrainError, SessionError
-from detrain_nb.session.state.cell_run import CellObserver
 
 from .conftest import MakeTransport
 
