@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
-from ..errors import DetrainError
+from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError
 from ..wire import RanCell
 from .output.log import Logged, OutputLog
 from .running.asked import check_whole
 from .running.cells import Cells
 from .running.core import Core, Ranks
+from .running.shown_again import ShownAgain, wait_until_shown
 from .state.cell import Cell
 from .state.cell_observer import CellObserver
 
 __all__ = ["SessionLog"]
+
+_SHOWN_AT_ONCE_BYTES = 1 << 20  # of the log, before it is waited for whoever shows it
 
 
 class SessionLog:
@@ -21,6 +25,7 @@ class SessionLog:
 
     def __init__(self, core: Core, cells: Cells) -> None:
         self._core = core
+        self._state = core.state
         self._cells = cells
         self._before: frozenset[int] = frozenset()
 
@@ -32,7 +37,7 @@ class SessionLog:
 
         After an attach a cell is there once for each code that nodes say it had.
         """
-        return self._cells.known
+        return self._state.history.cells
 
     @property
     def cells_before(self) -> frozenset[int]:
@@ -42,12 +47,12 @@ class SessionLog:
     @property
     def collective_cells(self) -> frozenset[int]:
         """The cells that needed other ranks."""
-        return self._core.state.history.collective
+        return self._state.history.collective
 
     @property
     def running_cells(self) -> dict[int, tuple[int, ...]]:
         """The cells that still run, and the ranks that run them."""
-        return self._cells.running
+        return {number: cell.running for number, cell in list(self._state.cells.items()) if cell.running}
 
     def next_cell(self, *, at_least: int = 1) -> int:
         """The number that the cell gets which begins next; no two cells of a session have the same."""
@@ -68,7 +73,20 @@ class SessionLog:
             cells = list(cells) if isinstance(cells, Iterable) else [cells]
             for cell in cells:
                 check_whole("cell", cell)
-        return self._cells.replay(ranks, cells, observer)
+        self._core.require_alive()
+        chosen = self._core.choose(ranks)
+        replayed: dict[int, DetrainError | None] = {}
+        for earlier in self._state.history.to_replay(cells, ranks=chosen, running=self.running_cells):
+            shown = observer(earlier.cell) if observer else None
+            replayed.setdefault(earlier.cell, None)
+            first_line = earlier.first_line
+            try:
+                self._cells.run(earlier.code, earlier.ranks, shown, first_line=first_line, is_replay=True)
+            except CellInterrupted:
+                raise
+            except (RankError, CellTimeout) as exc:
+                replayed[earlier.cell] = exc
+        return replayed
 
     # ---- what it printed
 
@@ -96,7 +114,11 @@ class SessionLog:
         Ranks have the numbers here that they had when the cell ran, see ``session.ranks.plan_of``.
         """
         check_whole("cell", cell)
-        return self._cells.show_again(cell, observer, ranks)
+        shown = self._once_more(cell, ranks, observer)
+        for message in self._output.read(cell):
+            shown.give(message)
+        shown.end(is_running=False)
+        return shown.cell
 
     def follow(self, cell: int, observer: CellObserver, *, on_end: Callable[[Cell], None] | None = None) -> Cell:
         """Give ``observer`` all that was logged of a cell, as fast as it shows it, and from now on what comes.
@@ -104,11 +126,34 @@ class SessionLog:
         Returns the cell as it runs, to ``wait`` for it, or as it ended, with ``is_over``. ``on_end`` is called in a
         background thread when one that still runs has ended.
         """
-        return self._cells.follow(cell, observer, on_end)
+        reader = self._output.reader(cell)
+        shown = self._once_more(cell, None, observer)
+        given_bytes = 0
+        for message in reader.read():
+            shown.give(message)
+            given_bytes += len(getattr(message, "body", b""))
+            if given_bytes > _SHOWN_AT_ONCE_BYTES:
+                wait_until_shown(observer)
+                given_bytes = 0
+        with self._state.held():
+            for message in reader.read():
+                shown.give(message)
+            running = self._state.cells.get(cell)
+            if running is None or not running.running:
+                shown.end(is_running=False)
+                return shown.cell
+            shown.end(is_running=True)
+            running.go_on_from(shown.cell)
+            running.add_observer(observer)
+            if on_end:
+                self._state.tell_end(running, on_end)
+            return running
 
     def unfollow(self, cell: int, observer: CellObserver) -> None:
         """``observer`` gets no more of a cell, which goes on."""
-        self._cells.unfollow(cell, observer)
+        with self._state.held():
+            if running := self._state.cells.get(cell):
+                running.remove_observer(observer)
 
     # ---- what an earlier notebook has missed
 
@@ -116,12 +161,12 @@ class SessionLog:
     def missed(self) -> dict[int, int]:
         """After ``attach``: the cells of which nobody had been shown everything, and how many messages of each may have
         been shown all the same."""
-        logged = sorted(self._core.state.logbook.cells.items())
+        logged = sorted(self._state.logbook.cells.items())
         return {cell: known.shown_perhaps for cell, known in logged if known.is_missed}
 
     def confirm_missed(self) -> None:
         """What was missed has been shown: no later notebook needs to see it."""
-        self._core.state.confirm_missed()
+        self._state.confirm_missed()
 
     def note_before(self, cells: Collection[int]) -> None:
         """These ran before the attach."""
@@ -129,4 +174,13 @@ class SessionLog:
 
     @property
     def _output(self) -> OutputLog:
-        return self._core.state.logbook.log
+        return self._state.logbook.log
+
+    def _once_more(self, number: int, ranks: Ranks, observer: CellObserver) -> ShownAgain:
+        """For the ranks as they were numbered when the cell ran."""
+        plan = self._core.plan_of(number)
+        hosts = self._state.hosts if plan is self._core.plan else plan.node_names
+        at_home = partial(self._state.is_at_home, node_of=None if plan is self._core.plan else plan.node_of)
+        chosen = self._core.choose(ranks, plan=plan)
+        cell = Cell(number, chosen, observer, hosts, is_at_home=at_home, is_from_log=True)
+        return ShownAgain(cell, self._state.logbook.cell(number))

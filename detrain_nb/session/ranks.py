@@ -1,4 +1,4 @@
-"""The ranks of a session: which there are and where, what they do now, and single ones stopped or asked."""
+"""The ranks of a session: which there are and where, what they do now; single ones are asked, stopped, replaced."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ..errors import SessionError, format_ranks
 from ..plan import Plan
-from ..wire import Complete, Completions, Inspect, Inspection, Message
+from ..wire import Complete, Completions, Inspect, Inspection, Interrupt, Message, Replace
 from .diagnosis.diagnosis import describe_mismatch, judge
 from .diagnosis.evidence import Evidence
 from .diagnosis.where_report import Whereabouts
 from .output.safe_output import safe_completions
 from .running.asked import check_text, check_whole
 from .running.core import Core, Ranks
-from .running.rank_replacement import RankReplacement
 from .running.status import describe_over
+from .state.rank_deaths import is_gone, what_to_do_about_down
 
 if TYPE_CHECKING:
     from ..spec.node import Node
@@ -31,7 +32,9 @@ class SessionRanks:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._replacement = RankReplacement(core)
+        self._link = core.link
+        self._state = core.state
+        self._replaced: dict[int, int] = {}  # rank -> the incarnation that is to go
 
     def __len__(self) -> int:
         return self._core.world_size
@@ -64,30 +67,53 @@ class SessionRanks:
 
     def where(self) -> Whereabouts:
         """Where every rank is: the line, the stack of the cell, the collective it waits in and since when."""
-        core, everyone = self._core, self._core.state.ranks
+        core, state, link = self._core, self._state, self._link
         if over := describe_over(core):
-            silent = judge([Evidence(rank, "no answer") for rank in everyone])
-            return Whereabouts(core.name, tuple(silent.values()), core.state.hosts, "", over)
-        before = core.link.locate(everyone, stack=False)
+            silent = judge([Evidence(rank, "no answer") for rank in state.ranks])
+            return Whereabouts(core.name, tuple(silent.values()), state.hosts, "", over)
+        before = link.locate(state.ranks, stack=False)
         time.sleep(WHERE_GAP_S)
-        _, evidence = core.link.look(everyone, before=before, stack=True)
+        _, evidence = link.look(state.ranks, before=before, stack=True)
         verdicts, mismatch = tuple(judge(evidence).values()), describe_mismatch(evidence)
-        return Whereabouts(core.name, verdicts, core.state.hosts, mismatch, describe_over(core))
+        return Whereabouts(core.name, verdicts, state.hosts, mismatch, describe_over(core))
 
     def interrupt(self, ranks: Ranks = None) -> None:
         """Raise KeyboardInterrupt on those that run a cell. Does not wait."""
-        self._replacement.interrupt(ranks)
+        self._core.require_alive()
+        chosen = self._core.choose(ranks)
+        for cell in set(self._state.busy.values()):
+            if wanted := [rank for rank in cell.running if rank in chosen]:
+                self._link.send(Interrupt(wanted, cell.number))
 
     def replace(self, ranks: Ranks) -> None:
         """Replace ``ranks`` by fresh ones: their variables are lost, those of the others are not. Does not wait.
 
         Raises: SessionError for those of a lost node.
         """
-        self._replacement.replace(ranks)
+        chosen = self._core.choose(ranks)
+        gone = {rank: end for rank, end in self._state.lost.items() if rank in chosen and is_gone(end)}
+        if gone:
+            raise SessionError(what_to_do_about_down(gone))
+        self._replaced.update({rank: self._state.up[rank].incarnation for rank in chosen})
+        self._link.send(Replace(list(chosen)))
 
     def wait_until_fresh(self, ranks: Ranks) -> None:
         """Wait until ranks that are being replaced are up. Raises: SessionError."""
-        self._replacement.wait_until_fresh(ranks)
+        chosen = self._core.choose(ranks)
+        wanted = {rank: before for rank, before in self._replaced.items() if rank in chosen}
+
+        def are_up() -> bool:
+            return all(self._state.up[rank].incarnation != before for rank, before in wanted.items())
+
+        limit_s = self._link.limits.idle_s
+        self._state.wait_for(lambda: self._state.failure is not None or are_up(), limit_s)
+        if self._state.failure:
+            raise self._state.failure
+        if not are_up():
+            raise SessionError(f"{format_ranks(chosen)} did not start again within {limit_s:g} s")
+        for rank in chosen:
+            self._replaced.pop(rank, None)
+        self._state.note_told(chosen)  # it was asked for: that it is so need not be said
 
     def shrink(self) -> dict[int, int]:
         """Go on without the ranks of nodes that are lost: those that are left are one group again, numbered from 0.
@@ -95,7 +121,19 @@ class SessionRanks:
         They keep their variables, ``rank`` and ``world_size`` aside. Returns the new number of each.
         Raises: SessionError when no node is lost, or one that is left is busy.
         """
-        return self._replacement.shrink()
+        core = self._core
+        core.require_alive()
+        gone = [rank for rank, end in self._state.lost.items() if is_gone(end)]
+        if not gone:
+            raise SessionError("no node is lost: all ranks are there")
+        core.choose_idle(sorted(set(self._state.ranks) - set(gone)), limit_s=self._link.limits.idle_s)
+        core.groups.end()
+        plan, number = core.plan.without(gone)
+        self._link.renumber(number, world_size=plan.world_size)
+        self._state.know_plan(plan)
+        core.rescue.forget_stopped()
+        core.note_down()
+        return number
 
     def complete(self, code: str, position: int, *, ranks: Ranks = None, limit_s: float = 1.0) -> Completions | None:
         """Completions by the first idle one of ``ranks``; None when there is none, or it does not answer in time.
@@ -114,8 +152,7 @@ class SessionRanks:
         return answer.text[:_LONGEST_HELP] or None if isinstance(answer, Inspection) else None
 
     def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float, ranks: Ranks) -> Message | None:
-        core = self._core
-        idle = set(self.choose(ranks)) - set(core.state.busy) - set(core.state.lost)
-        if not idle or not core.is_alive:
+        idle = set(self.choose(ranks)) - set(self._state.busy) - set(self._state.lost)
+        if not idle or not self._core.is_alive:
             return None
-        return core.link.ask(min(idle), ask, limit_s=limit_s)
+        return self._link.ask(min(idle), ask, limit_s=limit_s)

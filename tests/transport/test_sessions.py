@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from detrain_nb.session.state.cell_run import CellObserver
 
 from detrain_nb import Session
 from detrain_nb.agents import AGENT_MODULE
 from detrain_nb.errors import CellInterrupted, DetrainError, SessionError
+from detrain_nb.session.state.cell_observer import CellObserver
 
 from .conftest import MakeTransport
 
@@ -103,7 +103,7 @@ def test_cells_run_and_what_they_print_comes_while_they_run(nodes: Nodes, tmp_pa
         """The cell ends when this has reached it: it was still running."""
         if "waiting" in text and not sent.is_set():
             sent.set()
-            threading.Thread(target=session.put, args=(tmp_path / gate,)).start()
+            threading.Thread(target=session.files.put, args=(tmp_path / gate,)).start()
 
     (tmp_path / gate).write_text("go")
     code = f"import os, time\nprint('waiting', flush=True)\nwhile not os.path.exists('{gate}'): time.sleep(0.01)\nrank"
@@ -126,12 +126,12 @@ def test_values_and_files_go_there_and_back(nodes: Nodes, tmp_path: Path) -> Non
     (tmp_path / "tree" / "inner" / "file").write_bytes(os.urandom(2 << 20))
     target = f"/var/tmp/{nodes.name}"
     try:
-        (put,) = session.put(tmp_path / "tree", target).values()
+        (put,) = session.files.put(tmp_path / "tree", target).values()
         assert (put.files, put.size_bytes) == (1, 2 << 20)
         assert session.run_cell(f"import os; os.path.getsize('{target}/tree/inner/file')", ranks=0).values == {
             0: 2 << 20
         }
-        session.get(f"{target}/tree", tmp_path / "back")
+        session.files.get(f"{target}/tree", tmp_path / "back")
     finally:
         session.run_cell(f"import shutil; shutil.rmtree('{target}')", ranks=0)
     there, back = (folder / "inner" / "file" for folder in (tmp_path / "tree", tmp_path / "back" / "tree"))
@@ -162,17 +162,17 @@ def test_notebook_that_left_comes_back_and_is_shown_what_it_missed(nodes: Nodes)
     running = threading.Thread(target=_run_until_left, args=(session,))
     running.start()
     deadline = time.monotonic() + _LIMIT_S
-    while not session.running_cells:
+    while not session.log.running_cells:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     session.detach()
     running.join(_LIMIT_S)
     again = nodes.attach()
-    while again.running_cells:
+    while again.log.running_cells:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert again.pull("kept") == kept
-    (cell,) = again.missed
+    (cell,) = again.log.missed
     assert [again.log.text(cell, rank) for rank in (0, 1)] == ["".join(f"{n}\n" for n in range(20))] * 2
 
 

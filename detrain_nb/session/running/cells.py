@@ -1,19 +1,16 @@
-"""The cells of a session: each is begun when its ranks are idle and have a group, and run to its end; any that was run
-is shown again from the log, or run again on ranks that have lost their variables.
-"""
+"""The cells of a session: each is begun when its ranks are idle and have a group, and run to its end."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from ...errors import CellInterrupted, CellTimeout, DetrainError, RankError, RemoteError, SessionError, format_ranks
-from ...wire import CellDone, RanCell, RunCell
+from ...errors import CellInterrupted, DetrainError, RankError, RemoteError, SessionError, format_ranks
+from ...wire import CellDone, RunCell
 from ..diagnosis.diagnosis import describe_mismatch
 from ..recovery.process_groups import describe_new_groups
 from ..state.cell import Cell
@@ -22,9 +19,6 @@ from ..state.rank_deaths import advice, describe_ends, describe_silence
 from .cell_execution import CellExecution
 from .core import Core, Ranks
 from .results import CellResult, RankResult, TextOnly
-from .shown_again import ShownAgain, wait_until_shown
-
-_SHOWN_AT_ONCE_BYTES = 1 << 20  # of the log, before it is waited for whoever shows it
 
 
 class Cells:
@@ -122,15 +116,6 @@ class Cells:
         self._core.tell(self.pop_news(), cell.observer)  # of ranks whose loss was no cell's error
         tell_begin(cell.observer, cell.number)
 
-    def _once_more(self, number: int, ranks: Ranks, observer: CellObserver) -> ShownAgain:
-        """For the ranks as they were numbered when the cell ran."""
-        plan = self._core.plan_of(number)
-        hosts = self._state.hosts if plan is self._core.plan else plan.node_names
-        at_home = partial(self._state.is_at_home, node_of=None if plan is self._core.plan else plan.node_of)
-        chosen = self._core.choose(ranks, plan=plan)
-        cell = Cell(number, chosen, observer, hosts, is_at_home=at_home, is_from_log=True)
-        return ShownAgain(cell, self._state.logbook.cell(number))
-
     def pop_news(self) -> str:
         """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
         fresh = self._state.pop_news()
@@ -164,9 +149,7 @@ class Cells:
 
     def _result(self, cell: Cell, *, values: bool) -> CellResult:
         bundles = cell.bundles()
-        latest = [
-            rank for rank in bundles if self._last_of.get(rank) == cell.number
-        ]  # another thread's may be the later
+        latest = [rank for rank in bundles if self._last_of.get(rank) == cell.number]  # else another thread's is
         found = self._pull_values(latest) if values else {}
         results, log = {}, self._state.logbook.log
         for rank, outcome in cell.outcomes.items():
@@ -183,76 +166,6 @@ class Cells:
             with contextlib.suppress(DetrainError):  # its text stands for what cannot travel
                 found[rank] = self._link.pull(["_"], self._core.choose_idle(rank))[rank]["_"]
         return found
-
-    # ---- once more
-
-    def replay(
-        self, ranks: Ranks, cells: Iterable[int] | None, observer: Callable[[int], CellObserver] | None
-    ) -> dict[int, DetrainError | None]:
-        """See Session.replay."""
-        self._core.require_alive()
-        chosen = self._core.choose(ranks)
-        replayed: dict[int, DetrainError | None] = {}
-        for earlier in self._state.history.to_replay(cells, ranks=chosen, running=self.running):
-            shown = observer(earlier.cell) if observer else None
-            replayed.setdefault(earlier.cell, None)
-            first_line = earlier.first_line
-            try:
-                self.run(earlier.code, earlier.ranks, shown, first_line=first_line, is_replay=True)
-            except CellInterrupted:
-                raise
-            except (RankError, CellTimeout) as exc:
-                replayed[earlier.cell] = exc
-        return replayed
-
-    @property
-    def known(self) -> list[RanCell]:
-        """The cells that were run, in their order."""
-        return self._state.history.cells
-
-    @property
-    def running(self) -> dict[int, tuple[int, ...]]:
-        """The cells that still run, and the ranks that run them."""
-        return {number: cell.running for number, cell in list(self._state.cells.items()) if cell.running}
-
-    def show_again(self, number: int, observer: CellObserver, ranks: Ranks) -> Cell:
-        """See Session.show_again."""
-        shown = self._once_more(number, ranks, observer)
-        for message in self._state.logbook.log.read(number):
-            shown.give(message)
-        shown.end(is_running=False)
-        return shown.cell
-
-    def follow(self, number: int, observer: CellObserver, on_end: Callable[[Cell], None] | None) -> Cell:
-        """See Session.follow."""
-        reader = self._state.logbook.log.reader(number)
-        shown = self._once_more(number, None, observer)
-        given_bytes = 0
-        for message in reader.read():
-            shown.give(message)
-            given_bytes += len(getattr(message, "body", b""))
-            if given_bytes > _SHOWN_AT_ONCE_BYTES:
-                wait_until_shown(observer)
-                given_bytes = 0
-        with self._state.held():
-            for message in reader.read():
-                shown.give(message)
-            cell = self._state.cells.get(number)
-            if cell is None or not cell.running:
-                shown.end(is_running=False)
-                return shown.cell
-            shown.end(is_running=True)
-            cell.go_on_from(shown.cell)
-            cell.add_observer(observer)
-            if on_end:
-                self._state.tell_end(cell, on_end)
-            return cell
-
-    def unfollow(self, number: int, observer: CellObserver) -> None:
-        """See Session.unfollow."""
-        with self._state.held():
-            if cell := self._state.cells.get(number):
-                cell.remove_observer(observer)
 
 
 @dataclass(frozen=True)
