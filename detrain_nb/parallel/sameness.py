@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +29,8 @@ __all__ = [
 ]
 
 _PIECE = 1 << 22  # elements
-_IN_STAGES = "_is_in_stages"  # of a model of which each rank trains its part
+# One for the process: each rank trains its part of these. A mark on the model would be a change of what is the user's.
+_in_stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.device) -> None:
@@ -46,7 +48,7 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
         *(tape.drawn_from() for tape in tapes),
     ]
     kinds = tuple(_digest("\n".join(each)) for each in (lines, lines_without_code))
-    every = _gather(mesh, (sys.version_info[:2], *kinds, _digest(" ".join(figures)), _IN_STAGES in vars(model)))
+    every = _gather(mesh, (sys.version_info[:2], *kinds, _digest(" ".join(figures)), model in _in_stages))
     pythons, with_code, without_code, values, are_in_stages = (set(each) for each in zip(*every.values()))
     if len(pythons) > 1:  # each compiles the same code in its own way
         with_code, lines = without_code, lines_without_code
@@ -80,7 +82,7 @@ _MAKE_ANEW = (
 
 def note_stages(model: nn.Module) -> None:
     """Remember that each rank trains another part of ``model`` from now on."""
-    vars(model)[_IN_STAGES] = True
+    _in_stages.add(model)
 
 
 def require_same_options(mesh: DeviceMesh, **options: Any) -> None:

@@ -7,12 +7,10 @@ import subprocess
 import sys
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
 from detrain_nb import Session
-from detrain_nb.errors import RankError
 from detrain_nb.parallel import split, tp_plan
 
 IMPORT = """
@@ -74,18 +72,3 @@ def test_classes_of_a_model_go_with_it() -> None:
     classes = found()
     gc.collect()
     assert [each() for each in classes] == [None] * 3
-
-
-def test_copy_of_a_model_in_stages_is_known_as_one(two_ranks: Session) -> None:
-    """Each rank has trained its own part in it too."""
-    two_ranks.run_cell(
-        "import copy, torch\nfrom torch import nn\nfrom detrain_nb import parallel as par\n"
-        "model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))\nmesh = par.make_mesh(pp=2)\n"
-        "def lay_out(model):\n"
-        "    return par.parallelize(model, mesh, example_inputs=torch.ones(2, 4), loss=nn.functional.mse_loss)\n"
-        "laid_out = lay_out(model)\n"
-        "with torch.no_grad():\n    for each in laid_out.parameters(): each.mul_(0.5)",
-        timeout_s=60,
-    )
-    with pytest.raises(RankError, match=r"was laid out in stages before.*make the model anew"):
-        two_ranks.run_cell("lay_out(copy.deepcopy(model))", timeout_s=60)
