@@ -19,6 +19,14 @@ from .pipe_transport import PipeTransport
 MakeTransport = Callable[[], Transport]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole sessions on this machine and over SSH are what most other tests are about: here beside the quick ones."""
+    for item in items:
+        of = getattr(item, "callspec", None)
+        if item.path.name == "test_sessions.py" and of and of.params.get("make_transport") in ("local", "ssh"):
+            item.add_marker("slow")
+
+
 @pytest.fixture(params=["local", "ssh", "pipe"])
 def make_transport(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
