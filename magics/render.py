@@ -216,10 +216,10 @@ class LiveCell:
             self._shown.append(notice)
             self._screen.show(notice)
 
-    def checkpoint(self) -> Callable[[], bool]:
+    def shown_so_far(self) -> Callable[[], bool]:
         """Has what was given so far been shown? What is not drawn live, or had no room, is shown at the end."""
         if self._is_shown or self._is_drawing and not self._lines_not_shown:
-            return self._screen.checkpoint()
+            return self._screen.shown_so_far()
         return lambda: self._is_shown
 
     # ---- when it has ended, in the caller's thread

@@ -74,7 +74,7 @@ class Screen(Protocol):
         """
         ...
 
-    def checkpoint(self) -> Callable[[], bool]:
+    def shown_so_far(self) -> Callable[[], bool]:
         """A question: has all that was given so far been shown?"""
         ...
 
@@ -111,7 +111,7 @@ class KernelScreen:
         self._is_closed = False
         self._given = self._sent = 0  # counts of what came in and of what went out
 
-    def checkpoint(self) -> Callable[[], bool]:
+    def shown_so_far(self) -> Callable[[], bool]:
         with self._changed:
             wanted = self._given
         return lambda: self._sent >= wanted
@@ -388,7 +388,7 @@ class TextScreen:
             self.show(item)
         return False
 
-    def checkpoint(self) -> Callable[[], bool]:
+    def shown_so_far(self) -> Callable[[], bool]:
         return lambda: True
 
     def close(self) -> None:
@@ -445,7 +445,7 @@ class CapturedScreen:
         self.replace(items)
         return True
 
-    def checkpoint(self) -> Callable[[], bool]:
+    def shown_so_far(self) -> Callable[[], bool]:
         return lambda: True
 
     def close(self) -> None:

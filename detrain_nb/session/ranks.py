@@ -127,7 +127,7 @@ class SessionRanks:
         if not gone:
             raise SessionError("no node is lost: all ranks are there")
         core.choose_idle(sorted(set(self._state.ranks) - set(gone)), limit_s=self._link.limits.idle_s)
-        core.groups.end()
+        core.process_groups.end()
         plan, number = core.plan.without(gone)
         self._link.renumber(number, world_size=plan.world_size)
         self._state.know_plan(plan)

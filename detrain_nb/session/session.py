@@ -376,7 +376,7 @@ class Session:
         (sender,) = self.ranks.choose(source)
         self._core.choose_idle([*chosen, sender], limit_s=self._link.limits.idle_s)
         self._core.mend_group(self._state.ranks, None)
-        orphans = self._core.groups.broadcast(wanted, chosen, source=sender)
+        orphans = self._core.process_groups.broadcast(wanted, chosen, source=sender)
         self._core.tell(_describe_orphans(orphans), None)
         others = [rank for rank in chosen if rank != sender]
         self._core.tell(describe_overwritten(dict.fromkeys(others, OF_ONE_RANK & set(wanted)), by="broadcast"), None)

@@ -66,4 +66,4 @@ class SessionSettings:
         if state.busy:
             return "a cell runs: it holds for process groups that are made later, after %distributed restart for all"
         has_groups = state.groups.any_has
-        return describe_new_groups(self._core.groups.end(), is_wanted=self.wants_group) if has_groups else ""
+        return describe_new_groups(self._core.process_groups.end(), is_wanted=self.wants_group) if has_groups else ""

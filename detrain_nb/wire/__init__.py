@@ -1,6 +1,7 @@
 """Messages between session, agent, worker and interpreter: a JSON header plus, for some, one raw buffer.
 
-messages.py says which there are, frames.py how they lie in bytes, link.py sends them; text.py reads what is in them.
+messages.py says which there are, frames.py how they lie in bytes, link.py sends them; json_text.py reads
+what is in them.
 """
 
 from __future__ import annotations

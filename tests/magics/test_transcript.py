@@ -331,7 +331,7 @@ def test_cell_that_is_cleared_all_the_time_is_put_together_anew_only_when_someth
         cell.notice(f"told {step}") if step % 1000 == 0 else None
     assert len(forms) < 10 + (time.monotonic() - began) * 25
     cell.leave()
-    assert cell.checkpoint()()
+    assert cell.shown_so_far()()
     assert _standing(sent) == "told 0\ntold 1000\n[0] first\n[1] step 1999\n"
     cell.output(1, "stdout", "more\n")
     cell.clear(1, False)
@@ -473,11 +473,11 @@ def test_displays_that_are_redrawn_all_the_time_are_sent_a_few_at_a_time_and_all
     for number in range(-1, 100):
         for display_id in map(str, range(500)):
             cell.display(0, {"text/plain": f"{display_id} {number}"}, display_id, number >= 0)
-        assert number or cell.checkpoint()() is False
+        assert number or cell.shown_so_far()() is False
     before = [message for message in sent if message["kind"] == "update_display_data"]
     assert len(before) < 5000
     cell.leave()
-    assert cell.checkpoint()()
+    assert cell.shown_so_far()()
     shown = {message["transient"]["display_id"]: message["data"]["text/plain"] for message in sent}
     assert sorted(shown.values()) == sorted(f"[0] {number} 99" for number in range(500))
 
@@ -607,7 +607,7 @@ def test_cell_whose_output_was_drawn_when_stop_was_pressed_still_shows_what_come
     is_released.set()
     assert_soon(lambda: screen._thread is None)
     screen.show(Text("stdout", "late"))
-    assert_soon(screen.checkpoint())
+    assert_soon(screen.shown_so_far())
     assert sent == ["drawn", "late"]
 
 

@@ -95,7 +95,7 @@ class Observer(CellObserver):
     def notice(self, text: str) -> None:
         self.shown.append(("notice", text))
 
-    def checkpoint(self) -> Callable[[], bool]:
+    def shown_so_far(self) -> Callable[[], bool]:
         return lambda: not self.is_slow
 
     def text(self, rank: int) -> str:
@@ -427,7 +427,7 @@ print("nd\\nthree")
 """
     other.run(
         "class Shows:\n    def output(self, *a): pass\n    def notice(self, text): pass\n"
-        "    def waiting(self, text): pass\n    def checkpoint(self): return lambda: True"
+        "    def waiting(self, text): pass\n    def shown_so_far(self): return lambda: True"
     )
     other.start(f"s.run_cell({code!r}, observer=Shows())")
     time.sleep(2)  # several looks at what was shown
@@ -585,7 +585,7 @@ class Counts:
     def output(self, rank, stream, text):
         self.lines[rank] += text.count("\\n"); self.sums[rank] = zlib.crc32(text.encode(), self.sums[rank])
     def notice(self, text): print(text)
-    def checkpoint(self): return lambda: True
+    def shown_so_far(self): return lambda: True
 before, counts = psutil.Process().memory_info().rss, Counts()
 s = Session.attach({name!r})
 s.log.follow(1, counts).wait(60)

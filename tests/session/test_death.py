@@ -252,7 +252,7 @@ def test_stop_pressed_after_a_death_still_interrupts_the_others(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(equipped._core.groups, "end", press)
+    monkeypatch.setattr(equipped._core.process_groups, "end", press)
     with pytest.raises(RankLost, match="rank 0 kept its variables"):
         equipped.run_cell("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)")
     assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}

@@ -13,7 +13,8 @@ import pytest
 
 from detrain_nb.errors import TransportError
 from detrain_nb.session.link import node_link
-from detrain_nb.session.link.node_link import Checkpoint, NodeEvents, NodeLink
+from detrain_nb.session.link.node_link import NodeEvents, NodeLink
+from detrain_nb.session.output.shown_mark import ShownMark
 from detrain_nb.session.state.limits import Limits
 from detrain_nb.wire import Alive, Attach, FrameReader, Locate, Received, RunCell, to_frame
 
@@ -32,11 +33,11 @@ class Node:
         self.has_broken = threading.Event()
         ours, self.sock = socket.socketpair()
         events = NodeEvents(
-            message=lambda message, number: None,
-            checkpoint=lambda: Checkpoint([], lambda: True),
-            handled=lambda missing: None,
-            broken=self.has_broken.set,
-            closed=self.closed.append,
+            take=lambda message, number: None,
+            mark_shown=lambda: ShownMark([], lambda: True),
+            note_handled=lambda missing: None,
+            break_off=self.has_broken.set,
+            close=self.closed.append,
         )
         self.limits = Limits()
         self.link = NodeLink(ours, events, connect=self._connect, limits=self.limits)

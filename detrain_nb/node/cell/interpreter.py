@@ -120,15 +120,15 @@ class _Interpreter:
         self._pid = os.getpid()
         self._local_rank = int(os.environ["LOCAL_RANK"])
         self._world_size = int(os.environ["WORLD_SIZE"])
-        self._link = lines.cells
+        self._cells_socket = lines.cells
         self._sending = threading.Lock()
-        self._control_link = lines.control
+        self._control_socket = lines.control
         self._interrupts = Interrupts(lines.interrupted_cell)
         self._held_signals = HeldSignals()
         self._cell = 0
         self._sequences_before: dict[str, int] = {}  # of the groups, when the last cell began
         self._arriving: dict[int, tuple[Push, list[int], list[bytearray]]] = {}
-        self._streams = Streams(self._link.fileno())
+        self._streams = Streams(self._cells_socket.fileno())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._interrupts.install()
         sys.argv = [""]  # as in any Python that nobody gave a script: a parser takes no option of the launcher
@@ -189,7 +189,7 @@ class _Interpreter:
         self._send_up()
         reader = FrameReader(max_header_bytes=MAX_ORDER_HEADER_BYTES)
         while True:
-            data = self._link.recv(1 << 16)
+            data = self._cells_socket.recv(1 << 16)
             if not data:
                 raise EOFError
             for frame in reader.feed(data):
@@ -224,13 +224,13 @@ class _Interpreter:
         """
         reader = FrameReader()
         with contextlib.suppress(OSError):  # the worker is gone: no answer raises one
-            while data := self._control_link.recv(1 << 16):
+            while data := self._control_socket.recv(1 << 16):
                 is_collecting = gc.isenabled()
                 gc.disable()
                 try:
                     for frame in reader.feed(data):
                         if answer := self._control(frame.message()):
-                            self._control_link.sendall(to_frame(answer).to_bytes())
+                            self._control_socket.sendall(to_frame(answer).to_bytes())
                 finally:
                     if is_collecting:
                         gc.enable()
@@ -512,7 +512,7 @@ class _Interpreter:
         if os.getpid() != self._pid:
             return  # a process that a cell has forked: what it says would get into the middle of what the rank says
         with self._interrupts.held_back(), self._sending:
-            self._link.sendall(to_frame(message).to_bytes())
+            self._cells_socket.sendall(to_frame(message).to_bytes())
 
 
 def _end_forked(error: BaseException | None) -> NoReturn:

@@ -23,7 +23,7 @@ import time
 from typing import Any, TextIO
 
 _NAMES = ("stdin", "stdout", "stderr")
-_LINK = 0  # the channel of what is displayed; those of the streams have their descriptors' numbers
+_DISPLAYS = 0  # the channel of what is displayed; those of the streams have their descriptors' numbers
 _READ_LIMIT_S = 0.5  # the order is not worth more to a rank whose worker does not come to read
 _LOOK_S = 0.00005
 _NOTHING = bytes(4)
@@ -40,8 +40,8 @@ class Streams:
     def __init__(self, link: int) -> None:
         self._kept = {fd: (os.dup(fd), _identity(fd)) for fd in range(3)}
         self._channels = {1: (self._kept[1][0], termios.FIONREAD), 2: (self._kept[2][0], termios.FIONREAD)}
-        self._channels[_LINK] = (link, termios.TIOCOUTQ)
-        self.used_last = _LINK
+        self._channels[_DISPLAYS] = (link, termios.TIOCOUTQ)
+        self.used_last = _DISPLAYS
         self._is_waited_for = True
         self._given = {name: self._open(fd) for fd, name in enumerate(_NAMES)}
         self._print = builtins.print
@@ -56,14 +56,14 @@ class Streams:
             with contextlib.suppress(Exception):  # a cell may have put anything there, or nothing
                 getattr(sys, name).flush()
         _libc.fflush(None)
-        self.used_last = _LINK
+        self.used_last = _DISPLAYS
         for fd in (1, 2):
             self._wait_until_read(*self._channels[fd])
 
     def use(self, channel: int) -> None:
         """Write to ``channel`` next."""
         before = self.used_last
-        if before != _LINK:
+        if before != _DISPLAYS:
             with contextlib.suppress(Exception):
                 self._given[_NAMES[before]].flush()
         self.used_last = channel

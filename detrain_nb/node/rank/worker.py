@@ -99,7 +99,7 @@ def main(umask: int | None = None) -> None:
 
 
 @dataclass
-class _Interpreter:
+class _InterpreterProcess:
     """The interpreter's process as its worker holds it."""
 
     pid: int
@@ -213,7 +213,7 @@ class _Worker:
 
     # ---- the interpreter's process
 
-    def _fork_interpreter(self) -> _Interpreter:
+    def _fork_interpreter(self) -> _InterpreterProcess:
         """Raises: OSError when there is no room for another process; nothing of it is left then."""
         self._incarnations += 1
         pipes: dict[str, tuple[int, int]] = {}
@@ -248,7 +248,7 @@ class _Worker:
         outputs = {name: pipes[name][0] for name in ("stdout", "stderr")}
         where, control = pipes["where"][0], Link(our_control)
         locator = Locator(self._rank, pid, control, where)
-        return _Interpreter(pid, Link(ours), control, outputs, where, locator, OomWatch(pid))
+        return _InterpreterProcess(pid, Link(ours), control, outputs, where, locator, OomWatch(pid))
 
     def _become_interpreter(
         self, link: socket.socket, control: socket.socket, pipes: dict[str, int], parent_pid: int
@@ -269,14 +269,14 @@ class _Worker:
         lines = interpreter.Lines(link, control, self._interrupted_cell)
         interpreter.serve(self._config, self._rank, self._incarnations, lines)
 
-    def _watch(self, interpreter: _Interpreter) -> None:
+    def _watch(self, interpreter: _InterpreterProcess) -> None:
         self._loop.add(interpreter.link, functools.partial(self._from_interpreter, interpreter.link))
         self._loop.add(interpreter.control, functools.partial(self._from_interpreter, interpreter.control))
         self._loop.add(interpreter.where, interpreter.locator.on_where)
         for name, fd in interpreter.outputs.items():
             self._loop.add(fd, functools.partial(self._read_output, name, fd))
 
-    def _unwatch(self, interpreter: _Interpreter) -> None:
+    def _unwatch(self, interpreter: _InterpreterProcess) -> None:
         self._gathering = None
         for source in (*interpreter.sources, interpreter.control, interpreter.where):
             self._loop.remove(source)

@@ -40,8 +40,8 @@ from ...wire import (
     Refused,
     to_frame,
 )
-from ..output.checkpoint import Checkpoint
 from ..output.safe_output import one_line
+from ..output.shown_mark import ShownMark
 from ..state.limits import Limits
 
 _REST_LIMIT_S = 2.0
@@ -58,17 +58,17 @@ _GIVE_WAY_S = 0.001  # between two pieces: the locks that are let go of there ar
 
 @dataclass(frozen=True)
 class NodeEvents:
-    """What the background thread of a link calls; ``closed`` once, at the end: why.
+    """What the background thread of a link calls: methods of SessionState, for this node; see RankLink._link_to.
 
-    ``handled``: a numbered message was taken, and so many before it did not come. ``broken``: the connection is gone
-    and another one is being made; an answer that is not numbered is lost.
+    ``note_handled``: a numbered message was taken, and so many before it did not come. ``break_off``: the connection is
+    gone and another one is being made; an answer that is not numbered is lost. ``close`` comes once, at the end: why.
     """
 
-    message: Callable[[Message, int], None]
-    checkpoint: Callable[[], Checkpoint]
-    handled: Callable[[int], None]
-    broken: Callable[[], None]
-    closed: Callable[[str], None]
+    take: Callable[[Message, int], None]
+    mark_shown: Callable[[], ShownMark]
+    note_handled: Callable[[int], None]
+    break_off: Callable[[], None]
+    close: Callable[[str], None]
 
 
 class NodeLink:
@@ -112,7 +112,7 @@ class NodeLink:
         self.is_taken = False  # it serves another notebook
         self._last_number: int | None = None  # of the first numbered message: the one before it was shown by another
         self._acknowledged = 0
-        self._to_acknowledge: Checkpoint | None = None
+        self._to_acknowledge: ShownMark | None = None
         self._acknowledge_at = 0.0
         self.why_broken = ""  # what the last try to connect again has met
         self._alive_at = 0.0  # when the next sign of life is due
@@ -274,7 +274,7 @@ class NodeLink:
                 self._link.close()
         for sock in (self._wake, self._woken):
             sock.close()
-        self._events.closed(reason)
+        self._events.close(reason)
 
     def _until_due(self) -> float | None:
         alive_in_s = None if self._connect is None else max(0.0, self._alive_at - time.monotonic())
@@ -329,7 +329,7 @@ class NodeLink:
                 time.sleep(_GIVE_WAY_S)
             if self.is_closed:
                 return  # what has not been taken whole is not acknowledged: the next notebook shows it
-            self._events.message(piece, frame.number)
+            self._events.take(piece, frame.number)
         if frame.number:
             self._check_number(frame.number, is_explained=isinstance(message, Notice))
 
@@ -361,7 +361,7 @@ class NodeLink:
             self.broken_at = self.broken_at or time.monotonic()
             self._is_resuming = False
             self._link.close()
-        self._events.broken()
+        self._events.break_off()
 
     def _make_connection(self, reason: str) -> None:
         """Try until there is one. Raises: LinkClosed when the agent is gone, or we hang up meanwhile."""
@@ -450,29 +450,29 @@ class NodeLink:
             else:
                 self._to_acknowledge.was_shown = self._to_acknowledge.is_shown()
         if is_taking and self._to_acknowledge is None:
-            self._to_acknowledge = self._next_checkpoint()
+            self._to_acknowledge = self._next_mark()
         self._acknowledge_at = max(self._acknowledge_at, time.monotonic() + self._limits.acknowledge_gap_s)
 
     def _acknowledge_the_last(self) -> None:
         """We leave in good order: what has been shown need not be shown again."""
-        last = self._next_checkpoint() if self._is_seen else None
-        for checkpoint in (self._to_acknowledge, last):
-            if checkpoint is not None and (checkpoint.is_shown() if self._is_seen else checkpoint.was_shown):
-                self._acknowledge(checkpoint)
+        last = self._next_mark() if self._is_seen else None
+        for mark in (self._to_acknowledge, last):
+            if mark is not None and (mark.is_shown() if self._is_seen else mark.was_shown):
+                self._acknowledge(mark)
 
-    def _next_checkpoint(self) -> Checkpoint | None:
+    def _next_mark(self) -> ShownMark | None:
         if self._last_number is None or self._last_number <= self._acknowledged:
             return None
-        checkpoint = self._events.checkpoint()
-        checkpoint.number = self._last_number
-        return checkpoint
+        mark = self._events.mark_shown()
+        mark.number = self._last_number
+        return mark
 
-    def _acknowledge(self, checkpoint: Checkpoint) -> None:
-        self._acknowledged = checkpoint.number
-        size_bytes = sum(len(line.body) for line in checkpoint.unfinished)  # they are sent anew each time
+    def _acknowledge(self, mark: ShownMark) -> None:
+        self._acknowledged = mark.number
+        size_bytes = sum(len(line.body) for line in mark.unfinished)  # they are sent anew each time
         self._acknowledge_at = time.monotonic() + size_bytes / _MOST_UNFINISHED_BYTES_PER_S
         with self._sending, contextlib.suppress(LinkClosed):  # its reader meets the end as well
-            for message in (*checkpoint.unfinished, Acknowledge(checkpoint.number)):
+            for message in (*mark.unfinished, Acknowledge(mark.number)):
                 self._add(message)
             if self.broken_at is None:
                 self._link.flush()
@@ -481,7 +481,7 @@ class NodeLink:
         """The agent numbers what it keeps for us without a gap, or says in a notice what is missing."""
         missing = 0 if self._last_number is None else number - self._last_number - 1
         self._last_number = number
-        self._events.handled(0 if is_explained else missing)
+        self._events.note_handled(0 if is_explained else missing)
 
 
 def _pieces(message: Message) -> Iterator[Message]:

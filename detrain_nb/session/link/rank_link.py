@@ -48,14 +48,14 @@ class RankLink:
     def _link_to(self, node: int, end: End) -> NodeLink:
         state, transport = self.state, end.transport
         events = NodeEvents(
-            message=lambda message, number: state.take(message, number, node),
-            checkpoint=lambda: state.checkpoint(node),
-            handled=lambda missing: state.note_handled(missing, node),
-            broken=lambda: state.break_off(node),
-            closed=lambda reason: state.close(reason, node),
+            take=lambda message, number: state.take(message, number, node),
+            mark_shown=lambda: state.mark_shown(node),
+            note_handled=lambda missing: state.note_handled(missing, node),
+            break_off=lambda: state.break_off(node),
+            close=lambda reason: state.close(reason, node),
         )
         if end.absent:
-            events = replace(events, closed=lambda *_: None)  # it is known, and told with the ranks that were there
+            events = replace(events, close=lambda *_: None)  # it is known, and told with the ranks that were there
         can_resume = transport.can_resume and not end.absent
         connect = functools.partial(transport.connect_agent, self._session) if can_resume else None
         return NodeLink(end.sock, events, connect=connect, limits=self.limits)

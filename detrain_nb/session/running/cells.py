@@ -59,7 +59,7 @@ class Cells:
             self._execute(cell, source.for_ranks_of(cell), timeout_s)
             return self._result(cell, values=values)
         finally:
-            cell.note_given()
+            cell.note_values_brought()
 
     def _execute(self, cell: Cell, message: RunCell, timeout_s: float | None) -> None:
         core = self._core
@@ -81,10 +81,10 @@ class Cells:
         deadline = time.monotonic() + self._link.limits.idle_s
         while True:
             chosen = core.wait_until_idle(ranks, observer, limit_s=self._link.limits.idle_s)
-            for giving in state.giving(chosen):
-                giving.wait_until_given(self._link.limits.value_s)
+            for bringing in state.bringing_values(chosen):
+                bringing.wait_until_values_brought(self._link.limits.value_s)
             with self._beginning:
-                if state.busy.keys() & set(chosen) or state.giving(chosen):
+                if state.busy.keys() & set(chosen) or state.bringing_values(chosen):
                     continue
                 core.tell(core.rescue.before_a_cell(), observer)
                 core.mend_group(chosen, observer)
@@ -104,7 +104,7 @@ class Cells:
                         return cell
                 except BaseException:
                     state.remove_cell(cell)
-                    cell.note_given()
+                    cell.note_values_brought()
                     raise
             if time.monotonic() >= deadline:
                 raise SessionError(f"{format_ranks(chosen)} are lost again and again: %distributed status")
@@ -133,7 +133,7 @@ class Cells:
         silence = describe_silence(errors)
         mismatch = self._mismatch(cell) if silence or _have_hung_up(errors) else ""
         if silence:  # gloo has closed its connections: that group is of no more use
-            stale = self._core.groups.end()
+            stale = self._core.process_groups.end()
             silence = mismatch or silence
             note = f"{silence}\n{story or describe_new_groups(stale, is_wanted=self._state.groups.is_wanted)}"
         else:

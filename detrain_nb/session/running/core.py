@@ -39,8 +39,8 @@ class Core:
         self.transports = [end.transport for end in ends]
         self.link = RankLink(name, ends, is_attaching=is_attaching, limits=limits)
         self.state = self.link.state
-        self.groups = ProcessGroups(self.link)
-        self.rescue = Rescue(self.link, self.groups)
+        self.process_groups = ProcessGroups(self.link)
+        self.rescue = Rescue(self.link, self.process_groups)
         self.hang_s = 5.0
         self.stop_gap_s = 0.0
         self.group_timeout_s = 0.0  # 0: torch's own
@@ -143,11 +143,11 @@ class Core:
         if not is_everybody and (self.state.busy or self.state.lost or left):
             return
         if self.state.groups.is_wanted and not is_everybody:
-            self.tell(self.groups.mend_for_some(limit_s=self.link.limits.idle_s), observer)
+            self.tell(self.process_groups.mend_for_some(limit_s=self.link.limits.idle_s), observer)
         elif self.state.groups.is_wanted:
-            self.groups.mend(limit_s=self.link.limits.idle_s)
+            self.process_groups.mend(limit_s=self.link.limits.idle_s)
         else:
-            self.groups.begin()
+            self.process_groups.begin()
 
     def tell(self, words: str, observer: CellObserver | None) -> None:
         """Say to the user what no cell says: in the cell that is to run, or whenever somebody asks."""

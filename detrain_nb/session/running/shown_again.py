@@ -60,6 +60,6 @@ class ShownAgain:
 
 def wait_until_shown(observer: CellObserver) -> None:
     """Do not fill the memory with what is to be shown. One that shows nothing before the end is not waited for long."""
-    is_shown, deadline = observer.checkpoint(), time.monotonic() + _SHOW_LIMIT_S
+    is_shown, deadline = observer.shown_so_far(), time.monotonic() + _SHOW_LIMIT_S
     while not is_shown() and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -165,7 +165,9 @@ def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say:
         core.link.send_to(node, message)
     _wait_until_all_up(core, ranks_up, say)
     if how.has_group:
-        core.groups.make(tell=lambda ready: say(f"making the process group: {ready} of {core.world_size} ranks"))
+        core.process_groups.make(
+            tell=lambda ready: say(f"making the process group: {ready} of {core.world_size} ranks")
+        )
 
 
 def _wait_until_all_up(core: Core, request: Request, say: Say) -> None:

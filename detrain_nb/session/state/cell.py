@@ -41,9 +41,9 @@ class Cell:
         self._incarnations = dict(incarnations or {})
         self._is_from_log = is_from_log
         self._news = threading.Event()  # who waits should look: it is done, a rank was lost, the node is gone
-        self._has_given = threading.Event()
+        self._has_brought_values = threading.Event()
         if not brings_values:
-            self._has_given.set()
+            self._has_brought_values.set()
         self._outcomes: dict[int, CellDone | CellFailed | RankEnded] = {}
         self._presses = 0
         self._is_over = False
@@ -89,9 +89,9 @@ class Cell:
         return self._is_over
 
     @property
-    def has_given(self) -> bool:
+    def has_brought_values(self) -> bool:
         """Its values are here, or nobody wants them."""
-        return self._has_given.is_set()
+        return self._has_brought_values.is_set()
 
     @property
     def is_done(self) -> bool:
@@ -171,12 +171,12 @@ class Cell:
         self._is_over = True
         self._news.set()
 
-    def note_given(self) -> None:
+    def note_values_brought(self) -> None:
         """Its values are here, or will not come."""
-        self._has_given.set()
+        self._has_brought_values.set()
 
-    def wait_until_given(self, limit_s: float) -> None:
-        self._has_given.wait(limit_s)
+    def wait_until_values_brought(self, limit_s: float) -> None:
+        self._has_brought_values.wait(limit_s)
 
     def know_hosts(self, hosts: Mapping[int, str]) -> None:
         """Ranks have said where they are."""
@@ -197,14 +197,14 @@ class Cell:
         elif isinstance(self._observer, BothObservers):
             self._observer = self._observer.without(observer)
 
-    def checkpoint(self) -> Callable[[], bool]:
+    def shown_so_far(self) -> Callable[[], bool]:
         """A question: has all that was taken so far been shown? With no observer, it is at the end of the cell."""
-        question = self._observer.checkpoint() if self._observer else None
+        question = self._observer.shown_so_far() if self._observer else None
 
         def is_shown() -> bool:
             nonlocal question
             if question is None and self._observer:  # it was added since, and got what was logged before
-                question = self._observer.checkpoint()
+                question = self._observer.shown_so_far()
             return question() if question else not self.running or self._is_over
 
         return is_shown

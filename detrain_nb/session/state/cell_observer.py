@@ -34,7 +34,7 @@ class CellObserver(Protocol):
     def notice(self, text: str) -> None:
         """Something the user should know."""
 
-    def checkpoint(self) -> Callable[[], bool]:
+    def shown_so_far(self) -> Callable[[], bool]:
         """A question: has all that was given so far been shown?"""
         return lambda: True
 
@@ -88,6 +88,6 @@ class BothObservers:
         for observer in self._observers:
             observer.notice(text)
 
-    def checkpoint(self) -> Callable[[], bool]:
-        questions = [observer.checkpoint() for observer in self._observers]
+    def shown_so_far(self) -> Callable[[], bool]:
+        questions = [observer.shown_so_far() for observer in self._observers]
         return lambda: all(question() for question in questions)

@@ -40,10 +40,10 @@ from ...wire import (
     Unfinished,
     Value,
 )
-from ..output.checkpoint import Checkpoint
 from ..output.log import Logged
 from ..output.logbook import Logbook
 from ..output.safe_output import Bundle, cleaned, one_line, quote
+from ..output.shown_mark import ShownMark
 from .cell import Cell
 from .group_state import GroupState
 from .history import History
@@ -160,7 +160,6 @@ class SessionState:
             Notice: self._take_notice,
             StartedCold: self._take_cold_start,
         }
-        self._takers |= dict.fromkeys(_OF_CELLS, self._take_of_cell)
         self._takers |= dict.fromkeys(_ANSWERS, lambda message, number, node: self._requests.take(message))
 
     # ---- what is known
@@ -274,9 +273,9 @@ class SessionState:
         """The ranks that run a cell, and which."""
         return {rank: cell for cell in list(self._cells.values()) for rank in cell.running}
 
-    def giving(self, ranks: Collection[int]) -> list[Cell]:
+    def bringing_values(self, ranks: Collection[int]) -> list[Cell]:
         """Cells that some of ``ranks`` have run, whose values are being brought: those of a next one hide them."""
-        over = [cell for cell in list(self._cells.values()) if cell.is_done and not cell.has_given]
+        over = [cell for cell in list(self._cells.values()) if cell.is_done and not cell.has_brought_values]
         return [cell for cell in over if not set(cell.ranks).isdisjoint(ranks)]
 
     def is_at_home(self, rank: int, *, node_of: Mapping[int, int] | None = None) -> bool:
@@ -340,7 +339,9 @@ class SessionState:
 
         Of the earlier cells only those matter that still run, or whose values are under way.
         """
-        earlier = {number: known for number, known in self._cells.items() if known.running or not known.has_given}
+        earlier = {
+            number: known for number, known in self._cells.items() if known.running or not known.has_brought_values
+        }
         self._cells = earlier | {cell.number: cell}
         self._num_notices.clear()
         is_fresh = any(self._up[rank].incarnation != cell.incarnations[rank] for rank in cell.ranks)
@@ -510,12 +511,11 @@ class SessionState:
         if is_missed and isinstance(message, _OF_CELLS) and not self._history.knows(message.cell):
             return  # it is too long ago for the agent to know it
         self._checks.check_time(message, node, is_attached=node in self._attached)
-        taker = self._takers.get(type(message))
-        if not is_wanted or taker is None:
+        if not is_wanted:
             return
         if isinstance(message, _OF_CELLS):
             self._take_of_cell(message, number, node, bundle)
-        else:
+        elif taker := self._takers.get(type(message)):
             taker(message, number, node)
 
     def _missed_up_to(self, node: int) -> int:
@@ -545,9 +545,9 @@ class SessionState:
         self.lose_node(node, f"the agent of session {self._session!r} is gone ({reason})")
 
     @_one_at_a_time
-    def checkpoint(self, node: int = 0) -> Checkpoint:
+    def mark_shown(self, node: int = 0) -> ShownMark:
         """A moment of what was taken, and the question whether all of it has been shown; for ``node`` to keep."""
-        questions = [cell.checkpoint() for cell in list(self._cells.values())]
+        questions = [cell.shown_so_far() for cell in list(self._cells.values())]
         is_waiting, fresh = self._is_showing_missed, self._fresh
 
         def is_shown() -> bool:
@@ -557,7 +557,7 @@ class SessionState:
 
         running = {number for number, cell in list(self._cells.items()) if cell.running}
         own = [line for line in self._logbook.unfinished_lines(running) if self.node_of.get(line.rank, node) == node]
-        return Checkpoint(own, is_shown)
+        return ShownMark(own, is_shown)
 
     # ---- one kind of message each
 

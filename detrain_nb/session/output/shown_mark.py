@@ -1,4 +1,4 @@
-"""All that came up to a moment: a message counts as arrived when what came with it has been shown."""
+"""A moment in what came from a node: it is acknowledged there when all that came before has been shown."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ...wire import Unfinished
 
 
 @dataclass
-class Checkpoint:
-    """All that ``on_message`` got up to a moment: the lines that had not ended then, and whether it has been shown."""
+class ShownMark:
+    """``unfinished``: the lines that had not ended then; ``number``: of the last message before it."""
 
     unfinished: list[Unfinished]
     is_shown: Callable[[], bool]
