@@ -40,8 +40,7 @@ from ..errors import (
     format_ranks,
     short_ranks,
 )
-from ..plan import MOST_RANKS, plan_nodes, plan_one_node, split_names
-from ..wire import StartedCold
+from ..plan import MOST_RANKS, split_names
 from .cell_log import SessionLog
 from .files import SessionFiles, current_folder
 from .news import SessionNews
@@ -50,7 +49,7 @@ from .running.asked import check_mapping, check_number, check_text, check_whole,
 from .running.cells import Cells
 from .running.core import Core, Ranks
 from .running.results import CellResult
-from .running.start import RankStart, attach, go_on, launch, require_room
+from .running.start import RankStart, go_on, launch, place
 from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
 from .settings import SessionSettings
@@ -71,7 +70,7 @@ _MOST_HOSTS = 4  # by name
 
 
 class Session:
-    """Ranks on this machine that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
+    """Ranks that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
 
     def __init__(
         self,
@@ -178,28 +177,13 @@ class Session:
             give_up_agents(ends)
             raise
         try:
-            attached = attach(core, range(len(transports)))
-            if nodes is None:
-                core.state.know_plan(plan_one_node(ranks=ranks, device=device, backend=backend, gpus=attached[0].gpus))
-            else:
-                offers = [transport.offer(attached[node].gpus) for node, transport in enumerate(transports)]
-                core.state.know_plan(plan_nodes(offers, device=device, backend=backend, ranks=ranks))
-            if not force:
-                require_room(core.plan, attached)
             of_env = tuple(env or ())
-            core.note_down(
-                StartedWith(ranks, device, backend, init, sync, of_env, seed, start, linger_s, group_timeout_s)
-            )
+            asked = StartedWith(ranks, device, backend, init, sync, of_env, seed, start, linger_s, group_timeout_s)
+            attached = place(core, ends, asked, is_here=nodes is None, force=force)
             if files.is_synced:
                 on_progress("bringing the files of the folder to the nodes")
             for words in [*files.notices, *files.bring()]:
                 core.state.add_notice(words)
-            for node in core.nodes or ():
-                if unset := [name for name in node.env if name not in os.environ and name not in of_env]:
-                    core.state.add_notice(f"{node.name} is to have {', '.join(unset)}, which this process has not set")
-            for number, end in enumerate(ends):
-                if end.why_cold:
-                    core.state.take(StartedCold(end.why_cold), node=number)
             launch(core, how, attached, say=on_progress)
         except BaseException:
             session.stop(cold=True)

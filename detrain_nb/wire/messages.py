@@ -385,7 +385,7 @@ class WorkerUp(Message):
 
 @dataclass(frozen=True)
 class RankUp(Message):
-    """The interpreter of a rank is ready for a generation; ``incarnation`` counts those before it in this session."""
+    """The interpreter of a rank is ready for a generation; ``incarnation`` is 1 for the first."""
 
     rank: int
     incarnation: int

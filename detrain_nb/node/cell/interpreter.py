@@ -104,7 +104,7 @@ class Lines:
 
 
 def serve(config: RankConfig, rank: int, incarnation: int, lines: Lines) -> None:
-    """Be the interpreter of ``rank`` until the worker hangs up; ``incarnation`` others were it before."""
+    """Be the interpreter of ``rank`` until the worker hangs up; ``incarnation`` is 1 for the first."""
     interpreter = _Interpreter(config, rank, incarnation, lines)
     gc.freeze()  # what is there now stays: no collection has to look at it
     with contextlib.suppress(EOFError):

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...deploy.known import noted_owners
+from ...deploy import End
+from ...deploy.known import StartedWith, noted_owners
 from ...errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks, short_ranks
 from ...launch import LOOPBACK, LOOPBACK_INTERFACE, RankConfig, launch_node, threads_per_rank
-from ...plan import DEVICES, NodePlan, Plan
+from ...plan import DEVICES, NodePlan, Plan, plan_nodes, plan_one_node
 from ...transport import Transport
-from ...wire import Attach, Attached, Launch, OpenStore, StoreOpened
+from ...wire import Attach, Attached, Launch, OpenStore, StartedCold, StoreOpened
 from ..output.safe_output import quote
 from ..state.requests import Request
 from ..state.session_state import agent_of
@@ -133,6 +134,30 @@ def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int
                 core.link.hang_up(node, f"it did not answer within {core.link.limits.attach_s:g} s")
     answers = {node: request.answers.get(agent_of(node)) for node in nodes}
     return {node: answer for node, answer in answers.items() if isinstance(answer, Attached)}
+
+
+def place(core: Core, ends: Sequence[End], asked: StartedWith, *, is_here: bool, force: bool) -> dict[int, Attached]:
+    """Say hello to all nodes and decide where the ranks that were asked for are; returns what the agents said.
+
+    ``is_here``: nobody has named nodes. Raises: SpecError, or why a node does not answer.
+    """
+    attached = attach(core, range(len(core.transports)))
+    if is_here:
+        gpus = attached[0].gpus
+        core.state.know_plan(plan_one_node(ranks=asked.ranks, device=asked.device, backend=asked.backend, gpus=gpus))
+    else:
+        offers = [transport.offer(attached[node].gpus) for node, transport in enumerate(core.transports)]
+        core.state.know_plan(plan_nodes(offers, device=asked.device, backend=asked.backend, ranks=asked.ranks))
+    if not force:
+        require_room(core.plan, attached)
+    core.note_down(asked)
+    for node in core.nodes or ():
+        if unset := [name for name in node.env if name not in os.environ and name not in asked.env]:
+            core.state.add_notice(f"{node.name} is to have {', '.join(unset)}, which this process has not set")
+    for number, end in enumerate(ends):
+        if end.why_cold:
+            core.state.take(StartedCold(end.why_cold), node=number)
+    return attached
 
 
 def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
