@@ -27,6 +27,8 @@ from detrain_nb.session.link.node_link import NodeLink
 from detrain_nb.session.session import end_session
 from detrain_nb.session.state.cell_observer import CellObserver
 
+from .inside import link_of
+
 _LIMIT_S = 60.0
 _SERVE = """
 import json, sys
@@ -381,7 +383,7 @@ for i in range(20_000, 20_100): print(i)
         marks = ["--- from here on perhaps shown before:", "--- from here on new:"]
         assert observer.notices == marks, "the process that was killed had the first line, and nobody was shown it"
         session.run_cell("1")
-        _eventually(lambda: session._link._nodes[0]._acknowledged == session._link._nodes[0].last_number)
+        _eventually(lambda: link_of(session)._nodes[0]._acknowledged == link_of(session)._nodes[0].last_number)
         session.detach()
     with Session.attach(name) as session:
         assert session.log.missed == {}
@@ -405,7 +407,7 @@ def test_what_nobody_confirmed_is_shown_again_between_marks(other: OtherProcess,
     assert observer.shown[-1][0] == "notice"
     assert observer.text(0) == "1\n2\n"
     second.log.confirm_missed()
-    _eventually(lambda: second._link._nodes[0]._acknowledged == second._link._nodes[0].last_number)
+    _eventually(lambda: link_of(second)._nodes[0]._acknowledged == link_of(second)._nodes[0].last_number)
     second.detach()
     with Session.attach(name) as third:
         assert third.log.missed == {}

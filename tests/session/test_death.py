@@ -22,6 +22,7 @@ from detrain_nb.errors import CellInterrupted, RankLost, SessionError
 from detrain_nb.wire import Message, NewGeneration, Pull, RunCell
 
 from ..node.cgroups import can_make_cgroups, memory_cgroup
+from .inside import core_of, link_of, state_of
 from .soon import assert_soon
 from .training import COLLECTIVE, STALE, Watcher, assert_works, be_patient, equip
 
@@ -252,7 +253,7 @@ def test_stop_pressed_after_a_death_still_interrupts_the_others(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(equipped._core.process_groups, "end", press)
+    monkeypatch.setattr(core_of(equipped).process_groups, "end", press)
     with pytest.raises(RankLost, match="rank 0 kept its variables"):
         equipped.run_cell("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(600)")
     assert equipped.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
@@ -265,7 +266,9 @@ def test_death_while_the_group_is_made(equipped: Session, monkeypatch: pytest.Mo
     equipped.run_cell("1")
     with pytest.raises(RankLost):
         equipped.run_cell("if rank == 1: os._exit(1)\ndist.barrier()")
-    _after_the_first(NewGeneration, equipped, monkeypatch, lambda: os.kill(equipped._state.up[1].pid, signal.SIGKILL))
+    _after_the_first(
+        NewGeneration, equipped, monkeypatch, lambda: os.kill(state_of(equipped).up[1].pid, signal.SIGKILL)
+    )
     assert equipped.run_cell("1").ranks == (0, 1)
     assert_works(equipped)
 
@@ -506,7 +509,7 @@ def _after_the_first(
     kind: type[Message], session: Session, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]
 ) -> None:
     """Act once, when the session has sent the first message of that kind to its ranks."""
-    send = session._link.send
+    send = link_of(session).send
 
     def send_and_act(message: Message) -> None:
         send(message)
@@ -514,7 +517,7 @@ def _after_the_first(
             monkeypatch.undo()
             act()
 
-    monkeypatch.setattr(session._link, "send", send_and_act)
+    monkeypatch.setattr(link_of(session), "send", send_and_act)
 
 
 def _runs(pid: int) -> bool:

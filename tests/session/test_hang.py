@@ -16,6 +16,8 @@ from detrain_nb.errors import CellInterrupted, RankError, RankLost
 from detrain_nb.session.diagnosis.where_report import Whereabouts
 from detrain_nb.session.state.cell_observer import CellObserver
 
+from .inside import core_of
+
 DEADLINE_S = 40.0
 PREPARED = """
 import asyncio, contextlib, os, pathlib, re, subprocess, sys, time
@@ -297,10 +299,10 @@ def test_stop_that_is_pressed_while_ranks_are_freed_is_the_first_press(
     hanging: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def press(*args: object) -> None:
-        monkeypatch.delattr(hanging._core.rescue, "_free_who_waits")
+        monkeypatch.delattr(core_of(hanging).rescue, "_free_who_waits")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hanging._core.rescue, "_free_who_waits", press)
+    monkeypatch.setattr(core_of(hanging).rescue, "_free_who_waits", press)
     with pytest.raises(RankError) as caught:
         hanging.run_cell("if rank == 1:\n    raise ValueError('a bad batch')\ndist.barrier()", timeout_s=DEADLINE_S)
     assert re.match(r"rank 0 waited in .*: freed\nall ranks stopped", caught.value.note)

@@ -105,6 +105,7 @@ from detrain_nb.wire import (
 
 from ..raw_frames import KIND_AT, prefix
 from .hostile import IDLE, INFO, FakeNode
+from .inside import core_of, link_of, state_of
 from .soon import assert_soon
 
 pytestmark = pytest.mark.timeout(60)
@@ -143,7 +144,7 @@ class Pair:
 
     @property
     def state(self) -> Any:
-        return self.session._state
+        return state_of(self.session)
 
     @property
     def grown_bytes(self) -> int:
@@ -402,7 +403,7 @@ def test_node_that_ends_each_connection_at_once_is_not_connected_to_without_a_pa
         return ours
 
     with _attached(good, bad) as session:
-        monkeypatch.setattr(session._link._nodes[1], "_connect", lambda: connect("mine"))
+        monkeypatch.setattr(link_of(session)._nodes[1], "_connect", lambda: connect("mine"))
         bad._sock.shutdown(socket.SHUT_RDWR)
         assert_soon(lambda: len(times) > 3)
         assert session.run_cell("1", ranks=0).ranks == (0,)
@@ -435,7 +436,7 @@ def _attached(*nodes: FakeNode, name: str = "mine", limits: Limits | None = None
 
 def _assert_absent(session: Session, why: str = "") -> None:
     """Node bad is lost, and nothing that it said counts; the honest node goes on."""
-    state: Any = session._state
+    state: Any = state_of(session)
     assert why in state.lost_nodes[1]
     assert (len(session.ranks), session.log.next_cell(), state.groups.number) == (2, 1, 1)
     assert not state.busy
@@ -527,7 +528,7 @@ def test_number_of_a_cell_that_a_node_makes_up_keeps_no_honest_node_out_later(cl
             new = session.run_cell("1", ranks=0).cell
             assert not {new, new - 1} & {*cells, claimed}
             cells += [new - 1, new]
-            assert not session._state.lost_nodes
+            assert not state_of(session).lost_nodes
 
 
 @pytest.mark.parametrize(("code", "first_line"), [("evil()", 1), ("x = 1", 9)])
@@ -600,9 +601,9 @@ def test_node_that_claims_a_rank_which_was_noted_of_another_counts_as_absent(is_
     known.remember("noted", noted, holder="x")
     try:
         with _attached(*_three_of_which_one_claims_too_much(is_late), name="noted") as session:
-            assert list(session._state.lost_nodes) == [1]
-            assert "speaks for rank 2, which it does not have" in session._state.lost_nodes[1]
-            assert session._state.node_of == {0: 0, 1: 1, 2: 2}
+            assert list(state_of(session).lost_nodes) == [1]
+            assert "speaks for rank 2, which it does not have" in state_of(session).lost_nodes[1]
+            assert state_of(session).node_of == {0: 0, 1: 1, 2: 2}
             assert session.run_cell("1", ranks=[0, 2]).ranks == (0, 2)
     finally:
         known.forget("noted")
@@ -685,7 +686,7 @@ def test_node_that_is_lost_after_it_has_answered_while_another_is_asked_is_lost_
     for node in nodes:
         node.answers[Attach] = lambda _, node=node: answer(node)
     with _attached(*nodes) as session:
-        assert list(session._state.lost_nodes) == [1]
+        assert list(state_of(session).lost_nodes) == [1]
         assert session.run_cell("1", ranks=[0, 2]).ranks == (0, 2)
 
 
@@ -775,7 +776,7 @@ def test_node_whose_ranks_are_fresh_again_and_again_holds_the_others_up_a_few_ti
         session.run_cell("1")
         for incarnation in range(2, 9):
             bad.say(RankUp(1, incarnation, 0, 2, 1, "bad", "cpu", "2"))
-            assert_soon(lambda: session._state.up[1].incarnation == incarnation)  # noqa: B023
+            assert_soon(lambda: state_of(session).up[1].incarnation == incarnation)  # noqa: B023
             assert session.run_cell("1", ranks=0).ranks == (0,)
         assert len(asked) == 3
 
@@ -813,7 +814,7 @@ def test_node_that_takes_no_new_numbers_is_lost_alone(how: str) -> None:
     nodes[1].answers[Renumber] = _renumbered_wrongly(how, nodes[1])
     with _attached(*nodes, limits=Limits(idle_s=0.3)) as session:
         nodes[2].leave()
-        assert_soon(lambda: 2 in session._state.lost)
+        assert_soon(lambda: 2 in state_of(session).lost)
         assert session.ranks.shrink() == {0: 0, 1: 1}
         if how in ("says nothing", "refuses"):
             _assert_absent(session, "its ranks did not take their new numbers within 0.3 s")
@@ -839,7 +840,7 @@ def test_what_a_lost_node_showed_is_shown_as_its_own_when_a_trusted_one_has_its_
     with _attached(*nodes) as session:
         first = session.run_cell("1", values=False)
         nodes[1].leave()
-        assert_soon(lambda: 1 in session._state.lost)
+        assert_soon(lambda: 1 in state_of(session).lost)
         assert session.ranks.shrink() == {0: 0, 2: 1}
         nodes[2].say(Output(1, 1, "stdout", b"late\n"), is_numbered=False)
         assert_soon(lambda: first[2].stdout == "2\nlate\n")
@@ -946,7 +947,7 @@ def test_node_that_does_not_say_all_its_ranks_can_be_left_out() -> None:
         Session.attach("mine", nodes=[good, bad])
     with Session.attach("mine", nodes=[good, bad], without=["bad"]) as session:
         assert session.run_cell("1", ranks=0).ranks == (0,)
-        assert sorted(session._state.lost) == [1, 2]
+        assert sorted(state_of(session).lost) == [1, 2]
 
 
 @pytest.mark.parametrize("name", ["good", "nobody"])
@@ -980,7 +981,7 @@ def test_what_a_node_remembers_is_bounded() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[Attach] = lambda _: (RanCell([1], cell, "x" * 100_000, 1, False, [], False) for cell in range(1, 3000))
     with _attached(good, bad) as session:
-        assert "remembers more than a session has" in session._state.lost_nodes[1]
+        assert "remembers more than a session has" in state_of(session).lost_nodes[1]
         gc.collect()
         assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
 
@@ -996,11 +997,11 @@ def test_output_of_cells_that_nobody_sent_is_not_kept(last_number: int) -> None:
             for stream in ("stdout", "stderr"):
                 bad.say(Output(1, cell, stream, b"x" * 60_000), is_numbered=last_number > 0)
         bad.say(Notice("taken"), is_numbered=False)
-        assert_soon(lambda: "bad: taken" in session.news.notices or 1 in session._state.lost_nodes)
+        assert_soon(lambda: "bad: taken" in session.news.notices or 1 in state_of(session).lost_nodes)
         assert session.log.printed == []
         gc.collect()
         assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
-        assert (1 in session._state.lost_nodes) is (last_number == 0)
+        assert (1 in state_of(session).lost_nodes) is (last_number == 0)
 
 
 def test_lines_that_do_not_end_are_kept_up_to_a_size(pair: Pair) -> None:
@@ -1089,7 +1090,7 @@ def test_other_nodes_get_through_while_a_large_output_is_taken(pair: Pair) -> No
 
 
 def test_link_that_is_closed_takes_no_more_of_a_large_output(pair: Pair) -> None:
-    eyes = _SlowEyes(lambda: pair.session._link._nodes[1].begin_to_close(is_seen=True))
+    eyes = _SlowEyes(lambda: link_of(pair.session)._nodes[1].begin_to_close(is_seen=True))
     with pytest.raises(DetrainError):
         _run(pair, _LARGE, _DONE, observer=eyes)
     assert 0 < eyes.num_chars < len(_LARGE.body)
@@ -1166,7 +1167,7 @@ def _told_of_groups(pair: Pair) -> list[str]:
 
 def _told_of_the_store(pair: Pair) -> list[str]:
     pair.good.answers[OpenStore] = lambda message: [StoreOpened(0, _LIES)]
-    return _error_of(lambda: _open_store(pair.session._core, "127.0.0.1"))
+    return _error_of(lambda: _open_store(core_of(pair.session), "127.0.0.1"))
 
 
 def _told_of_a_lost_node(pair: Pair, message: Message) -> list[str]:
@@ -1731,7 +1732,7 @@ def test_half_lines_are_not_kept_for_a_node_that_takes_nothing(monkeypatch: pyte
     running = threading.Thread(target=run)
     running.start()
     try:
-        link = pair.session._link._nodes[1]
+        link = link_of(pair.session)._nodes[1]
         for number in range(200):
             for stream in ("stdout", "stderr"):
                 pair.bad.say(Output(1, 1, stream, b"\r%d" % number + b"y" * 65_000))

@@ -15,6 +15,7 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, RankError, RankLost
 
+from .inside import state_of
 from .soon import assert_soon
 from .training import COLLECTIVE, Watcher, be_patient
 
@@ -182,7 +183,7 @@ def test_generation_that_crossed_a_death_is_ended_on_the_fresh_rank(
     """The agent is held up: the order to make a generation finds the fresh rank, which is slow to come up."""
     monkeypatch.setattr(two_here.settings.limits, "group_s", 6.0)
     two_here.run_cell("dist.destroy_process_group()")
-    state, interpreter = two_here._state, psutil.Process(_pid(two_here, 1))
+    state, interpreter = state_of(two_here), psutil.Process(_pid(two_here, 1))
     worker, agent = interpreter.parent(), interpreter.parents()[3]
     assert "detrain_nb.node.agent.agent" in agent.cmdline()
     before, helds = state.groups.number, []
@@ -196,7 +197,7 @@ def test_generation_that_crossed_a_death_is_ended_on_the_fresh_rank(
         try:
             assert_soon(lambda: state.groups.number > before)
             agent.resume()
-            assert_soon(lambda: 1 in state.lost and two_here._state.groups.is_ended)
+            assert_soon(lambda: 1 in state.lost and state_of(two_here).groups.is_ended)
         finally:
             helds[0].resume()
 

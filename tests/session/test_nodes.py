@@ -21,6 +21,7 @@ from detrain_nb.transport import AgentFolders
 from detrain_nb.transport.local import LocalTransport
 from detrain_nb.wire import CellDone, RankUp, to_frame
 
+from .inside import link_of, state_of
 from .soon import assert_soon
 
 
@@ -204,7 +205,7 @@ def test_words_of_the_agent_do_not_cut_what_ranks_print(two_nodes: Session) -> N
 
     def ask() -> None:
         while not ended.is_set():
-            two_nodes._link.locate([0, 1], stack=False)  # the agent says that it has received it
+            link_of(two_nodes).locate([0, 1], stack=False)  # the agent says that it has received it
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -235,7 +236,7 @@ def test_stop_works_while_a_node_cannot_be_reached(two_nodes: Session, nodes: li
 
     def cut_and_stop() -> None:
         nodes[1].cut()
-        assert_soon(lambda: two_nodes._link._nodes[1].broken_at is not None)
+        assert_soon(lambda: link_of(two_nodes)._nodes[1].broken_at is not None)
         os.kill(os.getpid(), signal.SIGINT)
 
     stop = _later(cut_and_stop, 0.5)
@@ -372,7 +373,7 @@ def test_session_is_attached_to_on_all_nodes(base: Path) -> None:
 
 @pytest.mark.slow
 def test_node_that_speaks_for_the_rank_of_another_is_hung_up_on(two_nodes: Session) -> None:
-    ranks = two_nodes._link
+    ranks = link_of(two_nodes)
     forged = to_frame(CellDone(0, 1, 0.0, True, False, b""))
     link = ranks._nodes[1]
     two_nodes.run_cell("kept = rank")
@@ -382,7 +383,7 @@ def test_node_that_speaks_for_the_rank_of_another_is_hung_up_on(two_nodes: Sessi
     link._link.sock.shutdown(socket.SHUT_RDWR)
     theirs.recv(1 << 16)  # it attaches
     up = RankUp(1, 1, 0, 2, 1, "right", "cpu", "2")
-    attached = two_nodes._state._attached[1]
+    attached = state_of(two_nodes)._attached[1]
     for frame in (to_frame(up), to_frame(attached), forged._replace(number=link.last_number + 1)):
         theirs.sendall(frame.to_bytes(number=frame.number))
     while theirs.recv(1 << 16):  # until it is hung up on
@@ -390,7 +391,7 @@ def test_node_that_speaks_for_the_rank_of_another_is_hung_up_on(two_nodes: Sessi
     theirs.close()
     with pytest.raises((RankLost, SessionError), match="node right is lost"):
         two_nodes.run_cell("dist.barrier()")
-    assert "speaks for rank 0, which it does not have" in two_nodes._state.lost_nodes[1]
+    assert "speaks for rank 0, which it does not have" in state_of(two_nodes).lost_nodes[1]
     assert two_nodes.run_cell("kept", ranks=0).values == {0: 0}
 
 

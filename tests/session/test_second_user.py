@@ -22,6 +22,7 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.errors import DetrainError, LaunchError, RankError, RankLost
 
+from .inside import state_of
 from .training import COLLECTIVE
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -155,7 +156,7 @@ def test_what_another_user_writes_into_the_store_reaches_no_group() -> None:
 
 def _listening_ports(session: Session) -> set[int]:
     """Of rank 0; none where its process is gone, and the next one not up yet."""
-    up = session._state.up.get(0)
+    up = state_of(session).up.get(0)
     with contextlib.suppress(psutil.NoSuchProcess):
         connections = psutil.Process(up.pid).net_connections(kind="tcp") if up else []
         return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}

@@ -40,6 +40,7 @@ from detrain_nb.session.session import end_session
 from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.wire import Attached, Display, Interrupt, RunCell, parse_bundle
 
+from .inside import link_of, state_of
 from .soon import assert_soon
 from .training import Watcher
 
@@ -566,7 +567,7 @@ def test_value_that_a_later_cell_of_another_thread_took_the_place_of_is_its_text
 ) -> None:
     code = _MEETS_THE_OTHERS.format(folder=str(tmp_path), name="early", count="2 * rank")
     slow = _in_thread(session, code)
-    assert_soon(lambda: set(session._state.busy) == {1})
+    assert_soon(lambda: set(state_of(session).busy) == {1})
     assert session.run_cell("'later'", ranks=0).values == {0: "later"}
     (tmp_path / "go on").touch()
     values = slow().values
@@ -579,13 +580,13 @@ def test_cell_waits_as_long_for_each_that_is_in_its_way(
 ) -> None:
     monkeypatch.setattr(session.settings.limits, "idle_s", 2.0)
     holders = [_in_thread(session, _gated(tmp_path / "0"), ranks=0)]
-    assert_soon(lambda: set(session._state.busy) == {0})
+    assert_soon(lambda: set(state_of(session).busy) == {0})
     began, seen = time.monotonic(), _Waiting()
     last = _in_thread(session, "'last'", observer=seen)
     assert seen.waits.wait(10)
     assert_soon(lambda: time.monotonic() > began + 1.2)
     holders.append(_in_thread(session, _gated(tmp_path / "1"), ranks=1))
-    assert_soon(lambda: set(session._state.busy) == {0, 1})
+    assert_soon(lambda: set(state_of(session).busy) == {0, 1})
     (tmp_path / "0").touch()
     assert_soon(lambda: time.monotonic() > began + 2.4)
     (tmp_path / "1").touch()
@@ -617,7 +618,7 @@ def _run_behind_another(
     Returns the results, and the numbers that those who show the cells were told.
     """
     first = _in_thread(session, _gated(gate))
-    assert_soon(lambda: set(session._state.busy) == {0, 1})
+    assert_soon(lambda: set(state_of(session).busy) == {0, 1})
     seen = {name: _Waiting() for name in cells}
     threads = {
         name: _in_thread(session, code, ranks=ranks, observer=seen[name]) for name, (ranks, code) in cells.items()
@@ -695,7 +696,7 @@ def test_interrupt_that_comes_before_the_cell_has_begun_is_not_lost(session: Ses
                 self.send(Interrupt(message.ranks, message.cell))
 
     for _ in range(20):
-        link = session._link
+        link = link_of(session)
         send = link.send
         link.send = PressStop(send)  # type: ignore[method-assign]
         try:

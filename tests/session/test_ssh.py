@@ -33,6 +33,7 @@ from detrain_nb.session.link.node_link import NodeLink
 from ..testbed.fixtures import MakeTestbed
 from ..testbed.nodes import processes_of_sessions, ssh_nodes
 from ..testbed.testbed import Link, Testbed
+from .inside import state_of
 from .training import Watcher, press_stop
 
 _TOGETHER = "t = torch.ones(1); dist.all_reduce(t)"
@@ -207,12 +208,12 @@ def test_rebooted_node_is_lost_and_the_others_keep_their_variables(session: Sess
     with _later(0.5, lambda: testbed.reboot("h1")), pytest.raises((RankLost, RankError)) as caught:
         session.run_cell("dist.barrier()\ntime.sleep(1 if rank else 0)\ndist.recv(torch.ones(1), 1 - rank)")
     deadline = time.monotonic() + 30
-    while 1 not in session._state.lost_nodes and time.monotonic() < deadline:
+    while 1 not in state_of(session).lost_nodes and time.monotonic() < deadline:
         time.sleep(0.05)
     with pytest.raises(SessionError, match="node h1 is lost"):
         session.run_cell("rank")
     assert caught.value is not None
-    assert "no session" in session._state.lost_nodes[1]
+    assert "no session" in state_of(session).lost_nodes[1]
     assert session.run_cell("kept", ranks="h0").values == {0: 0}
 
 

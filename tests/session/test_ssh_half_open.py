@@ -23,6 +23,7 @@ from detrain_nb.session.state.limits import Limits
 
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
+from .inside import link_of
 
 _NOTICED_S = 40.0  # 20 as a rule, and a busy machine stalls
 
@@ -56,7 +57,7 @@ def test_cut_of_a_link_on_which_nothing_is_said_is_noticed_and_the_next_cell_wai
         session.run_cell("kept = rank")
         testbed.cut("h1", "notebook")
         began = time.monotonic()
-        _eventually(lambda: bool(session._core.link.broken_s(now=began)))  # to ask the ranks would say something
+        _eventually(lambda: bool(link_of(session).broken_s(now=began)))  # to ask the ranks would say something
         assert [node.fault[:17] for node in session.status().nodes] == ["", "no connection for"]
         said: list[str] = []
 
@@ -86,7 +87,7 @@ def test_cut_behind_a_host_that_is_gone_through_is_noticed(testbed: Testbed) -> 
         session.run_cell("kept = rank")
         testbed.cut("h1", "h0")
         began = time.monotonic()
-        _eventually(lambda: bool(session._core.link.broken_s(now=began)))
+        _eventually(lambda: bool(link_of(session).broken_s(now=began)))
         testbed.heal("h1", "h0")
         assert session.run_cell("kept", timeout_s=60).values == {0: 0}
 

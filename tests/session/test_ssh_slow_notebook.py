@@ -14,6 +14,8 @@ from detrain_nb.errors import CellTimeout, RankError
 from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.wire import Message, Output
 
+from .inside import link_of, state_of
+
 pytestmark = pytest.mark.timeout(120)
 _LIMIT_S = 30.0
 # Rank 1 ends the cell in the middle of what is kept of rank 0, and dropped when that says more.
@@ -46,7 +48,7 @@ class Eyes(CellObserver):
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     """Two ranks; the notebook takes nothing from the first output on until a rank has said it all."""
     with Session.start(ranks=2, device="cpu", init=False, spool_limit_bytes=17 << 20) as started:
-        take, behind = started._state.take, tmp_path / "behind"
+        take, behind = state_of(started).take, tmp_path / "behind"
 
         def take_late(message: Message, number: int = 0, node: int = 0) -> None:
             if isinstance(message, Output) and not behind.exists():
@@ -57,7 +59,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
             take(message, number, node)
 
         started.run_cell(f"folder = {str(tmp_path)!r}; kept = rank")
-        monkeypatch.setattr(started._state, "take", take_late)
+        monkeypatch.setattr(state_of(started), "take", take_late)
         yield started
 
 
@@ -91,7 +93,7 @@ def test_ends_that_come_are_not_taken_for_lost(tmp_path: Path) -> None:
 
         def look() -> None:
             while not is_over.is_set():
-                session._core.link.locate([0, 1], stack=False)
+                link_of(session).locate([0, 1], stack=False)
 
         looking = threading.Thread(target=look)
         looking.start()

@@ -24,6 +24,7 @@ from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.wire import Message, Replace, RunCell
 
 from ..failing_cells import FAILING_CELLS
+from .inside import core_of, link_of
 from .soon import assert_soon
 from .training import COLLECTIVE, STALE, Watcher, assert_works, be_patient, equip, press_stop
 
@@ -282,7 +283,7 @@ def test_press_while_it_is_looked_who_is_in_step_ends_the_groups_without_asking(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(equipped._link, "look", press)
+    monkeypatch.setattr(link_of(equipped), "look", press)
     error = _stop_or_fail(equipped, f"{_OUT_OF_STEP['begun by one rank alone']}\n{end}")
     assert "the process groups are made anew" in error.note
     assert_works(equipped)
@@ -406,14 +407,14 @@ def test_third_press_replaces_the_ranks_that_have_not_come_back(
 ) -> None:
     before = _counters(equipped)
     code = f"if rank == 1:\n    {_SLOW_C}; {_SLOW_C}; {_SLOW_C}"
-    press = equipped._core.rescue._press
+    press = core_of(equipped).rescue._press
 
     def press_and_again(number: int, story: Any) -> None:
         if number < 3:  # two presses that come together are one
             threading.Timer(0.2, press_stop).start()
         press(number, story)
 
-    monkeypatch.setattr(equipped._core.rescue, "_press", press_and_again)
+    monkeypatch.setattr(core_of(equipped).rescue, "_press", press_and_again)
     stopped = _stop(equipped, code)
     assert "rank 1 did not stop in time and had to be replaced" in stopped.note, stopped.note
     assert equipped.run_cell("globals().get('counter')").values == {0: before[0], 1: None}
@@ -425,12 +426,12 @@ def test_presses_that_come_all_at_once_replace_no_rank_that_stops(
 ) -> None:
     """What a notebook has sent may be on its way for seconds, as may be the end of the cell."""
     before = _counters(equipped)
-    of_stop, press = equipped._core.rescue, equipped._core.rescue._press
+    of_stop, press = core_of(equipped).rescue, core_of(equipped).rescue._press
 
     def press_three_times(number: int, story: Any) -> None:
         of_stop._interrupt(story.cell)
         press(3, story)
-        equipped._core.link.send(Replace(list(story.cell.ranks), story.cell.number))  # its end has come meanwhile
+        link_of(equipped).send(Replace(list(story.cell.ranks), story.cell.number))  # its end has come meanwhile
 
     monkeypatch.setattr(of_stop, "_press", press_three_times)
     stopped = _stop(equipped, "while True: time.sleep(0.01)")
@@ -616,7 +617,7 @@ def test_stop_in_the_moment_a_cell_is_sent_is_found_out(equipped: Session, monke
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(equipped._link, "send", press)
+    monkeypatch.setattr(link_of(equipped), "send", press)
     with pytest.raises(CellInterrupted, match="KeyboardInterrupt"):
         equipped.run_cell("never = True")
     assert equipped.run_cell("'never' in globals()").values == {0: False, 1: False}
@@ -825,7 +826,7 @@ def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(
 ) -> None:
     with pytest.raises(RankError, match="ValueError"):
         equipped.run_cell(_WAITS_FOR_A_LOCK)
-    send = equipped._link.send
+    send = link_of(equipped).send
     presses: list[threading.Timer] = []
 
     def send_and_press(message: Message) -> None:
@@ -834,10 +835,10 @@ def test_destructor_that_waits_forever_after_a_failed_cell_can_be_stopped(
             presses.append(threading.Timer(0.5, press_stop))
             presses[-1].start()
 
-    monkeypatch.setattr(equipped._link, "send", send_and_press)
+    monkeypatch.setattr(link_of(equipped), "send", send_and_press)
     with _none_is_left_of(presses), pytest.raises(CellInterrupted):
         equipped.run_cell("1")  # no rank can begin it
-    monkeypatch.setattr(equipped._link, "send", send)
+    monkeypatch.setattr(link_of(equipped), "send", send)
     assert_works(equipped)
 
 

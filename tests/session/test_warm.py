@@ -32,6 +32,7 @@ from ..node.cgroups import cgroup
 from ..raw_frames import prefix
 from ..testbed.nodes import ssh_nodes
 from ..testbed.testbed import Testbed
+from .inside import link_of
 from .soon import assert_soon, each_below, interrupted
 
 _MOST_TAKEN_BYTES = 8 << 20  # of an agent that says more than it has to, with what the system holds
@@ -197,8 +198,8 @@ def test_agent_ends_by_itself_when_its_time_is_over(processes: Processes) -> Non
     """Here as everywhere the other end may be stopped, or forget it."""
     session = _start(warm_s=0.5)
     agent = _warm_process(session).parent()
-    link = session._link._nodes[0]
-    session._link.end(limit_s=10, keep_s=0.5)
+    link = link_of(session)._nodes[0]
+    link_of(session).end(limit_s=10, keep_s=0.5)
     assert link.is_kept
     assert agent is not None
     assert_soon(lambda: not processes())
