@@ -444,6 +444,12 @@ def test_both_blocks_of_the_design_name_the_same_rooms(rules: Rules) -> None:
     assert all(name.endswith("/") or name == "environment.yml" for name in rules.top_level)
 
 
+def test_planned_rooms_are_those_that_are_not_there() -> None:
+    design = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    planned = re.findall(r"^ {4,6}(\w+)/ +planned: ", design, flags=re.MULTILINE)
+    assert planned and not [name for name in planned if (ROOT / name).exists() or (ROOT / PACKAGE / name).exists()]
+
+
 def test_rooms_in_rooms_are_those_of_the_design(rules: Rules) -> None:
     found = {module.inner_room for module in list_modules(ROOT) if not module.inner_room.endswith("/.")}
     assert found == set(rules.inside)
