@@ -107,10 +107,9 @@ class SessionRanks:
 
         limit_s = self._link.limits.idle_s
         self._state.wait_for(lambda: self._state.failure is not None or are_up(), limit_s)
-        if self._state.failure:
-            raise self._state.failure
         if not are_up():
-            raise SessionError(f"{format_ranks(chosen)} did not start again within {limit_s:g} s")
+            late = SessionError(f"{format_ranks(chosen)} did not start again within {limit_s:g} s")
+            raise self._state.failure or late
         for rank in chosen:
             self._replaced.pop(rank, None)
         self._state.note_told(chosen)  # it was asked for: that it is so need not be said

@@ -842,7 +842,7 @@ def test_module_of_the_notebook_is_imported_on_the_ranks(
         assert again.run_cell("import later; later.x, __import__('os').getcwd()").values == {
             rank: (5, folder) for rank, folder in folders.items()
         }
-        assert again.news.notices == []
+        assert not again.news.notices
 
 
 @pytest.mark.slow

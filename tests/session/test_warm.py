@@ -603,7 +603,7 @@ def test_python_that_was_called_by_a_relative_path_starts_warm(tmp_path: Path) -
 from detrain_nb import Session
 for _ in range(2):
     with Session.start(1, device="cpu", init=False, warm_s=600) as session:
-        print(session.news.notices)
+        print(list(session.news.notices))
 """
     command = [os.path.relpath(sys.executable, tmp_path), "-c", code]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)

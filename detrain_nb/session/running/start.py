@@ -293,10 +293,10 @@ def _wait_until_up(core: Core) -> None:
     def starting() -> set[int]:
         return set(state.ranks) - state.up.keys() - state.lost.keys()
 
-    is_done = state.wait_for(lambda: state.failure is not None or not starting(), core.link.limits.start_s)
-    if state.failure:
-        raise state.failure
-    if not is_done and (late := starting()):
+    state.wait_for(lambda: state.failure is not None or not starting(), core.link.limits.start_s)
+    if late := starting():
+        if state.failure:
+            raise state.failure
         words = f"{format_ranks(late)} of session {core.name!r} did not start within {core.link.limits.start_s:g} s"
         if late & set(core.plan.nodes[0].ranks):
             raise SessionError(words)
