@@ -104,7 +104,7 @@ def test_start_that_is_interrupted_before_its_connection_is_served_ends_quietly(
 def test_end_is_waited_for_also_after_a_wait_that_was_interrupted(node: Node) -> None:
     """Python takes a thread for ended when a join of it was interrupted."""
     is_released = threading.Event()
-    node.link._events = replace(node.link._events, closed=lambda _: is_released.wait(_LIMIT_S))
+    node.link._events = replace(node.link._events, close=lambda _: is_released.wait(_LIMIT_S))
     node.link.begin_to_close(is_seen=True)
     with interrupted(0.05) as begin:
         begin()
