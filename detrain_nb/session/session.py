@@ -54,7 +54,7 @@ from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
 from .settings import SessionSettings
 from .state.cell_observer import CellObserver
-from .state.limits import Limits
+from .state.limits import Limits, check_limits
 from .state.overwritten import OF_ONE_RANK, describe_overwritten
 
 if TYPE_CHECKING:
@@ -164,6 +164,7 @@ class Session:
         how = RankStart(folder, env or {}, start, seed, init, linger_s, spool_limit_bytes, timeout_s)
         how.check()
         check_warm(warm_s)
+        check_limits(limits)
         name = check_session_name(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}")
         files = SessionFiles(transports, folder, is_synced=sync)
         on_progress(_describe_connecting(transports))
@@ -221,6 +222,7 @@ class Session:
         cannot be reached.
         """
         check_session_name(name)
+        check_limits(limits)
         without = names_of(split_names(without), "without") if without else ""
         if nodes is None:
             transports = find_nodes(name, ask_passphrase=ask_passphrase)

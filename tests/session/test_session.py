@@ -38,6 +38,7 @@ from detrain_nb.session.running.results import CellResult, TextOnly
 from detrain_nb.session.running.start import require_room
 from detrain_nb.session.session import end_session
 from detrain_nb.session.state.cell_observer import CellObserver
+from detrain_nb.session.state.limits import Limits
 from detrain_nb.wire import Attached, Display, Interrupt, RunCell, parse_bundle
 
 from .inside import link_of, state_of
@@ -1059,6 +1060,12 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: s.status(limit_s="x"), "limit_s 'x': give a number"),
         (lambda s: s.ranks.complete(None, 0), "code None: give text"),
         (lambda s: s.ranks.inspect(5), "name 5: give text"),
+        (lambda s: s.attach("x", limits=5), r"limits 5: give Limits\(...\)"),
+        (lambda s: s.start(ranks=1, limits={"idle_s": 1}), r"give Limits\(...\)"),
+        (lambda s: Limits(idle_s="x"), "limit idle_s 'x': give a number from 0 to 4,294,967,296"),
+        (lambda s: Limits(idle_s=float("inf")), "limit idle_s inf: give a number"),
+        (lambda s: setattr(s.settings.limits, "idle_s", -1), "limit idle_s -1: give a number"),
+        (lambda s: setattr(s.settings.limits, "idel_s", 1), "limit 'idel_s' is none: there are start_s, "),
         (lambda s: s.attach(None), "session name None"),
         (lambda s: s.attach(5), "session name 5"),
     ],

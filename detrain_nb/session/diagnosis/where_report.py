@@ -17,7 +17,7 @@ _NOW_S = 0.5  # what was known so long ago is known now
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What ``Session.where`` found. ``verdicts`` has one entry a rank; ``mismatch`` says what calls do not fit.
+    """What ``session.ranks.where()`` found. ``verdicts`` has one entry a rank; ``mismatch`` says what calls do not fit.
 
     ``over`` says why the session has ended, and what to do; it is empty while it goes on.
     """

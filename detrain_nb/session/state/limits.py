@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from ...errors import SpecError
 from ...wire import ALIVE_GAP_S
+
+_MOST = 1 << 32  # a clock of Python runs over at twice as many seconds
 
 
 @dataclass
 class Limits:
-    """Those of one session: `Session.start(limits=...)`, later `session.settings.limits`. In seconds."""
+    """Those of one session: `Session.start(limits=...)`, later `session.settings.limits`. In seconds.
+
+    Raises: SpecError for a name that is none of these, or what is no number of 0 or more.
+    """
 
     # the beginning and the end
     start_s: float = 120.0  # without a further rank that has come up
@@ -46,3 +53,16 @@ class Limits:
     alive_gap_s: float = ALIVE_GAP_S  # between two signs of life
     acknowledge_gap_s: float = 0.1
     full_bytes: int = 16 << 20  # of what is queued: an interrupt does not stand behind gigabytes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in Limits.__dataclass_fields__:
+            raise SpecError(f"limit {name!r} is none: there are {', '.join(Limits.__dataclass_fields__)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST:
+            raise SpecError(f"limit {name} {value!r}: give a number from 0 to {_MOST:,}")
+        object.__setattr__(self, name, value)
+
+
+def check_limits(limits: Any) -> None:
+    """Raises: SpecError."""
+    if limits is not None and not isinstance(limits, Limits):
+        raise SpecError(f"limits {limits!r}: give Limits(...) of detrain_nb.session.state.limits")
