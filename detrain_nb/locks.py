@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -15,16 +16,12 @@ def take_lock(path: Path, *, is_new: bool = False) -> int | None:
 
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if is_new else 0)
     lock = os.open(path, flags, 0o600)
-    try:
+    with contextlib.suppress(BlockingIOError, FileNotFoundError), contextlib.ExitStack() as on_failure:
+        on_failure.callback(os.close, lock)
         if is_new:
             os.fchmod(lock, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(lock), path.lstat()):
+            on_failure.pop_all()
             return lock
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        os.close(lock)
-        raise
-    os.close(lock)
     return None
