@@ -172,7 +172,24 @@ def _is_written(name: str, mode: int) -> bool:
 
 def connect(folder: Path) -> socket.socket:
     """Connect to the agent that serves ``folder``. Raises: LaunchError when it does not answer."""
-    return _connect(folder / SOCKET_NAME)
+    path = folder / SOCKET_NAME
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
+            sock.connect(str(path))
+        else:  # the path of a socket is short: go through a descriptor of its folder
+            opened = os.open(folder, os.O_RDONLY)
+            try:
+                sock.connect(f"/proc/self/fd/{opened}/{SOCKET_NAME}")
+            finally:
+                os.close(opened)
+    except OSError as exc:
+        sock.close()
+        raise LaunchError(f"the agent's socket {path} does not answer: {exc}") from exc
+    if not is_same_user(sock):
+        sock.close()
+        raise LaunchError(f"the agent's socket {path} is another user's: set DETRAIN_NB_RUNTIME_DIR to another folder")
+    return sock
 
 
 def runtime_folder() -> Path:
@@ -231,10 +248,8 @@ def is_running(pid: int) -> bool:
         return True  # asking with a signal would end it
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # somebody else's
+    except OSError as exc:
+        return not isinstance(exc, ProcessLookupError)  # else it is somebody else's
     return True
 
 
@@ -319,12 +334,10 @@ def wait_for_pid(pid: int, *, limit_s: float) -> None:
 
 def _is_zombie(pid: int) -> bool:
     """The process has ended, and its parent, that goes on, has not taken note of it."""
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] == "Z"
-        )
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        said = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return said.rpartition(")")[2].split()[0] == "Z"
+    return False
 
 
 def _wait_until_ready(agent: subprocess.Popen[bytes]) -> None:
@@ -343,23 +356,3 @@ def _wait_until_ready(agent: subprocess.Popen[bytes]) -> None:
                 last = printed.decode(errors="replace").strip().splitlines()[-1:] or [f"exit {agent.returncode}"]
                 raise LaunchError(f"the agent ended at once: {last[0]}")
             printed += data
-
-
-def _connect(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
-            sock.connect(str(path))
-        else:  # the path of a socket is short: go through a descriptor of its folder
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                sock.connect(f"/proc/self/fd/{folder}/{path.name}")
-            finally:
-                os.close(folder)
-    except OSError as exc:
-        sock.close()
-        raise LaunchError(f"the agent's socket {path} does not answer: {exc}") from exc
-    if not is_same_user(sock):
-        sock.close()
-        raise LaunchError(f"the agent's socket {path} is another user's: set DETRAIN_NB_RUNTIME_DIR to another folder")
-    return sock
