@@ -14,7 +14,6 @@ import os
 import stat
 import time
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -27,7 +26,7 @@ from .code import pack_files
 from .ignoring import GIT_FILE, OWN_FILE, Rules, cannot_read, extend, is_left_out, read_rules_above
 from .private import is_private
 
-__all__ = ["Changes", "FileState", "Manifest", "changes", "list_folder", "name_hidden", "pack"]
+__all__ = ["FileState", "Manifest", "list_folder", "name_hidden", "pack"]
 
 _NEVER = frozenset({".git", "__pycache__", ".venv", ".ipynb_checkpoints", "node_modules"})
 _MOST_ENTRIES = 100_000  # a home folder has more: looking at them all would hold up the first cell
@@ -52,14 +51,6 @@ class FileState(NamedTuple):
 
 Manifest = dict[str, FileState]
 """The files of a folder by their path in it, with slashes, in ascending order."""
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What a node has to do, in this order: remove files and the folders that are empty then, write files."""
-
-    remove: list[str]
-    write: list[str]
 
 
 def list_folder(
@@ -102,17 +93,6 @@ def list_folder(
         is_executable = bool(status.st_mode & 0o100)
         manifest[name] = FileState(status.st_size, status.st_mtime_ns, digest, is_executable, is_private)
     return manifest
-
-
-def changes(before: Manifest | None, now: Manifest) -> Changes:
-    """Say what makes a folder that is as ``before``, None for an empty one, as ``now``."""
-    before = before or {}
-    old = {name: state.kind for name, state in before.items()}
-    new = {name: state.kind for name, state in now.items()}
-    return Changes(
-        remove=sorted(name for name in old if name not in new),
-        write=sorted(name for name, state in new.items() if old.get(name) != state),
-    )
 
 
 def name_hidden(manifest: Manifest) -> list[str]:
