@@ -87,9 +87,7 @@ def list_folder(
             continue  # deleted meanwhile, or replaced: the next manifest has what is there then
         except OSError as exc:
             raise cannot_read(name, exc) from exc
-        is_private = is_owners_alone(status.st_mode) or _is_in_private_folder(
-            os.path.dirname(path), os.path.join(top, "")
-        )
+        is_private = _is_owners_alone(path, status.st_mode, os.path.join(top, ""))
         is_executable = bool(status.st_mode & 0o100)
         manifest[name] = FileState(status.st_size, status.st_mtime_ns, digest, is_executable, is_private)
     return manifest
@@ -128,11 +126,7 @@ def pack(root: str | os.PathLike[str], manifest: Manifest, names: Iterable[str])
                 mode = os.fstat(file.fileno()).st_mode
                 if mode & 0o100:
                     executable.add(name)
-                if (
-                    manifest[name].is_private
-                    or is_owners_alone(mode)
-                    or _is_in_private_folder(os.path.dirname(_path_of(file)), top)
-                ):
+                if manifest[name].is_private or _is_owners_alone(_path_of(file), mode, top):
                     private.add(name)
         except (FileNotFoundError, NotADirectoryError):
             continue
@@ -147,14 +141,15 @@ def _path_of(file: IO[bytes]) -> str:
     return os.readlink(link) if os.path.exists("/proc/self/fd") else os.path.realpath(file.name)
 
 
-def _is_in_private_folder(folder: str, top: str) -> bool:
-    """Below ``top``, which ends with a slash, one on the way is its owner's alone."""
-    while folder.startswith(top):
+def _is_owners_alone(path: str, mode: int, top: str) -> bool:
+    """By its own mode, or that of a folder on the way to it from ``top``, which ends with a slash."""
+    while not is_owners_alone(mode):
+        path = os.path.dirname(path)
+        if not path.startswith(top):
+            return False
         with contextlib.suppress(OSError):
-            if is_owners_alone(os.stat(folder).st_mode):
-                return True
-        folder = os.path.dirname(folder)
-    return False
+            mode = os.stat(path).st_mode
+    return True
 
 
 def _digest(path: str, _size: int, _mtime_ns: int, _ctime_ns: int, _inode: int) -> str:
