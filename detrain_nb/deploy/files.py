@@ -12,18 +12,18 @@ import selectors
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..copying.json_lines import Failed, FilesError, Talk, Untrue, as_size, check_name
 from ..copying.receiver import TreeWriter, receive_tree
 from ..copying.sender import MOST_NAMED, STAGING_NAME, Progress, Tree, list_tree, send_tree
 from ..errors import DetrainError, SpecError, TransportError, WireError
+from ..transport import Transport
 from .private import holds_homes, is_private
 
-__all__ = ["Copied", "NodeAccess", "OnProgress", "Stop", "get", "label", "on_every", "open_talk", "put"]
+__all__ = ["Copied", "OnProgress", "Stop", "get", "label", "on_every", "open_talk", "put"]
 
 OnProgress = Callable[[int, int, int], object]  # files done, bytes done, bytes in all
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -36,20 +36,6 @@ _STOP_LIMIT_S = 2.0  # for a copy to leave in good order, before its connection 
 _SHUT_LIMIT_S = 1.0  # for what was shut to end
 
 _Result = TypeVar("_Result")
-_Node = TypeVar("_Node", bound="NodeAccess")
-
-
-class NodeAccess(Protocol):
-    """What of a transport is needed here."""
-
-    name: str
-    shares_paths: bool
-
-    def work_folder(self, folder: str) -> str:
-        """Where the ranks start; paths there that are not given in full are below it."""
-        ...
-
-    def run_files(self) -> AbstractContextManager[socket.socket]: ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +97,7 @@ class Stop:
 
 
 def put(
-    node: NodeAccess,
+    node: Transport,
     paths: Paths,
     target: str | None = None,
     on_progress: OnProgress | None = None,
@@ -146,7 +132,7 @@ def put(
 
 
 def get(
-    node: NodeAccess,
+    node: Transport,
     paths: Paths,
     folder: str | os.PathLike[str] = ".",
     on_progress: OnProgress | None = None,
@@ -172,8 +158,8 @@ def get(
 
 
 def on_every(
-    nodes: Sequence[_Node],
-    act: Callable[[_Node, Stop, OnProgress], _Result],
+    nodes: Sequence[Transport],
+    act: Callable[[Transport, Stop, OnProgress], _Result],
     on_progress: OnProgress | None = None,
 ) -> list[_Result]:
     """Do something with all nodes at once; ``on_progress`` gets the sums over them, in this thread.
@@ -228,7 +214,7 @@ def _add_up(states: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
     return sum(files), sum(done), sum(total)
 
 
-def label(node: NodeAccess) -> str:
+def label(node: Transport) -> str:
     return node.name or "this-machine"
 
 
@@ -236,7 +222,7 @@ def label(node: NodeAccess) -> str:
 
 
 @contextlib.contextmanager
-def open_talk(node: NodeAccess, *, stop: Stop | None = None) -> Iterator[Talk]:
+def open_talk(node: Transport, *, stop: Stop | None = None) -> Iterator[Talk]:
     """Run copying/remote_program.py on a node. What goes wrong in the block raises DetrainError with its name."""
     host = label(node)
     with contextlib.ExitStack() as stack:

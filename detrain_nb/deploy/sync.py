@@ -18,39 +18,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..copying.json_lines import SLOWEST_BYTES_PER_S, Overdue, Talk, Untrue, as_size, clean
 from ..copying.remote_program import SAMPLE_FILES
 from ..errors import SessionError
 from ..text import html_cells, table_lines
-from .files import NodeAccess, OnProgress, Stop, label, on_every, open_talk
+from ..transport import Transport
+from .files import OnProgress, Stop, label, on_every, open_talk
 from .folder import Manifest, list_folder, name_hidden, pack
 from .ignoring import OWN_FILE
 
-__all__ = ["DataCheck", "DataState", "FolderSync", "SyncedNode", "check"]
+__all__ = ["DataCheck", "DataState", "FolderSync", "check"]
 
 _BRING_LIMIT_S = 120.0  # for what a node has to do; it waits up to 60 s for another that writes to the same folder
 _CHUNK_BYTES = 1 << 18
 _MOST_NAMED = 3
 _COLUMNS = ["node", "files", "bytes", "checksum", ""]
 _WHERE_LOOKED = "a path that is not given in full is looked for in the folder where the ranks of each node start"
-
-
-class SyncedNode(NodeAccess, Protocol):
-    """A node over SSH that was reached: ``contact`` is another object each time, and ``folder_state`` what it said
-    then of its work folder: where the files came from, and the digest of their list."""
-
-    @property
-    def contact(self) -> object: ...
-
-    @property
-    def folder_state(self) -> tuple[object, object]: ...
-
-    @property
-    def cache(self) -> str:
-        """Our folder there."""
-        ...
 
 
 class FolderSync:
@@ -73,8 +58,8 @@ class FolderSync:
         self._left_alone: set[tuple[str, str]] = set()
         self._told: set[str] = set()
 
-    def bring(self, nodes: Sequence[SyncedNode], *, is_forced: bool = False) -> None:
-        """Have all that has changed on ``nodes``. ``is_forced`` looks there also where nothing has changed here.
+    def bring(self, nodes: Sequence[Transport]) -> None:
+        """Have all that has changed on ``nodes``.
 
         Raises: SpecError when the folder is too much, DetrainError with the node.
         """
@@ -83,7 +68,7 @@ class FolderSync:
             return
         kept: list[str] = []
         manifest = list_folder(self.root, top=self._top, kept=kept)
-        waiting = [node for node in nodes if is_forced or self._is_behind(node, manifest)]
+        waiting = [node for node in nodes if self._is_behind(node, manifest)]
         if waiting:
             self._tell_once(
                 "hidden files go to the nodes too", name_hidden(manifest), f"list in {OWN_FILE} what should stay here"
@@ -101,7 +86,7 @@ class FolderSync:
             self._told.update(fresh)
             self.notices.append(f"{what}: {_name_some([clean(name)[:80] for name in fresh], most=10)}: {advice}")
 
-    def _is_behind(self, node: SyncedNode, manifest: Manifest) -> bool:
+    def _is_behind(self, node: Transport, manifest: Manifest) -> bool:
         contact, brought = self._brought.get(node.name, (None, {}))
         if contact is node.contact:
             return not _is_same(brought, manifest)
@@ -110,7 +95,7 @@ class FolderSync:
         self._brought[node.name] = node.contact, manifest
         return False
 
-    def _bring(self, node: SyncedNode, manifest: Manifest, packer: _Packer, stop: Stop) -> None:
+    def _bring(self, node: Transport, manifest: Manifest, packer: _Packer, stop: Stop) -> None:
         contact, folder = node.contact, node.work_folder(str(self.root))
         if not folder:
             raise SessionError(f"{label(node)} has no work folder before an agent of it was reached")
@@ -131,11 +116,11 @@ class FolderSync:
             self._note_left_alone(node, done, manifest)
             self._brought[node.name] = contact, manifest
 
-    def _is_overdue(self, node: SyncedNode) -> bool:
+    def _is_overdue(self, node: Transport) -> bool:
         return self._overdue.get(node.name) is node.contact
 
     @contextlib.contextmanager
-    def _without_who_is_overdue(self, node: SyncedNode) -> Iterator[None]:
+    def _without_who_is_overdue(self, node: Transport) -> Iterator[None]:
         """Cells do not wait for it a second time, unless it is reached anew."""
         try:
             yield
@@ -146,14 +131,14 @@ class FolderSync:
                 "those that came before; look whether its disk hangs, %distributed restart tries again"
             )
 
-    def _leave_apart(self, node: SyncedNode, root: str) -> None:
+    def _leave_apart(self, node: Transport, root: str) -> None:
         self._apart.add(node.name)
         if root:
             self.notices.append(
                 f"{label(node)}: its work folder is kept as {root}, not as {self.root}: changes here do not go there"
             )
 
-    def _note_left_alone(self, node: SyncedNode, said: dict[str, Any], manifest: Manifest) -> None:
+    def _note_left_alone(self, node: Transport, said: dict[str, Any], manifest: Manifest) -> None:
         """What somebody else has put there, of what was sent, is said once."""
         names = said.get("left_alone")
         found = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
@@ -306,13 +291,13 @@ def _differ(state: DataState, usual: DataState) -> list[str]:
     return words
 
 
-def check(nodes: Sequence[NodeAccess], path: str, *, folder: str = "") -> DataCheck:
+def check(nodes: Sequence[Transport], path: str, *, folder: str = "") -> DataCheck:
     """Look whether the same files are under ``path`` on all nodes: names, sizes, and the ends of up to 64 files.
 
     Raises: DetrainError with the node.
     """
 
-    def look(node: NodeAccess, stop: Stop, _: OnProgress) -> DataState:
+    def look(node: Transport, stop: Stop, _: OnProgress) -> DataState:
         with open_talk(node, stop=stop) as talk:
             talk.say("check", base=node.work_folder(folder), path=path)
             return _read_state(talk.hear("state"))

@@ -282,7 +282,8 @@ def test_what_has_gone_there_comes_again_at_the_next_contact(
     node.reconnect()
     keeper.bring([node])
     shutil.rmtree(node.work)
-    keeper.bring([node], is_forced=True)
+    node.reconnect()
+    keeper.bring([node])
     assert packed == [["a.py", "b.py"], ["a.py"], ["a.py", "b.py"]]
     assert node.files() == {"a.py": "a = 1", "b.py": "b = 1"}
 
