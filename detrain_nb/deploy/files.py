@@ -53,17 +53,6 @@ class Copied:
     kept: tuple[str, ...] = ()
     num_there: int = 0
 
-    def __add__(self, other: Copied) -> Copied:
-        return Copied(
-            self.files + other.files,
-            self.size_bytes + other.size_bytes,
-            self.num_skipped + other.num_skipped,
-            (*self.skipped, *other.skipped),
-            self.num_kept + other.num_kept,
-            (*self.kept, *other.kept),
-            self.num_there + other.num_there,
-        )
-
 
 class Stop:
     """Ends what other threads are at: first they are asked to, then what they wait for is shut."""
@@ -86,14 +75,13 @@ class Stop:
             raise TransportError("stopped")
 
     @contextlib.contextmanager
-    def watch(self, *shut: Callable[[], object]) -> Iterator[None]:
+    def watch(self, shut: Callable[[], object]) -> Iterator[None]:
         self.check()
-        self._shut += shut
+        self._shut.append(shut)
         try:
             yield
         finally:
-            for each in shut:
-                self._shut.remove(each)
+            self._shut.remove(shut)
 
 
 def put(
@@ -197,16 +185,18 @@ def on_every(
             pool.shutdown()
         raise
     pool.shutdown()
-    errors = [exc for future in work if (exc := future.exception())]
-    for error in errors:
-        if not isinstance(error, DetrainError):  # our own fault
-            raise error
-    failures = [exc for exc in errors if isinstance(exc, DetrainError)]
+    results: list[_Result] = []
+    failures: list[DetrainError] = []
+    for future in work:
+        try:
+            results.append(future.result())
+        except DetrainError as exc:  # anything else is our own fault
+            failures.append(exc)
     if failures:
         kinds = {type(exc) for exc in failures}
         kind = kinds.pop() if len(kinds) == 1 else DetrainError
         raise kind("\n".join(dict.fromkeys(map(str, failures)))) from failures[0]  # what is wrong here is said once
-    return [future.result() for future in work]
+    return results
 
 
 def _add_up(states: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
