@@ -1,7 +1,6 @@
 """Our code, the user's code and an agent, brought up on nodes; used by session."""
 
-from .arrivals import End
-from .bringing_up import attach_to_agents, bring_up_agents, give_up_agents, leave_agents
+from .bringing_up import End, attach_to_agents, bring_up_agents, give_up_agents, leave_agents
 from .chosen_nodes import Nodes, check_session_name, find_nodes, nodes_of, transports_to
 from .ending import end_agents
 

@@ -1,21 +1,37 @@
-"""The agents of a session on all its nodes: brought up, or connected to; where one fails, none is held."""
+"""The agents of a session on all its nodes: brought up, or connected to, all at once; where one fails, none is held."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
-from ..errors import LaunchError, SpecError
+from ..errors import DetrainError, LaunchError, SessionError, SpecError
 from ..plan import split_names
 from ..transport import Transport
-from .arrivals import End, ended_socket, let_go, on_all
 from .chosen_nodes import check_session_name
 from .ending import end_unused
 from .kept import begin_on_kept
 
-__all__ = ["attach_to_agents", "bring_up_agents", "give_up_agents", "leave_agents"]
+__all__ = ["End", "attach_to_agents", "bring_up_agents", "give_up_agents", "leave_agents"]
 
+_ARRIVAL_LIMIT_S = 3.0
 _MOST_HOSTS = 8  # are named
+
+
+@dataclass(frozen=True)
+class End:
+    """A byte stream to the agent of a node; one that has ended where the agent is ``absent``, which says why.
+
+    ``why_cold``: why what was kept from the last session could not be used, where something was.
+    """
+
+    transport: Transport
+    sock: socket.socket
+    absent: str = ""
+    why_cold: str = ""
 
 
 def bring_up_agents(transports: Sequence[Transport], session: str) -> list[End]:
@@ -25,7 +41,7 @@ def bring_up_agents(transports: Sequence[Transport], session: str) -> list[End]:
     left running then.
     """
     check_session_name(session)
-    ends = on_all(transports, lambda transport: _start_agent(transport, session), give_up=end_unused)
+    ends = _on_all(transports, lambda transport: _start_agent(transport, session), give_up=end_unused)
     try:
         reached = [end.transport for end in ends]
         _check_same_torch(reached)
@@ -46,12 +62,12 @@ def _start_agent(transport: Transport, session: str) -> End:
 
 def give_up_agents(ends: Sequence[End]) -> None:
     """End agents that have been brought up and have no session yet."""
-    let_go(ends, end_unused)
+    _Arrivals(end_unused, ends).give_up()
 
 
 def leave_agents(ends: Sequence[End]) -> None:
     """Let go of agents that have been connected to; they stay for the next notebook."""
-    let_go(ends, socket.socket.close)
+    _Arrivals(socket.socket.close, ends).give_up()
 
 
 def attach_to_agents(transports: Sequence[Transport], session: str, *, without: str | Iterable[str] = ()) -> list[End]:
@@ -70,10 +86,10 @@ def attach_to_agents(transports: Sequence[Transport], session: str, *, without: 
 
     def connect(transport: Transport) -> End:
         if transport.name in left_out:
-            return End(transport, ended_socket(), absent="it was left out")
+            return End(transport, _ended_socket(), absent="it was left out")
         return End(transport, transport.connect_agent(session))
 
-    return on_all(transports, connect, give_up=socket.socket.close, attached_to=session)
+    return _on_all(transports, connect, give_up=socket.socket.close, attached_to=session)
 
 
 def _check_addresses(transports: Sequence[Transport]) -> None:
@@ -89,3 +105,119 @@ def _check_same_torch(transports: Sequence[Transport]) -> None:
     if len({tuple(version.split(".")[:2]) for version in versions.values()}) > 1:
         found = ", ".join(f"{name} {version}" for name, version in versions.items())
         raise LaunchError(f"the nodes have different versions of torch ({found}): install the same one on all")
+
+
+def _on_all(
+    transports: Sequence[Transport],
+    act: Callable[[Transport], End],
+    *,
+    give_up: Callable[[socket.socket], None],
+    attached_to: str = "",
+) -> list[End]:
+    """Every node's end, or none: where one fails, the others are given up.
+
+    The agents of a session that is ``attached_to`` can have ended, but for the first.
+    """
+    if len(transports) == 1 and not transports[0].name:
+        return [act(transports[0])]
+    arrivals = _Arrivals(give_up)
+
+    def arrive(transport: Transport) -> End:
+        arrivals.add(end := act(transport))
+        return end
+
+    pool = ThreadPoolExecutor(len(transports), thread_name_prefix="detrain_nb connect")
+    work: dict[Future[End], Transport] = {}
+    try:
+        for transport in transports:
+            work[pool.submit(arrive, transport)] = transport
+        for transport in transports:
+            transport.ask_meanwhile(work)
+        wait(work)
+        pool.shutdown()
+        return _ends_of(work, attached_to=attached_to)
+    except BaseException:  # an interrupt too, after which nothing is left; who takes too long is given up on arrival
+        pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            wait(work, _ARRIVAL_LIMIT_S)
+        finally:
+            arrivals.give_up()
+        raise
+
+
+class _Arrivals:
+    """The byte streams that have come to be. Once they are given up, others are as soon as they come."""
+
+    def __init__(self, give_up: Callable[[socket.socket], None], there: Sequence[End] = ()) -> None:
+        self._give_up = give_up
+        self._there = list(there)
+        self._is_given_up = False
+        self._changing = threading.Lock()
+
+    def add(self, end: End) -> None:
+        with self._changing:
+            self._there.append(end)
+            is_late = self._is_given_up
+        if is_late:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """An interrupt meanwhile spares none of them."""
+        interrupt: KeyboardInterrupt | None = None
+        while end := self._take():
+            try:
+                try:
+                    self._give_up(end.sock)
+                finally:
+                    end.transport.leave()
+            except KeyboardInterrupt as exc:
+                interrupt = exc
+        if interrupt:
+            raise interrupt
+
+    def _take(self) -> End | None:
+        with self._changing:
+            self._is_given_up = True
+            return self._there.pop() if self._there else None
+
+
+def _ends_of(work: Mapping[Future[End], Transport], *, attached_to: str) -> list[End]:
+    """Raises: what it has failed with, of all nodes; our own faults as they are."""
+    others = list(work)[1:] if attached_to else []
+    absent = {future for future in others if isinstance(future.exception(), SessionError)}
+    failures: list[tuple[Transport, DetrainError]] = []
+    for future, transport in work.items():
+        error = future.exception()
+        if isinstance(error, DetrainError) and future not in absent:
+            failures.append((transport, error))
+    if failures:
+        if not attached_to:
+            _refuse_twins(list(work.values()))
+        kinds = {type(exc) for _, exc in failures}
+        words = "\n".join(f"{transport.name}: {exc}" for transport, exc in failures)
+        if not {transport for transport, _ in failures} - {work[future] for future in others}:
+            names = ",".join(transport.name for transport, _ in failures)
+            words += f"\nto go on without their ranks: %distributed attach {attached_to} --without {names}"
+        raise (kinds.pop() if len(kinds) == 1 else LaunchError)(words)
+    return [
+        End(transport, _ended_socket(), absent=str(future.exception())) if future in absent else future.result()
+        for future, transport in work.items()
+    ]
+
+
+def _refuse_twins(transports: Sequence[Transport]) -> None:
+    """Raises: SpecError where two nodes have turned out to be one: the second found the agent of the first there."""
+    seen: dict[object, str] = {}
+    for transport in transports:
+        if (account := transport.account) in seen:
+            raise SpecError(
+                f"{seen[account]} and {transport.name} are one machine: name it once, with ranks = N for several ranks"
+            )
+        if account is not None:
+            seen[account] = transport.name
+
+
+def _ended_socket() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    return ours
