@@ -93,10 +93,7 @@ def known_sessions() -> dict[str, KnownSession]:
     """By name. One on nodes may have ended meanwhile: who attaches to it is told."""
     found = {path.stem: known for path in sorted(_folder().glob("*.json")) if (known := _read(path))}
     for name, pid in running_sessions().items():
-        said = _load(_local_file(name))
-        found[name] = KnownSession(
-            holder_of(name), pid, started=_read_started(said), is_left=_is_left(said), left_by=_left_by(said)
-        )
+        found[name] = _known_by(_load(_local_file(name)), holder_of(name), pid=pid)
     return found
 
 
@@ -136,7 +133,9 @@ def remember(session: str, nodes: Sequence[Node], *, holder: str, started: Start
 def note_left(session: str, *, is_left: bool, kernel: str = "") -> None:
     """See `KnownSession`; ``kernel`` is restarted now."""
     for path in (_local_file(session), _folder() / f"{session}.json"):
-        if (said := _load(path)) and (_is_left(said), _left_by(said)) != (is_left, kernel):
+        said = _load(path)
+        known = _known_by(said, "")
+        if said and (known.is_left, known.left_by) != (is_left, kernel):
             _write(path, {**said, "is_left": is_left, "left_by": kernel})
 
 
@@ -185,11 +184,14 @@ def _read(path: Path) -> KnownSession | None:
     with contextlib.suppress(KeyError, TypeError, DetrainError):
         nodes = tuple(Node(**fields) for fields in said["nodes"])
         if nodes:
-            holder = str(said["holder"])
-            return KnownSession(
-                holder, nodes=nodes, started=_read_started(said), is_left=_is_left(said), left_by=_left_by(said)
-            )
+            return _known_by(said, str(said["holder"]), nodes=nodes)
     return None
+
+
+def _known_by(said: dict[str, Any], holder: str, *, pid: int = 0, nodes: tuple[Node, ...] = ()) -> KnownSession:
+    kernel = said.get("left_by")
+    left_by = kernel if isinstance(kernel, str) else ""
+    return KnownSession(holder, pid, nodes, _read_started(said), said.get("is_left") is True, left_by)
 
 
 def _duration(seconds: float) -> str:
@@ -198,15 +200,6 @@ def _duration(seconds: float) -> str:
     size, unit = next((each for each in units if seconds and not seconds % each[0]), (1, "second"))
     count = seconds / size
     return f"{count:g} {unit}{'' if count == 1 else 's'}"
-
-
-def _is_left(said: dict[str, Any]) -> bool:
-    return said.get("is_left") is True
-
-
-def _left_by(said: dict[str, Any]) -> str:
-    kernel = said.get("left_by")
-    return kernel if isinstance(kernel, str) else ""
 
 
 def _read_started(said: dict[str, Any]) -> StartedWith | None:
