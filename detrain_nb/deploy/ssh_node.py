@@ -41,13 +41,11 @@ class SshNode(BootstrappedNode[SshConnection]):
         return self.node, find_way_to(self.node, config_path=self._config_path)
 
     def _admit(self, connection: SshConnection) -> None:
-        self._find_trust(connection.host_key_fingerprint)
-
-    def _find_trust(self, host_key: str) -> None:
         """Is it a host whose HTML may be shown? A later connection has to be to one as well: what it says is shown so.
 
         Raises: TransportError.
         """
+        host_key = connection.host_key_fingerprint
         is_trusted = host_key in trusted_host_keys()
         if self.is_trusted and not is_trusted:
             raise TransportError(f"it shows another key now, {host_key}, which {trust_file()} does not have")

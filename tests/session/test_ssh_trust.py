@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -127,10 +128,14 @@ def test_attach_shows_no_more_than_the_cell_did(testbed: Testbed, trust_file: Pa
 
 
 def test_host_that_shows_another_key_later_is_not_trusted_with_it() -> None:
-    node = SshNode(Node(host="h0"))
+    class AnotherKey(SshNode):
+        def _connect(self) -> Any:
+            return SimpleNamespace(host_key_fingerprint="SHA256:x", close=lambda: None)
+
+    node = AnotherKey(Node(host="h0"))
     node.is_trusted = True
     with pytest.raises(DetrainError, match="shows another key now, SHA256:x"):
-        node._find_trust("SHA256:x")
+        node.connect_agent("session")
 
 
 @pytest.mark.parametrize(
