@@ -50,11 +50,6 @@ class _KeptAgent:
         threading.Thread(target=self._stay, name="detrain_nb kept agent", daemon=True).start()
 
     @property
-    def place(self) -> object:
-        """The node."""
-        return self.transport.place
-
-    @property
     def is_claimed(self) -> bool:
         """A thread has it that still runs."""
         return self.claimed_by in threading.enumerate()  # is_alive() is not so once a join of it was interrupted
@@ -134,7 +129,7 @@ def check_warm(warm_s: float) -> None:
 def keep(transport: Transport, sock: socket.socket, *, keep_s: float) -> None:
     """Keep the agent behind ``sock`` for the next session on its node, ``keep_s`` at most; it has said ``Kept``."""
     with _changing:
-        before = [kept for kept in _there if kept.place == transport.place and not kept.is_claimed]
+        before = [kept for kept in _there if kept.transport.place == transport.place and not kept.is_claimed]
         for kept in before:
             kept.claimed_by = threading.current_thread()
         _there.append(_KeptAgent(transport, sock, keep_s))
@@ -207,7 +202,7 @@ def _claim(transport: Transport) -> _KeptAgent | None:
     try:
         while True:
             with _changing:
-                free = (kept for kept in _there if not kept.is_claimed and kept.place == transport.place)
+                free = (kept for kept in _there if not kept.is_claimed and kept.transport.place == transport.place)
                 found = next(free, None)
                 if found is not None:
                     found.claimed_by = threading.current_thread()
