@@ -10,12 +10,12 @@ from typing import Any
 from ..errors import TransportError
 from ..spec.node import Node
 from ..transport.ssh import AskPassphrase, SshConnection, find_route
-from ..transport.ssh_config import HostSettings, SshTarget, default_config, read_config
+from ..transport.ssh_config import SshTarget, read_config
 from .bootstrapped_node import BootstrappedNode
 from .questions import Questions
 from .trust import trust_file, trusted_host_keys
 
-__all__ = ["SshNode", "connect_to", "find_way_to"]
+__all__ = ["SshNode", "connect_to"]
 
 _CONNECT_LIMIT_S = 20.0
 
@@ -38,7 +38,7 @@ class SshNode(BootstrappedNode[SshConnection]):
 
     def _find_place(self) -> object:
         """The node as it was described, and the way to it."""
-        return self.node, find_way_to(self.node, config_path=self._config_path)
+        return self.node, find_route(_target(self.node), read_config(self._config_path))
 
     def _admit(self, connection: SshConnection) -> None:
         """Is it a host whose HTML may be shown? A later connection has to be to one as well: what it says is shown so.
@@ -61,11 +61,6 @@ def connect_to(
 ) -> SshConnection:
     """Connect to ``node``: as it says, else as ssh_config does. Raises: TransportError, SpecError."""
     return SshConnection.open(_target(node), ask_passphrase=ask_passphrase, config_path=config_path, limit_s=limit_s)
-
-
-def find_way_to(node: Node, *, config_path: Path | None = None) -> tuple[HostSettings, ...]:
-    """How ``node`` would be reached now, hop by hop. Raises: SpecError."""
-    return find_route(_target(node), read_config(config_path or default_config()))
 
 
 def _target(node: Node) -> SshTarget:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import SpecError, TransportError
 from .known_hosts import fingerprint
-from .ssh_config import HostSettings, SshTarget, default_config, read_config
+from .ssh_config import HostSettings, SshTarget, read_config
 from .ssh_files import client_class, filesystem_class
 from .ssh_identities import AskPassphrase
 from .ssh_key_file import KeyFile
@@ -57,7 +57,7 @@ class SshConnection:
         connection to that host is open meanwhile. Without it, a key that needs a passphrase is left out.
         Raises: TransportError, SpecError when the target or the configuration cannot be; nothing is left open then.
         """
-        route = find_route(target, read_config(config_path or default_config()))
+        route = find_route(target, read_config(config_path))
         if target.identity_file is not None:
             KeyFile.read(Path(route[-1].identity_files[0]))
         opening = Opening(ask_passphrase, limit_s, doors=OUR_DOORS)
@@ -165,7 +165,7 @@ def find_route(target: SshTarget, config_text: str) -> tuple[HostSettings, ...]:
     route = [resolve(target, config_text)]
     while hops := route[0].proxy_jump:
         met = {(settings.hostname, settings.port) for settings in route}
-        before = [resolve(SshTarget.parse(hop), config_text) for hop in hops]
+        before = [resolve(hop, config_text) for hop in hops]
         before = [settings for settings in before if (settings.hostname, settings.port) not in met]
         if not before:
             break

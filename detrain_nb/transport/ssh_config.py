@@ -64,7 +64,7 @@ class SshTarget:
         if self.identity_file is not None:
             _check_path(self.name, self.identity_file)
         if self.proxy_jump is not None:
-            split_hops(self.proxy_jump)
+            read_hops(self.proxy_jump)
 
     @classmethod
     def parse(cls, text: str) -> SshTarget:
@@ -81,7 +81,7 @@ class HostSettings:
     port: int
     user: str
     identity_files: tuple[str, ...] = ()  # those that somebody named; none: ssh's default ones
-    proxy_jump: tuple[str, ...] = ()
+    proxy_jump: tuple[SshTarget, ...] = ()
     identities_only: bool = False
     use_agent: bool = True
     known_hosts_files: tuple[Path, ...] = ()
@@ -93,8 +93,6 @@ class HostSettings:
         _check_user(self.hostname, self.user)
         for file in self.identity_files:
             _check_path(self.hostname, file)
-        for hop in self.proxy_jump:
-            SshTarget.parse(hop)
         if self.host_key_alias is not None:
             _check_host(f"HostKeyAlias of {self.hostname}", self.host_key_alias)
 
@@ -124,24 +122,21 @@ class HostSettings:
         return f"{self.user}@{host}:{self.port}"
 
 
-def split_hops(text: str) -> tuple[str, ...]:
+def read_hops(text: str) -> tuple[SshTarget, ...]:
     """Read what stands behind ProxyJump: the hops in order, none for "none". Raises: SpecError."""
     if text.strip().lower() == "none":
         return ()
-    hops = tuple(hop.strip().removeprefix("ssh://") for hop in text.split(","))
-    for hop in hops:
-        SshTarget.parse(hop)
-    return hops
+    return tuple(map(SshTarget.parse, text.split(",")))
 
 
-def read_config(path: Path) -> str:
-    """Read an ssh_config with every Include replaced by what it names, for a parser that knows no Include.
+def read_config(path: Path | None = None) -> str:
+    """Read an ssh_config (the user's own), every Include replaced by what it names, for a parser that knows no Include.
 
     A Host or Match line inside an included file holds only where the block around the Include does. A Match by a
     criterion that cannot be decided here never holds. A missing file is empty.
     Raises: SpecError when a file cannot be read, others can write it, or Includes are nested deeper than 16.
     """
-    return "\n".join(_expand(path, within=_Block("Host *", ()), depth=0))
+    return "\n".join(_expand(path or default_config(), within=_Block("Host *", ()), depth=0))
 
 
 def list_hosts(path: Path) -> tuple[str, ...]:
@@ -286,13 +281,13 @@ def _local_user(name: str) -> str:
         raise SpecError(f"no user is given for {name}, and this process has no name of its own: name one") from exc
 
 
-def _read_jump(target: SshTarget, options: Mapping[str, Any]) -> tuple[str, ...]:
+def _read_jump(target: SshTarget, options: Mapping[str, Any]) -> tuple[SshTarget, ...]:
     """The first of ProxyJump and ProxyCommand holds, as with ssh; only the former is supported."""
     if target.proxy_jump is not None:
-        return split_hops(target.proxy_jump)
+        return read_hops(target.proxy_jump)
     for key, value in options.items():
         if key == "proxyjump":
-            return split_hops(value)
+            return read_hops(value)
         if key == "proxycommand":
             if value is None:  # "none"
                 return ()

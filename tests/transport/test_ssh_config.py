@@ -222,7 +222,7 @@ def test_target_overrides_the_configuration() -> None:
         port=2222,
         user="root",
         identity_files=(str(Path.home() / "a"),),
-        proxy_jump=("b",),
+        proxy_jump=(SshTarget("b"),),
         known_hosts_files=resolve(SshTarget("x"), "").known_hosts_files,
     )
     mine = SshTarget("gpu1", host="10.0.0.2", port=23, user="me", identity_file="~/b", proxy_jump="none")
@@ -278,7 +278,7 @@ def test_host_that_leads_to_itself_is_reached_directly() -> None:
 
 
 def test_first_of_proxyjump_and_proxycommand_holds() -> None:
-    assert resolve(SshTarget("a"), "ProxyJump b\nProxyCommand nc %h %p\n").proxy_jump == ("b",)
+    assert resolve(SshTarget("a"), "ProxyJump b\nProxyCommand nc %h %p\n").proxy_jump == (SshTarget("b"),)
     assert resolve(SshTarget("a"), "ProxyCommand none\nProxyJump b\n").proxy_jump == ()
     with pytest.raises(SpecError, match="a has a ProxyCommand: write it as ProxyJump"):
         resolve(SshTarget("a"), "ProxyCommand nc %h %p\nProxyJump b\n")
