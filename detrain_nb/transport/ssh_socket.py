@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TransportError
+from ..text import printable
 from .ssh_config import HostSettings
 
 if TYPE_CHECKING:
@@ -124,5 +125,4 @@ def _describe(error: OSError, port: int, *, waited_s: float) -> str:
 
 def clean(said: object) -> str:
     """What the other side may have said, fit for one line."""
-    text = str(said) or type(said).__name__
-    return "".join(char if char.isprintable() else " " for char in text)[:200]
+    return printable(str(said) or type(said).__name__, " ")[:200]

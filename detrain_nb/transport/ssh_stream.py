@@ -7,6 +7,8 @@ import socket
 import threading
 from typing import TYPE_CHECKING
 
+from ..text import printable
+
 if TYPE_CHECKING:
     import paramiko
 
@@ -43,8 +45,7 @@ class Stream:
         """The last of what the command wrote to its standard error, without control characters."""
         if self._channel.eof_received or self._channel.closed:
             self._threads[2].join(_DRAIN_LIMIT_S)
-        text = self._stderr.decode(errors="replace")
-        return "".join(char for char in text if char.isprintable() or char in "\n\t")
+        return printable(self._stderr.decode(errors="replace"), lambda char: char if char in "\n\t" else "")
 
     def exit_status(self, *, limit_s: float = 0.0) -> int | None:
         """Wait until the command has ended; None when it has not, was killed by a signal, or the connection died."""
