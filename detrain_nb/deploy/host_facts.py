@@ -15,6 +15,7 @@ from ..text import printable
 __all__ = ["Disk", "Fault", "Folder", "Gpu", "Gpus", "HostFacts", "Limited", "Said", "Torch"]
 
 _MOST_TEXT = 200
+_MOST_ITEMS = 64
 _MOST_BYTES_OF_ANYTHING = 1 << 62
 
 T = TypeVar("T")
@@ -149,11 +150,9 @@ class Said:
             raise self._complain(name)
         return [self._check(name, value, 0, most) for value in values]
 
-    def items(self, name: str, read: Callable[[Said], T], *, count: int | None = None, most: int = 64) -> list[T]:
+    def items(self, name: str, read: Callable[[Said], T], *, count: int | None = None) -> list[T]:
         values = self._fields.get(name)
-        if not isinstance(values, list) or len(values) > (most if count is None else count):
-            raise self._complain(name)
-        if count is not None and len(values) != count:
+        if not isinstance(values, list) or not (len(values) <= _MOST_ITEMS if count is None else len(values) == count):
             raise self._complain(name)
         return [read(Said(value)) for value in values]
 
