@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..deploy import Nodes, nodes_of, transports_to
-from ..deploy.host_probe import HostProbe
 from ..errors import SpecError
 from .examination import Crew, Examination, Host
+from .host_probe import HostProbe
 from .judgement import FOLDER, write_rows
 from .report import Link, Problem, Report
 

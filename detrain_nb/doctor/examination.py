@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from ..deploy.host_facts import Fault, HostFacts
-from ..deploy.host_probe import Clock, Door, HostProbe, Way
 from ..deploy.node_facts import choose_address
 from ..deploy.questions import Questions
 from ..errors import DetrainError
+from .host_facts import Fault, HostFacts
+from .host_probe import Clock, Door, HostProbe, Way
 from .report import count
 
 if TYPE_CHECKING:

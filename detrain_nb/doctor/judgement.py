@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..deploy.host_facts import Disk, Fault, HostFacts
 from ..errors import HostKeyError
 from ..text import format_size
 from .examination import Host
+from .host_facts import Disk, Fault, HostFacts
 from .report import Cell, Row, count
 
 if TYPE_CHECKING:

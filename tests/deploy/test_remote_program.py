@@ -12,7 +12,8 @@ import pytest
 
 from detrain_nb.copying import remote_program as files_program
 from detrain_nb.copying.json_lines import clean
-from detrain_nb.deploy import bootstrapped_node, host_facts, host_probe, remote_program
+from detrain_nb.deploy import bootstrapped_node, remote_program
+from detrain_nb.doctor import host_facts
 from detrain_nb.errors import TransportError
 from detrain_nb.node.ssh import bootstrap, probe
 from detrain_nb.spec.node import Node
@@ -77,7 +78,7 @@ def test_folder_of_ours_is_none_that_others_can_put_another_in_place_of(tmp_path
 
 
 def test_probe_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> None:
-    said = run(host_probe._PROGRAM.read_text(), b'{"type": "clock"}\n', planted)
+    said = run(Path(probe.__file__).read_text(), b'{"type": "clock"}\n', planted)
     before, _, answer = said.partition(probe.MAGIC.decode())
     assert not before
     assert json.loads(answer)["type"] == "clock"

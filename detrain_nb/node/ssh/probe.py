@@ -2,7 +2,7 @@
 
 Standard library only, and nothing newer than Python 3.7: an old Python says what it is. It looks, and writes nothing,
 until it is told to fix. Orders are lines of JSON on stdin; each is answered, behind a magic line, by one on stdout of
-the same type. See deploy/host_probe.py.
+the same type. See doctor/host_probe.py.
 """
 
 from __future__ import annotations

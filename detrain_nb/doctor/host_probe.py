@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..deploy.remote_program import RemoteProgram
+from ..deploy.ssh_node import connect_to
 from ..errors import TransportError
 from ..spec.node import Node
 from ..transport.ssh import AskPassphrase, SshConnection
 from .host_facts import HostFacts, Said
-from .remote_program import RemoteProgram
-from .ssh_node import connect_to
 
 __all__ = ["Clock", "Door", "HostProbe", "Way"]
 
