@@ -31,12 +31,12 @@ from .remote_program import RemoteProgram
 if TYPE_CHECKING:
     from .code import CodeArchive
 
-__all__ = ["BootstrappedNode"]
+__all__ = ["RUN_FILES", "BootstrappedNode", "read_bootstrap"]
 
 _BOOTSTRAP = Path(__file__).parent.parent / "node" / "ssh" / "bootstrap.py"
 _GUARDED = Path(__file__).parent.parent / "guarded.py"
 _MAGIC = b"\ndetrain-nb bootstrap 1\n"
-_RUN_FILES = """\
+RUN_FILES = """\
 import sys
 sys.path[:0] = [{code!r}]
 from detrain_nb.copying.remote_program import main
@@ -201,7 +201,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         return talk.take_socket()
 
     def _start_bootstrap(self, connection: _Connection) -> RemoteProgram:
-        return RemoteProgram.start(_read_bootstrap(), magic=_MAGIC, node=self.node, connection=connection)
+        return RemoteProgram.start(read_bootstrap(), magic=_MAGIC, node=self.node, connection=connection)
 
     # ---- files, beside the agent
 
@@ -216,7 +216,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         with contextlib.ExitStack() as stack:
             program, connection = None, self._connection
             if connection is not None and connection.is_alive:
-                source = _RUN_FILES.format(code=self._code)
+                source = RUN_FILES.format(code=self._code)
                 with contextlib.suppress(TransportError):
                     program = RemoteProgram.start(source, magic=FILES_MAGIC, node=self.node, connection=connection)
             if program is None:
@@ -246,7 +246,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         self._work_folder = _expand(self.node.workdir or f"{facts.cache}/work/{session}", facts.home)
 
 
-def _read_bootstrap() -> str:
+def read_bootstrap() -> str:
     """The program as text, with the one module of ours in it that it needs before our code is there."""
     guarded = _GUARDED.read_text(encoding="utf-8").replace("from __future__ import annotations\n", "")
     before, _, after = _BOOTSTRAP.read_text(encoding="utf-8").partition("from detrain_nb.guarded import ")

@@ -19,7 +19,7 @@ from ..spec.node import Node
 from ..text import printable
 from ..transport.connection import CommandStream, Connection
 
-__all__ = ["RemoteProgram", "as_text"]
+__all__ = ["RemoteProgram", "as_text", "as_words", "write_script"]
 
 _PROLOGUE_BYTES = 1 << 16  # of what a shell prints before our first line
 _LINE_BYTES = 1 << 20
@@ -67,7 +67,7 @@ class RemoteProgram:
         stream = connection.open_stream("exec bash -l" if node.setup else "exec sh")
         program = cls(stream, node)
         try:
-            program.send(_write_script(node, source))
+            program.send(write_script(node, source))
             program.skip_to(magic, limit_s=limit_s)
         except BaseException:
             program.close()
@@ -104,7 +104,7 @@ class RemoteProgram:
             raise TransportError("what came is not what our program says")
         if said.get("type") == "failed":
             known = {"SessionError": SessionError, "LaunchError": LaunchError}
-            raise known.get(clean(said.get("kind")), LaunchError)(_as_words(said.get("text", "")))
+            raise known.get(clean(said.get("kind")), LaunchError)(as_words(said.get("text", "")))
         if said.get("type") != kind:
             raise TransportError(f"{kind} was expected, {clean(said.get('type'))[:40]!r} came")
         return said
@@ -160,7 +160,7 @@ class RemoteProgram:
         return TransportError(f"{self._python} did not start our program{self._after} ({how}): {last}")
 
 
-def _write_script(node: Node, source: str) -> bytes:
+def write_script(node: Node, source: str) -> bytes:
     """What the shell there is told: the user's setup, then to become Python with our program."""
     lines = []
     if node.setup:
@@ -187,7 +187,7 @@ def _quote_path(path: str) -> str:
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
-def _as_words(said: object) -> str:
+def as_words(said: object) -> str:
     """What failed there, in its lines: none but the first could be taken for what we say ourselves."""
     if not isinstance(said, str):
         return clean(said)

