@@ -60,6 +60,12 @@ class CodeArchive:
     digest: str
     data: bytes = field(repr=False)
 
+    @classmethod
+    def of(cls, files: Mapping[str, bytes]) -> CodeArchive:
+        """Pack ``files``, contents by relative posix path."""
+        data = pack_files(files)
+        return cls(hashlib.sha256(data).hexdigest()[:32], data)
+
 
 @cache
 def own_code() -> CodeArchive:
@@ -69,7 +75,7 @@ def own_code() -> CodeArchive:
     for room in ON_NODE:
         paths += [root / f"{room}.py", *(root / room).rglob("*.py")]
     files = {path.relative_to(root.parent).as_posix(): path.read_bytes() for path in paths if path.exists()}
-    return _archive({**files, **_write_own_metadata()})
+    return CodeArchive.of({**files, **_write_own_metadata()})
 
 
 @lru_cache(maxsize=4)  # a host may say another Python each time, and each takes 4 MB
@@ -85,7 +91,7 @@ def ipython_code(python_version: tuple[int, int]) -> CodeArchive | None:
         if not any(name.endswith(".py") for name in sources):
             return None  # an editable installation, or a system's package without a list of its files
         files |= sources
-    return _archive(files) if files else None
+    return CodeArchive.of(files) if files else None
 
 
 def pack_files(files: Mapping[str, bytes], *, executable: Collection[str] = (), private: Collection[str] = ()) -> bytes:
@@ -117,11 +123,6 @@ def _write_own_metadata() -> dict[str, bytes]:
         "entry_points.txt": f"[torchrun.handlers]\n{RENDEZVOUS_BACKEND} = {RENDEZVOUS_HANDLER}\n",
     }
     return {f"detrain_nb-{version}.dist-info/{name}": text.encode() for name, text in texts.items()}
-
-
-def _archive(files: Mapping[str, bytes]) -> CodeArchive:
-    data = pack_files(files)
-    return CodeArchive(hashlib.sha256(data).hexdigest()[:32], data)
 
 
 def _collect(name: str, python_version: tuple[int, int]) -> list[Distribution]:

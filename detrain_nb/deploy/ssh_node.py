@@ -26,7 +26,7 @@ class SshNode(BootstrappedNode[SshConnection]):
     def __init__(self, node: Node, *, questions: Questions | None = None, config_path: Path | None = None) -> None:
         super().__init__(node)
         self.questions = questions
-        self._config_path = config_path
+        self.config_path = config_path
 
     def ask_meanwhile(self, work: Collection[Future[Any]]) -> None:
         """Passphrases, where somebody was named who knows them."""
@@ -34,11 +34,11 @@ class SshNode(BootstrappedNode[SshConnection]):
             self.questions.serve(work)
 
     def _connect(self) -> SshConnection:
-        return connect_to(self.node, ask_passphrase=self.questions, config_path=self._config_path)
+        return connect_to(self.node, ask_passphrase=self.questions, config_path=self.config_path)
 
     def _find_place(self) -> object:
         """The node as it was described, and the way to it."""
-        return self.node, find_route(_target(self.node), read_config(self._config_path))
+        return self.node, find_route(_target(self.node), read_config(self.config_path))
 
     def _admit(self, connection: SshConnection) -> None:
         """Is it a host whose HTML may be shown? A later connection has to be to one as well: what it says is shown so.

@@ -110,7 +110,7 @@ def no_checks_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
     before, name = b"if size > free:", "detrain_nb/copying/receiver.py"
     assert before in sources[name]
     sources[name] = sources[name].replace(before, b"if False:")
-    careless = code._archive(sources)
+    careless = code.CodeArchive.of(sources)
     monkeypatch.setattr(code, "own_code", lambda: careless)
 
 

@@ -55,7 +55,7 @@ class LeftAtOnce(SshNode):
 
 def test_node_that_is_left_while_it_is_reached_has_no_connection(testbed: Testbed, opened: list[SshConnection]) -> None:
     (reached,) = ssh_nodes(testbed, 1)
-    node = LeftAtOnce(reached.node, config_path=reached._config_path)
+    node = LeftAtOnce(reached.node, config_path=reached.config_path)
     with pytest.raises(TransportError, match="it was left while the connection was made"):
         node.start_agent("left")
     assert [connection.is_alive for connection in opened] == [False]
@@ -66,7 +66,7 @@ def test_full_disk_of_this_machine_is_no_hindrance(testbed: Testbed, monkeypatch
     """Our code goes there once more, and is written nowhere here."""
     with zipfile.ZipFile(io.BytesIO(own_code().data)) as packed:
         sources = {name: packed.read(name) for name in packed.namelist()}
-    fresh = code._archive({**sources, "detrain_nb/fresh.bin": os.urandom(1 << 20)})
+    fresh = code.CodeArchive.of({**sources, "detrain_nb/fresh.bin": os.urandom(1 << 20)})
     monkeypatch.setattr(code, "own_code", lambda: fresh)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))

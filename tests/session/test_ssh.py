@@ -436,7 +436,7 @@ def test_bastion_is_gone_through(testbed: Testbed, tmp_path: Path) -> None:
     with Session.start(1, sync=False, nodes=ssh_nodes(testbed, 2, proxy_jump=None)[:1], device="cpu") as session:
         assert session.run_cell("rank").values == {0: 0}
     behind = ssh_nodes(testbed)[1]
-    behind = type(behind)(behind.node.model_copy(update={"proxy_jump": h0.name}), config_path=behind._config_path)
+    behind = type(behind)(behind.node.model_copy(update={"proxy_jump": h0.name}), config_path=behind.config_path)
     with Session.start(1, sync=False, nodes=[behind], device="cpu") as session:
         assert session.run_cell("import socket; socket.gethostname()").values == {0: h1.hostname}
 

@@ -80,7 +80,7 @@ def test_cut_behind_a_host_that_is_gone_through_is_noticed(testbed: Testbed) -> 
     """The connection to the bastion is well, and its sshd knows nothing of the other one for a quarter of an hour."""
     h0 = testbed.hosts[0]
     behind = ssh_nodes(testbed)[1]
-    behind = type(behind)(behind.node.model_copy(update={"proxy_jump": h0.name}), config_path=behind._config_path)
+    behind = type(behind)(behind.node.model_copy(update={"proxy_jump": h0.name}), config_path=behind.config_path)
     with Session.start(
         1, sync=False, nodes=[behind], device="cpu", init=False, limits=Limits(alive_gap_s=1.0)
     ) as session:
