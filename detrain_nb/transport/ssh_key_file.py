@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 import os
 import struct
 from dataclasses import dataclass, replace
@@ -42,44 +43,43 @@ class KeyFile:
             raise TransportError(f"the key file {path} cannot be read: {exc.strerror or exc}") from exc
         text = data.decode("ascii", errors="replace").strip()
         try:
-            key = cls._parse(path, text, (state.st_mtime_ns, state.st_size))
+            key = cls._parse(path, text)
         except (ValueError, IndexError, struct.error, binascii.Error) as exc:
             raise TransportError(f"the key file {path} holds no key of ssh: {_advise(path, text)}") from exc
         is_ours = hasattr(os, "getuid") and state.st_uid == os.getuid()
-        return replace(key, is_exposed=is_ours and bool(state.st_mode & 0o077))
+        is_exposed = is_ours and bool(state.st_mode & 0o077)
+        return replace(key, is_exposed=is_exposed, stamp=(state.st_mtime_ns, state.st_size))
 
     @classmethod
-    def _parse(cls, path: Path, text: str, stamp: tuple[int, int]) -> KeyFile:
+    def _parse(cls, path: Path, text: str) -> KeyFile:
         first, *rest = text.splitlines()
         if first == "-----BEGIN OPENSSH PRIVATE KEY-----":
             cipher, blob = _parse_openssh(base64.b64decode("".join(rest[:-1]), validate=True))
-            return cls(path, _type_of(blob), blob, is_encrypted=cipher != b"none", stamp=stamp)
+            return cls(path, _type_of(blob), blob, is_encrypted=cipher != b"none")
         for name, key_type in _PEM_TYPES.items():
             if first == f"-----BEGIN {name} PRIVATE KEY-----":
                 is_encrypted = any("ENCRYPTED" in line for line in rest[:2])
-                return cls(path, key_type, _read_public_beside(path), is_encrypted=is_encrypted, stamp=stamp)
+                return cls(path, key_type, _read_public_beside(path), is_encrypted=is_encrypted)
         blob = _parse_public(first)
-        return cls(path, _type_of(blob), blob, is_public=True, stamp=stamp)
+        return cls(path, _type_of(blob), blob, is_public=True)
 
 
 def _parse_openssh(data: bytes) -> tuple[bytes, bytes]:
     """The cipher and the public key of OpenSSH's own format (PROTOCOL.key): both stand outside of what is encrypted."""
     if not data.startswith(_MAGIC):
         raise ValueError("no OpenSSH key")
-    at = len(_MAGIC)
-    cipher, at = _take(data, at)
-    _, at = _take(data, at)  # the name of the key derivation
-    _, at = _take(data, at)  # its options
-    blob, _ = _take(data, at + 4)  # after the number of keys
-    return cipher, blob
+    said = io.BytesIO(data[len(_MAGIC) :])
+    cipher, _derivation, _options = _take(said), _take(said), _take(said)
+    said.read(4)  # the number of keys
+    return cipher, _take(said)
 
 
-def _take(data: bytes, at: int) -> tuple[bytes, int]:
-    (length,) = struct.unpack_from(">I", data, at)
-    at += 4
-    if len(data) < at + length:
+def _take(said: io.BytesIO) -> bytes:
+    (length,) = struct.unpack(">I", said.read(4))
+    taken = said.read(length)
+    if len(taken) < length:
         raise ValueError("cut short")
-    return data[at : at + length], at + length
+    return taken
 
 
 def _parse_public(line: str) -> bytes:
@@ -91,7 +91,7 @@ def _parse_public(line: str) -> bytes:
 
 
 def _type_of(blob: bytes) -> str:
-    return _take(blob, 0)[0].decode("ascii")
+    return _take(io.BytesIO(blob)).decode("ascii")
 
 
 def _read_public_beside(path: Path) -> bytes | None:
