@@ -204,10 +204,5 @@ def _sftp_errors() -> Iterator[None]:
 
     try:
         yield
-    except (
-        paramiko.SSHException,
-        paramiko.SFTPError,
-        EOFError,
-        UnicodeDecodeError,
-    ) as exc:  # the last: no text in UTF-8
+    except (paramiko.SSHException, paramiko.SFTPError, EOFError, UnicodeDecodeError) as exc:  # the last: of a name
         raise OSError(clean(exc)) from exc
