@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["CellResult", "RankResult", "Session", "__version__", "current_session", "log_metrics", "read_metrics"]
 
 _HOMES = {
-    "CellResult": ".session.results",
-    "RankResult": ".session.results",
+    "CellResult": ".session.running.results",
+    "RankResult": ".session.running.results",
     "Session": ".session.session",
     "current_session": ".magics",
     "log_metrics": ".metrics",

@@ -130,6 +130,12 @@ def test_entry_points_lead_somewhere(pyproject: dict[str, Any]) -> None:
         assert callable(entry.load())
 
 
+def test_every_name_that_the_package_offers_is_there() -> None:
+    package = importlib.import_module("detrain_nb")
+    for name in package.__all__:
+        assert getattr(package, name)
+
+
 def test_version_is_the_one_of_the_package(pyproject: dict[str, Any]) -> None:
     assert pyproject["project"]["version"] == importlib.import_module(PACKAGE).__version__
 
