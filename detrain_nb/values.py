@@ -232,7 +232,9 @@ class _Packer:
         return [memoryview(self._small), *self._large] if self._small else self._large
 
     def pack(self, value: Any) -> Any:
-        self._count()
+        self._num_items += 1
+        if self._num_items > _MAX_ITEMS:
+            raise ValueNotSupported(f"{self._name} has more than {_MAX_ITEMS} items: use numpy arrays, or a part of it")
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -340,11 +342,6 @@ class _Packer:
             self._small += bytes(_padded(len(raw)) - len(raw))
         return len(raw)
 
-    def _count(self) -> None:
-        self._num_items += 1
-        if self._num_items > _MAX_ITEMS:
-            raise ValueNotSupported(f"{self._name} has more than {_MAX_ITEMS} items: use numpy arrays, or a part of it")
-
     def _refuse(self, value: object, *, what: str = "", advice: str = "") -> ValueNotSupported:
         path = self._name
         for step in self._trail:
@@ -423,7 +420,9 @@ class _Checker:
         self._num_items = 0
 
     def check(self, node: object, *, depth: int) -> None:
-        self._count()
+        self._num_items += 1
+        if self._num_items > _MAX_ITEMS:
+            raise WireError(f"a value has more than {_MAX_ITEMS} items")
         if node is None or type(node) in (bool, int, float, str):
             return
         if type(node) is list:
@@ -468,11 +467,6 @@ class _Checker:
         self._num_bytes += _padded(size_bytes)
         if self._num_bytes > self._limit_bytes:
             raise WireError(f"a value announces more than {self._limit_bytes} bytes")
-
-    def _count(self) -> None:
-        self._num_items += 1
-        if self._num_items > _MAX_ITEMS:
-            raise WireError(f"a value has more than {_MAX_ITEMS} items")
 
 
 def _only_item(node: object) -> tuple[str, Any]:
