@@ -136,13 +136,13 @@ def shares_its_number() -> bool:
 
 
 def _by_another_user(path: Path, state: os.stat_result) -> PermissionError:
-    made_by = f"{path} (mode {stat.S_IMODE(state.st_mode):04o}, uid {state.st_uid})"
-    return PermissionError(f"{made_by} was made by another user, in a folder that is everybody's: name one of your own")
+    made = describe(path, state)
+    return PermissionError(f"{made} was made by another user, in a folder that is everybody's: name one of your own")
 
 
-def describe(path: Path) -> str:
+def describe(path: Path, state: os.stat_result | None = None) -> str:
     """The path with its mode and owner, for a message. Raises: OSError."""
-    state = path.lstat()
+    state = state or path.lstat()
     return f"{path} (mode {stat.S_IMODE(state.st_mode):04o}, uid {state.st_uid})"
 
 
