@@ -146,8 +146,7 @@ class SshConnection:
         try:
             begin(channel)
         except BaseException as exc:
-            with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
-                channel.close()
+            give_up()
             if isinstance(exc, (paramiko.SSHException, paramiko.SFTPError, EOFError, OSError)):
                 reason = "does not offer" if self.is_alive else "hung up when asked for"
                 raise TransportError(f"{where}: {reason} {what}: {clean(exc)}") from exc

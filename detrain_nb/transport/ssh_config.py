@@ -299,13 +299,9 @@ def _find_known_hosts(options: Mapping[str, Any]) -> tuple[Path, ...]:
     """The user's files and those of the machine; files that keep nothing (none, /dev/null) count as not given."""
     folder = Path.home() / ".ssh"
     system = Path("C:/ProgramData/ssh") if sys.platform == "win32" else Path("/etc/ssh")
-    return (
-        *(_read_paths(options.get("userknownhostsfile")) or (folder / "known_hosts", folder / "known_hosts2")),
-        *(
-            _read_paths(options.get("globalknownhostsfile"))
-            or (system / "ssh_known_hosts", system / "ssh_known_hosts2")
-        ),
-    )
+    of_user = _read_paths(options.get("userknownhostsfile")) or (folder / "known_hosts", folder / "known_hosts2")
+    of_all = _read_paths(options.get("globalknownhostsfile"))
+    return of_user + (of_all or (system / "ssh_known_hosts", system / "ssh_known_hosts2"))
 
 
 def _read_paths(value: str | None) -> tuple[Path, ...]:
