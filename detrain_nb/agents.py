@@ -255,13 +255,10 @@ def is_running(pid: int) -> bool:
 
 def running_sessions() -> dict[str, int]:
     """The sessions of this user on this machine: name -> pid of the agent."""
-    found: dict[str, int] = {}
     if sys.platform != "linux":
-        return found
-    for folder in sorted(runtime_folder().iterdir()):
-        if not folder.name.startswith(".") and (pid := live_agent(folder)):
-            found[folder.name] = pid
-    return found
+        return {}
+    folders = sorted(path for path in runtime_folder().iterdir() if not path.name.startswith("."))
+    return {folder.name: pid for folder in folders if (pid := live_agent(folder))}
 
 
 def holder_of(session: str) -> str:
