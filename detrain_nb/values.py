@@ -156,9 +156,6 @@ def unpack(description: object, buffers: Sequence[bytes | bytearray | memoryview
         raise WireError(f"raw bytes that are no such value: {exc}") from exc
 
 
-# ---- raw bytes: of plain values, and in buffers
-
-
 def _is_json(value: Any) -> bool:
     """Whether a plain value can stand in the description itself and be short there."""
     if type(value) is str:  # JSON would join two surrogates into one character
@@ -208,9 +205,6 @@ def _cut(sizes: list[int], views: list[memoryview]) -> Iterator[memoryview]:
             start += _padded(size)
 
 
-# ---- a value -> nodes
-
-
 class _Step:
     """A container that is being packed; ``label`` is the item it is at."""
 
@@ -220,6 +214,8 @@ class _Step:
 
 
 class _Packer:
+    """Makes nodes of a value, and raw bytes."""
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._trail: list[_Step] = []
@@ -400,9 +396,6 @@ def _advice(value: object) -> str:
     return "use list({}) instead" if isinstance(value, Iterable) else _WHAT_TRAVELS
 
 
-# ---- nodes from the other side -> the sizes of their raw bytes
-
-
 def _check(description: object, *, limit_bytes: int) -> _Checker:
     checker = _Checker(limit_bytes)
     checker.check(description, depth=0)
@@ -410,7 +403,7 @@ def _check(description: object, *, limit_bytes: int) -> _Checker:
 
 
 class _Checker:
-    """Walks a whole description; what it lets pass, ``_build`` can make."""
+    """Walks a whole description of the other side for the sizes of its raw bytes; what it lets pass can be built."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.sizes: list[int] = []
@@ -528,10 +521,8 @@ def _short(value: object) -> str:
         return f"<{type(value).__name__}>"
 
 
-# ---- checked nodes and their raw bytes -> a value
-
-
 def _build(node: Any, raws: Iterator[memoryview]) -> Any:
+    """Make a value of nodes that were checked, and their raw bytes."""
     if type(node) is list:
         return [_build(item, raws) for item in node]
     if type(node) is not dict:

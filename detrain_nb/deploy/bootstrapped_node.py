@@ -71,8 +71,6 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         self._times_left = 0
         self._connecting = threading.Lock()
 
-    # ---- what a kind of them decides
-
     @abstractmethod
     def _connect(self) -> _Connection:
         """Make a fresh connection. Raises: TransportError, SpecError."""
@@ -89,8 +87,6 @@ class BootstrappedNode(ABC, Generic[_Connection]):
 
     def ask_meanwhile(self, work: Collection[Future[Any]]) -> None:
         """Nothing."""
-
-    # ---- as a transport
 
     @property
     def env(self) -> dict[str, str]:
@@ -162,8 +158,6 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         if connection is not None:
             connection.close()
 
-    # ---- how it is reached
-
     def _reach(self, session: str, action: str) -> socket.socket:
         with self._connecting:
             times_left = self._times_left
@@ -203,8 +197,6 @@ class BootstrappedNode(ABC, Generic[_Connection]):
     def _start_bootstrap(self, connection: _Connection) -> RemoteProgram:
         return RemoteProgram.start(read_bootstrap(), magic=_MAGIC, node=self.node, connection=connection)
 
-    # ---- files, beside the agent
-
     @contextlib.contextmanager
     def run_files(self) -> Iterator[socket.socket]:
         """Run copying/remote_program.py there; gives the byte stream to it.
@@ -229,8 +221,6 @@ class BootstrappedNode(ABC, Generic[_Connection]):
                 program.skip_to(FILES_MAGIC)
             stack.callback(program.close)
             yield program.take_socket()
-
-    # ---- what is there, and what is missing
 
     def _settle(self, facts: NodeFacts, connection: _Connection, session: str) -> None:
         self.python = facts.python

@@ -208,9 +208,6 @@ def label(node: Transport) -> str:
     return node.name or "this-machine"
 
 
-# ---- the other end
-
-
 @contextlib.contextmanager
 def open_talk(node: Transport, *, stop: Stop | None = None) -> Iterator[Talk]:
     """Run copying/remote_program.py on a node. What goes wrong in the block raises DetrainError with its name."""
@@ -251,9 +248,6 @@ class _Sender:
         if self._waiting:
             data, self._waiting = self._waiting, bytearray()
             self._sock.sendall(data)
-
-
-# ---- what is here
 
 
 @contextlib.contextmanager

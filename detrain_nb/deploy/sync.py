@@ -202,9 +202,6 @@ def _choose(names: list[str], indices: object) -> list[str]:
     return [names[index] for index in dict.fromkeys(indices)]
 
 
-# ---- data
-
-
 @dataclass(frozen=True)
 class DataState:
     """What a node has under a path. ``names`` is a digest of all names and sizes; ``sample`` has sizes and digests of
