@@ -64,8 +64,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         self.python = self.address = self.interface = self._work_folder = ""
         self.facts: NodeFacts | None = None
         self.folder_state: tuple[object, object] = ("", "")  # see deploy/sync.py
-        self._code = ""  # the folder of ours there
-        self._digests: list[str] = []
+        self._digests: list[str] = []  # of our code there, in the order of sys.path
         self._place: object = None
         self._connection: _Connection | None = None
         self._times_left = 0
@@ -186,7 +185,6 @@ class BootstrappedNode(ABC, Generic[_Connection]):
             self._settle(facts, connection, session)
             order = {"session": session, "action": action, "work_folder": self._work_folder}
             self._digests = _go_on(facts, talk, type="go", silence_s=SILENCE_LIMIT_S, **order)
-            self._code = posixpath.join(facts.cache, self._digests[0])
             ready = talk.hear("ready")
             self.folder_state = (ready.get("root"), ready.get("digest"))
         except BaseException:
@@ -208,7 +206,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         with contextlib.ExitStack() as stack:
             program, connection = None, self._connection
             if connection is not None and connection.is_alive:
-                source = RUN_FILES.format(code=self._code)
+                source = RUN_FILES.format(code=posixpath.join(self.cache, self._digests[0]))
                 with contextlib.suppress(TransportError):
                     program = RemoteProgram.start(source, magic=FILES_MAGIC, node=self.node, connection=connection)
             if program is None:
