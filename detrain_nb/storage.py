@@ -29,7 +29,7 @@ from .errors import DetrainError, SpecError
 from .guarded import SEARCH
 from .text import printable
 
-__all__ = ["Location", "OnProgress", "locate", "replace_file", "shown", "whole_file"]
+__all__ = ["Location", "OnProgress", "locate", "named_errors", "replace_file", "shown", "whole_file"]
 
 OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: not known); it may run in a thread of fsspec's
 
@@ -68,7 +68,7 @@ class Location:
 
     def exists(self) -> bool:
         """Whether a file or folder is there. A store that does not answer is an error, not a no."""
-        with _errors(self.name, "looked for"):
+        with named_errors(self.name, "looked for"):
             try:
                 self._fresh().info(self.path)
             except (FileNotFoundError, NotADirectoryError):
@@ -78,7 +78,7 @@ class Location:
     def names(self) -> list[str]:
         """List what is in this folder, sorted, without what is not whole yet."""
         own = self.path.rstrip("/")
-        with _errors(self.name, "listed"):
+        with named_errors(self.name, "listed"):
             found = {each["name"].rstrip("/"): each["type"] for each in self._fresh().ls(self.path, detail=True)}
             if found.pop(own, "directory") != "directory":
                 raise NotADirectoryError("it is a file")
@@ -111,7 +111,7 @@ class Location:
         Raises: DetrainError when it has more than ``limit_bytes``, of which no more is read.
         """
         data = bytearray()
-        with _errors(self.name, "read"), self.open(may_be_link=may_be_link) as file:
+        with named_errors(self.name, "read"), self.open(may_be_link=may_be_link) as file:
             while chunk := file.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
                 data += chunk
                 if len(data) > limit_bytes:
@@ -123,7 +123,7 @@ class Location:
 
         ``may_be_link``: see `whole_file`; on another file system nobody looks.
         """
-        with _errors(self.name, "written"):
+        with named_errors(self.name, "written"):
             if is_local(self.files):
                 with self._made_here(may_be_link=may_be_link) as file:
                     file.write(data)
@@ -135,7 +135,7 @@ class Location:
         """Copy a file of this machine there, as `write` does. Raises: SpecError when ``source`` is no file."""
         if not os.path.isfile(source):
             raise SpecError(f"{printable(os.fspath(source))} is no file")
-        with _errors(self.name, "written"):
+        with named_errors(self.name, "written"):
             if is_local(self.files):
                 with self._made_here() as file, open(source, "rb") as given:
                     size = os.fstat(given.fileno()).st_size
@@ -150,7 +150,7 @@ class Location:
     def get(self, target: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> None:
         """Copy the file to ``target`` on this machine, whole or not at all, with the folders that it needs."""
         here = _here(os.fspath(target))
-        with _errors(here.name, "written"), here._staged() as part, _errors(self.name, "read"):
+        with named_errors(here.name, "written"), here._staged() as part, named_errors(self.name, "read"):
             # that of the local file system tells no callback
             copy = partial(AbstractFileSystem.get_file, self.files) if is_local(self.files) else self._fresh().get_file
             copy(self.path, part, callback=_callback(on_progress))
@@ -209,7 +209,7 @@ def locate(where: str | os.PathLike[str], *, files: Any = None) -> Location:
     _check(protocol, rest, name)
     if protocol in ("file", "local"):
         return _here(rest[2:])
-    with _errors(name, "opened"):
+    with named_errors(name, "opened"):
         try:
             opened, path = url_to_fs(f"{protocol}:{rest}")
         except ImportError as exc:
@@ -276,19 +276,21 @@ def _name(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _errors(name: str, done: str) -> Iterator[None]:
+def named_errors(
+    name: str, done: str, *, kind_of: Callable[[Exception], type[DetrainError]] = lambda exc: DetrainError
+) -> Iterator[None]:
     """What the libraries raise is a DetrainError; their text is left out where it may have what the name hides."""
     try:
         yield
     except DetrainError:
         raise
     except Exception as exc:  # they have no common one
-        kind = type(exc).__name__
+        kind = kind_of(exc)
         if _HIDDEN in name:
-            raise DetrainError(f"{name} cannot be {done}: {kind}") from None
+            raise kind(f"{name} cannot be {done}: {type(exc).__name__}") from None
         absent = "it is not there" if isinstance(exc, FileNotFoundError) else ""
-        reason = absent or getattr(exc, "strerror", None) or str(exc) or kind
-        raise DetrainError(f"{name} cannot be {done}: {shown(reason)}") from exc
+        reason = absent or getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
+        raise kind(f"{name} cannot be {done}: {shown(reason)}") from exc
 
 
 def shown(text: str, *, most: int = 200) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DetrainError, SpecError
-from ..storage import Location, is_local, locate, shown, whole_file
+from ..storage import Location, is_local, locate, named_errors, whole_file
 from .digests import BLOCK_BYTES, Damaged, digests, require_digest, require_digests
 from .plain import parse_json
 
@@ -286,20 +286,9 @@ def locate_safetensors(url: str | os.PathLike[str], *, files: Any = None) -> tup
     return locate(folder or slash or ".", files=files), name
 
 
-@contextlib.contextmanager
-def foreign_errors(name: str, done: str) -> Iterator[None]:
+def foreign_errors(name: str, done: str) -> contextlib.AbstractContextManager[None]:
     """What a file system or a broken file raises is a DetrainError with the name; no secret of a URL is in it.
 
     It is a Damaged where the file is what is wrong, and not who has it.
     """
-    try:
-        yield
-    except DetrainError:
-        raise
-    except Exception as exc:  # the libraries of file systems have no common one
-        kind = Damaged if isinstance(exc, _OF_BROKEN_FILES) else DetrainError
-        if "***" in name:
-            raise kind(f"{name} cannot be {done}: {type(exc).__name__}") from None
-        absent = "it is not there" if isinstance(exc, FileNotFoundError) else ""
-        reason = absent or getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
-        raise kind(f"{name} cannot be {done}: {shown(reason)}") from exc
+    return named_errors(name, done, kind_of=lambda exc: Damaged if isinstance(exc, _OF_BROKEN_FILES) else DetrainError)
