@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..deploy import Nodes, nodes_of, transports_to
+from ..deploy.chosen_nodes import Nodes, nodes_of, transports_to
 from ..errors import SpecError
 from .examination import Crew, Examination, Host
 from .host_probe import HostProbe

@@ -16,18 +16,9 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..deploy import (
-    End,
-    Nodes,
-    attach_to_agents,
-    bring_up_agents,
-    check_session_name,
-    end_agents,
-    find_nodes,
-    give_up_agents,
-    leave_agents,
-    transports_to,
-)
+from ..deploy.bringing_up import End, attach_to_agents, bring_up_agents, give_up_agents, leave_agents
+from ..deploy.chosen_nodes import Nodes, check_session_name, find_nodes, transports_to
+from ..deploy.ending import end_agents
 from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
 from ..errors import (

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from detrain_nb.deploy import code, end_agents
+from detrain_nb.deploy import code
 from detrain_nb.deploy.code import own_code
+from detrain_nb.deploy.ending import end_agents
 from detrain_nb.deploy.node_facts import NodeFacts, choose_address
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.errors import LaunchError, TransportError

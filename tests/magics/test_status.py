@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from detrain_nb.deploy import transports_to
+from detrain_nb.deploy.chosen_nodes import transports_to
 from detrain_nb.plan import NodePlan, Plan
 from detrain_nb.session.running.status import NodeStatus, RankStatus, SessionStatus, node_statuses
 from detrain_nb.spec.node import Node

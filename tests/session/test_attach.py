@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from detrain_nb import Session
-from detrain_nb.deploy import End, attach_to_agents
+from detrain_nb.deploy.bringing_up import End, attach_to_agents
 from detrain_nb.errors import DetrainError, NodeLost, SessionError, SpecError
 from detrain_nb.session import session as session_module
 from detrain_nb.session.link.node_link import NodeLink

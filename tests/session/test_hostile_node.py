@@ -29,7 +29,8 @@ from hypothesis import strategies as st
 
 import detrain_nb
 from detrain_nb import Session
-from detrain_nb.deploy import End, known
+from detrain_nb.deploy import known
+from detrain_nb.deploy.bringing_up import End
 from detrain_nb.errors import (
     CellTimeout,
     DetrainError,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ... import values
-from ...deploy import End
+from ...deploy.bringing_up import End
 from ...errors import CellTimeout, NodeLost, RankLost, SessionError, TransportError, format_ranks
 from ...wire import PIECE_BYTES, Locate, Message, Piece, Position, Pull, Push, RankEnded, Renumber, RequestDone, RunCell
 from ..diagnosis.diagnosis import ranks_on_hosts

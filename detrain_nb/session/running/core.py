@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...deploy import End, nodes_of
+from ...deploy.bringing_up import End
+from ...deploy.chosen_nodes import nodes_of
 from ...deploy.known import StartedWith, remember
 from ...errors import CellInterrupted, DetrainError, SessionError
 from ...plan import Plan, parse_ranks

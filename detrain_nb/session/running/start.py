@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...deploy import End
+from ...deploy.bringing_up import End
 from ...deploy.known import StartedWith, noted_owners
 from ...errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks, short_ranks
 from ...launch import LOOPBACK, LOOPBACK_INTERFACE, RankConfig, launch_node, threads_per_rank
