@@ -33,7 +33,7 @@ def end_agents(transports: Sequence[Transport], session: str, *, holder: str) ->
             failures[transport.name] = exc
             continue
         try:
-            _end_held_agent(sock, session, holder)
+            _end_agent(sock, session, holder)
         except TransportError as exc:
             failures[transport.name] = exc
         except SessionError as exc:
@@ -45,8 +45,14 @@ def end_agents(transports: Sequence[Transport], session: str, *, holder: str) ->
     return failures
 
 
-def _end_held_agent(sock: socket.socket, session: str, holder: str) -> None:
-    """Raises: SessionError when the agent refuses."""
+def end_unused(sock: socket.socket) -> None:
+    """End an agent that nobody has attached to."""
+    with contextlib.suppress(SessionError, TransportError):  # else it ends by itself, when nobody attaches
+        _end_agent(sock, "", "nobody")
+
+
+def _end_agent(sock: socket.socket, session: str, holder: str) -> None:
+    """Wait until it hangs up. Raises: SessionError when it refuses, TransportError."""
     reader, deadline = FrameReader(), time.monotonic() + _END_LIMIT_S
     try:
         sock.sendall(to_frame(Attach(session, holder)).to_bytes() + to_frame(EndSession()).to_bytes())
@@ -64,15 +70,3 @@ def _end_held_agent(sock: socket.socket, session: str, holder: str) -> None:
     finally:
         sock.close()
     raise TransportError(f"it has not ended within {_END_LIMIT_S:g} s")
-
-
-def end_unused(sock: socket.socket) -> None:
-    """End an agent that nobody has attached to."""
-    with contextlib.closing(sock), contextlib.suppress(OSError):  # else it ends by itself, when nobody attaches
-        for message in (Attach("", "nobody"), EndSession()):
-            sock.sendall(to_frame(message).to_bytes())
-        deadline = time.monotonic() + _END_LIMIT_S
-        while (left := deadline - time.monotonic()) > 0:
-            sock.settimeout(left)
-            if not sock.recv(1 << 16):
-                break
