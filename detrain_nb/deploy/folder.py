@@ -192,7 +192,9 @@ def _walk(top: str, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]
             is_folder = stat.S_ISDIR(status.st_mode)
             if is_folder and real in folder.within or not is_folder and not stat.S_ISREG(status.st_mode):
                 continue
-            if is_left_out(rules, above + name, is_folder=is_folder) or is_folder and _is_environment(real):
+            if is_left_out(rules, above + name, is_folder=is_folder):
+                continue
+            if is_folder and os.path.exists(os.path.join(real, "pyvenv.cfg")):  # a virtual environment
                 continue
             real_name = os.path.relpath(real, top) if real != entry.path else name
             is_theirs = folder.is_theirs or _is_link_of_others(entry, trusted)
@@ -254,10 +256,6 @@ def _is_link_of_others(entry: os.DirEntry[str], trusted: Collection[int]) -> boo
         return entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid not in trusted
     except FileNotFoundError:
         return True
-
-
-def _is_environment(folder: str) -> bool:
-    return os.path.exists(os.path.join(folder, "pyvenv.cfg"))
 
 
 def _is_private(rules: Rules, above: str, name: str, real_name: str) -> bool:

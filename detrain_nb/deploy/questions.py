@@ -43,8 +43,7 @@ class Questions:
             while left:
                 left = wait(left, _LOOK_GAP_S, return_when=FIRST_COMPLETED).not_done
                 while not self._waiting.empty():
-                    question, answer = self._waiting.get()
-                    self._answer(question, answer)
+                    self._answer(*self._waiting.get())
         finally:
             self._owner = None
             while not self._waiting.empty():  # an interrupt: nobody is left waiting

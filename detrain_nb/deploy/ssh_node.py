@@ -9,15 +9,13 @@ from typing import Any
 
 from ..errors import TransportError
 from ..spec.node import Node
-from ..transport.ssh import AskPassphrase, SshConnection, find_route
+from ..transport.ssh import CONNECT_LIMIT_S, AskPassphrase, SshConnection, find_route
 from ..transport.ssh_config import SshTarget, read_config
 from .bootstrapped_node import BootstrappedNode
 from .questions import Questions
 from .trust import trust_file, trusted_host_keys
 
 __all__ = ["SshNode", "connect_to"]
-
-_CONNECT_LIMIT_S = 20.0
 
 
 class SshNode(BootstrappedNode[SshConnection]):
@@ -57,7 +55,7 @@ def connect_to(
     *,
     ask_passphrase: AskPassphrase | None = None,
     config_path: Path | None = None,
-    limit_s: float = _CONNECT_LIMIT_S,
+    limit_s: float = CONNECT_LIMIT_S,
 ) -> SshConnection:
     """Connect to ``node``: as it says, else as ssh_config does. Raises: TransportError, SpecError."""
     return SshConnection.open(_target(node), ask_passphrase=ask_passphrase, config_path=config_path, limit_s=limit_s)

@@ -26,9 +26,9 @@ from .ssh_stream import Stream
 if TYPE_CHECKING:
     import paramiko
 
-__all__ = ["AskPassphrase", "SshConnection", "find_route", "resolve"]
+__all__ = ["CONNECT_LIMIT_S", "AskPassphrase", "SshConnection", "find_route", "resolve"]
 
-_LIMIT_S = 20.0
+CONNECT_LIMIT_S = 20.0
 _CHANNEL_LIMIT_S = 15.0
 _SFTP_SILENCE_S = 60.0
 
@@ -48,7 +48,7 @@ class SshConnection:
         target: SshTarget,
         *,
         ask_passphrase: AskPassphrase | None = None,
-        limit_s: float = _LIMIT_S,
+        limit_s: float = CONNECT_LIMIT_S,
         config_path: Path | None = None,
     ) -> SshConnection:
         """Connect to ``target`` as ``ssh`` would, with keys only; ``config_path`` is ~/.ssh/config.
