@@ -40,13 +40,7 @@ _MOST_METHODS = 8
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 _MACS = ("hmac-sha2-256-etm@openssh.com", "hmac-sha2-512-etm@openssh.com", "hmac-sha2-256", "hmac-sha2-512")
 _RSA_HOST_KEYS = ("rsa-sha2-512", "rsa-sha2-256")
-_HOST_KEYS = (
-    "ssh-ed25519",
-    "ecdsa-sha2-nistp256",
-    "ecdsa-sha2-nistp384",
-    "ecdsa-sha2-nistp521",
-    *_RSA_HOST_KEYS,
-)
+_HOST_KEYS = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", *_RSA_HOST_KEYS)
 
 logging.getLogger(_LOG_NAME).addHandler(logging.NullHandler())  # else logging prints paramiko's errors on stderr
 
