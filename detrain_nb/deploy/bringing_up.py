@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from ..errors import DetrainError, LaunchError, SessionError, SpecError
-from ..plan import split_names
 from ..transport import Transport
-from .chosen_nodes import check_session_name
 from .ending import end_unused
 from .kept import begin_on_kept
 
@@ -35,12 +33,11 @@ class End:
 
 
 def bring_up_agents(transports: Sequence[Transport], session: str) -> list[End]:
-    """Start the agent of ``session`` on every node, all at once; return the byte streams to them.
+    """Start the agent of ``session``, a name that was checked, on every node at once; return the byte streams to them.
 
     Raises: LaunchError with a line for every node where it failed, SessionError where such a session runs. None is
     left running then.
     """
-    check_session_name(session)
     ends = _on_all(transports, lambda transport: _start_agent(transport, session), give_up=end_unused)
     try:
         reached = [end.transport for end in ends]
@@ -70,22 +67,20 @@ def leave_agents(ends: Sequence[End]) -> None:
     _Arrivals(socket.socket.close, ends).give_up()
 
 
-def attach_to_agents(transports: Sequence[Transport], session: str, *, without: str | Iterable[str] = ()) -> list[End]:
+def attach_to_agents(transports: Sequence[Transport], session: str, *, without: Collection[str] = ()) -> list[End]:
     """Connect to the agents of ``session``, which run already; return the byte streams to them. Raises as above.
 
     The first has to be there; another one that is not any more is said to be absent, as are those that are left out.
     """
-    check_session_name(session)
     others = [transport.name for transport in transports[1:]]
-    left_out = split_names(without) if without else []
-    if unknown := [name for name in left_out if name not in others]:
+    if unknown := [name for name in without if name not in others]:
         raise SpecError(
             f"attach without {unknown[0]!r}: {unknown[0]!r} is not one of the nodes that can be left out: "
             f"{', '.join(others[:_MOST_HOSTS]) or 'none, this session has one node'}"
         )
 
     def connect(transport: Transport) -> End:
-        if transport.name in left_out:
+        if transport.name in without:
             return End(transport, _ended_socket(), absent="it was left out")
         return End(transport, transport.connect_agent(session))
 

@@ -11,7 +11,6 @@ from ..copying.json_lines import clean
 from ..errors import DetrainError, SessionError, TransportError, behind_ours
 from ..transport import Transport
 from ..wire import Attach, EndSession, FrameReader, Refused, to_frame
-from .chosen_nodes import check_session_name
 
 __all__ = ["end_agents", "end_unused"]
 
@@ -24,7 +23,6 @@ def end_agents(transports: Sequence[Transport], session: str, *, holder: str) ->
 
     Raises: SessionError when another notebook holds it.
     """
-    check_session_name(session)
     failures: dict[str, DetrainError] = {}
     for transport in transports:
         try:

@@ -214,7 +214,7 @@ class Session:
         """
         check_session_name(name)
         check_limits(limits)
-        without = names_of(split_names(without), "without") if without else ""
+        without = names_of(split_names(without), "without") if without else []
         if nodes is None:
             transports = find_nodes(name, ask_passphrase=ask_passphrase)
         else:
@@ -434,9 +434,7 @@ def _describe_connecting(transports: Sequence[Transport]) -> str:
     return f"connecting to {', '.join(names) if len(names) <= _MOST_HOSTS else f'{len(names)} nodes'}"
 
 
-def _attach_to(
-    name: str, transports: Sequence[Transport], without: str | Iterable[str], *, is_known: bool
-) -> list[End]:
+def _attach_to(name: str, transports: Sequence[Transport], without: list[str], *, is_known: bool) -> list[End]:
     try:
         return attach_to_agents(transports, name, without=without)
     except SessionError:
