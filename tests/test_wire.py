@@ -156,7 +156,7 @@ def test_what_is_not_a_message_is_refused(frame: Frame, complaint: str) -> None:
 
 
 def test_every_message_has_a_number_of_its_own_that_is_not_given_again() -> None:
-    """Behind the last one there is room for more; what is taken out of the table leaves its number unused."""
+    """Behind the last one there is room for more; that of a message which is taken out stays unused."""
     assert sorted(NUMBERS, key=repr) == sorted(Message.__subclasses__(), key=repr)
     assert len(KINDS) == len(NUMBERS)
     assert all(0 < number < 256 for number in KINDS)

@@ -30,17 +30,29 @@ class OtherProtocol(WireError):
     """The other side has another version of this code."""
 
 
+KINDS: dict[int, type[Message]] = {}
+NUMBERS: dict[type[Message], int] = {}
+
+
 class Message:
-    """A message; a field named ``body``, or a LongText, travels as raw bytes behind the header, others inside it."""
+    """A message; a field named ``body``, or a LongText, travels as raw bytes behind the header, others inside it.
+
+    ``number``: what a frame says in front of its header. It stays with its message; 0 is none, as protocols up to 5 had
+    there.
+    """
 
     __slots__ = ()
+
+    def __init_subclass__(cls, *, number: int) -> None:
+        assert number not in KINDS, f"{KINDS[number]} has that number"
+        KINDS[number], NUMBERS[cls] = cls, number
 
 
 # ---- notebook -> agent
 
 
 @dataclass(frozen=True)
-class Attach(Message):
+class Attach(Message, number=1):
     """First message of a notebook: which session it means, and who it is; ``steal`` takes it from another notebook.
 
     ``resumes`` goes on after a connection that broke: what the notebook sent is counted on.
@@ -55,14 +67,14 @@ class Attach(Message):
 
 
 @dataclass(frozen=True)
-class OpenStore(Message):
+class OpenStore(Message, number=2):
     """Bind a socket for the store of the rendezvous to ``address``, and to no other; answered by ``StoreOpened``."""
 
     address: str
 
 
 @dataclass(frozen=True)
-class Launch(Message):
+class Launch(Message, number=3):
     """Start the launcher: ``argv`` and ``env`` as launch.py wrote them, for ranks ``ranks`` of this node.
 
     ``linger_s``: how long the ranks wait for a notebook to attach again when theirs is gone. ``info``: what the agent
@@ -78,7 +90,7 @@ class Launch(Message):
 
 
 @dataclass(frozen=True)
-class Unfinished(Message):
+class Unfinished(Message, number=4):
     """The beginning of a line that has not ended at the number that is acknowledged next; goes to a later notebook."""
 
     rank: int
@@ -88,19 +100,19 @@ class Unfinished(Message):
 
 
 @dataclass(frozen=True)
-class Acknowledge(Message):
+class Acknowledge(Message, number=5):
     """Everything up to the message of this number has been shown; lines that are cut there came as ``Unfinished``."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Alive(Message):
+class Alive(Message, number=6):
     """The notebook is there: one that has gone without a word would hold its session for ever. ``Received`` answers."""
 
 
 @dataclass(frozen=True)
-class EndSession(Message):
+class EndSession(Message, number=7):
     """End the ranks and the agent.
 
     With ``keep_s`` the agent stays for so long, with what its ranks have imported, for ``Begin`` on the same
@@ -111,7 +123,7 @@ class EndSession(Message):
 
 
 @dataclass(frozen=True)
-class Begin(Message):
+class Begin(Message, number=8):
     """To an agent that was kept: serve session ``session`` in ``folder`` (empty: beside the last); see ``Begun``.
 
     ``work_folder``: to be made there, if not empty; ``uses`` as in agents.py. On the notebook's machine ``starter`` is
@@ -131,7 +143,7 @@ class Begin(Message):
 
 
 @dataclass(frozen=True)
-class RunCell(Message):
+class RunCell(Message, number=9):
     """Run ``code`` as cell ``cell`` on ``ranks``; its first line is line ``first_line`` of the cell in the notebook.
 
     Meant for the interpreters of ``incarnations``, one for each rank: one that was forked since leaves it alone.
@@ -147,7 +159,7 @@ class RunCell(Message):
 
 
 @dataclass(frozen=True)
-class Interrupt(Message):
+class Interrupt(Message, number=10):
     """Raise KeyboardInterrupt in ``cell`` if a rank still runs it."""
 
     ranks: list[int]
@@ -155,7 +167,7 @@ class Interrupt(Message):
 
 
 @dataclass(frozen=True)
-class NewGeneration(Message):
+class NewGeneration(Message, number=11):
     """End the process groups of the generation before, and make the default group of generation ``number``.
 
     ``is_checked``: its ranks compare collectives before they begin them. Without ``has_group`` it is left to cells to
@@ -169,7 +181,7 @@ class NewGeneration(Message):
 
 
 @dataclass(frozen=True)
-class EndGeneration(Message):
+class EndGeneration(Message, number=12):
     """End the process groups of generation ``number``, whoever waits in them; answered by ``GenerationEnded``."""
 
     ranks: list[int]
@@ -177,7 +189,7 @@ class EndGeneration(Message):
 
 
 @dataclass(frozen=True)
-class Replace(Message):
+class Replace(Message, number=13):
     """Kill the interpreters of ranks and start fresh ones; those that were left down are started again.
 
     With ``cell`` only those that still run it.
@@ -188,7 +200,7 @@ class Replace(Message):
 
 
 @dataclass(frozen=True)
-class Renumber(Message):
+class Renumber(Message, number=14):
     """Ranks get other numbers, ``numbers[i]`` for ``ranks[i]``, in a smaller world; ``RequestDone`` comes with the new.
 
     All of them are idle, and their groups were ended.
@@ -201,7 +213,7 @@ class Renumber(Message):
 
 
 @dataclass(frozen=True)
-class Locate(Message):
+class Locate(Message, number=15):
     """Ask workers where their rank is; answered by ``Position``, with the stack only where ``stack`` says so."""
 
     ranks: list[int]
@@ -210,7 +222,7 @@ class Locate(Message):
 
 
 @dataclass(frozen=True)
-class Broadcast(Message):
+class Broadcast(Message, number=16):
     """Send variables from rank ``source`` to the other ``ranks``, rank to rank; each answers with ``RequestDone``."""
 
     ranks: list[int]
@@ -220,7 +232,7 @@ class Broadcast(Message):
 
 
 @dataclass(frozen=True)
-class Pull(Message):
+class Pull(Message, number=17):
     """Ask for the values of variables; answered by ``Value`` and its ``Piece`` s, or by ``RequestFailed``."""
 
     ranks: list[int]
@@ -229,7 +241,7 @@ class Pull(Message):
 
 
 @dataclass(frozen=True)
-class Push(Message):
+class Push(Message, number=18):
     """Set a variable; its bytes follow in ``Piece`` s. Answered by ``RequestDone`` or ``RequestFailed``."""
 
     ranks: list[int]
@@ -239,7 +251,7 @@ class Push(Message):
 
 
 @dataclass(frozen=True)
-class Complete(Message):
+class Complete(Message, number=19):
     """Ask for completions of ``code`` at ``position``; answered by ``Completions``."""
 
     ranks: list[int]
@@ -249,7 +261,7 @@ class Complete(Message):
 
 
 @dataclass(frozen=True)
-class Inspect(Message):
+class Inspect(Message, number=20):
     """Ask for the help text of ``name``; answered by ``Inspection``."""
 
     ranks: list[int]
@@ -259,7 +271,7 @@ class Inspect(Message):
 
 
 @dataclass(frozen=True)
-class Piece(Message):
+class Piece(Message, number=21):
     """The next bytes of buffer ``buffer`` of a value; pieces come in order. Travels in both directions."""
 
     ranks: list[int]
@@ -273,7 +285,7 @@ class Piece(Message):
 
 
 @dataclass(frozen=True)
-class Attached(Message):
+class Attached(Message, number=22):
     """Answer to ``Attach``: which incarnation of an agent this is, what it runs on, and what it remembers.
 
     ``ranks`` is empty before the launch. Messages up to ``acknowledged`` were shown, up to ``sent`` perhaps, up to
@@ -300,14 +312,14 @@ class Attached(Message):
 
 
 @dataclass(frozen=True)
-class Received(Message):
+class Received(Message, number=23):
     """The notebook's messages up to ``number`` have arrived: they need not be sent again when the connection breaks."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class StoreOpened(Message):
+class StoreOpened(Message, number=24):
     """The store will listen on ``port``; where that cannot be, ``port`` is 0 and ``error`` says why."""
 
     port: int
@@ -315,7 +327,7 @@ class StoreOpened(Message):
 
 
 @dataclass(frozen=True)
-class RanCell(Message):
+class RanCell(Message, number=25):
     """A cell that an earlier notebook has run on ``ranks``; ``running`` still do. ``has_failed``: on some rank."""
 
     ranks: list[int]
@@ -329,7 +341,7 @@ class RanCell(Message):
 
 
 @dataclass(frozen=True)
-class Refused(Message):
+class Refused(Message, number=26):
     """The agent did not do what it was asked, and why. ``is_taken``: it goes on, for another notebook."""
 
     reason: str
@@ -338,12 +350,12 @@ class Refused(Message):
 
 
 @dataclass(frozen=True)
-class Kept(Message):
+class Kept(Message, number=27):
     """The session has ended, and nothing of it is left but the agent, which waits for ``Begin``."""
 
 
 @dataclass(frozen=True)
-class Begun(Message):
+class Begun(Message, number=28):
     """The agent serves the session, or says why not: ``is_taken``, one of that name runs, else it is about to end."""
 
     error: str = ""
@@ -351,21 +363,21 @@ class Begun(Message):
 
 
 @dataclass(frozen=True)
-class Notice(Message):
+class Notice(Message, number=29):
     """Something the user should know that belongs to no cell: output was lost, a disk is full."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class StartedCold(Message):
+class StartedCold(Message, number=30):
     """The warm process that was kept could not be used: ``reason`` says what has changed."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class LauncherEnded(Message):
+class LauncherEnded(Message, number=31):
     """The launcher of this node, and so every rank, ended without being asked to."""
 
     exit_code: int
@@ -376,7 +388,7 @@ class LauncherEnded(Message):
 
 
 @dataclass(frozen=True)
-class WorkerUp(Message):
+class WorkerUp(Message, number=32):
     """First message of a worker to its agent; stays on the node."""
 
     rank: int
@@ -384,7 +396,7 @@ class WorkerUp(Message):
 
 
 @dataclass(frozen=True)
-class RankUp(Message):
+class RankUp(Message, number=33):
     """The interpreter of a rank is ready for a generation; ``incarnation`` is 1 for the first."""
 
     rank: int
@@ -398,7 +410,7 @@ class RankUp(Message):
 
 
 @dataclass(frozen=True)
-class GenerationReady(Message):
+class GenerationReady(Message, number=34):
     """A rank has its default group of generation ``number``, or could not make it and says why."""
 
     rank: int
@@ -407,7 +419,7 @@ class GenerationReady(Message):
 
 
 @dataclass(frozen=True)
-class GenerationEnded(Message):
+class GenerationEnded(Message, number=35):
     """A rank has ended its groups of generation ``number`` by shutting ``connections``.
 
     ``stale`` are its variables that hold a communicator of that generation: groups, meshes, DDP and FSDP modules.
@@ -420,7 +432,7 @@ class GenerationEnded(Message):
 
 
 @dataclass(frozen=True)
-class Collectives(Message):
+class Collectives(Message, number=36):
     """What a rank's process says of itself; from the interpreter to its worker. See node/cell/recorder.py."""
 
     rank: int
@@ -429,7 +441,7 @@ class Collectives(Message):
 
 
 @dataclass(frozen=True)
-class Output(Message):
+class Output(Message, number=37):
     """Bytes that a rank wrote to ``stream`` (stdout or stderr) while, or after, it ran ``cell``."""
 
     rank: int
@@ -439,7 +451,7 @@ class Output(Message):
 
 
 @dataclass(frozen=True)
-class Display(Message):
+class Display(Message, number=38):
     """A rich output: the body is a JSON object {mime type: data}. ``update`` redraws an earlier ``display_id``."""
 
     rank: int
@@ -450,7 +462,7 @@ class Display(Message):
 
 
 @dataclass(frozen=True)
-class ClearOutput(Message):
+class ClearOutput(Message, number=39):
     """The cell asked for its earlier output on this rank to go away."""
 
     rank: int
@@ -459,7 +471,7 @@ class ClearOutput(Message):
 
 
 @dataclass(frozen=True)
-class CellDone(Message):
+class CellDone(Message, number=40):
     """A cell ended well; the body is the rich form of its last expression's value, or empty.
 
     ``is_collective``: it began something with other ranks. ``overwritten``: of the variables that the rank began with.
@@ -475,7 +487,7 @@ class CellDone(Message):
 
 
 @dataclass(frozen=True)
-class CellFailed(Message):
+class CellFailed(Message, number=41):
     """A cell raised; ``traceback`` has the user's lines. ``is_collective``, ``overwritten``: see ``CellDone``.
 
     ``is_ending``: the process of the rank ends because of it.
@@ -495,7 +507,7 @@ class CellFailed(Message):
 
 
 @dataclass(frozen=True)
-class Value(Message):
+class Value(Message, number=42):
     """The description of a pulled variable, as JSON in the body; its bytes follow in ``Piece`` s."""
 
     rank: int
@@ -512,7 +524,7 @@ class Value(Message):
 
 
 @dataclass(frozen=True)
-class RequestDone(Message):
+class RequestDone(Message, number=43):
     """What was asked for is done. ``orphans``: optimizers of parameters that no model has there, after a broadcast."""
 
     rank: int
@@ -521,14 +533,14 @@ class RequestDone(Message):
 
 
 @dataclass(frozen=True)
-class RequestFailed(Message):
+class RequestFailed(Message, number=44):
     rank: int
     request: int
     error: str
 
 
 @dataclass(frozen=True)
-class Completions(Message):
+class Completions(Message, number=45):
     """Completions with the type of each ("function", "instance", "" where unknown)."""
 
     rank: int
@@ -540,7 +552,7 @@ class Completions(Message):
 
 
 @dataclass(frozen=True)
-class Inspection(Message):
+class Inspection(Message, number=46):
     """The help text of a name; empty where there is none."""
 
     rank: int
@@ -549,7 +561,7 @@ class Inspection(Message):
 
 
 @dataclass(frozen=True)
-class Position(Message):
+class Position(Message, number=47):
     """Where a rank is: its state (starting, idle, running, down), the cell and the line it is at, its memory.
 
     ``seconds``: since it came into that state. ``cpu_s``: processor time of its main thread so far, on the clock
@@ -577,7 +589,7 @@ class Position(Message):
 
 
 @dataclass(frozen=True)
-class RankEnded(Message):
+class RankEnded(Message, number=48):
     """The interpreter of a rank ended: by ``signal`` or, where that is 0, with ``exit_code``.
 
     ``reason`` is what else is known of it (out of memory). ``asked``: it was to be replaced. ``down`` says why no fresh
@@ -595,60 +607,7 @@ class RankEnded(Message):
     down: str
 
 
-# ---- their kinds
-
-# What a frame says in front of its header. A number stays with its message; 0 is none, as protocols up to 5 had there.
-KINDS: dict[int, type[Message]] = {
-    1: Attach,
-    2: OpenStore,
-    3: Launch,
-    4: Unfinished,
-    5: Acknowledge,
-    6: Alive,
-    7: EndSession,
-    8: Begin,
-    9: RunCell,
-    10: Interrupt,
-    11: NewGeneration,
-    12: EndGeneration,
-    13: Replace,
-    14: Renumber,
-    15: Locate,
-    16: Broadcast,
-    17: Pull,
-    18: Push,
-    19: Complete,
-    20: Inspect,
-    21: Piece,
-    22: Attached,
-    23: Received,
-    24: StoreOpened,
-    25: RanCell,
-    26: Refused,
-    27: Kept,
-    28: Begun,
-    29: Notice,
-    30: StartedCold,
-    31: LauncherEnded,
-    32: WorkerUp,
-    33: RankUp,
-    34: GenerationReady,
-    35: GenerationEnded,
-    36: Collectives,
-    37: Output,
-    38: Display,
-    39: ClearOutput,
-    40: CellDone,
-    41: CellFailed,
-    42: Value,
-    43: RequestDone,
-    44: RequestFailed,
-    45: Completions,
-    46: Inspection,
-    47: Position,
-    48: RankEnded,
-}
-NUMBERS = {kind: number for number, kind in KINDS.items()}
+# ---- what a frame says of one
 
 
 def find_kind(number: int) -> type[Message]:
