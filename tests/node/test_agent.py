@@ -32,12 +32,15 @@ from detrain_nb.wire import (
     LauncherEnded,
     Message,
     OpenStore,
+    Output,
+    Piece,
     RankEnded,
     RankUp,
     Received,
     Refused,
     RunCell,
     StoreOpened,
+    Value,
     WorkerUp,
     to_frame,
 )
@@ -223,8 +226,11 @@ def test_notebook_that_attaches_with_nonsense_holds_nothing(agent: Agent) -> Non
     assert isinstance(second.receive((Attached, Refused)), Attached)
 
 
+@pytest.mark.parametrize("kind", [RankUp, Output, Piece, Value])
 @pytest.mark.parametrize("introduction", [[WorkerUp(0, 1)], []], ids=["with it", "later"])
-def test_rank_whose_worker_talks_nonsense_is_told_to_be_gone(agent: Agent, introduction: list[Message]) -> None:
+def test_rank_whose_worker_talks_nonsense_is_told_to_be_gone(
+    agent: Agent, introduction: list[Message], kind: type[Message]
+) -> None:
     notebook, worker = agent.connect(), agent.connect()
     notebook.send(Attach("mine", "test"), Launch(["sleep", "60"], {}, [0, 1], 0.0, None))
     notebook.receive(Attached)
@@ -232,7 +238,7 @@ def test_rank_whose_worker_talks_nonsense_is_told_to_be_gone(agent: Agent, intro
         worker.send(WorkerUp(0, 1), RankUp(0, 1, 0, 2, 1, "here", "cpu", "2.13.0"))
         notebook.receive(RankUp)
     said = b"".join(to_frame(message).to_bytes() for message in introduction)
-    worker.sock.sendall(said + Frame(0, RankUp, b"{}", b"").to_bytes())
+    worker.sock.sendall(said + Frame(0, kind, b"{}", b"").to_bytes())
     end = notebook.receive(RankEnded)
     assert isinstance(end, RankEnded)
     assert (end.rank, end.exit_code) == (0, -1)

@@ -18,7 +18,7 @@ _NODE = Path(detrain_nb.__file__).parent / "node"
 _KINDS = {kind.__name__ for kind in Message.__subclasses__()}
 _TABLES = {
     "agent/agent.py": {"_handlers"},
-    "agent/snapshot.py": {"_down", "_up"},
+    "agent/snapshot.py": {"_notebook_handlers", "_rank_handlers"},
     "rank/worker.py": {"_orders", "_news"},
     "cell/interpreter.py": {"_handlers", "_controls"},
 }

@@ -6,39 +6,34 @@ from detrain_nb.node.agent.snapshot import Snapshot
 from detrain_nb.session.state.history import History
 from detrain_nb.session.state.message_checks import MessageChecks
 from detrain_nb.session.state.rank_owners import RankOwners
-from detrain_nb.wire import CellDone, Message, RanCell, RankEnded, RankUp, RunCell, to_frame
-
-
-def _up(memory: Snapshot, message: Message) -> None:
-    memory.note_up(to_frame(message))
+from detrain_nb.wire import CellDone, RanCell, RankEnded, RankUp, RunCell
 
 
 def _told(memory: Snapshot) -> list[RanCell]:
-    messages = [frame.message() for frame in memory.told()]
-    return [message for message in messages if isinstance(message, RanCell)]
+    return [message for message in memory.told() if isinstance(message, RanCell)]
 
 
 def _memory_of_two_ranks() -> Snapshot:
     memory = Snapshot()
     for rank in (0, 1):
-        _up(memory, RankUp(rank, 1, rank, 2, 100 + rank, "here", "cpu", "2.13.0"))
+        memory.take_from_rank(RankUp(rank, 1, rank, 2, 100 + rank, "here", "cpu", "2.13.0"))
     return memory
 
 
 def test_cell_runs_where_it_has_not_ended() -> None:
     memory = _memory_of_two_ranks()
-    memory.note_down(RunCell([0, 1], [1, 1], 7, "x"))
-    _up(memory, CellDone(0, 7, 0.1, True, False, b""))
+    memory.take_from_notebook(RunCell([0, 1], [1, 1], 7, "x"))
+    memory.take_from_rank(CellDone(0, 7, 0.1, True, False, b""))
     assert [(told.cell, told.running, told.has_failed) for told in _told(memory)] == [(7, [1], False)]
 
 
 def test_cell_that_crossed_the_end_of_a_rank_does_not_run_there() -> None:
     memory = _memory_of_two_ranks()
-    _up(memory, RankEnded(1, 101, 6, 9, 0, "", "", False, ""))
-    memory.note_down(RunCell([0, 1], [1, 1], 7, "x"))
-    _up(memory, RankUp(1, 2, 1, 2, 201, "here", "cpu", "2.13.0"))
-    memory.note_down(RunCell([1], [1], 8, "x"))
-    memory.note_down(RunCell([0, 1], [1, 2], 9, "x"))
+    memory.take_from_rank(RankEnded(1, 101, 6, 9, 0, "", "", False, ""))
+    memory.take_from_notebook(RunCell([0, 1], [1, 1], 7, "x"))
+    memory.take_from_rank(RankUp(1, 2, 1, 2, 201, "here", "cpu", "2.13.0"))
+    memory.take_from_notebook(RunCell([1], [1], 8, "x"))
+    memory.take_from_notebook(RunCell([0, 1], [1, 2], 9, "x"))
     told = {told.cell: (told.running, told.has_failed) for told in _told(memory)}
     assert told == {7: ([0], True), 8: ([], True), 9: ([0, 1], False)}
 
@@ -46,10 +41,10 @@ def test_cell_that_crossed_the_end_of_a_rank_does_not_run_there() -> None:
 def test_notebook_takes_what_is_remembered_of_long_cells() -> None:
     memory = _memory_of_two_ranks()
     for cell in range(1, 50):
-        memory.note_down(RunCell([0, 1], [1, 1], cell, "x" * 1_000_000))
+        memory.take_from_notebook(RunCell([0, 1], [1, 1], cell, "x" * 1_000_000))
         for rank in (0, 1):
-            _up(memory, CellDone(rank, cell, 0.1, True, False, b""))
-    memory.note_down(RunCell([0, 1], [1, 1], 50, "x" * 1_000_000))
+            memory.take_from_rank(CellDone(rank, cell, 0.1, True, False, b""))
+    memory.take_from_notebook(RunCell([0, 1], [1, 1], 50, "x" * 1_000_000))
     told = _told(memory)
     assert [cell.cell for cell in told] == list(range(told[0].cell, 51)), "the oldest are forgotten"
     assert len(told) > 10
@@ -60,11 +55,11 @@ def test_notebook_takes_what_is_remembered_of_long_cells() -> None:
 
 def test_cell_that_still_runs_is_remembered_however_long_the_others_are() -> None:
     memory = _memory_of_two_ranks()
-    memory.note_down(RunCell([0], [1], 1, "x"))
+    memory.take_from_notebook(RunCell([0], [1], 1, "x"))
     for cell in range(2, 50):
-        memory.note_down(RunCell([1], [1], cell, "x" * 1_000_000))
-        _up(memory, CellDone(1, cell, 0.1, True, False, b""))
-    memory.note_down(RunCell([1], [1], 49, "x"))
+        memory.take_from_notebook(RunCell([1], [1], cell, "x" * 1_000_000))
+        memory.take_from_rank(CellDone(1, cell, 0.1, True, False, b""))
+    memory.take_from_notebook(RunCell([1], [1], 49, "x"))
     told = _told(memory)
     assert told[0].cell == 1
     assert len(told) > 10, "a cell that was run again counts once"

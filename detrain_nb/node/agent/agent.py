@@ -281,8 +281,8 @@ class _Agent:
         sent = self._spool.sent
         self._spool.rewind()
         with contextlib.suppress(LinkClosed):  # its reader meets the end as well
-            for frame in self._snapshot.told():
-                link.send_bytes(frame.to_bytes())
+            for remembered in self._snapshot.told():
+                link.send(remembered)
             link.send(self._describe(sent))
         return True
 
@@ -360,7 +360,7 @@ class _Agent:
 
     def _handle(self, frame: Frame) -> None:
         message = frame.message()
-        self._snapshot.note_down(message)
+        self._snapshot.take_from_notebook(message)
         if handle := self._handlers.get(frame.kind):
             handle(message)
         else:
@@ -425,20 +425,22 @@ class _Agent:
                 is_faulty = not isinstance(exc, LinkClosed)  # one that ends takes the launcher with it
                 if is_faulty and self._launching.is_launched:
                     gone = f"its worker is gone: {exc}"
-                    end = to_frame(RankEnded(rank, 0, 0, 0, -1, "", gone, False, gone))
-                    self._snapshot.note_up(end)
-                    self._spool.append(end)
+                    self._spool_frames([to_frame(RankEnded(rank, 0, 0, 0, -1, "", gone, False, gone))])
 
     def _spool_frames(self, frames: list[Frame]) -> None:
-        """Number and keep what ranks say; values that were asked for go to who asked, and are never kept."""
+        """Number and keep what ranks say; values that were asked for go to who asked, and are never kept.
+
+        Raises: WireError for what is no message, before the notebook has it: it would give up the whole node.
+        """
         for frame in frames:
-            if frame.kind in (Piece, Value):
+            message = frame.message()
+            if isinstance(message, (Piece, Value)):
                 if self._notebook:
                     self._feed_notebook(everything=True)  # the order of what one rank says is kept
                     with contextlib.suppress(LinkClosed):  # its reader meets the end as well
                         self._notebook.send_bytes(frame.to_bytes())
             else:
-                self._snapshot.note_up(frame)
+                self._snapshot.take_from_rank(message)
                 self._spool.append(frame)
 
     def _say(self, message: Message) -> None:
