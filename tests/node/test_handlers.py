@@ -19,8 +19,8 @@ _KINDS = {kind.__name__ for kind in Message.__subclasses__()}
 _TABLES = {
     "agent/agent.py": {"_handlers"},
     "agent/snapshot.py": {"_notebook_handlers", "_rank_handlers"},
-    "rank/worker.py": {"_orders", "_news"},
-    "cell/interpreter.py": {"_handlers", "_controls"},
+    "rank/worker.py": {"_agent_handlers", "_interpreter_handlers"},
+    "cell/interpreter.py": {"_handlers", "_control_handlers"},
 }
 
 

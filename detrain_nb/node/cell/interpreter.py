@@ -176,7 +176,7 @@ class _Interpreter:
             Inspect: partial(self._answer, self._inspect),
             Broadcast: partial(self._answer, self._broadcast),
         }
-        self._controls: dict[type[Message], Callable[[Any], Message]] = {
+        self._control_handlers: dict[type[Message], Callable[[Any], Message]] = {
             EndGeneration: self._end_generation,
             Locate: self._say_what_is_known,
         }
@@ -237,7 +237,7 @@ class _Interpreter:
 
     def _control(self, message: Message) -> Message | None:
         """The answer, whatever a cell has done to this process: without this thread nobody is freed any more."""
-        answer = self._controls.get(type(message))
+        answer = self._control_handlers.get(type(message))
         return answer(message) if answer else None
 
     def _say_what_is_known(self, message: Locate) -> Collectives:

@@ -143,7 +143,7 @@ class _Worker:
         self._ends: list[float] = []  # when interpreters ended since a cell ended last
         self._stopped = 0, 0.0  # the cell that was stopped last, and when first
         self._replace_at = 0.0  # if it still runs that cell then
-        self._orders: dict[type[Message], Callable[[Any, Frame], None]] = {  # the rest is for the interpreter
+        self._agent_handlers: dict[type[Message], Callable[[Any, Frame], None]] = {  # the rest is for the interpreter
             Locate: self._locate,
             Replace: self._replace_where_it_runs,
             EndGeneration: self._end_generation,
@@ -151,7 +151,7 @@ class _Worker:
             Renumber: self._renumber,
             RunCell: self._run_cell,
         }
-        self._news: dict[type[Message], Callable[[Any], None]] = {  # of it; all is passed on that is not for us alone
+        self._interpreter_handlers: dict[type[Message], Callable[[Any], None]] = {  # the rest is for the agent alone
             Collectives: self._take_collectives,
             CellDone: self._note_cell_end,
             CellFailed: self._note_cell_end,
@@ -387,7 +387,7 @@ class _Worker:
     def _from_agent(self) -> None:
         for frame in self._agent.receive():
             message = frame.message()
-            if handle := self._orders.get(frame.kind):
+            if handle := self._agent_handlers.get(frame.kind):
                 handle(message, frame)
             elif self._interpreter.state != "down":
                 self._to_interpreter(frame)
@@ -456,7 +456,7 @@ class _Worker:
 
     def _pass_on(self, said: list[tuple[Frame, Message]]) -> None:
         for frame, message in said:
-            if handle := self._news.get(frame.kind):
+            if handle := self._interpreter_handlers.get(frame.kind):
                 handle(message)
             if frame.kind is not Collectives:
                 self._agent.send_bytes(frame.to_bytes())
