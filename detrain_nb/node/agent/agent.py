@@ -382,25 +382,20 @@ class _Agent:
 
     def _to_workers(self, message: Message, data: bytes) -> None:
         for rank in getattr(message, "ranks", []):
-            self._to_worker(rank, data)
-
-    def _to_worker(self, rank: int, data: bytes) -> None:
-        link = self._workers.get(rank)
-        if link is not None:
-            with contextlib.suppress(LinkClosed):  # its reader meets the end as well
-                link.send_bytes(data)
+            if link := self._workers.get(rank):
+                with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+                    link.send_bytes(data)
 
     def _open_store(self, message: OpenStore) -> None:
-        self._say(self._bind_store(message.address))
-
-    def _bind_store(self, address: str) -> StoreOpened:
         """Bind the store's socket here, where the port is known before any rank has imported torch."""
+        address = message.address
         try:
             family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
             self._store = socket.create_server((address, 0), family=family, backlog=_STORE_BACKLOG)
+            opened = StoreOpened(self._store.getsockname()[1])
         except (OSError, ValueError) as exc:  # a name that no resolver takes
-            return StoreOpened(0, f"the store cannot listen on {address} of {platform.node()}: {exc}")
-        return StoreOpened(self._store.getsockname()[1])
+            opened = StoreOpened(0, f"the store cannot listen on {address} of {platform.node()}: {exc}")
+        self._say(opened)
 
     def _launch(self, message: Launch) -> None:
         self._spool.limit_bytes = message.spool_limit_bytes
