@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from detrain_nb.launch import LAUNCHER_MODULE
-from detrain_nb.node.agent.launching import LauncherEnd, Launching
+from detrain_nb.node.agent.launching import Launching
+from detrain_nb.wire import LauncherEnded
 
 # Answers every order with the next line of a file, and ends where that says so.
 _WARM_PROCESS = """
@@ -42,7 +43,7 @@ def launching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launc
     launching._its_end.close()
 
 
-def _start(launching: Launching) -> LauncherEnd | None:
+def _start(launching: Launching) -> LauncherEnded | None:
     argv = [sys.executable, "-c", _WARM_PROCESS, os.path.abspath("answers"), LAUNCHER_MODULE]
     return launching.start(argv, {}, None)
 
@@ -52,7 +53,7 @@ def _process(launching: Launching) -> subprocess.Popen[bytes]:
     return launching._process
 
 
-def _take_answer(launching: Launching) -> LauncherEnd | None:
+def _take_answer(launching: Launching) -> LauncherEnded | None:
     assert select.select([launching.channel], [], [], 20)[0], "no answer"
     return launching.take_answer()
 

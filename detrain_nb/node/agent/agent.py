@@ -59,10 +59,9 @@ from ...wire import (
 )
 from ..system.loop import Loop
 from ..system.memory_room import free_memory_bytes
-from ..system.processes import drain
+from ..system.processes import lead_nowhere
 from .gpus import count_gpus, list_gpus, name_gpus
 from .kept import LONGEST_WAIT_S, AgentProcess
-from .launching import LauncherEnd
 from .pace import Pace
 from .snapshot import Snapshot
 from .spool import Spool
@@ -164,7 +163,8 @@ class _Agent:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is under way
             ended = _free_the_name(self._folder)
             self.end()
-            _let_go_of_files(self._lock)
+            lead_nowhere(1, 2)  # NFS keeps a file that is open, and the folder with it
+            os.close(self._lock)
             if ended:
                 shutil.rmtree(ended, ignore_errors=True)
             os.chdir("/")
@@ -173,7 +173,7 @@ class _Agent:
     def run(self) -> None:
         """Serve until the session ends, or its notebook has been gone for too long."""
         self._loop.add(self._listener.fileno(), self._accept)
-        self._loop.add(self._process.child_ended, self._on_child_ended)
+        self._loop.add(self._process.child_ended, lambda: self._note_end(self._process.take_end()))
         self._loop.add(self._launching.channel.fileno(), lambda: self._note_end(self._launching.take_answer()))
         while not self._is_ending:
             self._loop.once(
@@ -460,16 +460,12 @@ class _Agent:
 
     # ---- the launcher
 
-    def _on_child_ended(self) -> None:
-        drain(self._process.child_ended)
-        self._note_end(self._launching.take_end())
-
-    def _note_end(self, end: LauncherEnd | None) -> None:
+    def _note_end(self, end: LauncherEnded | None) -> None:
         if why_cold := self._launching.take_why_cold():
             self._say(StartedCold(why_cold))
         if end and not self._is_ending:
             self._launching.end_ranks()
-            self._say(LauncherEnded(end.exit_code, end.log_tail))
+            self._say(end)
 
 
 def _seconds_until(*times: float | None) -> float | None:
@@ -478,22 +474,12 @@ def _seconds_until(*times: float | None) -> float | None:
     return None if first is None else min(LONGEST_WAIT_S, max(0.0, first - time.monotonic()))
 
 
-def _let_go_of_files(lock: int) -> None:
-    """NFS keeps a file that is open, and the folder with it."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for log in (1, 2):
-        os.dup2(nothing, log)
-    os.close(nothing)
-    os.close(lock)
-
-
 def _write_to_the_log() -> None:
     """Keep nothing of who started us: its end must not end us, nor our output reach it."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+    lead_nowhere(0)
     log = os.open("agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.close(nothing)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     os.close(log)
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 from ...agents import READY, claim_folder, remove_dead_agent, require_private
 from ...errors import DetrainError, LaunchError, SessionError, WireError
 from ...guarded import make_users_folder
-from ...wire import Begin, Begun, Kept, Link
+from ...wire import Begin, Begun, Kept, LauncherEnded, Link
 from ..system.imported import ImportedFiles
 from ..system.loop import Loop
 from ..system.processes import adopt_orphans, drain, watch_children
@@ -74,7 +74,7 @@ class AgentProcess:
         loop, deadline = Loop(), time.monotonic() + keep_s
         with contextlib.suppress(WireError), contextlib.closing(loop):
             link.send(Kept())
-            loop.add(self.child_ended, self._on_child_ended)
+            loop.add(self.child_ended, self.take_end)
             loop.add(link, lambda: following.extend(self._begin_next(link, beside, make)))
             while not following and self.launching.is_warm and (left_s := deadline - time.monotonic()) > 0:
                 loop.once(min(left_s, LONGEST_WAIT_S))
@@ -135,9 +135,10 @@ class AgentProcess:
         finally:
             os.umask(ours)
 
-    def _on_child_ended(self) -> None:
+    def take_end(self) -> LauncherEnded | None:
+        """After a child has ended: see ``Launching.take_end``."""
         drain(self.child_ended)
-        self.launching.take_end()
+        return self.launching.take_end()
 
     def _read_starter(self) -> dict[str, str]:
         return {**read_starter(), "umask": f"{self._users_umask:04o}"}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...launch import LAUNCHER_MODULE, STORE_FD_VARIABLE, WARM_FD_VARIABLE
+from ...wire import LauncherEnded
 from ..rank.warm import MOST_ANSWER_BYTES
 from ..system.processes import descendants, die_with_parent, end_descendants
 from ..system.surroundings import find_difference, read_surroundings, without_session_variables
@@ -31,14 +32,6 @@ class _Order:
     argv: list[str]
     env: dict[str, str]
     store: socket.socket | None
-
-
-@dataclass(frozen=True)
-class LauncherEnd:
-    """It ended, or could not be started."""
-
-    exit_code: int
-    log_tail: str
 
 
 class Launching:
@@ -67,7 +60,7 @@ class Launching:
 
     def start(
         self, argv: list[str], env: dict[str, str], store: socket.socket | None, *, why_cold: str = ""
-    ) -> LauncherEnd | None:
+    ) -> LauncherEnded | None:
         """Start the launcher that ``argv`` is; returns why it cannot be. ``store`` is its own from now on.
 
         With ``why_cold``, what is wrong with the warm process that is there, everything is imported again first.
@@ -90,10 +83,10 @@ class Launching:
                 self.answer_by = time.monotonic() + _ANSWER_LIMIT_S
         except OSError as exc:
             self._forget_order()
-            return LauncherEnd(127, f"{argv[0]} cannot be started: {exc}")
+            return LauncherEnded(127, f"{argv[0]} cannot be started: {exc}")
         return None
 
-    def take_answer(self) -> LauncherEnd | None:
+    def take_answer(self) -> LauncherEnded | None:
         """Read what the warm process says; returns the launcher's end, if it is that."""
         try:
             said: dict[str, Any] = json.loads(self.channel.recv(MOST_ANSWER_BYTES))
@@ -104,15 +97,15 @@ class Launching:
             self._forget_order()
         elif said.get("ended") == self._launcher_pid:  # not of an earlier session
             self._launcher_pid = 0
-            return LauncherEnd(said["exit_code"], _log_tail())
+            return LauncherEnded(said["exit_code"], _log_tail())
         elif "failed" in said:
             self._forget_order()
-            return LauncherEnd(127, said["failed"])
+            return LauncherEnded(127, said["failed"])
         elif "stale" in said and self._order:
             return self._start_cold(self._order, f"{said['stale']} changed")
         return None
 
-    def take_silence(self) -> LauncherEnd | None:
+    def take_silence(self) -> LauncherEnded | None:
         """Where the warm process has not answered in time, stopped perhaps, or waiting for a disk: do without it."""
         if self._order is None or self.answer_by is None or time.monotonic() < self.answer_by:
             return None
@@ -123,7 +116,7 @@ class Launching:
         why, self._why_cold = self._why_cold, ""
         return why
 
-    def take_end(self) -> LauncherEnd | None:
+    def take_end(self) -> LauncherEnded | None:
         """After a child of the agent has ended: the launcher's end, if it was that, or what forks it."""
         process = self._process
         if process is None or process.poll() is None:
@@ -134,7 +127,7 @@ class Launching:
         exit_code, had_launcher = process.returncode, self.is_launched
         self._process, self._launcher_pid = None, 0
         self._forget_order()
-        return LauncherEnd(exit_code, _log_tail()) if had_launcher else None
+        return LauncherEnded(exit_code, _log_tail()) if had_launcher else None
 
     def end(self, *, keep_warm: bool = False) -> None:
         """End the launcher and all below the agent; with ``keep_warm`` not the warm process, if it is ready."""
@@ -153,7 +146,7 @@ class Launching:
 
     # ---- starting
 
-    def _start_cold(self, order: _Order, why: str) -> LauncherEnd | None:
+    def _start_cold(self, order: _Order, why: str) -> LauncherEnded | None:
         return self.start(order.argv, order.env, order.store, why_cold=why)
 
     def _start_warm_process(self, order: _Order) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from ...launch import STORE_FD_VARIABLE
 from ..system.imported import ImportedFiles
-from ..system.processes import die_with_parent, drain, forget_children, watch_children
+from ..system.processes import die_with_parent, drain, forget_children, lead_nowhere, watch_children
 from ..system.surroundings import ImportedEnvironment
 
 MOST_ANSWER_BYTES = 1 << 16
@@ -47,7 +47,7 @@ class WarmProcess:
 
     def serve(self) -> None:
         """Fork a launcher for every order, until the agent hangs up."""
-        _close_the_log()
+        lead_nowhere(0, 1, 2)  # NFS keeps a file that is open, and the session's folder with it, which goes first
         while True:
             ready, _, _ = select.select([self._channel.fileno(), self._child_ended], [], [])
             if self._child_ended in ready:
@@ -134,14 +134,6 @@ class WarmProcess:
     def _answer(self, **fields: object) -> None:
         with contextlib.suppress(OSError):  # the agent is gone, and we are about to be
             self._channel.send(json.dumps(fields).encode())
-
-
-def _close_the_log() -> None:
-    """The session's folder goes before this process does: NFS keeps a file that is open, and the folder with it."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
-    os.close(nothing)
 
 
 def _say_why(exc: SystemExit) -> int:

@@ -54,6 +54,7 @@ from ..system.processes import (
     drain,
     end_descendants,
     forget_children,
+    lead_nowhere,
     watch_children,
 )
 from .locator import WHERE_SIGNAL, Locator
@@ -258,9 +259,9 @@ class _Worker:
         die_with_parent(parent_pid)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("50")  # short of memory, the kernel ends this process, not the worker; large ones go first
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (pipes["stdout"], 1), (pipes["stderr"], 2)):
-            os.dup2(source, target)
+        lead_nowhere(0)
+        os.dup2(pipes["stdout"], 1)
+        os.dup2(pipes["stderr"], 2)
         close_inherited_sockets(keep={link.fileno(), control.fileno()})
         faulthandler.register(WHERE_SIGNAL, file=pipes["where"], all_threads=False)
         faulthandler.enable(file=pipes["where"], all_threads=False)  # a crash says where, not what torch's engine did

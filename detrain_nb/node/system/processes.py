@@ -155,6 +155,14 @@ def main_thread_asleep_in(pid: int) -> str:
         return ""
 
 
+def lead_nowhere(*streams: int) -> None:
+    """Let descriptors of this process have nothing to read, and lose what is written."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in streams:
+        os.dup2(nothing, stream)
+    os.close(nothing)
+
+
 def close_inherited_sockets(*, keep: set[int]) -> None:
     """Close the sockets that a forked process got from its parent: shutting one would end it for the parent too."""
     for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
