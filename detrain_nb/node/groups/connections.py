@@ -19,10 +19,9 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .far_ends import drop_what_comes, ports_listened_at, require_own
+from .far_ends import TCP, borrowed, drop_what_comes, is_listening, ports_listened_at, require_own
 
 _SOCKET_LINK = "socket:["
-_TCP = (socket.AF_INET, socket.AF_INET6)
 _CONNECT_LIMIT_S = 1.0  # to a listening socket of this process
 _ESTABLISHED = 1
 _BYTES_MOVED, _BYTES_MOVED_AT = struct.Struct("@QQ"), 120  # in struct tcp_info: acknowledged, and received
@@ -115,19 +114,11 @@ class Connections:
 
 def _tcp_info(fd: int, identity: str) -> bytes:
     """Empty for what is no connection; or has another owner by now."""
-    try:
-        sock = socket.socket(fileno=fd)
-    except OSError:
-        return b""
-    try:
-        if sock.family not in _TCP or _identity(fd) != identity:
-            return b""
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        return info if len(info) == _TCP_INFO_BYTES and info[0] == _ESTABLISHED else b""
-    except OSError:
-        return b""
-    finally:
-        sock.detach()
+    with contextlib.suppress(OSError), borrowed(fd) as sock:
+        if sock.family in TCP and _identity(fd) == identity:
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            return info if len(info) == _TCP_INFO_BYTES and info[0] == _ESTABLISHED else b""
+    return b""
 
 
 def _open_sockets() -> dict[int, str]:
@@ -149,31 +140,19 @@ def _identity(fd: int) -> str:
 
 
 def _shut(fd: int) -> bool:
-    """True when there was a connection to shut. The descriptor stays open: whoever owns it closes it."""
-    try:
-        sock = socket.socket(fileno=fd)
-    except OSError:
-        return False  # closed
-    try:
-        if sock.family not in _TCP or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return False  # not connected any more
-    finally:
-        sock.detach()
-    return True
+    """True when there was a connection to shut. The descriptor stays open."""
+    with contextlib.suppress(OSError), borrowed(fd) as sock:  # it is closed, or not connected any more
+        if sock.family in TCP and not is_listening(sock):
+            sock.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
 
 
 def _drop_what_comes(fd: int) -> None:
     """Only on a listening socket: connections that it has made have filters of their own."""
-    with contextlib.suppress(OSError):
-        sock = socket.socket(fileno=fd)
-        try:
-            if sock.family in _TCP and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                drop_what_comes(sock)
-        finally:
-            sock.detach()
+    with contextlib.suppress(OSError), borrowed(fd) as sock:
+        if is_listening(sock):
+            drop_what_comes(sock)
 
 
 def _hang_up_on(fd: int, most_peers: int) -> None:
@@ -181,10 +160,9 @@ def _hang_up_on(fd: int, most_peers: int) -> None:
 
     One that another thread has opened meanwhile cannot be told from it: it is connected to as well.
     """
-    try:
-        with contextlib.closing(socket.socket(fileno=os.dup(fd))) as listener:
-            is_listening = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if not is_listening or listener.family not in _TCP:
+    with contextlib.suppress(OSError):  # it is closed in the meantime, or no descriptor is left
+        with borrowed(fd) as listener:
+            if not is_listening(listener):
                 return
             family, address = listener.family, listener.getsockname()
         for number in range(most_peers):
@@ -192,5 +170,3 @@ def _hang_up_on(fd: int, most_peers: int) -> None:
                 peer.settimeout(_CONNECT_LIMIT_S)
                 peer.connect(address)
                 peer.sendall(_PAIR_NUMBER.pack(number))
-    except OSError:  # closed in the meantime, or no descriptor is left
-        return

@@ -18,14 +18,14 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ...errors import ForeignConnection, SessionError
 from ...guarded import shares_its_number
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
-_TCP = (socket.AF_INET, socket.AF_INET6)
+TCP = (socket.AF_INET, socket.AF_INET6)
 _ESTABLISHED = "01"
 _LEFT = 8  # of the kernel's states: closed by the other end alone
 _OPEN_HERE = (1, _LEFT)
@@ -105,26 +105,38 @@ def _is_in_own_process(inode: int) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def borrowed(fd: int) -> Iterator[socket.socket]:
+    """The socket of a descriptor, which stays open: whoever owns it closes it. It needs no other one.
+
+    Raises: OSError where it is no socket, or closed.
+    """
+    sock = socket.socket(fileno=fd)
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
+def is_listening(sock: socket.socket) -> bool:
+    """Whether it takes TCP connections. Raises: OSError."""
+    return sock.family in TCP and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
 def ends_of(fd: int) -> Ends | None:
     """The two ends of a TCP connection; None for a socket that is none, not connected, or shut here.
 
     Needs no descriptor: another user may have used them up. Raises: OSError when it cannot be found out.
     """
     try:
-        sock = socket.socket(fileno=fd)
+        with borrowed(fd) as sock:
+            is_tcp = sock.family in TCP and sock.type == socket.SOCK_STREAM
+            if is_tcp and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _OPEN_HERE:
+                return _address(sock.getsockname()), _address(sock.getpeername())
     except OSError as exc:
-        _raise_unless_closed(exc)
-        return None
-    try:
-        is_tcp = sock.family in _TCP and sock.type == socket.SOCK_STREAM
-        if not is_tcp or sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _OPEN_HERE:
-            return None
-        return _address(sock.getsockname()), _address(sock.getpeername())
-    except OSError as exc:
-        _raise_unless_closed(exc)
-        return None
-    finally:
-        sock.detach()
+        if exc.errno not in (errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN):
+            raise
+    return None
 
 
 def drop_what_comes(sock: socket.socket) -> None:
@@ -136,7 +148,7 @@ def drop_what_comes(sock: socket.socket) -> None:
 def _shut_if_silent(fd: int, ends: Ends, *, is_left: bool = False) -> bool:
     """Shut a connection over which nothing was said: what is said later is not read. False where something was.
 
-    ``is_left``: only one that the other end has closed. The descriptor stays open: whoever owns it closes it.
+    ``is_left``: only one that the other end has closed. The descriptor stays open.
     """
     try:
         sock = socket.socket(fileno=os.dup(fd))  # the same connection, whatever becomes of the number
@@ -170,19 +182,10 @@ def _tcp_info(sock: socket.socket) -> bytes:
 def ports_listened_at(fds: Iterable[int]) -> set[int]:
     ports = set()
     for fd in fds:
-        with contextlib.suppress(OSError):
-            sock = socket.socket(fileno=fd)
-            try:
-                if sock.family in _TCP and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    ports.add(sock.getsockname()[1])
-            finally:
-                sock.detach()
+        with contextlib.suppress(OSError), borrowed(fd) as sock:
+            if is_listening(sock):
+                ports.add(sock.getsockname()[1])
     return ports
-
-
-def _raise_unless_closed(error: OSError) -> None:
-    if error.errno not in (errno.EBADF, errno.ENOTSOCK, errno.ENOTCONN):
-        raise error
 
 
 def _is_here(near: Address, far: Address) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 import sys
-import types
+import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -119,14 +119,8 @@ def _sorted(names: list[set[str]]) -> list[str]:
 
 def _names_used(error: BaseException) -> set[str]:
     """What the code that the error went through names, without torch's own."""
-    names: set[str] = set()
-    step = error.__traceback__
-    while step is not None:
-        code = step.tb_frame.f_code
-        if not code.co_filename.startswith(_TORCH):
-            names.update(code.co_names)
-        step = step.tb_next
-    return names
+    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return {name for code in codes if not code.co_filename.startswith(_TORCH) for name in code.co_names}
 
 
 def _is_of_ended_group(value: object) -> bool:
@@ -181,9 +175,7 @@ def _torch_locals(error: BaseException) -> Iterator[object]:
     seen = 0
     cause: BaseException | None = error
     while cause is not None and seen < 10:
-        step: types.TracebackType | None = cause.__traceback__
-        while step is not None:
-            if step.tb_frame.f_code.co_filename.startswith(_TORCH):
-                yield from list(step.tb_frame.f_locals.values())
-            step = step.tb_next
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            if frame.f_code.co_filename.startswith(_TORCH):
+                yield from list(frame.f_locals.values())
         cause, seen = cause.__cause__ or cause.__context__, seen + 1
