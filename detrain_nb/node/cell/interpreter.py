@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import difflib
 import gc
 import json
@@ -77,7 +76,7 @@ from .given import Given
 from .interrupts import HeldSignals, Interrupts
 from .recorder import describe_last, look_inside
 from .rings import break_rings
-from .streams import Streams
+from .streams import Streams, flush_streams
 from .unattended import refuse_questions
 
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
@@ -86,8 +85,6 @@ _OWN_END_LIMIT_S = 0.4  # after another rank's: shorter than the notebook waits 
 _LEAST_RECURSION = 1000  # that Python begins with
 
 _Question = TypeVar("_Question", Pull, Push, Piece, Complete, Inspect, Broadcast)
-
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -194,7 +191,8 @@ class _Interpreter:
                 raise EOFError
             for frame in reader.feed(data):
                 self._generation.is_in_use = True
-                self._handle(frame.message())
+                if handle := self._handlers.get(frame.kind):
+                    handle(frame.message())
                 self._generation.is_in_use = False
 
     def _send_up(self) -> None:
@@ -211,16 +209,13 @@ class _Interpreter:
             )
         )
 
-    def _handle(self, message: Message) -> None:
-        if handle := self._handlers.get(type(message)):
-            handle(message)
-
     # ---- the control thread
 
     def _serve_control(self) -> None:
         """End generations and say what is known of collectives, while the main thread may wait for other ranks.
 
-        No collection of garbage here: what the cells left may take its time to go, as a DataLoader's workers do.
+        It answers whatever a cell has done to this process: without this thread nobody is freed any more. No collection
+        of garbage here: what the cells left may take its time to go, as a DataLoader's workers do.
         """
         reader = FrameReader()
         with contextlib.suppress(OSError):  # the worker is gone: no answer raises one
@@ -229,16 +224,11 @@ class _Interpreter:
                 gc.disable()
                 try:
                     for frame in reader.feed(data):
-                        if answer := self._control(frame.message()):
-                            self._control_socket.sendall(to_frame(answer).to_bytes())
+                        if handle := self._control_handlers.get(frame.kind):
+                            self._control_socket.sendall(to_frame(handle(frame.message())).to_bytes())
                 finally:
                     if is_collecting:
                         gc.enable()
-
-    def _control(self, message: Message) -> Message | None:
-        """The answer, whatever a cell has done to this process: without this thread nobody is freed any more."""
-        answer = self._control_handlers.get(type(message))
-        return answer(message) if answer else None
 
     def _say_what_is_known(self, message: Locate) -> Collectives:
         known: dict[str, Any] = {}
@@ -248,7 +238,7 @@ class _Interpreter:
                 before_cell=self._sequences_before,
                 comparisons=self._generation.comparisons,
             )
-        if _json_bytes(known) > _LISTED_BYTES:  # somebody has given a group a very long name
+        if len(json.dumps(known)) > _LISTED_BYTES:  # somebody has given a group a very long name
             known = {}
         return Collectives(self._rank, message.request, known)
 
@@ -273,9 +263,9 @@ class _Interpreter:
         if os.getpid() != self._pid:
             _end_forked(error)
         seconds = time.perf_counter() - started
-        _flush_streams()
+        flush_streams()
         self._say_what_was_broken()
-        _flush_streams()
+        flush_streams()
         self._given.hide(self._runner.user_ns_hidden)
         overwritten = self._given.newly_overwritten()
         if message.is_replay:  # it was said when it ran first
@@ -523,16 +513,9 @@ def _end_forked(error: BaseException | None) -> NoReturn:
     if error is not None and not isinstance(error, SystemExit):
         with contextlib.suppress(Exception):  # a cell may have put anything there
             sys.stderr.write("\n".join([*user_traceback(error), error_summary(error), ""]))
-    _flush_streams()
+    flush_streams()
     code = error.code if isinstance(error, SystemExit) else error is not None
     os._exit(code & 0xFF if isinstance(code, int) else bool(code))
-
-
-def _flush_streams() -> None:
-    for name in ("stdout", "stderr"):
-        with contextlib.suppress(Exception):  # a cell may have put anything there, or nothing
-            getattr(sys, name).flush()
-    _libc.fflush(None)
 
 
 def _bounded_lines(lines: list[str]) -> list[str]:
@@ -547,14 +530,10 @@ def _count_fitting(texts: Sequence[str], *, limit: int = 0) -> int:
     """How many of the first texts a message has room for."""
     left = limit or _LISTED_BYTES
     for count, text in enumerate(texts):
-        left -= _json_bytes(text) + 4
+        left -= len(json.dumps(text)) + 4
         if left < 0:
             return count
     return len(texts)
-
-
-def _json_bytes(value: object) -> int:
-    return len(json.dumps(value))
 
 
 def _bounded(text: str, *, limit: int = 20_000) -> str:

@@ -52,10 +52,7 @@ class Streams:
 
     def before_display(self) -> None:
         """What was printed so far is read before what is displayed next."""
-        for name in _NAMES[1:]:
-            with contextlib.suppress(Exception):  # a cell may have put anything there, or nothing
-                getattr(sys, name).flush()
-        _libc.fflush(None)
+        flush_streams()
         self.used_last = _DISPLAYS
         for fd in (1, 2):
             self._wait_until_read(*self._channels[fd])
@@ -124,6 +121,14 @@ class _Stream(io.TextIOWrapper):
         if self._streams.used_last != self._fd:
             self._streams.use(self._fd)
         return _write(self, text)
+
+
+def flush_streams() -> None:
+    """What was printed goes to the worker, what C libraries print too."""
+    for name in _NAMES[1:]:
+        with contextlib.suppress(Exception):  # a cell may have put anything there, or nothing
+            getattr(sys, name).flush()
+    _libc.fflush(None)
 
 
 def _works(stream: Any) -> bool:
