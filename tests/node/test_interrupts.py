@@ -35,7 +35,8 @@ def test_interrupts_that_come_while_a_failed_cell_is_let_go_of_end_nobody() -> N
 # Python delivers a signal when a function begins or has returned, or a loop goes round: there, one after the other.
 _STRIKES = """
 import dis, mmap, sys
-from detrain_nb.node.cell.cellrunner import CellRunner, Screen, user_traceback
+from detrain_nb.node.cell.cellrunner import CellRunner, Screen
+from detrain_nb.node.cell.tracebacks import user_traceback
 from detrain_nb.node.cell.interrupts import Interrupts
 
 interrupts = Interrupts(mmap.mmap(-1, 8))
@@ -62,7 +63,7 @@ while True:
     left, has_raised, last = at, False, {}
     sys.settrace(trace)
     try:
-        error = runner.run("x = 1\\nraise RuntimeError('freed')", 1).error
+        _, error = runner.run("x = 1\\nraise RuntimeError('freed')", 1)
     except KeyboardInterrupt as exc:
         error = exc
     finally:

@@ -30,11 +30,11 @@ class Shown:
     def _repr_html_(self): fail()
 class NotShown:
     def __repr__(self): fail()
-''', 1).error is None
+''', 1)[1] is None
 
 def run(code):
     runner.user_ns.pop("known", None)
-    held = [runner.run(code, 2).error]
+    held = [runner.run(code, 2)[1]]
     name = type(held[0]).__name__
     if held[0] is not None:
         break_rings(held[0])
@@ -88,7 +88,7 @@ from detrain_nb.node.cell.cellrunner import CellRunner, Screen
 from detrain_nb.node.cell.rings import break_rings
 
 runner = CellRunner.create(Screen(lambda *shown: None, lambda wait: None))
-error = runner.run('''
+_, error = runner.run('''
 def numbers():
     big = "big"
     try: 1 / 0
@@ -96,9 +96,9 @@ def numbers():
     yield big
 going_on = numbers()
 raise ValueError from next(going_on)
-''', 1).error
+''', 1)
 break_rings(error)
-assert runner.run("assert next(going_on) == 'big'", 2).error is None
+assert runner.run("assert next(going_on) == 'big'", 2)[1] is None
 """
 
 

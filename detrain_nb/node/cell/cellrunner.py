@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import ast
 import base64
-import builtins
 import contextlib
 import json
-import linecache
-import os
 import subprocess
 import sys
 import types
@@ -29,24 +26,17 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets import Type, default
 from traitlets.config import Config
 
-from ...errors import SessionError
 from ...wire import MAX_BUNDLE_BYTES, MAX_BUNDLE_VALUES, SIZES, count_values, json_body
-from ..system import own_files
 from ..system.processes import stop_with_descendants
 from .rings import break_rings
+from .tracebacks import chain_of, error_summary, user_traceback
 from .unattended import Exit
 
 Bundle = dict[str, Any]
-_LONGEST_CHAIN = 20
-_MOST_PARTS = 20  # of a group of errors
-_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
-_END_FRAMES = 12  # of a long traceback, this many from either end
 _NEVER_AUTOMAGIC = (ast.Pass, ast.For, ast.While, ast.With, ast.If, ast.FunctionDef, ast.ClassDef, ast.Import, ast.Try)
-_AFTER_EXIT = "the cell ends here, the rank goes on with its variables"
 _EXIT_ADVICE = "To exit: use 'exit'"  # IPython's, for a person at a terminal
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _NO_WIDGETS = "widgets of ranks are not carried to the notebook: make them in a cell without %%distributed"
-_OUR_PACKAGE = os.path.join(own_files.PACKAGE, "")
 
 
 @dataclass(frozen=True)
@@ -55,14 +45,6 @@ class Screen:
 
     display: Callable[[Bundle, str, bool], None]
     clear: Callable[[bool], None]
-
-
-@dataclass(frozen=True)
-class CellOutcome:
-    """How a cell ended: the rich form of its last expression's value, and the exception that ended it, if any."""
-
-    value: Bundle
-    error: BaseException | None
 
 
 class _CellCompiler(CachingCompiler):
@@ -147,9 +129,10 @@ class CellRunner(InteractiveShell):
             trap.__enter__()  # set once: nobody else uses this process, and each cell would set and unset them
         return runner
 
-    def run(self, code: str, cell: int, *, first_line: int = 1) -> CellOutcome:
+    def run(self, code: str, cell: int, *, first_line: int = 1) -> tuple[Bundle, BaseException | None]:
         """Run ``code`` in the calling thread; lines are counted from ``first_line``.
 
+        Returns the rich form of its last expression's value, and the exception that ended it, if any.
         Raises: KeyboardInterrupt that came when the code had ended; what the code had raised is its context then.
         """
         self.display_trap.set()  # a cell may have set sys.displayhook: IPython sets it for each cell
@@ -168,14 +151,13 @@ class CellRunner(InteractiveShell):
                 self._show_unreported()
             value, self.cell_value = self.cell_value, {}
             self._let_go_of_all_but(error)
-            outcome = CellOutcome({} if error else value, error)
         except KeyboardInterrupt as interrupt:  # it came in what IPython does after the code, or above
             self._say_what_came_before(interrupt)
             self._let_go_of_all_but(interrupt)
             self._unreported = []
             raise
         self._unreported = []
-        return outcome
+        return {} if error else value, error
 
     def say_if_widget(self, bundle: Bundle) -> None:
         """What a rank shows as a widget would never change: say so once in a cell."""
@@ -338,109 +320,3 @@ def sendable_bundle(data: Bundle, metadata: Bundle | None = None) -> Bundle:
         else:
             num_values += more
     return bundle
-
-
-def error_summary(error: BaseException) -> str:
-    """The last line of a traceback."""
-    message = error_message(error)
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def error_message(error: BaseException) -> str:
-    """The text of an error; a user's class may fail to make one."""
-    try:
-        if isinstance(error, SystemExit):
-            return f"{'' if error.code is None else f'{error.code}: '}{_AFTER_EXIT}"
-        return "\n".join([str(error), *map(str, getattr(error, "__notes__", ()))])
-    except Exception as exc:  # noqa: BLE001  anything may be in a user's __str__
-        return f"<its text cannot be made: {type(exc).__name__}>"
-
-
-def user_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:
-    """The lines of a traceback that are the user's: cells and own files, and the innermost frame wherever it is.
-
-    Errors of a group, and what was the cause, come first. With ``is_own_code_enough``: not what happened inside
-    libraries, nor what came before.
-    """
-    chain = chain_of(error)
-    if is_own_code_enough:  # an interrupt may come when the user's code has raised already: then that says where
-        return next((own for step in chain if (own := _own_traceback(step, is_own_code_enough=True))), [])
-    lines: list[str] = []
-    for cause, effect in zip(reversed(chain), reversed(chain[:-1])):
-        link = "caused" if effect.__cause__ is cause else "was being handled before"
-        lines += [*_own_traceback(cause), error_summary(cause), f"  ... which {link}:"]
-    parts = _parts_of(error)
-    for number, part in enumerate(parts, 1):
-        lines += [*_own_traceback(part), error_summary(part), f"  ... which is {number} of {len(parts)} in a group:"]
-    return lines + _own_traceback(error)
-
-
-def chain_of(error: BaseException) -> list[BaseException]:
-    """An error, what caused it, and so on; it may be a ring."""
-    chain = [error]
-    while len(chain) < _LONGEST_CHAIN:
-        last = chain[-1]
-        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
-        if cause is None or any(cause is known for known in chain):
-            break
-        chain.append(cause)
-    return chain
-
-
-def _parts_of(error: BaseException) -> list[BaseException]:
-    """The errors of a group, also of groups in it. Python 3.10 has no groups."""
-    found: list[BaseException] = []
-    left = [error]
-    while left and len(found) < _MOST_PARTS:
-        first = left.pop(0)
-        parts = getattr(first, "exceptions", ()) if isinstance(first, _GROUP) else ()
-        left[:0] = parts
-        found += [] if parts or first is error else [first]
-    return found
-
-
-def _own_traceback(error: BaseException, *, is_own_code_enough: bool = False) -> list[str]:
-    """As ``user_traceback``, without what caused it."""
-    lines: list[str] = []
-    if isinstance(error, SyntaxError) and error.text:
-        marker = " " * max(0, (error.offset or 1) - 1) + "^"
-        place = f"  {_place(error.filename or '?')}, line {error.lineno}"
-        return [*lines, place, f"    {error.text.rstrip()}", f"    {marker}"]
-    frames = _frames(error)
-    is_own_code_enough |= isinstance(error, (SessionError, SystemExit))  # what a library did on the way says nothing
-    is_own_code_enough |= isinstance(error, KeyboardInterrupt) and not any(_is_users(f[0]) for f in frames)
-    shown = [f for f in frames if _is_users(f[0]) or f is frames[-1] and not is_own_code_enough]
-    for index, (filename, line, function, source) in enumerate(shown):
-        if _END_FRAMES <= index < len(shown) - _END_FRAMES:  # a recursion without end
-            if index == _END_FRAMES:
-                lines.append(f"  ... {len(shown) - 2 * _END_FRAMES} more")
-            continue
-        lines.append(f"  {_place(filename)}, line {line}, in {function}")
-        if source:
-            lines.append(f"    {source}")
-    return lines
-
-
-def _frames(error: BaseException) -> list[tuple[str, int, str, str]]:
-    frames = []
-    step = error.__traceback__
-    while step is not None:
-        code = step.tb_frame.f_code
-        line = step.tb_lineno or code.co_firstlineno  # an interrupt can come where no line is
-        frames.append((code.co_filename, line, code.co_name, linecache.getline(code.co_filename, line).strip()))
-        step = step.tb_next
-    first = next((i for i, frame in enumerate(frames) if frame[0].startswith("<cell ")), 0)
-    while len(frames) > first + 1 and frames[-1][0].startswith(own_files.ON_NODE):
-        frames.pop()  # an interrupt is raised in a handler of ours, and what we refuse in a function of ours
-    return frames[first:]  # above the cell stand IPython's frames and ours
-
-
-def _place(filename: str) -> str:
-    return filename.strip("<>") if filename.startswith("<cell ") else filename
-
-
-def _is_users(filename: str) -> bool:
-    if filename.startswith("<cell ") or filename in ("<timed exec>", "<magic-timeit>"):
-        return True
-    library = (sys.prefix, sys.base_prefix, _OUR_PACKAGE, "<")
-    return not filename.startswith(library) and "site-packages" not in filename

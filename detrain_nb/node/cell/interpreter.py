@@ -70,13 +70,14 @@ from ..groups.process_groups import Generation
 from ..groups.stale_variables import StaleVariables
 from ..system.memory_room import require_room
 from .bars import use_text_bars
-from .cellrunner import Bundle, CellRunner, Screen, chain_of, error_message, error_summary, user_traceback
+from .cellrunner import Bundle, CellRunner, Screen
 from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory, speak_before_abort
 from .given import Given
 from .interrupts import HeldSignals, Interrupts
 from .recorder import describe_last, look_inside
 from .rings import break_rings
 from .streams import Streams, flush_streams
+from .tracebacks import chain_of, error_message, error_summary, user_traceback
 from .unattended import refuse_questions
 
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
@@ -290,7 +291,7 @@ class _Interpreter:
             try:
                 self._interrupts.begin(message.cell)
                 self._held_signals.release()
-                outcome = self._runner.run(message.code, message.cell, first_line=message.first_line)
+                return self._runner.run(message.code, message.cell, first_line=message.first_line)
             finally:
                 self._interrupts.is_in_cell = False
                 self._held_signals.hold()
@@ -298,7 +299,6 @@ class _Interpreter:
             self._interrupts.is_in_cell = False
             self._held_signals.hold()
             return {}, exc
-        return outcome.value, outcome.error
 
     def _say_what_was_broken(self) -> None:
         """Put back what the cell has broken of what later cells need."""
