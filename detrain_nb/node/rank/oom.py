@@ -6,7 +6,8 @@ from pathlib import Path
 from signal import SIGKILL
 
 from ...text import format_size
-from ..system.cgroups import MemoryGroup, find_groups, read, read_mounts, read_number
+from ..system.cgroups import MemoryGroup, find_groups, read_mounts
+from ..system.proc_files import read, read_number
 
 
 class OomWatch:

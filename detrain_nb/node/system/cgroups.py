@@ -6,6 +6,8 @@ import os
 import re
 from dataclasses import dataclass
 
+from .proc_files import read, read_number
+
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes the largest page count there is
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
@@ -98,17 +100,3 @@ def find_groups(cgroups: str, mounts: list[Mount]) -> tuple[list[MemoryGroup], b
             depth = folder[len(mount.folder) :].count("/")
             return [MemoryGroup(folder.rsplit("/", above)[0], version) for above in range(depth + 1)], False
     return [MemoryGroup(mount.folder, version) for mount in mounts[:1]], True
-
-
-def read(path: str) -> str | None:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return os.fsdecode(file.read())
-    except (OSError, ValueError):  # ValueError: a path with a NUL in it
-        return None
-
-
-def read_number(path: str, name: str = "") -> int | None:
-    """The number behind ``name`` at the start of a line; None where there is none."""
-    match = re.search(rf"^{name}(\d{{1,20}})", read(path) or "", re.MULTILINE)
-    return int(match[1]) if match else None

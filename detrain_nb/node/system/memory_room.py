@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...errors import SessionError
-from .cgroups import find_groups, read, read_mounts, read_number
+from .cgroups import find_groups, read_mounts
+from .proc_files import read, read_number
 
 _LITTLE_BYTES = 64 << 20  # is always tried
 

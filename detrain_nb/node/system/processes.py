@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Collection, Iterable
 
+from .proc_files import read, read_number
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -99,15 +101,10 @@ def _exists(pid: int) -> bool:
 def descendants(pid: int) -> list[int]:
     """The processes below ``pid``, read from /proc; empty where that cannot be read."""
     children: dict[int, list[int]] = {}
-    try:
-        entries = [entry for entry in os.listdir("/proc") if entry.isdigit()]
-    except OSError:
-        return []
-    for entry in entries:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
-                parent = int(file.read().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry))
+    with contextlib.suppress(OSError):
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            if fields := _stat_fields(entry):
+                children.setdefault(int(fields[1]), []).append(int(entry))
     found: list[int] = []
     todo = [pid]
     while todo:
@@ -119,11 +116,7 @@ def descendants(pid: int) -> list[int]:
 
 def memory_bytes(pid: int) -> int:
     """Resident memory of a process, 0 where it cannot be read."""
-    try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
+    return (read_number(f"/proc/{pid}/statm", r"\d+ ") or 0) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main_thread_seconds(pid: int) -> float:
@@ -131,28 +124,21 @@ def main_thread_seconds(pid: int) -> float:
 
     Where more threads run than there are processors, one that computes waits for its turn: that counts too.
     """
-    with (
-        contextlib.suppress(OSError, ValueError, IndexError),
-        open(f"/proc/{pid}/task/{pid}/schedstat", encoding="ascii") as file,
-    ):
-        used, waited, *_ = file.read().split()
-        return (int(used) + int(waited)) / 1e9
-    with (
-        contextlib.suppress(OSError, ValueError, IndexError),
-        open(f"/proc/{pid}/task/{pid}/stat", encoding="utf-8", errors="replace") as file,
-    ):
-        fields = file.read().rpartition(")")[2].split()
+    if scheduled := (read(f"/proc/{pid}/task/{pid}/schedstat") or "").split():
+        return (int(scheduled[0]) + int(scheduled[1])) / 1e9
+    if fields := _stat_fields(f"{pid}/task/{pid}"):
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
 
 def main_thread_asleep_in(pid: int) -> str:
     """The function of the kernel that the main thread of a process sleeps in; empty where it runs, or is not known."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/wchan", encoding="ascii", errors="replace") as file:
-            return file.read().partition(".")[0].strip("0\n ")
-    except OSError:
-        return ""
+    return (read(f"/proc/{pid}/task/{pid}/wchan") or "").partition(".")[0].strip("0\n ")
+
+
+def _stat_fields(of: str) -> list[str]:
+    """What stands behind its name in the line of a process, or a thread; empty where that cannot be read."""
+    return (read(f"/proc/{of}/stat") or "").rpartition(")")[2].split()
 
 
 def lead_nowhere(*streams: int) -> None:
