@@ -14,6 +14,7 @@ import reprlib
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from typing import Any, Protocol
 
 from ..text import printable
@@ -45,12 +46,6 @@ class Untrue(FilesError):
     """What came is not what our program says."""
 
 
-class Source(Protocol):
-    """Where bytes come from: up to so many, as soon as there are some; none when they have ended."""
-
-    def read1(self, size: int, /) -> bytes: ...
-
-
 class Sink(Protocol):
     """Where bytes go."""
 
@@ -67,7 +62,7 @@ class Talk:
 
     def __init__(
         self,
-        reader: Source,
+        reader: BufferedReader,
         writer: Sink,
         *,
         has_come: Callable[[], bool] = lambda: False,

@@ -12,7 +12,6 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import IO, Any
 
 from ..guarded import SEARCH
@@ -238,23 +237,16 @@ def opened_parent(folder: int, name: str) -> Iterator[tuple[int, str]]:
         os.close(opened)
 
 
-@dataclass(frozen=True)
-class Received:
-    """``skipped`` names some of the links and devices that stayed where they are."""
-
-    num_skipped: int
-    skipped: tuple[str, ...]
-
-
 def receive_tree(
     talk: Talk,
     writer: TreeWriter,
     progress: Progress,
     *,
     roots: Iterable[str] | None = None,
-) -> Received:
+) -> tuple[int, tuple[str, ...]]:
     """Write what the other side sends, of which it has announced how much it is.
 
+    Returns how many links and devices stayed where they are, and the names of some.
     Every name is one of ``roots``, or below it, in a folder that has come before: no more are made than were announced,
     and one for each of ``roots``. Raises: FilesError, Failed, Untrue.
     """
@@ -271,7 +263,7 @@ def receive_tree(
         if kind == "end":
             names = said.get("skipped")
             names = names[:MOST_NAMED] if isinstance(names, list) else []
-            return Received(as_size(said.get("num_skipped")), tuple(map(clean, names)))
+            return as_size(said.get("num_skipped")), tuple(map(clean, names))
         folders, files = folders - (kind == "folder"), files - (kind != "folder")
         if folders < 0 or files < 0:
             raise Untrue("more files came than were announced")

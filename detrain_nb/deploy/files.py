@@ -141,8 +141,8 @@ def get(
     with open_talk(node, stop=stop) as talk:
         talk.say("get", base=node.work_folder(work_folder), paths=wanted, names=names)
         with _here(), TreeWriter(os.fspath(folder)) as writer:
-            left = receive_tree(talk, writer, progress, roots=names)
-    return Copied(progress.files, progress.size, left.num_skipped, left.skipped)
+            skipped = receive_tree(talk, writer, progress, roots=names)
+    return Copied(progress.files, progress.size, *skipped)
 
 
 def on_every(
