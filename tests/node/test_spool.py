@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from detrain_nb.node.agent.spool import Spool
 from detrain_nb.wire import Frame, FrameReader, Notice, Output, RequestDone, to_frame
 
 from ..full_disk import files_end_at
+
+_NewSpool = Callable[..., Spool]
 
 
 def _read_all(spool: Spool, *, limit_bytes: int = 1 << 18) -> list[Frame]:
@@ -59,6 +62,18 @@ def _size_on_disk(folder: Path) -> int:
 
 
 @pytest.fixture
+def new_spool(tmp_path: Path) -> Iterator[_NewSpool]:
+    with contextlib.ExitStack() as opened:
+
+        def make(**options: Any) -> Spool:
+            spool = Spool(tmp_path, **options)
+            opened.callback(spool.close)
+            return spool
+
+        yield make
+
+
+@pytest.fixture
 def a_mark_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every frame were large."""
     monkeypatch.setattr("detrain_nb.node.agent.spool._MARK_BYTES", 1)
@@ -73,8 +88,8 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("detrain_nb.node.agent.spool._MARK_BYTES", 150)
 
 
-def test_frames_come_out_once_numbered_in_order(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_frames_come_out_once_numbered_in_order(new_spool: _NewSpool) -> None:
+    spool = new_spool()
     for index in range(3):
         spool.append(_output(index))
     first = _read_all(spool)
@@ -86,8 +101,8 @@ def test_frames_come_out_once_numbered_in_order(tmp_path: Path) -> None:
     assert not spool.has_more
 
 
-def test_reader_that_is_behind_reads_over_many_segments(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_reader_that_is_behind_reads_over_many_segments(new_spool: _NewSpool, tmp_path: Path) -> None:
+    spool = new_spool()
     for index in range(40):
         spool.append(_output(index, 1 << 20))
     assert len(list(tmp_path.iterdir())) > 3
@@ -96,16 +111,16 @@ def test_reader_that_is_behind_reads_over_many_segments(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_reader_that_waits_is_given_what_comes_without_the_disk(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_reader_that_waits_is_given_what_comes_without_the_disk(new_spool: _NewSpool, tmp_path: Path) -> None:
+    spool = new_spool()
     spool.append(_output(0))
     for path in tmp_path.iterdir():
         path.write_bytes(b"")
     assert _cells(_read_all(spool)) == [0]
 
 
-def test_spool_over_its_limit_drops_the_oldest_and_says_so(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, limit_bytes=24 << 20)
+def test_spool_over_its_limit_drops_the_oldest_and_says_so(new_spool: _NewSpool, tmp_path: Path) -> None:
+    spool = new_spool(limit_bytes=24 << 20)
     spool.append(_output(0))
     reader = FrameReader()
     frames = reader.feed(spool.read(20))  # the reader stands in the middle of the first segment
@@ -124,8 +139,8 @@ def test_spool_over_its_limit_drops_the_oldest_and_says_so(tmp_path: Path) -> No
     assert "over its limit" in notices[0]
 
 
-def test_next_reader_gets_what_follows_the_acknowledged_number(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_next_reader_gets_what_follows_the_acknowledged_number(new_spool: _NewSpool) -> None:
+    spool = new_spool()
     for index in range(1, 6):
         spool.append(_output(index))
     first = _read_all(spool)
@@ -143,9 +158,9 @@ def test_next_reader_gets_what_follows_the_acknowledged_number(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("a_mark_a_frame")
-def test_what_is_read_ends_with_a_whole_frame(tmp_path: Path) -> None:
+def test_what_is_read_ends_with_a_whole_frame(new_spool: _NewSpool) -> None:
     """Between two reads the agent may say something else."""
-    spool, reader = Spool(tmp_path), FrameReader()
+    spool, reader = new_spool(), FrameReader()
     for index in range(1, 4):
         spool.append(_output(index, 100))
     for count, limit_bytes in enumerate((250, 1, 250), 1):
@@ -156,8 +171,8 @@ def test_what_is_read_ends_with_a_whole_frame(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("a_mark_a_frame")
-def test_next_reader_begins_after_what_was_acknowledged(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_next_reader_begins_after_what_was_acknowledged(new_spool: _NewSpool) -> None:
+    spool = new_spool()
     for index in range(1, 4):
         spool.append(_output(index, 100))
     spool.read(250)
@@ -167,8 +182,8 @@ def test_next_reader_begins_after_what_was_acknowledged(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("a_mark_a_frame")
-def test_number_that_was_not_sent_or_is_lower_acknowledges_nothing(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_number_that_was_not_sent_or_is_lower_acknowledges_nothing(new_spool: _NewSpool) -> None:
+    spool = new_spool()
     for index in range(1, 6):
         spool.append(_output(index))
     spool.acknowledge(1)
@@ -185,8 +200,8 @@ def test_number_that_was_not_sent_or_is_lower_acknowledges_nothing(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_acknowledged_segments_leave_the_disk(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_acknowledged_segments_leave_the_disk(new_spool: _NewSpool, tmp_path: Path) -> None:
+    spool = new_spool()
     for index in range(1, 41):
         spool.append(_output(index))
     before = _size_on_disk(tmp_path)
@@ -202,8 +217,10 @@ def test_acknowledged_segments_leave_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_what_was_read_but_not_acknowledged_is_bounded_and_missed_by_the_next_reader_only(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, limit_bytes=3000)
+def test_what_was_read_but_not_acknowledged_is_bounded_and_missed_by_the_next_reader_only(
+    new_spool: _NewSpool, tmp_path: Path
+) -> None:
+    spool = new_spool(limit_bytes=3000)
     frames: list[Frame] = []
     for index in range(1, 101):
         spool.append(_output(index, index % 3 * 20))
@@ -227,8 +244,8 @@ def test_what_was_read_but_not_acknowledged_is_bounded_and_missed_by_the_next_re
 
 
 @pytest.mark.usefixtures("small_segments")
-def test_acknowledging_a_part_of_what_is_missing_leaves_the_rest_to_be_told(tmp_path: Path) -> None:
-    spool = Spool(tmp_path, limit_bytes=3000)
+def test_acknowledging_a_part_of_what_is_missing_leaves_the_rest_to_be_told(new_spool: _NewSpool) -> None:
+    spool = new_spool(limit_bytes=3000)
     for index in range(4):
         spool.append(_output(index, 146))
     frames, rest = FrameReader(), spool.read(20)  # the reader stands in the first segment, so the second one goes
@@ -250,8 +267,8 @@ def full_disk() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("full_disk")
-def test_full_disk_loses_output_within_bounds_and_never_the_end_of_a_cell(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_full_disk_loses_output_within_bounds_and_never_the_end_of_a_cell(new_spool: _NewSpool) -> None:
+    spool = new_spool()
     for index in range(40):
         spool.append(_output(index, 1 << 20))
         spool.append(to_frame(RequestDone(0, index)))
@@ -268,8 +285,8 @@ def test_full_disk_loses_output_within_bounds_and_never_the_end_of_a_cell(tmp_pa
 
 
 @pytest.mark.usefixtures("full_disk")
-def test_reader_that_keeps_up_loses_nothing_on_a_full_disk(tmp_path: Path) -> None:
-    spool, reader, frames = Spool(tmp_path), FrameReader(), []
+def test_reader_that_keeps_up_loses_nothing_on_a_full_disk(new_spool: _NewSpool, tmp_path: Path) -> None:
+    spool, reader, frames = new_spool(), FrameReader(), []
     for index in range(50):
         spool.append(_output(index, 1 << 20))
         while data := spool.read():
@@ -286,8 +303,8 @@ def _fill(spool: Spool, indices: range) -> None:
 
 
 @pytest.mark.usefixtures("full_disk")
-def test_memory_is_kept_until_it_is_acknowledged(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_memory_is_kept_until_it_is_acknowledged(new_spool: _NewSpool, tmp_path: Path) -> None:
+    spool = new_spool()
     _fill(spool, range(12))
     assert not _size_on_disk(tmp_path)
     frames = _read_all(spool)
@@ -300,8 +317,10 @@ def test_memory_is_kept_until_it_is_acknowledged(tmp_path: Path) -> None:
     assert _read_again(spool) == frames
 
 
-def test_memory_that_nobody_acknowledges_is_bounded_and_keeps_the_ends_of_cells(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_memory_that_nobody_acknowledges_is_bounded_and_keeps_the_ends_of_cells(
+    new_spool: _NewSpool, tmp_path: Path
+) -> None:
+    spool = new_spool()
     frames: list[Frame] = []
     for index in range(40):
         with files_end_at(0):
@@ -317,8 +336,8 @@ def test_memory_that_nobody_acknowledges_is_bounded_and_keeps_the_ends_of_cells(
 
 
 @pytest.mark.usefixtures("full_disk")
-def test_memory_makes_room_by_what_was_read_and_tells_the_next_reader(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_memory_makes_room_by_what_was_read_and_tells_the_next_reader(new_spool: _NewSpool) -> None:
+    spool = new_spool()
     frames: list[Frame] = []
     for index in range(40):
         spool.append(_output(index, 1 << 20))
@@ -333,8 +352,8 @@ def test_memory_makes_room_by_what_was_read_and_tells_the_next_reader(tmp_path: 
     assert _lost_bytes(notice) == _size_of(frames[: notice.number])
 
 
-def test_disk_that_has_room_again_is_used_before_output_is_lost(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_disk_that_has_room_again_is_used_before_output_is_lost(new_spool: _NewSpool, tmp_path: Path) -> None:
+    spool = new_spool()
     with files_end_at(1 << 16):
         _fill(spool, range(12))
     _fill(spool, range(12, 40))
@@ -343,8 +362,8 @@ def test_disk_that_has_room_again_is_used_before_output_is_lost(tmp_path: Path) 
     assert _cells(frames) == _requests(frames) == list(range(40))
 
 
-def test_output_that_found_no_room_is_announced_once_before_the_next_output(tmp_path: Path) -> None:
-    spool = Spool(tmp_path)
+def test_output_that_found_no_room_is_announced_once_before_the_next_output(new_spool: _NewSpool) -> None:
+    spool = new_spool()
     with files_end_at(0):
         _fill(spool, range(20))
         for index in range(20, 30):  # there is room for these, but what follows a loss comes after its announcement
@@ -425,10 +444,10 @@ class _Oracle:
 @pytest.mark.parametrize("limit_bytes", [1 << 30, 4000])
 @pytest.mark.parametrize("seed", range(10))
 def test_every_reader_gets_all_after_the_acknowledged_number_or_is_told_what_is_missing(
-    tmp_path: Path, seed: int, limit_bytes: int, is_disk_full_at_times: bool
+    new_spool: _NewSpool, tmp_path: Path, seed: int, limit_bytes: int, is_disk_full_at_times: bool
 ) -> None:
     chance = random.Random(seed)
-    spool, oracle = Spool(tmp_path, limit_bytes=limit_bytes), _Oracle(tmp_path, limit_bytes)
+    spool, oracle = new_spool(limit_bytes=limit_bytes), _Oracle(tmp_path, limit_bytes)
     is_disk_full = False
     for step in range(1000):
         match chance.choices(["append", "read", "acknowledge", "rewind", "disk"], [10, 10, 2, 0.3, 0.2])[0]:

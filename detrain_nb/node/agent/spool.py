@@ -7,12 +7,12 @@ within bounds. What is lost is counted and announced where it is missing.
 
 from __future__ import annotations
 
-import contextlib
-import os
+import io
 from bisect import bisect_left, bisect_right
 from operator import attrgetter, itemgetter
 from pathlib import Path
 
+from ...agents import open_private
 from ...wire import Display, Frame, FrameReader, Notice, Output, to_frame
 
 _SEGMENT_BYTES = 8 << 20
@@ -22,11 +22,16 @@ _MARK_BYTES = 1 << 16
 
 
 class _Segment:
-    """Whole frames, numbered without a gap. ``begins_at`` and ``ends_at`` are positions in the stream of all frames."""
+    """Whole frames, numbered without a gap, in the file at ``path``; without one, in memory.
 
-    in_memory = False
+    ``begins_at`` and ``ends_at`` are positions in the stream of all frames.
+    """
 
-    def __init__(self, first: int, begins_at: int) -> None:
+    def __init__(self, first: int, begins_at: int, path: Path | None = None) -> None:
+        """Raises: OSError."""
+        self._path = path
+        self._file = io.FileIO(path, "w+", opener=open_private) if path else io.BytesIO()
+        self.in_memory = path is None
         self.first, self.last = first, first - 1
         self.begins_at = self.ends_at = begins_at
         self.size_bytes = 0
@@ -71,54 +76,23 @@ class _Segment:
         return number - 1 if reader.is_empty else number
 
     def read(self, offset: int, limit_bytes: int) -> bytes:
-        raise NotImplementedError
+        self._file.seek(offset)
+        return self._file.read(limit_bytes)
 
     def drop(self) -> None:
-        raise NotImplementedError
-
-    def _write(self, data: bytes) -> None:
-        raise NotImplementedError
-
-
-class _FileSegment(_Segment):
-    def __init__(self, first: int, begins_at: int, path: Path) -> None:
-        super().__init__(first, begins_at)
-        self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-
-    def read(self, offset: int, limit_bytes: int) -> bytes:
-        return os.pread(self._fd, limit_bytes, offset)
-
-    def drop(self) -> None:
-        os.close(self._fd)
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        self._file.close()
+        if self._path:
+            self._path.unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:
         written = 0
         try:
+            self._file.seek(self.size_bytes)
             while written < len(data):
-                written += os.write(self._fd, data[written:])
+                written += self._file.write(data[written:])
         except OSError:
-            os.ftruncate(self._fd, self.size_bytes)
+            self._file.truncate(self.size_bytes)
             raise
-
-
-class _MemorySegment(_Segment):
-    in_memory = True
-
-    def __init__(self, first: int, begins_at: int) -> None:
-        super().__init__(first, begins_at)
-        self._data = bytearray()
-
-    def read(self, offset: int, limit_bytes: int) -> bytes:
-        return bytes(self._data[offset : offset + limit_bytes])
-
-    def drop(self) -> None:
-        self._data.clear()
-
-    def _write(self, data: bytes) -> None:
-        self._data += data
 
 
 class Spool:
@@ -207,7 +181,10 @@ class Spool:
         if number <= self.acknowledged or (number > self._sent and number > self.sent):
             return
         self.acknowledged = number
-        while len(self._segments) > 1 and self._is_done_with(self._segments[0]):
+        while len(self._segments) > 1:
+            oldest = self._segments[0]
+            if oldest.last > number or oldest.ends_at > self._read_at:
+                return
             self._segments.pop(0).drop()
 
     def rewind(self) -> None:
@@ -236,7 +213,7 @@ class Spool:
             if last and last.in_memory and not self._refused_bytes and self._memory_bytes_with(data) <= _MEMORY_BYTES:
                 return False
             path = self._folder / f"spool.{self._files_made:06d}"
-            segment = _FileSegment(self.last_number + 1, self._ends_at, path)
+            segment = _Segment(self.last_number + 1, self._ends_at, path)
         except OSError:
             return False
         try:
@@ -252,10 +229,14 @@ class Spool:
         """False when there is no room for a frame that can be lost; after one, all are until the reader caught up."""
         last = self._segments[-1] if self._segments else None
         has_room = last and last.in_memory and last.size_bytes + len(data) <= _MEMORY_SEGMENT_BYTES
-        segment = last if last and has_room else _MemorySegment(self.last_number + 1, self._ends_at)
+        segment = last if last and has_room else _Segment(self.last_number + 1, self._ends_at)
         excess = self._memory_bytes_with(data) - _MEMORY_BYTES
         # what the reader has had is lost only if there will be another reader
-        can_go = [s for s in self._segments if s is not segment and s.is_all_output and self._is_in_memory_and_read(s)]
+        can_go = [
+            s
+            for s in self._segments
+            if s is not segment and s.is_all_output and s.in_memory and s.ends_at <= self._read_at
+        ]
         if can_be_lost and (excess > sum(s.size_bytes for s in can_go) or (self._refused_bytes and self.has_more)):
             return False
         segment.append(data, count)
@@ -271,9 +252,6 @@ class Spool:
     def _memory_bytes_with(self, data: bytes) -> int:
         return sum(segment.size_bytes for segment in self._segments if segment.in_memory) + len(data)
 
-    def _is_in_memory_and_read(self, segment: _Segment) -> bool:
-        return segment.in_memory and segment.ends_at <= self._read_at
-
     def _add(self, segment: _Segment) -> None:
         """Begin a segment; what then is over the limit goes, but for where the reader may be inside a frame."""
         excess = sum(s.size_bytes for s in self._segments) + max(segment.size_bytes, _SEGMENT_BYTES) - self.limit_bytes
@@ -284,9 +262,6 @@ class Spool:
                 self._lose(oldest, f"the spool is over its limit of {self.limit_bytes:,} bytes")
 
     # ---- what goes, and what is read next
-
-    def _is_done_with(self, segment: _Segment) -> bool:
-        return segment.last <= self.acknowledged and segment.ends_at <= self._read_at
 
     def _lose(self, segment: _Segment, reason: str) -> None:
         """Drop a segment that some reader may still want; it is not the last one."""
