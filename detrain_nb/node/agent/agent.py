@@ -61,7 +61,7 @@ from ..system.loop import Loop
 from ..system.memory_room import free_memory_bytes
 from ..system.processes import lead_nowhere
 from .gpus import count_gpus, list_gpus, name_gpus
-from .kept import LONGEST_WAIT_S, AgentProcess
+from .kept import AgentProcess
 from .pace import Pace
 from .snapshot import Snapshot
 from .spool import Spool
@@ -176,9 +176,7 @@ class _Agent:
         self._loop.add(self._process.child_ended, lambda: self._note_end(self._process.take_end()))
         self._loop.add(self._launching.channel.fileno(), lambda: self._note_end(self._launching.take_answer()))
         while not self._is_ending:
-            self._loop.once(
-                _seconds_until(self._ends_at, self._confirm_at, self._launching.answer_by, self._pace.lets_go_at)
-            )
+            self._loop.once(self._ends_at, self._confirm_at, self._launching.answer_by, self._pace.lets_go_at)
             self._note_end(self._launching.take_silence())
             self._feed_notebook()
             self._hold_back()
@@ -466,12 +464,6 @@ class _Agent:
         if end and not self._is_ending:
             self._launching.end_ranks()
             self._say(end)
-
-
-def _seconds_until(*times: float | None) -> float | None:
-    """How long to wait now for the first of them; a system knows a longest wait."""
-    first = min((at for at in times if at is not None), default=None)
-    return None if first is None else min(LONGEST_WAIT_S, max(0.0, first - time.monotonic()))
 
 
 def _write_to_the_log() -> None:

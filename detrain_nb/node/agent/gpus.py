@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import shutil
 import subprocess
 from collections.abc import Sequence
 
@@ -57,8 +56,6 @@ def _count_with_nvml() -> int:
 
 
 def _count_with_nvidia_smi() -> int:
-    if shutil.which("nvidia-smi") is None:
-        return 0
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=10, check=True)
     except (subprocess.SubprocessError, OSError):

@@ -23,7 +23,6 @@ from ..system.surroundings import ImportedEnvironment, find_difference, read_sta
 from .gpus import list_gpus
 from .launching import Launching
 
-LONGEST_WAIT_S = 3600.0  # that a system knows
 _libc = ctypes.CDLL(None)
 
 _Session = TypeVar("_Session")
@@ -76,8 +75,8 @@ class AgentProcess:
             link.send(Kept())
             loop.add(self.child_ended, self.take_end)
             loop.add(link, lambda: following.extend(self._begin_next(link, beside, make)))
-            while not following and self.launching.is_warm and (left_s := deadline - time.monotonic()) > 0:
-                loop.once(min(left_s, LONGEST_WAIT_S))
+            while not following and self.launching.is_warm and time.monotonic() < deadline:
+                loop.once(deadline)
         return following[0] if following else None
 
     def _begin_next(self, link: Link, beside: Path, make: _Make[_Session]) -> Iterator[_Session]:

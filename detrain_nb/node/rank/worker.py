@@ -143,7 +143,7 @@ class _Worker:
         self._incarnations = 0
         self._ends: list[float] = []  # when interpreters ended since a cell ended last
         self._stopped = 0, 0.0  # the cell that was stopped last, and when first
-        self._replace_at = 0.0  # if it still runs that cell then
+        self._replace_at: float | None = None  # if it still runs that cell then
         self._agent_handlers: dict[type[Message], Callable[[Any, Frame], None]] = {  # the rest is for the interpreter
             Locate: self._locate,
             Replace: self._replace_where_it_runs,
@@ -176,14 +176,12 @@ class _Worker:
         self._leave()
 
     def _wait_once(self) -> None:
-        times = (self._interpreter.locator.answer_at, self._gathering and self._gathering[1], self._replace_at)
-        due = [at for at in times if at]
-        self._loop.once(max(0.0, min(due) - time.monotonic()) if due else None)
+        self._loop.once(self._interpreter.locator.answer_at, self._gathering and self._gathering[1], self._replace_at)
         self._answer()
         self._end_gathering()
         self._hold_back()
-        if self._replace_at and time.monotonic() >= self._replace_at:
-            self._replace_at = 0.0
+        if self._replace_at is not None and time.monotonic() >= self._replace_at:
+            self._replace_at = None
             if self._runs(self._stopped[0]):
                 self._replace()
 
@@ -427,7 +425,7 @@ class _Worker:
         if message.incarnations[message.ranks.index(self._rank)] != self._incarnations:
             return  # the notebook learns by now that the rank was lost
         self._set_state("running", cell=message.cell)
-        self._stopped, self._replace_at = (0, 0.0), 0.0
+        self._stopped, self._replace_at = (0, 0.0), None
         self._interpreter.stderr_tail = b""
         self._to_interpreter(frame)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import selectors
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...wire import Link, LinkClosed
+
+_LONGEST_WAIT_S = 3600.0  # that a system knows
 
 Source = Link | int  # a link, or a descriptor that is only read
 
@@ -51,8 +54,10 @@ class Loop:
             watched.is_paused = is_paused
             self._register(source)
 
-    def once(self, timeout_s: float | None = None) -> None:
-        """Wait until something happens, or for ``timeout_s``, and deal with all that did."""
+    def once(self, *moments: float | None) -> None:
+        """Wait for something, until the first of ``moments`` (of time.monotonic()), and deal with all that happened."""
+        first = min((at for at in moments if at is not None), default=None)
+        timeout_s = None if first is None else min(_LONGEST_WAIT_S, max(0.0, first - time.monotonic()))
         for link in self._links:
             if bool(link.waiting_bytes) != bool(self._watched[link].events & selectors.EVENT_WRITE):
                 self._register(link)

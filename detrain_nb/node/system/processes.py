@@ -78,7 +78,9 @@ def stop_with_descendants(process: subprocess.Popen[bytes], *, limit_s: float = 
     deadline = time.monotonic() + limit_s
     try:
         _send_signal(signal.SIGINT, process, below)
-        while (process.poll() is None or any(map(_exists, below))) and time.monotonic() < deadline:
+        while (
+            process.poll() is None or any(os.path.exists(f"/proc/{pid}") for pid in below)
+        ) and time.monotonic() < deadline:
             time.sleep(0.01)
     finally:
         _send_signal(signal.SIGKILL, process, {*below, *descendants(process.pid)})
@@ -92,10 +94,6 @@ def _send_signal(number: signal.Signals, process: subprocess.Popen[bytes], below
             os.kill(pid, number)
     with contextlib.suppress(PermissionError):
         process.send_signal(number)  # none when it has been reaped: its number may be another's
-
-
-def _exists(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
 
 
 def descendants(pid: int) -> list[int]:
