@@ -208,16 +208,15 @@ def _pickled(variables: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(variables, buffer, pickle_module=_PICKLING)
-    except _OfOneRank as exc:
-        name = next((name for name, value in variables.items() if not _can_pickle(value)), ", ".join(variables))
-        what = "is" if type(variables.get(name)).__name__ == str(exc) else "holds"
-        raise SessionError(
-            f"{name} {what} a {exc}, which is another on each rank: its part would take the place of theirs. Send "
-            "tensor.full_tensor(), or what get_model_state_dict(options=StateDictOptions(full_state_dict=True)) gives; "
-            "or save on all ranks and load there (detrain_nb.training.save, load)"
-        ) from None
     except Exception as exc:
         name = next((name for name, value in variables.items() if not _can_pickle(value)), ", ".join(variables))
+        if isinstance(exc, _OfOneRank):
+            what = "is" if type(variables.get(name)).__name__ == str(exc) else "holds"
+            raise SessionError(
+                f"{name} {what} a {exc}, which is another on each rank: its part would take the place of theirs. Send "
+                "tensor.full_tensor(), or what get_model_state_dict(options=StateDictOptions(full_state_dict=True)) "
+                "gives; or save on all ranks and load there (detrain_nb.training.save, load)"
+            ) from None
         deep = " (it is nested too deep)" if isinstance(exc, RecursionError) else ""
         raise SessionError(f"{name} cannot be pickled{deep}: {exc}") from exc
     return buffer.getvalue()

@@ -103,8 +103,7 @@ class Locator:
         """A piece of a dump."""
         self.read_dump()
         if self._dump_until:
-            is_complete = _is_complete(self._dump)
-            gap_s = 0.0 if is_complete else _DUMP_GAP_S
+            gap_s = 0.0 if _is_complete(self._dump) else _DUMP_GAP_S
             self._dump_until = min(self._dump_until, time.monotonic() + gap_s)
 
     def read_dump(self) -> bytes:
@@ -132,8 +131,8 @@ class Locator:
         frames = _read_frames(dump)
         call = ""
         if is_known_now:
-            if not any(_CELL.fullmatch(frame.path) for frame in frames):
-                frames = [*_as_frames(self._awaited), *frames]
+            if isinstance(self._awaited, list) and not any(_CELL.fullmatch(frame.path) for frame in frames):
+                frames = [*(_Frame(*awaited) for awaited in self._awaited), *frames]
             call = _call_of(frames, self._call)
         frames = _down_to_cell(frames)
         line, function = _place_in_cell(frames, cell)
@@ -193,10 +192,6 @@ def _character(code: str) -> str:
     return chr(number) if number <= 0x10FFFF else "?"
 
 
-def _as_frames(found: object) -> list[_Frame]:
-    return [_Frame(*frame) for frame in found] if isinstance(found, list) else []
-
-
 def _call_of(frames: list[_Frame], call: object) -> str:
     """The call that the innermost frame is in, if the control thread saw the main thread at the same place."""
     if not frames or not isinstance(call, list) or len(call) != 3:
@@ -206,19 +201,14 @@ def _call_of(frames: list[_Frame], call: object) -> str:
 
 def _place_in_cell(frames: list[_Frame], cell: int) -> tuple[int, str]:
     """The innermost line of the cell, and the innermost function of the user's (empty at the cell's own level)."""
-    function = next((frame.function for frame in frames if _is_users(frame.path) and _is_name(frame.function)), "")
+    named = (frame.function for frame in frames if _is_users(frame.path) and not frame.function.startswith("<"))
+    function = next(named, "")  # not <module>, <lambda>, <listcomp>: their line says where they are
     for index, frame in enumerate(frames):
-        named = _CELL.fullmatch(frame.path)
-        if named and int(named[1]) == cell:
+        if frame.path == f"<cell {cell}>":
             timed = [inner for inner in frames[:index] if inner.path == _TIMED]
             is_timed = bool(timed) and timed[-1].function == "<module>"
             return frame.line + (timed[0].line if is_timed else 0), function
     return 0, function
-
-
-def _is_name(function: str) -> bool:
-    """Not ``<module>``, ``<lambda>``, ``<listcomp>``: their line says where they are."""
-    return not function.startswith("<")
 
 
 def _is_users(path: str) -> bool:
