@@ -17,17 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -201,7 +193,7 @@ def read_tensors(
 
     ``may_be_links``: the files, as those of a hub's cache are. Raises: DetrainError.
     """
-    _read(_Reader(folder, index, may_be_links=may_be_links), tensors)
+    _read(folder, index, tensors, may_be_links=may_be_links)
 
 
 def compare_tensors(folder: Location, index: TensorIndex, tensors: dict[str, Tensor]) -> None:
@@ -209,67 +201,39 @@ def compare_tensors(folder: Location, index: TensorIndex, tensors: dict[str, Ten
 
     Raises: DetrainError, which names what is damaged.
     """
-    _read(_Reader(folder, index, is_only_compared=True), tensors)
+    _read(folder, index, tensors, is_only_compared=True)
 
 
-def _read(reader: _Reader, tensors: dict[str, Tensor]) -> None:
+def _read(
+    folder: Location,
+    index: TensorIndex,
+    tensors: dict[str, Tensor],
+    *,
+    may_be_links: bool = False,
+    is_only_compared: bool = False,
+) -> None:
+    """What dcp.load does, without its messages between ranks: the plan of one does not depend on the others'."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, reader.read_metadata(), is_coordinator=True)
-    # What dcp.load does, without its messages between ranks: the plan of one does not depend on the others'.
+    planner.set_up_planner(tensors, index.metadata, is_coordinator=True)
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
-    reader.read_data(plan, planner).wait()
-
-
-class _Reader(StorageReader):
-    def __init__(
-        self, folder: Location, index: TensorIndex, *, may_be_links: bool = False, is_only_compared: bool = False
-    ) -> None:
-        self._folder = folder
-        self._index = index
-        self._may_be_links = may_be_links
-        self._is_only_compared = is_only_compared
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._index.metadata
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[Piece, ReadItem]]] = {}
-        for item in plan.items:
-            file_name, piece = self._index.pieces[item.storage_index]
-            by_file.setdefault(file_name, []).append((piece, item))
-        for file_name, wanted in by_file.items():
-            place = self._folder / file_name
-            with foreign_errors(place.name, "read"), place.open(may_be_link=self._may_be_links) as file:
-                # else an index could name the bytes of any file that others have put there since it was listed
-                header = read_header_of(file, digest=self._index.headers.get(file_name, ""), what=place.name)
-                _require_parts(header.values(), (piece for piece, _ in wanted))
-                compared = set()
-                for piece, item in sorted(wanted, key=lambda each: each[0].begin):
-                    what, rows = f"{place.name}: {item.storage_index.fqn!r}", _rows(piece, item)
-                    if not self._is_only_compared:
-                        _read_item(file, piece, item, planner, what)
-                    elif (piece.begin, rows) not in compared:  # tied ones are there once
-                        compared.add((piece.begin, rows))
-                        compare_rows(file, piece, *rows, what=what)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+    by_file: dict[str, list[tuple[Piece, ReadItem]]] = {}
+    for item in plan.items:
+        file_name, piece = index.pieces[item.storage_index]
+        by_file.setdefault(file_name, []).append((piece, item))
+    for file_name, wanted in by_file.items():
+        place = folder / file_name
+        with foreign_errors(place.name, "read"), place.open(may_be_link=may_be_links) as file:
+            # else an index could name the bytes of any file that others have put there since it was listed
+            header = read_header_of(file, digest=index.headers.get(file_name, ""), what=place.name)
+            _require_parts(header.values(), (piece for piece, _ in wanted))
+            compared = set()
+            for piece, item in sorted(wanted, key=lambda each: each[0].begin):
+                what, rows = f"{place.name}: {item.storage_index.fqn!r}", _rows(piece, item)
+                if not is_only_compared:
+                    _read_item(file, piece, item, planner, what)
+                elif (piece.begin, rows) not in compared:  # tied ones are there once
+                    compared.add((piece.begin, rows))
+                    compare_rows(file, piece, *rows, what=what)
 
 
 def _require_parts(there: Iterable[Piece], wanted: Iterable[Piece]) -> None:
