@@ -5,11 +5,12 @@ from __future__ import annotations
 from .batches import ReplicaSampler, make_loader
 from .catalog import Checkpoint, Checkpoints
 from .checkpoint import Loaded, checkpoints, load, save
+from .randomness import set_seed
 from .recipe import make_optimizer, make_scheduler
 from .safetensors_export import export_safetensors
 from .safetensors_import import import_safetensors
 from .saving import Saving
-from .trainer import Callback, Result, Trainer, set_seed
+from .trainer import Callback, Result, Trainer
 
 __all__ = [
     "Callback",

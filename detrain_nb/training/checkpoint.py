@@ -28,7 +28,7 @@ from . import saving
 from .catalog import MOST_STEPS, NOTE, Checkpoint, Checkpoints, list_checkpoints, read_note, step_folder
 from .digests import Damaged
 from .plain import from_json, to_json
-from .randomness import random_state, seed_all, set_random_state
+from .randomness import random_state, set_random_state, set_seed
 from .ranks import Ranks
 from .reading import DRAWS, MAY_BE_WHOLE, MODEL, OPTIMIZER, RANDOM, Reading
 from .saving import Saving
@@ -336,7 +336,7 @@ def _go_on_randomly(
         model_state.draws = draws
         return ()
     seed = 1_000_003 * note["serial"] + note["step"]
-    seed_all(seed)
+    set_seed(seed)
     model_state.draws = [seed] * len(model_state.modules)
     why = wrong or f"saved by {saved} ranks, loaded by {ranks.size}"
     return (f"{why}: random numbers were seeded anew with {seed}, alike on all",)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["STATES", "random_state", "seed_all", "set_random_state"]
+__all__ = ["STATES", "random_state", "set_random_state", "set_seed"]
 
 STATES = ("python", "python_rest", "torch", "numpy", "numpy_rest", "cuda")  # what `random_state` may have
 
@@ -54,7 +54,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(_as_bytes(state["cuda"]))
 
 
-def seed_all(seed: int) -> None:
+def set_seed(seed: int) -> None:
+    """Seed Python, numpy where it is imported, and torch, on the CPU and on every GPU."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

@@ -36,13 +36,12 @@ from .arguments import (
 from .batches import for_replica, require_same_batch
 from .checkpoint import checkpoints, load, save
 from .epochs import Epochs
-from .randomness import seed_all
 from .recipe import make_optimizer, make_scheduler
 from .reports import Record, Reports, Result
 from .scores import Scores, count_right
 from .unpacking import inputs_of, unpack, usual_loss
 
-__all__ = ["Callback", "Result", "Trainer", "set_seed"]
+__all__ = ["Callback", "Result", "Trainer"]
 
 _T = TypeVar("_T", bound="Trainer")
 
@@ -61,11 +60,6 @@ class Callback:
 
     def on_end(self, trainer: Trainer, result: Result) -> None:
         """After the last step, when all is saved."""
-
-
-def set_seed(seed: int) -> None:
-    """Seed Python, numpy where it is imported, and torch, on the CPU and on every GPU."""
-    seed_all(seed)
 
 
 class Trainer:
