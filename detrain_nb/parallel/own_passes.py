@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -121,7 +122,7 @@ class _RunningPass:
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         self._at_end = at_end
-        self._noted: Callable[[], _End | None] | None = None
+        self._noted: Callable[[], object] | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -135,7 +136,7 @@ class _RunningPass:
         """Return whether it has just begun."""
         if self._noted is not None and self._noted() is not None:
             return False
-        end = _End(self)
+        end = functools.partial(self.end)  # of each pass its own, which autograd alone keeps
         self._noted = weakref.ref(end)
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
         queue(end)
@@ -144,11 +145,3 @@ class _RunningPass:
     def end(self) -> None:
         self.has_failed = False
         self._at_end()
-
-
-class _End:
-    def __init__(self, running: _RunningPass) -> None:
-        self._running = running
-
-    def __call__(self) -> None:
-        self._running.end()
