@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -76,27 +78,16 @@ def _rows(module: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     """Of equal blocks that follow one another in one module: it, and their names there."""
     blocks = {name: module.get_submodule(name) for name in names_of_blocks(module)}
     looks = {id(blocks[name]): look for name, look in looks_of(blocks).items()}
-    uses: dict[int, int] = {}
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
+
+    def look_of(entry: tuple[str, nn.Module | None]) -> Any:
+        """None for what stays: no block, or one with parameters that others have too."""
+        _, child = entry
+        is_alone = child is not None and all(uses[id(parameter)] == 1 for parameter in child.parameters())
+        return looks.get(id(child)) if is_alone else None
+
     for parent in list(module.modules()):
-        row: list[str] = []
-        look: Any = None
-        for key, child in parent._modules.items():
-            is_alone = child is not None and all(uses[id(parameter)] == 1 for parameter in child.parameters())
-            now = looks.get(id(child)) if is_alone else None
-            if now is None or now != look:
-                if _is_worth_it(row):
-                    yield parent, row
-                row = []
-            look = now
-            if now is not None:
-                row.append(key)
-        if _is_worth_it(row):
-            yield parent, row
-
-
-def _is_worth_it(row: Sequence[str]) -> bool:
-    """The model runs twice, with the fewest blocks and with one more."""
-    return len(row) > 2 * _FEWEST + 1
+        for look, entries in itertools.groupby(parent._modules.items(), look_of):
+            row = [key for key, _ in entries]
+            if look is not None and len(row) > 2 * _FEWEST + 1:  # it runs with the fewest blocks, and with one more
+                yield parent, row
