@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,9 +27,9 @@ _NOT_SHOWN = {"setup", "env"}  # a line or a value there may hold a secret
 _MOST_SHOWN = 60
 
 
-def _matches(pattern: re.Pattern[str]) -> AfterValidator:
+def _only(is_right: Callable[[str], object]) -> AfterValidator:
     def check(text: str) -> str:
-        if not pattern.fullmatch(text):
+        if not is_right(text):
             raise ValueError
         return text
 
@@ -47,41 +47,31 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
-def _check_host(text: str) -> str:
-    if not _HOST.fullmatch(text) and not _is_ipv6(text):
-        raise ValueError
-    return text
+def _is_host(text: str) -> bool:
+    return bool(_HOST.fullmatch(text)) or _is_ipv6(text)
 
 
-def _check_address(text: str) -> str:
+def _is_address(text: str) -> bool:
     """What consists of numbers is an address that there can be, and none that stands for all."""
-    is_number = _check_host(text).replace(".", "").isdigit() or ":" in text
+    if not text.replace(".", "").isdigit() and ":" not in text:
+        return _is_host(text)
     try:
-        can_be = not is_number or not ipaddress.ip_address(text.partition("%")[0]).is_unspecified
+        return _is_host(text) and not ipaddress.ip_address(text.partition("%")[0]).is_unspecified
     except ValueError:
-        can_be = False
-    if not can_be:
-        raise ValueError
-    return text
+        return False
 
 
-def _check_name(text: str) -> str:
-    if not _NAME.fullmatch(text) or _LIKE_RANKS.fullmatch(text.lower()):
-        raise ValueError
-    return text
+def _is_name(text: str) -> bool:
+    return bool(_NAME.fullmatch(text)) and not _LIKE_RANKS.fullmatch(text.lower())
 
 
-def _check_path(text: str) -> str:
+def _is_path(text: str) -> bool:
     """A path goes into an argv: it may have spaces, but no control characters, and is no option."""
-    if not text.strip() or text.startswith("-") or not _is_one_line(text):
-        raise ValueError
-    return text
+    return bool(text.strip()) and not text.startswith("-") and _is_one_line(text)
 
 
-def _check_workdir(text: str) -> str:
-    if not text.startswith(("/", "~")):
-        raise ValueError
-    return _check_path(text)
+def _is_workdir(text: str) -> bool:
+    return text.startswith(("/", "~")) and _is_path(text)
 
 
 def _is_one_line(text: str, *, allowed: str = "") -> bool:
@@ -96,8 +86,7 @@ def _check_jumps(text: str) -> str:
     return ",".join(jumps)
 
 
-_Host = Annotated[str, AfterValidator(_check_host)]
-_Path = Annotated[str, AfterValidator(_check_path)]
+_Path = Annotated[str, _only(_is_path)]
 
 
 class Node(BaseModel):
@@ -109,20 +98,22 @@ class Node(BaseModel):
     # The description of a field says what to give: the errors are made of it.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
 
-    name: Annotated[str, AfterValidator(_check_name)] = Field(
+    name: Annotated[str, _only(_is_name)] = Field(
         default="",  # the host's
         description="letters, digits and . _ -, at most 63, the first no sign; 'all', 1 or 0-3 would mean ranks",
     )
-    host: _Host = Field(description="a host name, a Host of your ssh config or an address; user and port are apart")
+    host: Annotated[str, _only(_is_host)] = Field(
+        description="a host name, a Host of your ssh config or an address; user and port are apart"
+    )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(default=None, description="a number from 1 to 65535")
-    user: Annotated[str, _matches(_USER)] | None = Field(
+    user: Annotated[str, _only(_USER.fullmatch)] | None = Field(
         default=None, description="a user of letters, digits and . _ @ + -"
     )
     identity_file: _Path | None = Field(default=None, description="the path of a private key")
     proxy_jump: Annotated[str, AfterValidator(_check_jumps)] | None = Field(
         default=None, description='the hosts to go through, "[user@]host[:port]", several with commas'
     )
-    address: Annotated[str, AfterValidator(_check_address)] | None = Field(
+    address: Annotated[str, _only(_is_address)] | None = Field(
         default=None, description="the address or host name at which the other nodes reach this one"
     )
     devices: Literal["auto", "cpu"] | tuple[int, ...] = Field(
@@ -130,7 +121,7 @@ class Node(BaseModel):
     )
     ranks: Annotated[int, Field(ge=1)] | None = Field(default=None, description="a number of ranks, at least 1")
     python: _Path = Field(default="python3", description="the path or name of a Python on the node, on one line")
-    workdir: Annotated[str, AfterValidator(_check_workdir)] | None = Field(
+    workdir: Annotated[str, _only(_is_workdir)] | None = Field(
         default=None, description="a folder on the node that starts with / or ~"
     )
     setup: tuple[str, ...] = Field(
