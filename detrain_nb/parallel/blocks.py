@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .undo import own_attributes
+
 __all__ = ["StandIn", "blocks_of", "looks_of", "names_of_blocks", "parts_of_blocks", "pattern_of"]
 
 
@@ -103,7 +105,6 @@ def _leave_out_numbers(row: Sequence[str], found: Mapping[str, dict[Path, Any]])
                 break
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (
     *(bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device),
@@ -123,7 +124,7 @@ class _Facts:
         for name, part in self._block.named_modules():
             yield (name,), (type(part), part.training, part.extra_repr())
             held: dict[str, Any] = {**part._parameters, **part._buffers}
-            held |= {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
+            held |= own_attributes(part)
             held |= {key: list(getattr(part, key).values()) for key in _HOOKS}
             for key, value in held.items():
                 yield from self._of((name, key), value, 0)

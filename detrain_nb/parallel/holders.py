@@ -11,7 +11,6 @@ import functools
 import itertools
 import types
 import weakref
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,16 +19,14 @@ from torch import Tensor, nn
 
 from .blocks import StandIn
 from .search import has_state
-from .undo import MISSING, contents_of, contents_of_slot, slots_of
+from .undo import MISSING, OF_MODULES, OPEN, contents_in, contents_of, contents_of_slot, refill, slots_of
 
 __all__ = ["follow_copies", "holds_words_alone"]
 
 _MOST_DEEP = 8  # from an attribute to a module: what is further inside is not the model's
 _WORDS = frozenset((bool, int, float, str, bytes, type(None)))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Tensor, torch.dtype, torch.device, types.ModuleType)
-_OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children: these have been copied
-_HOOKS = frozenset(key for key in _OF_MODULES if key.endswith("_hooks"))
-_OPEN = (OrderedDict, dict, list, set, deque)
+_HOOKS = frozenset(key for key in OF_MODULES if key.endswith("_hooks"))
 
 
 def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module]) -> None:
@@ -53,7 +50,7 @@ def _held_by(made: nn.Module) -> Iterable[tuple[str, Any]]:
         if key in _HOOKS:
             if value:
                 yield key, value
-        elif not (key in _OF_MODULES or isinstance(value, _PLAIN) or holds_words_alone(value)):
+        elif not (key in OF_MODULES or isinstance(value, _PLAIN) or holds_words_alone(value)):
             yield key, value
     for slot in slots_of(type(made)):
         yield slot.__name__, contents_of_slot(made, slot)
@@ -79,10 +76,8 @@ def _all_parts_of(value: Any) -> Iterable[Any]:
         yield value()
     elif isinstance(value, (tuple, frozenset)):
         yield from value
-    elif isinstance(value, _OPEN) or has_state(value):
-        base: Any = next((each for each in _OPEN if isinstance(value, each)), None)
-        yield from (() if base is None else base.__iter__(value))
-        yield from (base.values(value) if isinstance(value, dict) else ())
+    elif isinstance(value, OPEN) or has_state(value):
+        yield from contents_in(value)
         yield from (held.values() if isinstance(held := getattr(value, "__dict__", None), dict) else ())
         yield from (contents_of_slot(value, slot) for slot in slots_of(type(value)))
 
@@ -176,22 +171,17 @@ class _Following:
 
     def _open(self, value: Any) -> Any:
         """A container, or an object with attributes; itself, where its class lets nobody copy it."""
-        base: Any = next((each for each in _OPEN if isinstance(value, each)), None)
         owner: Any = type(value)
+        is_container = isinstance(value, OPEN)
         try:
-            made = object.__new__(owner) if base is None and owner.__new__ is object.__new__ else copy.copy(value)
+            made = object.__new__(owner) if not is_container and owner.__new__ is object.__new__ else copy.copy(value)
         except Exception:  # noqa: BLE001 - as the configurations of diffusers do
             return value
         if made is value:
             return value
         self._made[id(value)] = made  # which may be in itself
-        if base is not None:
-            base.clear(made)
-        if isinstance(value, dict):
-            for key, each in base.items(value):
-                base.__setitem__(made, self(key), self(each))
-        elif base is not None:
-            (base.update if base is set else base.extend)(made, map(self, base.__iter__(value)))
+        if is_container:
+            refill(made, map(self, contents_in(value)))
         if isinstance(held := getattr(value, "__dict__", None), dict):
             made.__dict__.update({key: self(each) for key, each in held.items()})
         for slot in slots_of(owner):  # past what its class does when one is set

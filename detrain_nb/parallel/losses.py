@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
+from .undo import contents_of
 
 __all__ = [
     "Loss",
@@ -130,7 +131,7 @@ def _led_to(loss: Any) -> Iterator[tuple[str, Any]]:
 
 def _led_to_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What it finds by the names in its code; of a module, whose attribute is read there, that attribute."""
-    cells = dict(zip(function.__code__.co_freevars, map(_contents_of, function.__closure__ or ())))
+    cells = dict(zip(function.__code__.co_freevars, map(contents_of, function.__closure__ or ())))
     met: set[str] = set()
     for code in _codes_of(function.__code__):
         steps = [*dis.get_instructions(code), None, None, None]
@@ -164,10 +165,6 @@ def _attribute_of(name: str, value: Any, steps: Sequence[dis.Instruction | None]
         except Exception:  # noqa: BLE001 - it is not there so far, or its code fails: the loss may set it
             break
     return name, value
-
-
-def _contents_of(cell: types.CellType) -> Any:
-    return None if cell == types.CellType() else cell.cell_contents
 
 
 def name_of_torchs(loss: Any) -> str:

@@ -31,6 +31,7 @@ from .undo import (
     StandIns,
     Undo,
     attributes_of,
+    contents_in,
     contents_of,
     contents_of_slot,
     note_array,
@@ -40,6 +41,7 @@ from .undo import (
     note_names,
     note_slot,
     note_tensor,
+    note_values,
     slots_of,
     tensors_came,
     whatever_came,
@@ -88,12 +90,8 @@ class Search:
             self._add_class(value)
         elif isinstance(value, types.FunctionType):
             self._add_function(value)
-        elif isinstance(value, torch.Generator):
-            self.notes.append(lambda _: functools.partial(_set_generator, value, value.get_state()))
-        elif isinstance(value, random.Random):
-            self.notes.append(lambda _: functools.partial(value.setstate, value.getstate()))
-        elif type(value).__module__.partition(".")[0] == "numpy":
-            self._add_of_numpy(value)
+        elif isinstance(value, (torch.Generator, random.Random)) or _root_of(type(value)) == "numpy":
+            self.notes.append(lambda _: note_values(value, most_bytes=_MOST_OF_AN_ARRAY) or (lambda: None))
         elif isinstance(value, ARRAYS):
             self.notes.append(lambda _: note_array(value))
         elif isinstance(value, memoryview):
@@ -102,10 +100,8 @@ class Search:
             self._add_dict(value)
             self._add_attributes(value)
         elif isinstance(value, REFILLED):
-            base: Any = next(each for each in REFILLED if isinstance(value, each))
-            rule = self._rule
-            self._waiting.extend(base.__iter__(value))
-            self.notes.append(lambda stand_ins: note_items(base, value, rule, stand_ins))
+            self._waiting.extend(contents_in(value))
+            self.notes.append(functools.partial(note_items, value, self._rule))
             self._add_attributes(value)
         elif self._waiting is self._own and has_locks(value):
             del self._seen[id(value)]
@@ -141,14 +137,6 @@ class Search:
         if tensor.is_leaf:
             self._own.extend((tensor._backward_hooks, tensor.grad))
         self.notes.append(lambda _: note_tensor(tensor))
-
-    def _add_of_numpy(self, value: Any) -> None:
-        """An array in memory, or a generator of random numbers."""
-        bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
-        if bits is not None:
-            self.notes.append(lambda _: functools.partial(setattr, bits, "state", bits.state))
-        elif type(value).__name__ == "ndarray" and value.flags.writeable and value.nbytes <= _MOST_OF_AN_ARRAY:
-            self.notes.append(lambda _: functools.partial(value.__setitem__, ..., value.copy()))
 
     def _add_memory(self, view: memoryview) -> None:
         """Of an object, which may be of a kind that is not known here."""
@@ -236,10 +224,6 @@ _APART = (
     "detrain_nb.parallel.kept",
     "detrain_nb.parallel.search",
 )
-
-
-def _set_generator(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
 
 
 def _root_of(value: Any) -> str:

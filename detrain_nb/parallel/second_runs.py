@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import random
 import sys
 import types
 import warnings
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +24,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .blocks import pattern_of
+from .operators import storage_of
 from .recorders import TensorMemo
 from .search import has_locks, has_state
+from .undo import MISSING, OF_MODULES, OPEN, are_same, contents_in, note_values, refill
 from .writes import has_own_memory
 
 __all__ = ["SecondRuns"]
 
-_MISSING: Any = object()
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OF_MODULES = OF_MODULES - {"training"}
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
-_OPEN = (OrderedDict, dict, list, set, deque)  # the first of these that it is one of has its methods
 _MOST_INSIDE, _LONGEST = 1000, 1 << 16  # containers of a block that are looked into, and how long these may be
 _MOST_OF_AN_ARRAY = 1 << 20  # bytes
 _preserve_version = torch.autograd._unsafe_preserve_version_counter
@@ -185,7 +184,7 @@ class _State:
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes, or buffers, and what they were
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}  # and their attributes
         self._contents: dict[int, tuple[Any, list[Any]]] = {}
-        self._others: dict[int, tuple[Any, functools.partial[None]]] = {}  # and what puts each back
+        self._others: dict[int, tuple[Any, functools.partial[Any]]] = {}  # and what puts each back
         self.known = _Known()
 
     def look(self, block: nn.Module, known: _Known, *, has_all_values: bool = False) -> None:
@@ -202,15 +201,15 @@ class _State:
                 has_graphs |= value.grad_fn is not None
                 if id(value) not in self.tensors and _is_kept(value):
                     self.tensors[id(value)] = _Values(value, is_kept=has_all_values or id(value) in known.written)
-            elif isinstance(value, _OPEN):
+            elif isinstance(value, OPEN):
                 if id(value) not in self._contents and len(self._contents) < _MOST_INSIDE and len(value) < _LONGEST:
-                    self._contents[id(value)] = value, _contents_of(value)
+                    self._contents[id(value)] = value, contents_in(value)
                     waiting += [each for each in self._contents[id(value)][1] if type(each) not in _PLAIN]
             elif type(value) is tuple:
                 waiting += value
             elif id(value) in known.unchanged or id(value) in self._others or id(value) in self._objects:
                 continue
-            elif (put_back := _note_other(value)) is not None:
+            elif (put_back := note_values(value, most_bytes=_MOST_OF_AN_ARRAY)) is not None:
                 self._others[id(value)] = value, put_back
             elif _is_open(value) and len(self._objects) < _MOST_INSIDE:
                 self._objects[id(value)] = value, dict(vars(value))
@@ -221,16 +220,16 @@ class _State:
 
     def generators_drawn_from(self) -> list[Any]:
         """Of those that all code has in common."""
-        noted = [(each, self._others[id(each)][1], _note_other(each)) for each in self.known.generators]
+        noted = [(each, self._others[id(each)][1], note_values(each, most_bytes=0)) for each in self.known.generators]
         return [each for each, was, now in noted if now and repr(was.args) != repr(now.args)]
 
     def unchanged_objects(self) -> dict[int, Any]:
         """All, where nothing was written that attributes of modules lead to; else none, as one leads to another."""
         for each, held in self._objects.values():
-            if not _are_same([*vars(each), *vars(each).values()], [*held, *held.values()]):
+            if not are_same([*vars(each), *vars(each).values()], [*held, *held.values()]):
                 return {}
         for container, contents in self._contents.values():
-            if not _are_same(_contents_of(container), contents):
+            if not are_same(contents_in(container), contents):
                 return {}
         return {key: each for key, (each, _) in self._objects.items()}
 
@@ -244,10 +243,10 @@ class _State:
         for holder, held in self._held:
             for key in [key for key in holder if key not in _OF_MODULES and key not in held]:
                 del holder[key]
-            holder.update({key: value for key, value in held.items() if holder.get(key, _MISSING) is not value})
+            holder.update({key: value for key, value in held.items() if holder.get(key, MISSING) is not value})
         for container, contents in self._contents.values():
-            if not _are_same(_contents_of(container), contents):
-                _fill(container, contents)
+            if not are_same(contents_in(container), contents):
+                refill(container, contents)
         for _, put_back in self._others.values():
             put_back()
 
@@ -273,21 +272,17 @@ class _Values:
             return True
         return self._was is not None and not torch.equal(self._was, self.tensor)
 
-    @property
-    def memory(self) -> int:
-        return int(self.tensor.untyped_storage()._cdata)
-
     def begin_again(self, common: dict[int, Tensor]) -> Callable[[], None]:
         """Give the tensor other memory, with what was in its own; return what gives it its own again.
 
         ``common``: the bytes of memory that several tensors have in common, which they do then too.
         """
-        own, was = self.tensor.data, self._was
-        if self.memory not in common:
+        own, was, memory = self.tensor.data, self._was, storage_of(self.tensor)
+        if memory not in common:
             self.tensor.data = own.clone() if was is None else was.clone()
         else:
             made = torch.empty(0, dtype=own.dtype, device=own.device)
-            made.set_(common[self.memory].untyped_storage(), own.storage_offset(), own.shape, own.stride())
+            made.set_(common[memory].untyped_storage(), own.storage_offset(), own.shape, own.stride())
             self.tensor.data = made if was is None else made.copy_(was)
         return functools.partial(setattr, self.tensor, "data", own)
 
@@ -302,10 +297,11 @@ class _Undoing(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         now, tensors = _State(), self._before.tensors.values()
         now.look(self._block, self._before.known)
-        counts = Counter(each.memory for each in tensors)
+        counts = Counter(storage_of(each.tensor) for each in tensors)
         self._undos = contextlib.ExitStack()
         with torch.no_grad():
-            common = {each.memory: _bytes_of(each.tensor) for each in tensors if counts[each.memory] > 1}
+            places = {storage_of(each.tensor): each.tensor for each in tensors}
+            common = {place: _bytes_of(tensor) for place, tensor in places.items() if counts[place] > 1}
             for each in tensors:
                 self._undos.enter_context(_preserve_version(each.tensor))
                 self._undos.callback(each.begin_again(common))
@@ -330,53 +326,7 @@ def _version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _note_other(value: Any) -> functools.partial[None] | None:
-    """What puts an array, or a generator of random numbers, back; nothing for what is neither."""
-    if isinstance(value, torch.Generator):
-        return functools.partial(_set_state, value, value.get_state())
-    if isinstance(value, random.Random):
-        return functools.partial(value.setstate, value.getstate())
-    if isinstance(value, bytearray):
-        return functools.partial(value.__setitem__, slice(None), bytes(value))
-    if type(value).__module__.partition(".")[0] != "numpy":
-        return None
-    if (bits := getattr(value, "bit_generator", getattr(value, "_bit_generator", None))) is not None:
-        return functools.partial(setattr, bits, "state", bits.state)
-    if type(value).__name__ == "ndarray" and value.flags.writeable and value.nbytes <= _MOST_OF_AN_ARRAY:
-        return functools.partial(value.__setitem__, ..., value.copy())
-    return None
-
-
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
-
-
 def _is_open(value: Any) -> bool:
     """Whether it is an object whose attributes the block's code may write."""
     is_other = isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType))
     return hasattr(value, "__dict__") and not is_other and has_state(value) and not has_locks(value)
-
-
-def _are_same(now: Sequence[Any], was: Sequence[Any]) -> bool:
-    return len(now) == len(was) and all(map(operator.is_, now, was))
-
-
-def _base_of(container: Any) -> Any:
-    return next(base for base in _OPEN if isinstance(container, base))
-
-
-def _contents_of(container: Any) -> list[Any]:
-    base = _base_of(container)
-    return [*base.__iter__(container), *(base.values(container) if isinstance(container, dict) else ())]
-
-
-def _fill(container: Any, contents: list[Any]) -> None:
-    """By the methods of its base: a Counter would count what it is updated with."""
-    base = _base_of(container)
-    base.clear(container)
-    if isinstance(container, dict):
-        half = len(contents) // 2
-        for key, value in zip(contents[:half], contents[half:]):
-            base.__setitem__(container, key, value)
-    else:
-        (base.update if base is set else base.extend)(container, contents)

@@ -6,26 +6,32 @@ import array
 import functools
 import itertools
 import operator
+import random
 import types
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "ARRAYS",
     "MISSING",
     "NO_STAND_INS",
+    "OF_MODULES",
+    "OPEN",
     "REFILLED",
     "FoundDict",
     "IteratorCopies",
     "Rule",
     "StandIns",
     "Undo",
+    "are_same",
     "attributes_of",
+    "base_of",
+    "contents_in",
     "contents_of",
     "contents_of_slot",
     "note_array",
@@ -36,6 +42,9 @@ __all__ = [
     "note_names",
     "note_slot",
     "note_tensor",
+    "note_values",
+    "own_attributes",
+    "refill",
     "slots_of",
     "tensors_came",
     "whatever_came",
@@ -46,6 +55,8 @@ Rule = Callable[[Iterable[Any]], bool]  # whether a place is put back, by the va
 
 MISSING: Any = object()
 REFILLED = (list, set, deque)
+OPEN = (OrderedDict, dict, *REFILLED)  # the first of these that a container is one of has its methods
+OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children
 ARRAYS = (bytearray, array.array)
 _OF_EVERY_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl", "__slotnames__")
 
@@ -218,9 +229,7 @@ def _note_dict(found: FoundDict, stand_ins: StandIns) -> Undo:
             return
         now = dict(base.items(value))
         if rule(each for key, each in now.items() if each is not given.get(key, MISSING)):
-            base.clear(value)
-            for key, each in was.items():
-                base.__setitem__(value, key, each)
+            refill(value, (*was, *was.values()))
             return
         for key, each in now.items():  # of others, who have learnt something
             if each is given.get(key, MISSING) and each is not was[key]:
@@ -229,20 +238,17 @@ def _note_dict(found: FoundDict, stand_ins: StandIns) -> Undo:
     return undo
 
 
-def note_items(base: Any, value: Any, rule: Rule, stand_ins: StandIns) -> Undo:
-    was = list(base.__iter__(value))
+def note_items(value: Any, rule: Rule, stand_ins: StandIns) -> Undo:
+    base, was = base_of(value), contents_in(value)
     made = stand_ins.of_all(dict(enumerate(was))) if base is not set else {}
     for index, stand_in in made.items():
         base.__setitem__(value, index, stand_in)
     known = {*map(id, was), *map(id, made.values())}
 
     def undo() -> None:
-        now = list(base.__iter__(value))
-        if len(now) == len(was) and all(map(operator.is_, now, was)):
-            return
-        if made or rule(each for each in now if id(each) not in known):
-            base.clear(value)
-            (base.update if base is set else base.extend)(value, was)
+        now = contents_in(value)
+        if not are_same(now, was) and (made or rule(each for each in now if id(each) not in known)):
+            refill(value, was)
 
     return undo
 
@@ -257,12 +263,30 @@ def note_array(value: Any) -> Undo:
     return undo
 
 
+def note_values(value: Any, *, most_bytes: int) -> functools.partial[Any] | None:
+    """What puts a generator of random numbers, or an array of so many bytes at most, back; None for what is neither."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, bytearray):
+        return functools.partial(value.__setitem__, slice(None), bytes(value))
+    if type(value).__module__.partition(".")[0] != "numpy":
+        return None
+    if (bits := getattr(value, "bit_generator", getattr(value, "_bit_generator", None))) is not None:
+        return functools.partial(setattr, bits, "state", bits.state)
+    if type(value).__name__ == "ndarray" and value.flags.writeable and value.nbytes <= most_bytes:
+        return functools.partial(value.__setitem__, ..., value.copy())
+    return None
+
+
 def note_tensor(tensor: Tensor) -> Undo:
     """What it is beside its values; without these it counts writes all the same."""
     is_leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     grad, hooks = (tensor.grad, tensor._backward_hooks) if is_leaf else (None, None)
     writes = None if tensor.is_inference() else tensor._version
-    place_undone = _note_place(tensor) if _has_place(tensor) else None
+    has_place = tensor.layout == torch.strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    place_undone = _note_place(tensor) if has_place else None
 
     def undo() -> None:
         if is_leaf and not tensor.is_leaf:  # something with a gradient was written into it
@@ -281,10 +305,6 @@ def note_tensor(tensor: Tensor) -> Undo:
             tensor._backward_hooks = hooks
 
     return undo
-
-
-def _has_place(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _note_place(tensor: Tensor) -> Undo:
@@ -360,6 +380,40 @@ def note_names(namespace: dict[str, Any], names: Sequence[str], stand_ins: Stand
                 namespace[name] = was[name]
 
     return undo
+
+
+def base_of(container: Any) -> Any:
+    """Its class among ``OPEN``; None for what is none of these."""
+    return next((base for base in OPEN if isinstance(container, base)), None)
+
+
+def contents_in(container: Any) -> list[Any]:
+    """What a container has in it, of a dict the keys and then the values; nothing of what is none of ``OPEN``."""
+    if (base := base_of(container)) is None:
+        return []
+    return [*base.__iter__(container), *(base.values(container) if isinstance(container, dict) else ())]
+
+
+def refill(container: Any, contents: Iterable[Any]) -> None:
+    """By the methods of its base: a Counter would count what it is updated with."""
+    base = base_of(container)
+    base.clear(container)
+    if isinstance(container, dict):
+        keys_and_values = [*contents]
+        half = len(keys_and_values) // 2
+        for key, value in zip(keys_and_values[:half], keys_and_values[half:]):
+            base.__setitem__(container, key, value)
+    else:
+        (base.update if base is set else base.extend)(container, contents)
+
+
+def are_same(now: Sequence[Any], was: Sequence[Any]) -> bool:
+    return len(now) == len(was) and all(map(operator.is_, now, was))
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What the user's code has put into it, beside parameters, buffers, children and hooks."""
+    return {key: value for key, value in vars(module).items() if key not in OF_MODULES}
 
 
 def attributes_of(owner: type) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..module_copies import make_subclass
 from ..operator_graph import Recorder
 from ..recording import Recording
+from ..undo import are_same, own_attributes
 
 __all__ = ["CarriedAttribute", "changed_attributes", "find_carried", "find_gathered", "note_attributes"]
 
@@ -54,13 +55,16 @@ class CarriedAttribute:
 
 def note_attributes(model: nn.Module) -> dict[str, dict[str, tuple[Any, Any]]]:
     """What is there before a pass, by module and attribute; of a container what is in it."""
-    return {name: {key: (each, _contents(each)) for key, each in _plain(part)} for name, part in model.named_modules()}
+    return {
+        name: {key: (each, _contents(each)) for key, each in own_attributes(part).items()}
+        for name, part in model.named_modules()
+    }
 
 
 def changed_attributes(model: nn.Module, before: Mapping[str, Mapping[str, tuple[Any, Any]]]) -> Changed:
     found: dict[str, dict[str, Any]] = {}
     for name, part in model.named_modules():
-        for key, each in _plain(part):
+        for key, each in own_attributes(part).items():
             was, contents = before.get(name, {}).get(key, (None, None))
             if each is not was or _is_other(_contents(each), contents):
                 found.setdefault(name, {})[key] = each
@@ -171,10 +175,6 @@ def _is_read(recorder: Any, tensors: Collection[Tensor], left: Collection[int]) 
     return any(not kept.isdisjoint(op.reads) for op in recorder.ops)
 
 
-def _plain(part: nn.Module) -> list[tuple[str, Any]]:
-    return [(key, each) for key, each in vars(part).items() if key not in _OF_MODULES]
-
-
 def _contents(value: Any) -> list[Any] | None:
     if isinstance(value, dict):
         return list(dict.values(value))
@@ -184,7 +184,4 @@ def _contents(value: Any) -> list[Any] | None:
 def _is_other(now: list[Any] | None, was: list[Any] | None) -> bool:
     if now is None or was is None:
         return now is not was
-    return len(now) != len(was) or any(each is not other for each, other in zip(now, was))
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
+    return not are_same(now, was)

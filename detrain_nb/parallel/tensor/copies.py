@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..holders import follow_copies, holds_words_alone
+from ..undo import own_attributes
 
-__all__ = ["OF_TORCH", "copied", "copied_or_shared"]
+__all__ = ["copied", "copied_or_shared"]
 
 Value = TypeVar("Value")
 _MOST_COPIED = 1000  # words
@@ -64,10 +65,9 @@ def copied_or_shared(value: Value) -> Value:
 
 
 _LOCKS: dict[type, Callable[[], Any]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
-OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def _attributes_of(module: nn.Module) -> Iterator[Any]:
     """What the user's code has put into it, and into all modules in it."""
     for part in module.modules():
-        yield from (value for key, value in vars(part).items() if key not in OF_TORCH)
+        yield from own_attributes(part).values()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..undo import own_attributes
 from ..writes import has_own_memory
-from .copies import OF_TORCH
 
 __all__ = ["changed", "copies_of_kept", "is_close", "kept_tensors"]
 
@@ -50,8 +50,7 @@ def is_close(found: Kept | None, expected: Kept | None, *, tolerance: float) -> 
 
 def _kept(module: nn.Module) -> Iterator[tuple[str, Kept]]:
     for owner, part in module.named_modules():
-        own = {**part._buffers, **{key: value for key, value in vars(part).items() if key not in OF_TORCH}}
-        for key, value in own.items():
+        for key, value in {**part._buffers, **own_attributes(part)}.items():
             for name, each in _entries(f"{owner}.{key}" if owner else key, value):
                 is_tensor = isinstance(each, Tensor) and not isinstance(each, nn.Parameter)
                 if type(each) is float or (is_tensor and has_own_memory(each)):
