@@ -211,14 +211,14 @@ class ParallelModel(abc.ABC):
         """Train, ``around`` it, with a batch that is cut and weighed; nothing but what this rank does is looked at."""
         self._set_mode(is_training=True)
         with self.surroundings():
-            self._make_ready(passage, is_training=True)
+            self._make_ready(passage)
             with around, self._gradients_completed():
                 self._send(passage, is_training=True)
 
     # ---- a batch
 
-    def _make_ready(self, passage: Passage, *, is_training: bool) -> None:  # noqa: B027 - as a rule there is nothing
-        """Make what is kept for further batches of this kind."""
+    def _make_ready(self, passage: Passage) -> None:  # noqa: B027 - as a rule there is nothing
+        """Make what is kept for further batches of this kind, to train with them."""
 
     @abc.abstractmethod
     def _send(self, passage: Passage, *, is_training: bool) -> None:

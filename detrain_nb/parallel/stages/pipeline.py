@@ -101,14 +101,17 @@ class PipelineStages(ParallelModel):
         else:  # not stage.to(): it would take the parameters of the user's model along
             fill(stages, device=self.device)
         self.modules = self.called = tuple(stages)
-        self._tied = TiedParameters(found, self.modules, self._group, self.schedule, link=self._link_device)
+        rank_of = {
+            stage: each
+            for each in range(num_ranks)
+            for stage in self.schedule.stages_of_rank(each, num_ranks=num_ranks, num_stages=self.num_stages)
+        }
+        self._tied = TiedParameters(found, self.modules, self._group, rank_of, link=self._link_device)
         if prepare is not None:
             lasts = (index == self.num_stages - 1 for index in self.indices)
             self.called = tuple(prepare(module, is_last) for module, is_last in zip(self.modules, lasts))
             self._tied.find_again(self.modules)
-        self._written = WrittenBuffers(
-            found, self.modules, self.indices, self._group, self.schedule, link=self._link_device
-        )
+        self._written = WrittenBuffers(found, self.modules, self.indices, self._group, rank_of, link=self._link_device)
         self._buffers_saved = found.profile.buffers_saved
         self._note_layout()
         self._warn_of_nothing_to_train(found)
@@ -190,15 +193,14 @@ class PipelineStages(ParallelModel):
     def _gradients_added_up(self) -> contextlib.AbstractContextManager[None]:
         return self._tied.added_up()
 
-    def _make_ready(self, passage: Passage, *, is_training: bool) -> None:
-        key = self._key_of(passage.parts[0], len(passage.parts), is_training=is_training)
-        self._plan_for(key, passage.parts[0], len(passage.parts), is_training=is_training)
+    def _make_ready(self, passage: Passage) -> None:
+        self._plan_for(self._key_of(passage, is_training=True), passage, is_training=True)
 
     def _send(self, passage: Passage, *, is_training: bool) -> None:
-        key = self._key_of(passage.parts[0], len(passage.parts), is_training=is_training)
+        key = self._key_of(passage, is_training=is_training)
         if is_training and key not in self._plans and not self._has_trainable():
             raise RuntimeError("element 0 of tensors does not require grad: all parameters of the model are frozen")
-        plan = self._plan_for(key, passage.parts[0], len(passage.parts), is_training=is_training)
+        plan = self._plan_for(key, passage, is_training=is_training)
         try:
             plan.step(passage)
         except BaseException:  # it stands in the middle of a step
@@ -212,20 +214,19 @@ class PipelineStages(ParallelModel):
         fit = (number for number in range(wanted, 0, -1) if rows % number == 0)
         return next(number for number in fit if self.schedule.accepts(number, num_ranks=num_ranks))
 
-    def _key_of(self, part: tuple[Any, Any], count: int, *, is_training: bool) -> tuple[Any, ...]:
+    def _key_of(self, passage: Passage, *, is_training: bool) -> tuple[Any, ...]:
         """Of batches that take the same way: shapes and dtypes on it are equal."""
         kind = self._device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return repr(tree_map(look_of, part)), count, is_training, autocast
+        return repr(tree_map(look_of, passage.parts[0])), len(passage.parts), is_training, autocast
 
     def _has_trainable(self) -> bool:
-        """Collective: all ranks of the pipeline."""
+        """Collective: all ranks of this replica."""
         own = any(parameter.requires_grad for parameter in self.parameters())
-        every = [own] * dist.get_world_size(self._group)
-        dist.all_gather_object(every, own, group=self._group)
-        return any(every)
+        return any(self.gather(own, of_one_copy=True))
 
-    def _plan_for(self, key: tuple[Any, ...], part: tuple[Any, Any], count: int, *, is_training: bool) -> Plan:
+    def _plan_for(self, key: tuple[Any, ...], passage: Passage, *, is_training: bool) -> Plan:
+        part, count = passage.parts[0], len(passage.parts)
         if key in self._plans:
             self._plans.move_to_end(key)
         else:

@@ -7,7 +7,7 @@ made by all ranks of the job: torch names those that are not by a count in which
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import SpecError
 from ..replicated import local_part
-from .schedules import Schedule
 from .splitter import Split
 
 __all__ = ["TiedParameters", "send_first"]
@@ -50,21 +49,15 @@ class TiedParameters:
         found: Split,
         modules: Sequence[nn.Module],
         group: dist.ProcessGroup,
-        schedule: Schedule,
+        rank_of: Mapping[int, int],
         *,
         link: torch.device,
     ) -> None:
         """Give them the values that the lowest of their ranks has. Collective: all ranks of ``group``.
 
-        ``link``: the device from which they are sent.
+        ``rank_of``: by stage, which rank runs it; ``link``: the device from which they are sent.
         """
         self._group, self._link = group, link
-        num_ranks = dist.get_world_size(group)
-        rank_of = {
-            stage: rank
-            for rank in range(num_ranks)
-            for stage in schedule.stages_of_rank(rank, num_ranks=num_ranks, num_stages=found.num_stages)
-        }
         self._aliases = {name: found.aliases(name) for name in found.shared}
         self._ranks_of = {
             name: tuple(sorted({rank_of[stage] for stage in stages})) for name, stages in sorted(found.shared.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ..operator_graph import TensorLook
-from .schedules import Schedule
 from .splitter import Split
 from .tied import send_first
 
@@ -28,19 +27,13 @@ class WrittenBuffers:
         modules: Sequence[nn.Module],
         indices: Sequence[int],
         group: dist.ProcessGroup,
-        schedule: Schedule,
+        rank_of: Mapping[int, int],
         *,
         link: torch.device,
     ) -> None:
-        """``modules``: the stages of this rank, ``indices`` which they are; ``link``: the device from which is sent."""
+        """``modules``: the stages of this rank, ``indices`` which they are; the rest as of `TiedParameters`."""
         self._modules, self._group, self._link = dict(zip(indices, modules)), group, link
-        self._owners = found.written_buffers()
-        num_ranks = dist.get_world_size(group)
-        self._rank_of = {
-            stage: rank
-            for rank in range(num_ranks)
-            for stage in schedule.stages_of_rank(rank, num_ranks=num_ranks, num_stages=found.num_stages)
-        }
+        self._owners, self._rank_of = found.written_buffers(), rank_of
 
     def share(self) -> None:
         """Give every stage that has one what its own stage has. Collective: all ranks of the pipeline."""
