@@ -184,15 +184,20 @@ class TensorPlan:
         return {first: layout for first, layout, _ in self._cuts()}
 
     @property
-    def packed(self) -> dict[str, Layout]:
-        """Of these, by every name, what lies in another order than in the whole model (`to_saved_order`)."""
+    def layouts_by_name(self) -> dict[str, Layout]:
+        """The same by every name that parameters have."""
         layouts = self.layouts
         return {
             f"{name}.{own}" if name else own: layouts[first]
             for name, module in self.modules.items()
             for own, first, _ in module.parameters
-            if first in layouts and layouts[first].packed != 1
+            if first in layouts
         }
+
+    @property
+    def packed(self) -> dict[str, Layout]:
+        """By every name, what lies in another order than in the whole model (`to_saved_order`)."""
+        return {name: layout for name, layout in self.layouts_by_name.items() if layout.packed != 1}
 
     def _cuts(self) -> Iterator[tuple[str, Layout, str]]:
         packed = {name: pair.packed for pair in self.pairs for name in pair.columns}

@@ -18,7 +18,7 @@ from ..recorders import OperatorRecorder
 from .copies import copied_or_shared
 from .kept_values import Kept, changed, copies_of_kept, is_close
 from .layer_flow import float_outputs
-from .plan import Layout, TensorPlan
+from .plan import TensorPlan
 from .ranks import cut
 
 __all__ = ["OTHER_OUTPUT", "TOLERANCES", "Call", "Run"]
@@ -116,7 +116,7 @@ class Run:
         for output, expected in zip(self.outputs, self.reference.outputs):
             if not _is_close(output, expected, self.dtype):
                 return OTHER_OUTPUT
-        layouts = _layouts_by_name(plan)
+        layouts = plan.layouts_by_name
         gradients = [each for each in self.reference.gradients.values() if each is not None and each.numel()]
         least = _ZERO_BUT_FOR_ROUNDING * max((float(each.abs().max()) for each in gradients), default=0.0)
         for name, gradient in self.reference.gradients.items():
@@ -130,16 +130,6 @@ class Run:
             if not is_close(self.kept.get(name), self.reference.kept.get(name), tolerance=TOLERANCES[self.dtype]):
                 return f"what its forward writes into {name} differs"
         return None
-
-
-def _layouts_by_name(plan: TensorPlan) -> dict[str, Layout]:
-    layouts = plan.layouts
-    return {
-        f"{name}.{own}" if name else own: layouts[first]
-        for name, module in plan.modules.items()
-        for own, first, _ in module.parameters
-        if first in layouts
-    }
 
 
 def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype, *, least: float = 0.0) -> bool:
