@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -94,11 +94,7 @@ class Sharding:
         inside = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.dtype and torch.float32)
         outside = inside
         if self.dtype is not None:
-            outside = MixedPrecisionPolicy(
-                param_dtype=self.dtype,
-                reduce_dtype=torch.float32,
-                output_dtype=torch.float32 if is_last else self.dtype,
-            )
+            outside = replace(inside, output_dtype=torch.float32 if is_last else self.dtype)
         assert self.mesh is not None
         names = {id(block): name for name, block in module.named_modules()}
         chosen = {
