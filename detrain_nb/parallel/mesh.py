@@ -85,14 +85,11 @@ def resolve_axes(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
         ordered[open_axes[0]] = world_size // known
     elif known != world_size:
         change = "add ranks, or lower" if known > world_size else "use fewer ranks, or raise"
-        raise SpecError(f"mesh {text} needs {known} ranks, and there are {world_size}: {change} {_largest(ordered)}")
+        largest = max(ordered, key=ordered.__getitem__)
+        raise SpecError(f"mesh {text} needs {known} ranks, and there are {world_size}: {change} {largest}")
     if ordered.get("dp_replicate", 1) > 1:
         ordered.setdefault("dp_shard", 1)
     return {axis: ordered[axis] for axis in AXES if axis in ordered}
-
-
-def _largest(sizes: Mapping[str, int]) -> str:
-    return max(sizes, key=lambda axis: sizes[axis])
 
 
 def replica_number(groups: Sequence[dist.ProcessGroup]) -> int:

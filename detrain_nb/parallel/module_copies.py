@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .compiled import leave_as_written
 from .holders import follow_copies, holds_words_alone
 from .recorders import TensorMemo
-from .undo import MISSING, contents_of_slot, slots_of
+from .undo import MISSING, OPEN, contents_of_slot, slots_of
 
 __all__ = ["ghost_of", "replace_tensors", "shallow_copy", "zeros_without_memory"]
 
@@ -64,10 +64,6 @@ def make_subclass(base: type[nn.Module], name: str, own: dict[str, Any], *before
     return type(name, (*before, *first, base), own)
 
 
-# A ghost has its own of these too: its code may write into those of the module, which are the user's.
-_OPEN = (list, dict, set, deque)
-
-
 def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
     """A copy of a module, and of all in it, whose tensors are on the meta device; what is shared stays shared.
 
@@ -82,7 +78,8 @@ def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
             found[id(inner)] = inner
             ghost = copies[id(inner)] = shallow_copy(inner)
             are_shared = ((key, value) for key, value in ghost.__dict__.items() if inner.__dict__.get(key) is value)
-            own = {key: _own(value) for key, value in are_shared if isinstance(value, _OPEN)}
+            # Its own, for its code may write into those of the module, which are the user's.
+            own = {key: _own(value) for key, value in are_shared if isinstance(value, OPEN)}
             ghost.__dict__.update(own)
             ghost._modules.update({key: copied(child) for key, child in inner._modules.items() if child is not None})
             for tensors in (ghost._parameters, ghost._buffers):

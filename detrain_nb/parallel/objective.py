@@ -107,7 +107,8 @@ class Objective:
         if rows == 1:
             given, rows = tree_map(joined, self._one_row, given), 2
         self._is_known, self._one_row = True, None
-        parts = [tree_map(functools.partial(_rows, rows=rows, part=part), given) for part in _halves(rows)]
+        halves = slice(0, rows // 2), slice(rows // 2, rows)
+        parts = [tree_map(functools.partial(_rows, rows=rows, part=part), given) for part in halves]
         try:
             with torch.no_grad(), random_state_kept(torch.device(self._device)):
                 with _Collectives() as collectives:
@@ -183,10 +184,6 @@ class _Collectives(OperatorMode):
 
 
 _ROUGH = (torch.bfloat16, torch.float16)
-
-
-def _halves(rows: int) -> tuple[slice, slice]:
-    return slice(0, rows // 2), slice(rows // 2, rows)
 
 
 def _rows(leaf: Any, *, rows: int, part: slice) -> Any:

@@ -36,7 +36,10 @@ class BlockUse:
 def find_block_use(recording: Recording) -> BlockUse:
     recorder, entries = recording.recorder, recording.entries
     blocks = dict.fromkeys(names_of_blocks(entries.model))
-    block_of = {number: _block_around(name, blocks) for number, name in recorder.names.items()}
+    block_of = {
+        number: next((outer for outer in modules_around(name) if outer in blocks), "")
+        for number, name in recorder.names.items()
+    }
     giver_of = {number: name for name in blocks for number in entries.given.get(name, ())}
     read, written = set[str](), set[str]()
     for op in recorder.ops:
@@ -69,10 +72,6 @@ def block_use_unseen(model: nn.Module, stopped_by: BaseException | None) -> Bloc
     """Of a model without values, whose pass stops where its code asks for one: outside of blocks it may choose."""
     inside, blocks = getattr(stopped_by, "inside", ()), frozenset(names_of_blocks(model))
     return BlockUse(chosen=blocks if inside and blocks.isdisjoint(inside) else frozenset(), is_seen=False)
-
-
-def _block_around(name: str, blocks: Collection[str]) -> str:
-    return next((outer for outer in modules_around(name) if outer in blocks), "")
 
 
 # ---- blocks that run or not

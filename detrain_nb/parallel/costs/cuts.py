@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from ..blocks import names_of_blocks, parts_of_blocks
 from ..compiled import parts_of_compiled
 from ..operator_graph import Recorder, TensorLook
-from ..recording import Entries, Recording, modules_around
+from ..recording import Recording, modules_around
 from .carried_attributes import CarriedAttribute
 from .written_buffers import WrittenBuffer
 
@@ -154,12 +154,8 @@ def find_replaceable(recording: Recording) -> frozenset[str]:
     for op in recorder.ops:
         kept = [last.get(number, -1) for number in op.makes if not recorder.is_computed[number]]
         if kept:
-            computing.difference_update(_left_before(op.inside, max(kept), entries))
+            computing.difference_update(name for name in op.inside if entries.left.get(name, 0) <= max(kept))
     return frozenset(computing)
-
-
-def _left_before(inside: tuple[str, ...], index: int, entries: Entries) -> list[str]:
-    return [name for name in inside if entries.left.get(name, 0) <= index]
 
 
 def _last_reads(recorder: Recorder, outputs: Any) -> dict[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -314,15 +314,10 @@ def _trace_back(
 
 
 def _explain_no_fit(costs: _Costs, nodes: Sequence[StageNode]) -> str:
-    whole = float(costs.memory_bytes(len(nodes) - 1)[0, -1])
+    needed = costs.memory_bytes(len(nodes) - 1)
+    whole, largest = float(needed[0, -1]), float(needed.diagonal(1).max())
     have = ", ".join(f"{node.memory_bytes / 1e9:.2f}" for node in nodes)
-    largest = max(_smallest_stages(costs))
     return (
         f"no split into {len(nodes)} stages fits: the model needs {whole / 1e9:.2f} GB with gradients and optimizer "
         f"state, its largest unit {largest / 1e9:.2f}, the nodes have {have}: use more nodes, or smaller microbatches"
     )
-
-
-def _smallest_stages(costs: _Costs) -> Iterator[float]:
-    needed = costs.memory_bytes(costs.num_stages - 1)
-    return (float(needed[unit, unit + 1]) for unit in range(len(costs.profile.units)))

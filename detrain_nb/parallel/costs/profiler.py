@@ -212,7 +212,8 @@ def profile_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, device: torch.device = _CPU
 ) -> ModelProfile:
     """As ``profile``, with the arguments apart. ``device``: what the tensors say where they are: autocast asks them."""
-    _require_hooks(model)
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise SpecError("the model is compiled: split the one that was given to torch.compile, and compile its stages")
     num_rows = count_rows((args, kwargs))
 
     def look(copy: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
@@ -308,11 +309,6 @@ def _slots_of(value: Any) -> list[str]:
     return [key for each in slots for key in ((each,) if isinstance(each, str) else each)]
 
 
-def _require_hooks(model: nn.Module) -> None:
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise SpecError("the model is compiled: split the one that was given to torch.compile, and compile its stages")
-
-
 def _require_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], exc: Exception) -> None:
     """Raise ``exc``, or what it means, where a pass that computes would not help."""
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
@@ -369,6 +365,7 @@ def _make_profile(recording: Recording, num_rows: int, carried: Sequence[Carried
     begins = [cut.index for cut in found.cuts]
     written = [dataclasses.replace(each, unit=bisect.bisect_right(begins, each.last_write)) for each in written]
     block_use = find_block_use(recording)
+    time_first = recording.entries.time_first  # where the second dimension is as large nobody can tell
     return ModelProfile(
         tuple(_make_units(recording, found.cuts, block_use.idle)),
         recording.recorder.parameter_bytes,
@@ -383,15 +380,10 @@ def _make_profile(recording: Recording, num_rows: int, carried: Sequence[Carried
         versions_asked=frozenset(recording.recorder.versions_asked),
         buffers_saved=recording.buffers_saved,
         made=recording.made,
-        cut_along_time=_find_time_first(recording.entries, num_rows),
+        cut_along_time=next((name for name, shape in time_first if shape[0] == num_rows != shape[1]), ""),
         written_buffers=tuple(written),
         block_use=block_use,
     )
-
-
-def _find_time_first(entries: Entries, num_rows: int) -> str:
-    """Where the second dimension is as large nobody can tell."""
-    return next((name for name, shape in entries.time_first if shape[0] == num_rows != shape[1]), "")
 
 
 def _make_units(recording: Recording, cuts: Sequence[Cut], idle: Mapping[str, int]) -> Iterator[Unit]:

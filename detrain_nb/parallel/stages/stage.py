@@ -140,7 +140,7 @@ def build_stage(
     stage = build("", model)
     follow_copies(copies, found)
     state.hooks = RootHooks(stage)
-    stage.__class__ = _stage_class(type(model))
+    stage.__class__ = make_subclass(type(model), f"{type(model).__name__}Stage", {}, StageForward)
     stage.__dict__["_state"] = state
     if cut_out is not None and cut_out in holding:  # its code does not run, but that of others reads its parameters
         run_before(stage.get_submodule(cut_out), stop_at)
@@ -197,7 +197,3 @@ class _Become(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:
         return None, gradient
-
-
-def _stage_class(base: type[nn.Module]) -> type[nn.Module]:
-    return make_subclass(base, f"{base.__name__}Stage", {}, StageForward)

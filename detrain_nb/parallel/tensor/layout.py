@@ -40,8 +40,9 @@ def lay_out(
     }
     region = Region(None if seed is None else seed + zlib.crc32(repr(sorted(present)).encode()))
     shares = {name: Share(ranks, region) for name in present}
-    for name, role in _roles_here(plan, present).items():
-        _prepare(present[name], shares[name], name, role, plan, present)
+    for name, role in plan.roles.items():
+        if name in present:
+            _prepare(present[name], shares[name], name, role, plan, present)
     for name in _summed(plan, present):
         if name in shares:
             shares[name].is_summed = True
@@ -77,10 +78,6 @@ def _has_parameters(module: nn.Module, plan: TensorPlan, name: str) -> bool:
 
 def _pairs_here(plan: TensorPlan, present: dict[str, nn.Module]) -> list[Pair]:
     return [pair for pair in plan.pairs if pair.members <= present.keys()]
-
-
-def _roles_here(plan: TensorPlan, present: dict[str, nn.Module]) -> dict[str, str]:
-    return {name: role for name, role in plan.roles.items() if name in present}
 
 
 def _summed(plan: TensorPlan, present: dict[str, nn.Module]) -> set[str]:

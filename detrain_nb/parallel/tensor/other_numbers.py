@@ -33,7 +33,7 @@ def other_calls(call: Call) -> Iterator[tuple[Call, list[str]]]:
 
     Not in a plan of other ways: a call that the model fails with is none.
     """
-    for other in (_other_float(_small), _other_float(_large), _other_float(_negative), _one_for_zero):
+    for other in (*map(_other_float, _OTHERS), _one_for_zero):
         replaced: list[str] = []
         made: Call = tree_map(lambda leaf: _with_other(leaf, other, replaced, _DEEP), call)  # noqa: B023 - at once
         if replaced:
@@ -134,13 +134,8 @@ def _is_float(leaf: Any) -> bool:
     return type(leaf) is float or is_of_numpy
 
 
-def _small(number: float, _: float) -> float:
-    return number
-
-
-def _large(number: float, was: float) -> float:
-    return 100 * number + 2 * abs(was)
-
-
-def _negative(number: float, was: float) -> float:
-    return -number
+_OTHERS: tuple[Callable[[float, float], float], ...] = (  # small, large and negative ones, of what there was
+    lambda number, was: number,
+    lambda number, was: 100 * number + 2 * abs(was),
+    lambda number, was: -number,
+)

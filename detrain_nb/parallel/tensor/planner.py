@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -124,7 +124,11 @@ class _Planner:
         require_untransformed(use)
         require_read_as_attributes(use.read_past, axis="tp")
         require_unasked(use.versions_asked, axis="tp")
-        self._written = self._modules_with(use.written)
+        self._written = {
+            name
+            for name, module in self.plan.modules.items()
+            if any(first in use.written for _, first, _ in module.parameters)
+        }
         layers = [name for name, module in self.plan.modules.items() if module.kind in LINEAR]
         self._flow = watch_flow(model, *self._call, layers)
         self._entered = {*self._flow.entered}
@@ -299,10 +303,6 @@ class _Planner:
                 "loss_parallel needs a model that gives the output of one linear layer, its head: "
                 f"{why or f'{len(heads)} were found'}; leave it out"
             )
-
-    def _modules_with(self, parameters: Collection[str]) -> frozenset[str]:
-        modules = self.plan.modules.items()
-        return frozenset(name for name, each in modules if any(first in parameters for _, first, _ in each.parameters))
 
     def _add_alone(self, name: str, role: str, reason: str) -> None:
         reason = reason or self._why_not_provable(name)
