@@ -22,11 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
 from .arguments import require_model, require_sizes, require_whole
-from .costs.block_use import BlockUse
 from .costs.partitioner import StageNode
-from .costs.profiler import ExampleInputs, profile
+from .costs.profiler import ExampleInputs, ModelProfile, profile
 from .data_parallel import resolve_sharding
-from .limits import ParameterUse, require_read_as_attributes, require_unasked, require_unwritten
+from .limits import require_read_as_attributes, require_unasked, require_unwritten
 from .losses import Loss
 from .mesh import make_mesh, resolve_axes
 from .parallelize import (
@@ -120,23 +119,21 @@ def dry_run(
         found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(num_ranks), known=costs)
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     if found is not None:
-        order.require_microbatches(
-            num_microbatches or order.num_microbatches(found.num_stages), num_stages=found.num_stages
-        )
+        num_microbatches = num_microbatches or order.num_microbatches(found.num_stages)
+        order.require_microbatches(num_microbatches, num_stages=found.num_stages)
+    options = {"fsdp": fsdp, "reshard_after_forward": reshard_after_forward, "activations": activations}
     layout = _Layout(
         sizes,
         world_size,
         found,
         order,
         plan,
-        {"fsdp": fsdp, "reshard_after_forward": reshard_after_forward, "activations": activations},
-        dtype_of(precision),
+        {**options, "dtype": dtype_of(precision)},
         num_microbatches,
         loss or _mean_of_output,
         loss_parallel,
         optimizer_states,
-        costs.block_use,
-        ParameterUse(costs.written_parameters, costs.read_past, costs.versions_asked),
+        costs,
     )
     rows = layout.try_with(model, example_inputs, target)
     return DryRun(sizes, order.name if found is not None else "no pipeline", rows, found, plan)
@@ -151,14 +148,12 @@ class _Layout:
     found: Split | None
     order: Schedule
     plan: TensorPlan | None
-    options: Mapping[str, Any]
-    dtype: torch.dtype | None
+    options: Mapping[str, Any]  # of `resolve_sharding`
     num_microbatches: int | None
     loss: Loss
     loss_parallel: bool
     optimizer_states: int
-    block_use: BlockUse
-    use: ParameterUse
+    costs: ModelProfile
 
     def try_with(self, model: nn.Module, example_inputs: ExampleInputs, target: Any) -> tuple[RankMemory, ...]:
         """Try every place of the pipeline. Raises: SpecError for code that looks at values, where there are none."""
@@ -235,15 +230,9 @@ class _Layout:
             except UnlikeBlocks:
                 return play(lambda module: None)
 
-    @property
-    def _all_microbatches(self) -> int | None:
-        if self.found is None:
-            return self.num_microbatches
-        return self.num_microbatches or self.order.num_microbatches(self.found.num_stages)
-
     def _played_microbatches(self, place: int) -> int | None:
         """Of those of 1F1B, what comes behind the first of a second round finds what that one has found."""
-        count = self._all_microbatches
+        count = self.num_microbatches
         if count is None or self.found is None or self.order.name != "1F1B":
             return count
         return min(count, 1 + self.order.most_kept(place, count, num_stages=self.found.num_stages))
@@ -253,15 +242,13 @@ class _Layout:
     ) -> _Part:
         mesh = make_mesh(**self.sizes, device_type="cpu")
         found, num_played = self.found, self._played_microbatches(place)
-        sharding = resolve_sharding(
-            mesh, schedule=self.order if found is not None else None, dtype=self.dtype, **self.options
-        )
+        sharding = resolve_sharding(mesh, schedule=self.order if found is not None else None, **self.options)
         require_cut_fits(actor.model, self.sizes, sharding)
         if sharding.kind == "fsdp":
-            require_unwritten(self.use.written, actor.model, axis="dp_shard")
-            require_unasked(self.use.versions_asked, axis="dp_shard")
-            require_read_as_attributes(self.use.read_past, axis="dp_shard")
-            sharding = replace(sharding, block_use=self.block_use)
+            require_unwritten(self.costs.written_parameters, actor.model, axis="dp_shard")
+            require_unasked(self.costs.versions_asked, axis="dp_shard")
+            require_read_as_attributes(self.costs.read_past, axis="dp_shard")
+            sharding = replace(sharding, block_use=self.costs.block_use)
         model = actor.copy()
         laid_out = lay_out_all(
             model,
@@ -279,8 +266,8 @@ class _Layout:
             boundaries=actor.boundaries(found, sharding.dtype if sharding.kind == "fsdp" else None),
         )
         peaks = actor.play(laid_out, keeps_sent=self.order.keeps_sent)
-        if num_played is not None and self._all_microbatches is not None:
-            peaks = _with_more_microbatches(peaks, self._all_microbatches / num_played - 1)
+        if num_played is not None and self.num_microbatches is not None:
+            peaks = _with_more_microbatches(peaks, self.num_microbatches / num_played - 1)
         named = [
             (name, local_part(parameter), parameter.requires_grad) for name, parameter in laid_out.named_parameters()
         ]

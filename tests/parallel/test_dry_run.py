@@ -228,7 +228,7 @@ def test_places_that_are_alike_are_as_if_each_were_tried(monkeypatch: pytest.Mon
 
     reckoned = found()
     monkeypatch.setattr(_Layout, "_places_alike", lambda self, num_ranks: [[place] for place in range(num_ranks)])
-    monkeypatch.setattr(_Layout, "_played_microbatches", lambda self, place: self._all_microbatches)
+    monkeypatch.setattr(_Layout, "_played_microbatches", lambda self, place: self.num_microbatches)
     for mine, tried in zip(reckoned, found(), strict=True):
         assert mine[:4] == tried[:4] and mine[4:] == pytest.approx(tried[4:], rel=0.02, abs=600)
 
