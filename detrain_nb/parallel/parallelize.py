@@ -201,11 +201,21 @@ def lay_out_all(
     Collective: every rank of ``mesh``. Raises: SpecError.
     """
 
-    def prepare(module: nn.Module, is_last: bool) -> nn.Module:
-        before(module)
-        return lay_out_part(module, plan, sharding, mesh, is_last=is_last, device=device)
-
     is_fsdp = sharding.kind == "fsdp"
+
+    def prepare(module: nn.Module, is_last: bool) -> nn.Module:
+        """Cut the layers of the model or of a stage, then shard it; return what is to be called."""
+        before(module)
+        if plan is not None:
+            apply_tensor_plan(module, plan, mesh["tp"], replica=sharding.replica)
+        is_waiting = is_deferred(module)  # for values, which it gets as soon as each rank has its part of them
+        if is_waiting and not is_fsdp:  # DDP sends values when it is made
+            fill([module], device=device, plan=plan)
+        called = sharding.apply(module, is_last=is_last)
+        if is_waiting and is_fsdp:
+            fill([module], device=device, plan=plan)
+        return called
+
     common: dict[str, Any] = {
         "loss": loss,
         "loss_weight": loss_weight,
@@ -350,30 +360,6 @@ def split_for(
     if found.num_stages != num_stages:
         raise SpecError(f"{found.num_stages - 1} cuts make {found.num_stages} stages, and the mesh wants {num_stages}")
     return found
-
-
-def lay_out_part(
-    module: nn.Module,
-    plan: TensorPlan | None,
-    sharding: Sharding,
-    mesh: DeviceMesh,
-    *,
-    is_last: bool,
-    device: torch.device | None = None,
-) -> nn.Module:
-    """Cut the layers of a model or of a stage, then shard it; return what is to be called. Collective: the mesh.
-
-    ``device``: where deferred tensors get their values, as soon as each rank has its part of them; None: they wait.
-    """
-    if plan is not None:
-        apply_tensor_plan(module, plan, mesh["tp"], replica=sharding.replica)
-    place = device if is_deferred(module) else None
-    if place is not None and sharding.kind != "fsdp":  # DDP sends values when it is made
-        fill([module], device=place, plan=plan)
-    called = sharding.apply(module, is_last=is_last)
-    if place is not None and sharding.kind == "fsdp":
-        fill([module], device=place, plan=plan)
-    return called
 
 
 def _device_for(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:
