@@ -24,14 +24,7 @@ from .recorders import TensorMemo
 from .recording import ModuleOutput, device_of, first_float_tensor
 from .stages.root_hooks import RootHooks
 
-__all__ = [
-    "End",
-    "Reached",
-    "StageState",
-    "Stub",
-    "stop_at",
-    "stub_of",
-]
+__all__ = ["End", "Reached", "StageState", "Stub", "stop_at", "stub_of"]
 
 
 class Reached(BaseException):

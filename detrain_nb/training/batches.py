@@ -111,13 +111,7 @@ def make_loader(
 ) -> DataLoader[Any]:
     """Return a DataLoader with a ``ReplicaSampler``; ``options`` are torch's. ``batch_size``: on each replica."""
     sampler = ReplicaSampler(
-        data,
-        batch_size,
-        replica=replica,
-        num_replicas=num_replicas,
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
+        data, batch_size, replica=replica, num_replicas=num_replicas, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
     # One of its own: else each epoch would take of the random numbers that the model drops by.
     options.setdefault("generator", torch.Generator().manual_seed(sampler.seed_of_workers(0)))

@@ -36,12 +36,7 @@ class Run:
     """One forward and backward pass of a module, of which outputs and gradients are kept."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        call: Call,
-        dtype: torch.dtype,
-        unread: Collection[int],
-        reference: Run | None = None,
+        self, module: nn.Module, call: Call, dtype: torch.dtype, unread: Collection[int], reference: Run | None = None
     ) -> None:
         self.module, self.dtype, self.reference = module, dtype, reference
         self.modes = [part.training for part in module.modules()]

@@ -68,12 +68,7 @@ class Shapes:
 
     def _given_by(self, module: nn.Module) -> list[tuple[int, ...]]:
         args, kwargs = tree_map(copied_or_shared, self._call)
-        with (
-            writes_undone(self._state.tensors),
-            torch.no_grad(),
-            without_fused_layers(),
-            _WithKeys(),
-        ):
+        with writes_undone(self._state.tensors), torch.no_grad(), without_fused_layers(), _WithKeys():
             outputs = float_outputs(module(*args, **kwargs))
         return [tuple(each.shape) for index, each in enumerate(outputs) if index not in self._unread]
 
