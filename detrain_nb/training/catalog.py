@@ -224,10 +224,7 @@ def clear_leftovers(place: Location) -> None:
     """Remove what saves have left that did not end. Nobody else may be saving there."""
     for each in list_checkpoints(place):
         folder = step_folder(place, each.step)
-        if each.is_unfinished:
-            remove_files(folder, list(read_files(folder)))
-        else:
-            remove_files(folder, list(each.leftovers))
+        remove_files(folder, list(read_files(folder) if each.is_unfinished else each.leftovers))
 
 
 def prune(place: Location, keep: int | None) -> None:

@@ -57,12 +57,10 @@ def make_optimizer(
         near = difflib.get_close_matches(optimizer.lower(), kinds, n=1, cutoff=0.3)
         hint = f": did you mean {near[0]!r}?" if near else ""
         raise SpecError(f"there is no optimizer {optimizer!r} in torch.optim{hint}")
+    if optimizer.lower() == "lbfgs":
+        raise SpecError(_NO_LBFGS)
     try:
-        if optimizer.lower() == "lbfgs":
-            raise SpecError(_NO_LBFGS)
         return kinds[optimizer.lower()](given, **options)
-    except SpecError:
-        raise
     except (TypeError, ValueError) as exc:
         raise SpecError(f"optimizer {optimizer!r} with {options}: {exc}") from exc
 

@@ -162,21 +162,22 @@ def _write_part(place: Location, part: list[_Entry], tensors: Mapping[str, Tenso
 
 def _bring(entry: _Entry, tensor: Tensor | None, writer: int, ranks: Ranks) -> Tensor | None:
     """The whole tensor, on the CPU of the rank that writes it; None elsewhere."""
-    whole = None
-    if tensor is not None:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # all ranks of its mesh have it
-        whole = whole.detach().cpu().contiguous() if ranks.rank in (entry.owner, writer) else None
-    if entry.owner == writer or ranks.rank not in (entry.owner, writer) or not entry.size_bytes:
-        return (
-            (torch.empty(entry.shape, dtype=entry.dtype) if whole is None else whole) if ranks.rank == writer else None
-        )
-    if ranks.rank == entry.owner:
-        assert whole is not None
-        dist.send(whole.reshape(-1).view(torch.uint8), dst=writer, group=ranks.group)
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()  # all ranks of its mesh have it
+    if ranks.rank not in (entry.owner, writer):
         return None
-    whole = torch.empty(entry.shape, dtype=entry.dtype)
-    dist.recv(whole.reshape(-1).view(torch.uint8), src=entry.owner, group=ranks.group)
-    return whole
+    if ranks.rank == entry.owner:
+        assert tensor is not None
+        whole = tensor.detach().cpu().contiguous()
+    else:
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+    if entry.owner != writer and entry.size_bytes:
+        raw = whole.reshape(-1).view(torch.uint8)
+        if ranks.rank == entry.owner:
+            dist.send(raw, dst=writer, group=ranks.group)
+        else:
+            dist.recv(raw, src=entry.owner, group=ranks.group)
+    return whole if ranks.rank == writer else None
 
 
 def _write_config(place: Location, model: Any) -> list[str]:
