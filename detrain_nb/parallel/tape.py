@@ -112,10 +112,7 @@ class Tape:
         kept, storages = self._needed([(place.storage, self._count) for place in places], {})
         self._ops = {index: self._ops[index] for index in sorted(kept)}
         self._constants = {number: each for number, each in self._constants.items() if number in storages}
-        self._writers = {}
-        for index, op in self._ops.items():
-            for number in op.writes:
-                self._writers.setdefault(number, []).append(index)
+        self._writers = {number: [each for each in ops if each in kept] for number, ops in self._writers.items()}
         self._size_of, self._is_open, self._recent = sizes.__getitem__, False, {}
 
     # ---- values

@@ -147,9 +147,6 @@ class _NoStandIns(StandIns):
     def of(self, value: Any) -> Any:
         return value
 
-    def of_all(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        return {}
-
 
 NO_STAND_INS = _NoStandIns()
 

@@ -30,7 +30,18 @@ class Boundaries:
         self._cuts = found.cuts
         self._uses = [found.uses(stage) for stage in range(found.num_stages)]
         self._ghost = ghost_of(found.model)
-        self._on_zeros = _build_on_zeros(found) if found.cuts else None
+        self._on_zeros: nn.Module | None = None
+        if found.cuts:
+            self._on_zeros = build_stage(
+                found.model,
+                cut_in=None,
+                cut_out=found.cuts[-1],
+                replaceable=found.profile.computing,
+                runs={outer for cut in found.cuts for outer in modules_around(cut)},
+                holds=set(),
+                outputs=found.profile.outputs,
+                is_on_zeros=True,
+            )
         self.rewrites_parameters = found.profile.rewrites_parameters  # in some mode that was met
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:
@@ -100,16 +111,3 @@ class Boundaries:
     def _on_meta(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         is_float = dtype.is_floating_point
         return torch.empty(shape, dtype=is_float and self._dtype or dtype, device="meta", requires_grad=is_float)
-
-
-def _build_on_zeros(found: Split) -> nn.Module:
-    return build_stage(
-        found.model,
-        cut_in=None,
-        cut_out=found.cuts[-1],
-        replaceable=found.profile.computing,
-        runs={outer for cut in found.cuts for outer in modules_around(cut)},
-        holds=set(),
-        outputs=found.profile.outputs,
-        is_on_zeros=True,
-    )

@@ -54,10 +54,8 @@ class Timeline(ShownAsText):
         for rank, works in enumerate(self.ranks):
             cells = [" "] * _WIDTH
             for work in works:
-                first, last = (
-                    round(work.begin_s * scale),
-                    max(round(work.end_s * scale), round(work.begin_s * scale) + 1),
-                )
+                first = round(work.begin_s * scale)
+                last = max(round(work.end_s * scale), first + 1)
                 mark = str(work.microbatch % 10) if work.kind == "F" else {"B": "=", "I": "=", "W": "-"}[work.kind]
                 cells[first:last] = mark * (min(last, _WIDTH) - first)
             lines.append(f"rank {rank:2}  {''.join(cells).rstrip()}")
@@ -89,11 +87,7 @@ class Timeline(ShownAsText):
 
 
 def timeline(
-    schedule: str | Schedule,
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    stage_s: Sequence[float] | None = None,
+    schedule: str | Schedule, num_ranks: int, num_microbatches: int, *, stage_s: Sequence[float] | None = None
 ) -> Timeline:
     """Play a schedule of torch through, without the time that tensors travel.
 

@@ -49,7 +49,10 @@ def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, 
     plan.require_agreement()
 
     def distribute(parameter: nn.Parameter, layout: Layout | None) -> nn.Parameter:
-        made = _distributed(parameter.detach(), layout, mesh)
+        whole = parameter.detach()
+        if layout is not None:
+            whole = _in_rank_order(whole, layout, mesh.size())
+        made = distribute_tensor(whole, mesh, [Replicate() if layout is None else Shard(layout.dim)])
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
     lay_out(module, plan, MeshRanks(mesh), distribute, seed=_agree_on_seed(module, mesh) + replica * 0xD1B54A32D192ED03)
@@ -95,12 +98,6 @@ def set_draws(module: nn.Module, draws: int) -> None:
     share = module.__dict__.get("_share")
     if isinstance(share, Share):
         share.region.draws = draws
-
-
-def _distributed(whole: Tensor, layout: Layout | None, mesh: DeviceMesh) -> DTensor:
-    if layout is None:
-        return distribute_tensor(whole, mesh, [Replicate()])
-    return distribute_tensor(_in_rank_order(whole, layout, mesh.size()), mesh, [Shard(layout.dim)])
 
 
 def _in_rank_order(whole: Tensor, layout: Layout, size: int) -> Tensor:

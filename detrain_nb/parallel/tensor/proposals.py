@@ -161,8 +161,8 @@ def trials_of(
     candidates = candidates_of(parent, pair, modules)
     outputs = size_to_cut(modules[pair.columns[0]], is_column=True)
     counts = {value for _, key, value in candidates if _counts_heads(key)}
-    packings: list[Packed] = [1, 3, 2] if len(pair.columns) == 1 else [1]
-    packings = [each for each in packings if outputs % (_sum_of(each) * tp) == 0]
+    numbers = (1, 3, 2) if len(pair.columns) == 1 else (1,)
+    packings: list[Packed] = [each for each in numbers if outputs % (each * tp) == 0]
     if len(pair.columns) == 1:
         packings += _unequal_packings(outputs, counts, tp)
     ways = itertools.product(
@@ -192,10 +192,6 @@ def _with_whole_keys(
     ]
     for numbers in _smaller_numbers(candidates, tp):
         yield replace(pair, columns=widest, attributes=(*numbers, *groups))
-
-
-def _sum_of(packed: Packed) -> int:
-    return packed if isinstance(packed, int) else sum(packed)
 
 
 def _unequal_packings(outputs: int, counts: Collection[int], tp: int) -> list[Packed]:
@@ -245,11 +241,7 @@ Cut = tuple[tuple[tuple[str, str, int], ...], tuple[str, ...]]
 
 
 def _ways_between(
-    pair: Pair,
-    modules: dict[str, PlannedModule],
-    between: Between,
-    candidates: list[tuple[str, str, int]],
-    tp: int,
+    pair: Pair, modules: dict[str, PlannedModule], between: Between, candidates: list[tuple[str, str, int]], tp: int
 ) -> list[Cut]:
     """What is between is used whole; or has something for each head, or channel, to be cut; or wants the whole."""
     counts = {value for _, key, value in candidates if _counts_heads(key)}
