@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..errors import SpecError
 from .blocks import StandIn, blocks_of
 from .costs.block_use import BlockUse
-from .mesh import replica_number
 from .replicated import replicate_scalars
 from .second_runs import SecondRuns
 from .stages.schedules import Schedule
@@ -63,11 +62,6 @@ class Sharding:
             return ()
         names = self.mesh.mesh_dim_names or ()
         return tuple(self.mesh.get_group(name) for name in names if self.mesh[name].size() > 1)
-
-    @property
-    def replica(self) -> int:
-        """This rank's number among all that have other data."""
-        return replica_number(self.replicas)
 
     def apply(self, module: nn.Module, *, is_last: bool) -> nn.Module:
         """Change ``module`` in place, and return what is to be called in its place.

@@ -61,12 +61,9 @@ class State:
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
         self._found = Search()
+        self.tensors: list[Tensor] = self._found.tensors
         for root in roots:
             self._found.find(root)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return self._found.tensors
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         return State(*copy.deepcopy(self._roots, memo))

@@ -35,13 +35,13 @@ class Passage:
         self._loss = loss
         self._look = look
         self._noted: list[tuple[Any, Any]] = []
-        self._losses: dict[int, Tensor] = {}
+        self.losses: dict[int, Tensor] = {}  # weighed, by part
         self._outputs: dict[int, Any] = {}
 
     @property
     def loss(self) -> Tensor | None:
         """Over all parts, plain also where each rank has its part of the classes; None where no last stage is."""
-        losses = [plain(loss.detach()) for loss in self._losses.values()]
+        losses = [plain(loss.detach()) for loss in self.losses.values()]
         return torch.stack(losses).sum() if losses else None
 
     def output(self) -> Any:
@@ -62,11 +62,11 @@ class Passage:
         assert self._loss is not None
         weight = self._weights[index]
         if weight > 0:
-            self._losses[index] = require_one_number(self._loss(output, self._targets[index])) * weight
+            self.losses[index] = require_one_number(self._loss(output, self._targets[index])) * weight
             self._note(output, self._targets[index])
         else:  # a mean of nothing, where all is ignored: its gradient would be no number
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-            self._losses[index] = torch.stack([0.0 * leaf.nan_to_num().float().sum() for leaf in leaves]).sum()
+            self.losses[index] = torch.stack([0.0 * leaf.nan_to_num().float().sum() for leaf in leaves]).sum()
 
     def _note(self, output: Any, target: Any) -> None:
         if self._look is not None and len(self._noted) < 2:
@@ -78,9 +78,6 @@ class Passage:
         for noted in self._noted:
             assert self._look is not None
             self._look(*noted)
-
-    def weighted_loss(self, index: int) -> Tensor:
-        return self._losses[index]
 
 
 def rows_of(tree: Any) -> int:

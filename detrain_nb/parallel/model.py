@@ -65,6 +65,9 @@ class ParallelModel(abc.ABC):
     list_lengths: Mapping[str, int] | None = None  # of those in the example
     known_kinds: KnownKinds | None = None  # of arguments, under a tensor plan
     called_with: frozenset[str] | None = None  # the keywords of the example that it was laid out with, if there was one
+    device: torch.device  # where this rank computes
+    link_device: torch.device  # where tensors are that this rank sends to others of its pipeline
+    pipeline_group: dist.ProcessGroup | None = None  # the ranks that have the other stages
 
     def __init__(
         self,
@@ -77,13 +80,13 @@ class ParallelModel(abc.ABC):
     ) -> None:
         """``shared_inputs``: where in a call the tensors are that every microbatch gets whole."""
         self._shared_inputs = shared_inputs
-        self._device = torch.device(device) if device is not None else usual_device()
+        self.device = self.link_device = torch.device(device) if device is not None else usual_device()
         self.arrangement = arrangement or Arrangement()
         self.objective = Objective(
             loss,
             loss_weight,
             replicas=self.arrangement.replicas,
-            device=self._device,
+            device=self.device,
             is_in_parts=self.arrangement.is_loss_parallel,
         )
         self._is_evaluating = False
@@ -98,11 +101,6 @@ class ParallelModel(abc.ABC):
     @abc.abstractmethod
     def is_last(self) -> bool:
         """This rank has the model's output, and the loss."""
-
-    @property
-    def pipeline_group(self) -> dist.ProcessGroup | None:
-        """The ranks that have the other stages."""
-        return None
 
     @property
     def is_main(self) -> bool:
@@ -143,16 +141,6 @@ class ParallelModel(abc.ABC):
     def replica(self) -> int:
         """Which of them this rank belongs to."""
         return self.objective.replica
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self._device
-
-    @property
-    def link_device(self) -> torch.device:
-        """Where tensors are that this rank sends to others of its pipeline."""
-        return self._device
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this rank, for its optimizer."""
@@ -235,7 +223,7 @@ class ParallelModel(abc.ABC):
         hooked = self.named_parameters() if self.arrangement.replicas else ()
         self._later_hooks = LaterHooks(hooked, axis="dp_shard" if is_sharded else "dp_replicate")
         self._trained_at_first = {parameter for parameter in self.parameters() if parameter.requires_grad}
-        self._running = RunningBuffers(self.modules, device=self._device)
+        self._running = RunningBuffers(self.modules, device=self.device)
 
     @contextlib.contextmanager
     def _gradients_completed(self) -> Iterator[None]:
@@ -263,8 +251,8 @@ class ParallelModel(abc.ABC):
         if count > 1:
             require_rows_in_tensors((args, kwargs), rows=rows, lengths=self.list_lengths)
             require_rows_in_tensors(target, rows=rows)
-        parts = cut_call(args, kwargs, rows=rows, count=count, device=self._device, shared=self._shared_inputs)
-        targets = cut_batch(target, rows=rows, count=count, device=self._device)
+        parts = cut_call(args, kwargs, rows=rows, count=count, device=self.device, shared=self._shared_inputs)
+        targets = cut_batch(target, rows=rows, count=count, device=self.device)
         has_loss = has_loss and self.is_last
         weights, look = (self.objective.weigh(targets), self.objective.looker(count)) if has_loss else ([], None)
         passage = Passage(parts, targets, weights, self.objective.compute, look)
@@ -300,7 +288,7 @@ class ParallelModel(abc.ABC):
         """In here the model runs, and its loss is computed."""
         with contextlib.ExitStack() as stack:
             if self.arrangement.autocast is not None:
-                stack.enter_context(torch.autocast(self._device.type, self.arrangement.autocast))
+                stack.enter_context(torch.autocast(self.device.type, self.arrangement.autocast))
             if self.arrangement.is_loss_parallel:
                 from torch.distributed.tensor.parallel import loss_parallel
 

@@ -59,12 +59,8 @@ class Objective:
         self.ignore_index: int | None = _ignored_by(loss)
         self.replicas = replicas
         self.num_replicas = math.prod(dist.get_world_size(group) for group in replicas)
+        self.replica = replica_number(replicas)  # this rank's among them
         self._device = device
-
-    @property
-    def replica(self) -> int:
-        """This rank's number among them."""
-        return replica_number(self.replicas)
 
     def require_target(self, target: Any) -> None:
         """Raises: SpecError where it is none for this loss: the last stage alone would fail, or the backward pass."""

@@ -30,7 +30,7 @@ from .limits import (
     require_unwritten,
 )
 from .losses import Loss, require_apart, require_no_parameters
-from .mesh import AXES, require_there, usual_device
+from .mesh import AXES, replica_number, require_there, usual_device
 from .microbatches import lists_in
 from .model import Arrangement, ParallelModel
 from .recording import takes_gradients
@@ -207,7 +207,7 @@ def lay_out_all(
         """Cut the layers of the model or of a stage, then shard it; return what is to be called."""
         before(module)
         if plan is not None:
-            apply_tensor_plan(module, plan, mesh["tp"], replica=sharding.replica)
+            apply_tensor_plan(module, plan, mesh["tp"], replica=replica_number(sharding.replicas))
         is_waiting = is_deferred(module)  # for values, which it gets as soon as each rank has its part of them
         if is_waiting and not is_fsdp:  # DDP sends values when it is made
             fill([module], device=device, plan=plan)

@@ -30,6 +30,8 @@ __all__ = ["WholeModel"]
 class WholeModel(ParallelModel):
     """A model without stages: plain, or sharded and replicated by ``prepare``. Microbatches accumulate gradients."""
 
+    is_first = is_last = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -70,14 +72,6 @@ class WholeModel(ParallelModel):
             self._passes = ShardedPasses()
         elif self.arrangement.replicas:
             self._passes = ReplicatedPasses(list(self.parameters()), self.arrangement.replicas)
-
-    @property
-    def is_first(self) -> bool:
-        return True
-
-    @property
-    def is_last(self) -> bool:
-        return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, in a loop of one's own: what this rank gives for its rows, with gradients as in torch.
@@ -134,8 +128,8 @@ class WholeModel(ParallelModel):
                 with fails_on_a_part(len(passage.parts)):
                     passage.take(index, self._known(self._called(*args, **kwargs)))  # and nobody else keeps it
                 if is_training:
-                    with autocast_left(self._device), _told_of_ddp(), self._failure_noted():
-                        passage.weighted_loss(index).backward()
+                    with autocast_left(self.device), _told_of_ddp(), self._failure_noted():
+                        passage.losses[index].backward()
 
     def _known(self, output: Any) -> Any:
         """An output in which DDP and FSDP2 find all tensors: their gradients go by these. Raises: SpecError."""

@@ -158,7 +158,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: ModelState) -> None:
         """Raises: SpecError for a parameter that is not of the model."""
-        self._optimizer = optimizer
+        self._optimizer, self.kind = optimizer, type(optimizer).__name__
         self._names, self._plan = model.names_of(), model.plan
         strange = sum(id(parameter) not in self._names for _, parameter in self._parameters())
         if strange:
@@ -166,10 +166,6 @@ class OptimizerState:
                 f"the optimizer has {strange} parameters that are not of the model: make it after the model is "
                 "wrapped, sharded or split, over the parameters that it has then"
             )
-
-    @property
-    def kind(self) -> str:
-        return type(self._optimizer).__name__
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for group in self._optimizer.param_groups:

@@ -46,6 +46,8 @@ class PipelineStages(ParallelModel):
     Parameters that several stages use have the sum of the gradients of these stages.
     """
 
+    pipeline_group: dist.ProcessGroup
+
     def __init__(
         self,
         found: Split,
@@ -71,8 +73,8 @@ class PipelineStages(ParallelModel):
 
         Collective: all ranks of ``group``, with the same arguments. Raises: SpecError.
         """
-        self._group = group.get_group() if isinstance(group, DeviceMesh) else group or _all_ranks()
-        num_ranks, rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self.pipeline_group = group.get_group() if isinstance(group, DeviceMesh) else group or _all_ranks()
+        num_ranks, rank = dist.get_world_size(self.pipeline_group), dist.get_rank(self.pipeline_group)
         if num_ranks > 1:
             require_no_parameters(loss, found.model)
         self.schedule = find_schedule(schedule)
@@ -89,7 +91,7 @@ class PipelineStages(ParallelModel):
         shared_inputs = found.profile.shared_inputs
         super().__init__(loss, loss_weight, device=device, arrangement=arrangement, shared_inputs=shared_inputs)
         self._require_same_cuts(found)
-        self._link_device = self._find_link()
+        self.link_device = self._find_link()
         require_values(found.model)
         self._boundaries = boundaries or Boundaries(found, self.arrangement.boundary_dtype)
         self.tied_names = tuple(tuple(found.aliases(name)) for name in found.shared)
@@ -106,12 +108,14 @@ class PipelineStages(ParallelModel):
             for each in range(num_ranks)
             for stage in self.schedule.stages_of_rank(each, num_ranks=num_ranks, num_stages=self.num_stages)
         }
-        self._tied = TiedParameters(found, self.modules, self._group, rank_of, link=self._link_device)
+        self._tied = TiedParameters(found, self.modules, self.pipeline_group, rank_of, link=self.link_device)
         if prepare is not None:
             lasts = (index == self.num_stages - 1 for index in self.indices)
             self.called = tuple(prepare(module, is_last) for module, is_last in zip(self.modules, lasts))
             self._tied.find_again(self.modules)
-        self._written = WrittenBuffers(found, self.modules, self.indices, self._group, rank_of, link=self._link_device)
+        self._written = WrittenBuffers(
+            found, self.modules, self.indices, self.pipeline_group, rank_of, link=self.link_device
+        )
         self._buffers_saved = found.profile.buffers_saved
         self._note_layout()
         self._warn_of_nothing_to_train(found)
@@ -162,16 +166,8 @@ class PipelineStages(ParallelModel):
                 f"bf16 beside stages on {' and '.join(sorted(kinds))}: autocast gives the output of some layers in "
                 "float32 on one of them alone; use precision='fp32' there, or a model whose parameters are bfloat16"
             )
-        is_direct = len(kinds) == 1 and can_send_from(self.device.type, self._group)
+        is_direct = len(kinds) == 1 and can_send_from(self.device.type, self.pipeline_group)
         return self.device if is_direct else torch.device("cpu")
-
-    @property
-    def link_device(self) -> torch.device:
-        return self._link_device
-
-    @property
-    def pipeline_group(self) -> dist.ProcessGroup:
-        return self._group
 
     @property
     def is_first(self) -> bool:
@@ -210,13 +206,13 @@ class PipelineStages(ParallelModel):
     def _count_microbatches(self, rows: int) -> int:
         """As many as wanted, or the next smaller number that cuts the batch into equal parts."""
         wanted = min(self.num_microbatches, rows)
-        num_ranks = dist.get_world_size(self._group)
+        num_ranks = dist.get_world_size(self.pipeline_group)
         fit = (number for number in range(wanted, 0, -1) if rows % number == 0)
         return next(number for number in fit if self.schedule.accepts(number, num_ranks=num_ranks))
 
     def _key_of(self, passage: Passage, *, is_training: bool) -> tuple[Any, ...]:
         """Of batches that take the same way: shapes and dtypes on it are equal."""
-        kind = self._device.type
+        kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         return repr(tree_map(look_of, passage.parts[0])), len(passage.parts), is_training, autocast
 
@@ -242,7 +238,7 @@ class PipelineStages(ParallelModel):
                     self.num_stages,
                     self.device,
                     self.link_device,
-                    self._group,
+                    self.pipeline_group,
                     boundaries,
                     waits,
                     functools.partial(self._buffers_to_keep, module) if is_training and count > 1 else tuple,

@@ -231,7 +231,7 @@ class Plan:
                 del stage.passage
 
     def _loss(self, output: Any, number: Tensor) -> Tensor:
-        loss = self._stages[-1].passage.weighted_loss(int(number))
+        loss = self._stages[-1].passage.losses[int(number)]
         if not loss.requires_grad:  # torch's schedules would leave its backward pass out
             raise RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn")
         return loss
