@@ -31,9 +31,8 @@ from ..model import Arrangement, ParallelModel
 from .boundaries import Boundaries
 from .running import Plan, TorchStage, Waits, look_of
 from .schedules import Schedule, find_schedule
+from .shared import TiedParameters, WrittenBuffers
 from .splitter import Split
-from .tied import TiedParameters
-from .written import WrittenBuffers
 
 __all__ = ["PipelineStages"]
 

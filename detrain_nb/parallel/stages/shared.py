@@ -1,4 +1,4 @@
-"""Parameters that several stages of a model have: one value everywhere, and the sum of all their gradients.
+"""What several stages of a model have: tied parameters, of one value and with the sum of all their gradients; buffers.
 
 Their ranks say it to each other by messages within the pipeline's group. A group of these ranks alone would have to be
 made by all ranks of the job: torch names those that are not by a count in which ranks differ, and then they hang.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import SpecError
+from ..operator_graph import TensorLook
 from ..replicated import local_part
 from .splitter import Split
 
-__all__ = ["TiedParameters", "send_first"]
+__all__ = ["TiedParameters", "WrittenBuffers"]
+
+Place = tuple[nn.Module, str]
 
 
 @dataclass
@@ -64,7 +68,7 @@ class TiedParameters:
         }
         self._find(modules)
         for tied in self._tied:
-            send_first(tied.copies[0].detach(), tied.ranks, group, link)
+            _send_first(tied.copies[0].detach(), tied.ranks, group, link)
 
     def find_again(self, modules: Sequence[nn.Module]) -> None:
         """Take the parameters that ``modules`` have now: sharding has made others. Collective: all ranks of ``group``.
@@ -121,7 +125,65 @@ class TiedParameters:
             tied.add_up(earlier, self._group, self._link)
 
 
-def send_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, link: torch.device) -> None:
+class WrittenBuffers:
+    """Buffers that several stages have, and that a forward writes: what the stage has that writes it last is right.
+
+    Behind a training step other stages have what came of zeros in their place, or what was not written at all.
+    """
+
+    def __init__(
+        self,
+        found: Split,
+        modules: Sequence[nn.Module],
+        indices: Sequence[int],
+        group: dist.ProcessGroup,
+        rank_of: Mapping[int, int],
+        *,
+        link: torch.device,
+    ) -> None:
+        """``modules``: the stages of this rank, ``indices`` which they are; the rest as of `TiedParameters`."""
+        self._modules, self._group, self._link = dict(zip(indices, modules)), group, link
+        self._owners, self._rank_of = found.written_buffers(), rank_of
+
+    def share(self) -> None:
+        """Give every stage that has one what its own stage has. Collective: all ranks of the pipeline."""
+        if not self._owners:
+            return
+        me, places = dist.get_rank(self._group), self._places()
+        mine = {name: TensorLook.of(part._buffers[key]) for name, ((part, key), *_) in places.items()}
+        every: list[dict[str, Any]] = [mine] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, mine, group=self._group)
+        for name, stage in self._owners.items():
+            owner = self._rank_of[stage]
+            ranks = (owner, *(rank for rank, names in enumerate(every) if name in names and rank != owner))
+            if me not in ranks:
+                continue
+            own = self._modules[stage].get_buffer(name) if me == owner else None
+            others = [(part, key) for part, key in places[name] if part._buffers[key] is not own]
+            if len(ranks) == 1 and not others:
+                continue
+            look: TensorLook = every[owner][name]
+            made = torch.empty(look.shape, dtype=look.dtype, device=self._link) if own is None else own.detach()
+            sent = made.to(self._link)
+            if len(ranks) > 1:
+                _send_first(sent, ranks, self._group, self._link)
+            for part, key in others:
+                part._buffers[key] = sent.to(part._buffers[key].device, copy=True)  # type: ignore[union-attr]
+
+    def _places(self) -> dict[str, list[Place]]:
+        """Where the stages of this rank have them, by name: first where it is written last."""
+        places: dict[str, list[Place]] = {}
+        for index, module in self._modules.items():
+            for path, part in module.named_modules(remove_duplicate=False):
+                for key, buffer in part._buffers.items():
+                    name = f"{path}.{key}" if path else key
+                    if buffer is not None and name in self._owners:
+                        at = 0 if self._owners[name] == index else len(places.get(name, ()))
+                        places.setdefault(name, []).insert(at, (part, key))
+        return places
+
+
+def _send_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, link: torch.device) -> None:
     """Give ``tensor`` on all ``ranks`` the value of the first of them. Collective: ``ranks``."""
     first, *others = ranks
     sent = tensor.to(link)
@@ -143,4 +205,4 @@ def _sum_over(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, li
             tensor.add_(received.to(tensor.device))
     else:
         dist.send(tensor.to(link), group=group, group_dst=first)
-    send_first(tensor, ranks, group, link)
+    _send_first(tensor, ranks, group, link)
