@@ -144,7 +144,7 @@ class SessionState:
         self._attached: dict[int, Attached] = {}  # by node: which messages were for an earlier notebook
         self._left: set[int] = set()  # cells that an earlier notebook has left running: nobody waits for them
         self._on_end: dict[int, list[Callable[[Cell], None]]] = {}
-        self._takers: dict[type[Message], Callable[[Any, int, int], None]] = {
+        self._handlers: dict[type[Message], Callable[[Any, int, int], None]] = {
             RankEnded: lambda message, number, node: self._take_end_of_rank(
                 message, is_missed=number <= self._missed_up_to(node)
             ),
@@ -160,7 +160,7 @@ class SessionState:
             Notice: self._take_notice,
             StartedCold: self._take_cold_start,
         }
-        self._takers |= dict.fromkeys(_ANSWERS, lambda message, number, node: self._requests.take(message))
+        self._handlers |= dict.fromkeys(_ANSWERS, lambda message, number, node: self._requests.take(message))
 
     # ---- what is known
 
@@ -515,8 +515,8 @@ class SessionState:
             return
         if isinstance(message, _OF_CELLS):
             self._take_of_cell(message, number, node, bundle)
-        elif taker := self._takers.get(type(message)):
-            taker(message, number, node)
+        elif handle := self._handlers.get(type(message)):
+            handle(message, number, node)
 
     def _missed_up_to(self, node: int) -> int:
         """The number of the last message of a node that was for an earlier notebook."""
