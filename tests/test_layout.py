@@ -515,7 +515,7 @@ def test_path_of_a_cell_is_the_one_of_the_design() -> None:
     assert section
     ways = [re.findall(r"^    (\S+) +(\S+\.py) ", block, flags=re.MULTILINE) for block in section[1].split("\n\n")]
     ways = [way for way in ways if way]
-    assert [len(way) for way in ways] == [11, 10]
+    assert [len(way) for way in ways] == [11, 9]
     for way in ways:
         sources = [(ROOT / file).read_text(encoding="utf-8") for _, file in way]
         for (step, file), source in zip(way, sources):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError
 from ..wire import RanCell
-from .output.log import Logged, OutputLog
+from .output.log import Logged
 from .running.asked import check_whole
 from .running.cells import Cells
 from .running.core import Core, Ranks
+from .running.settings import SlotsOnly
 from .running.shown_again import ShownAgain, wait_until_shown
 from .state.cell import Cell
 from .state.cell_observer import CellObserver
@@ -20,14 +21,17 @@ __all__ = ["SessionLog"]
 _SHOWN_AT_ONCE_BYTES = 1 << 20  # of the log, before it is waited for whoever shows it
 
 
-class SessionLog:
+class SessionLog(SlotsOnly):
     """That of one session; ``cells_before`` ran before an attach: what was shown of them then is not here."""
+
+    __slots__ = ("_cells", "_core", "_output", "_state", "cells_before")
 
     def __init__(self, core: Core, cells: Cells) -> None:
         self._core = core
         self._state = core.state
         self._cells = cells
-        self._before: frozenset[int] = frozenset()
+        self._output = core.state.logbook.log
+        self.cells_before: frozenset[int] = frozenset()
 
     # ---- what was run
 
@@ -38,11 +42,6 @@ class SessionLog:
         After an attach a cell is there once for each code that nodes say it had.
         """
         return self._state.history.cells
-
-    @property
-    def cells_before(self) -> frozenset[int]:
-        """Those that ran before the attach."""
-        return self._before
 
     @property
     def collective_cells(self) -> frozenset[int]:
@@ -56,7 +55,7 @@ class SessionLog:
 
     def next_cell(self, *, at_least: int = 1) -> int:
         """The number that the cell gets which begins next; no two cells of a session have the same."""
-        return self._cells.next_number(at_least=at_least)
+        return self._state.history.next_cell(at_least=at_least)
 
     def replay(
         self, ranks: Ranks, *, cells: Iterable[int] | None = None, observer: Callable[[int], CellObserver] | None = None
@@ -167,14 +166,6 @@ class SessionLog:
     def confirm_missed(self) -> None:
         """What was missed has been shown: no later notebook needs to see it."""
         self._state.confirm_missed()
-
-    def note_before(self, cells: Collection[int]) -> None:
-        """These ran before the attach."""
-        self._before = frozenset(cells)
-
-    @property
-    def _output(self) -> OutputLog:
-        return self._state.logbook.log
 
     def _once_more(self, number: int, ranks: Ranks, observer: CellObserver) -> ShownAgain:
         """For the ranks as they were numbered when the cell ran."""

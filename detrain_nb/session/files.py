@@ -10,6 +10,7 @@ from ..errors import SpecError
 from ..plan import split_names
 from ..transport import Transport
 from .running.asked import check_paths, check_text, names_of
+from .running.settings import SlotsOnly
 
 if TYPE_CHECKING:
     from ..deploy.files import Copied, OnProgress, Paths
@@ -26,8 +27,10 @@ def current_folder() -> str:
         raise SpecError("the current folder was removed: change to another one") from None
 
 
-class SessionFiles:
+class SessionFiles(SlotsOnly):
     """The nodes of a session, by the transports that reach them; its ranks start in ``folder``, or its like."""
+
+    __slots__ = ("_elsewhere", "_sync", "_transports", "folder", "notices")
 
     def __init__(
         self, transports: Sequence[Transport], folder: str, *, is_synced: bool = False, takes_over: bool = True

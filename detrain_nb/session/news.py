@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from .running.cells import Cells
+from .running.settings import SlotsOnly
 from .state.session_state import SessionState
 
 __all__ = ["SessionNews"]
 
 
-class SessionNews:
+class SessionNews(SlotsOnly):
     """Of one session."""
+
+    __slots__ = ("_cells", "_state")
 
     def __init__(self, state: SessionState, cells: Cells) -> None:
         self._state = state

@@ -15,6 +15,7 @@ from .diagnosis.where_report import Whereabouts
 from .output.safe_output import safe_completions
 from .running.asked import check_text, check_whole
 from .running.core import Core, Ranks
+from .running.settings import SlotsOnly
 from .running.status import describe_over
 from .state.rank_deaths import is_gone, what_to_do_about_down
 
@@ -27,8 +28,10 @@ _LONGEST_HELP = 1 << 18  # characters
 WHERE_GAP_S = 0.1  # between two looks that tell who uses the processor
 
 
-class SessionRanks:
+class SessionRanks(SlotsOnly):
     """Those of one session. ``len(session.ranks)`` is how many there are."""
+
+    __slots__ = ("_core", "_link", "_replaced", "_state")
 
     def __init__(self, core: Core) -> None:
         self._core = core

@@ -40,10 +40,10 @@ from .running.asked import check_mapping, check_number, check_text, check_whole,
 from .running.cells import Cells
 from .running.core import Core, Ranks
 from .running.results import CellResult
+from .running.settings import SlotsOnly
 from .running.start import RankStart, go_on, launch, place
 from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
-from .settings import SessionSettings
 from .state.cell_observer import CellObserver
 from .state.limits import Limits, check_limits
 from .state.overwritten import OF_ONE_RANK, describe_overwritten
@@ -60,8 +60,10 @@ SPOOL_LIMIT_BYTES = 1 << 30
 _MOST_HOSTS = 4  # by name
 
 
-class Session:
+class Session(SlotsOnly):
     """Ranks that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
+
+    __slots__ = ("_cells", "_core", "_ending", "files", "log", "name", "news", "not_ended", "ranks", "settings")
 
     def __init__(
         self,
@@ -75,17 +77,14 @@ class Session:
     ) -> None:
         self.name = name
         self.not_ended: list[str] = []  # nodes that ``stop`` did not reach: their ranks end by themselves
-        self._stopping = threading.Lock()
+        self._ending = threading.Lock()
         self._core = Core(name, ends, holder=holder or f"pid {os.getpid()}", is_attaching=is_attaching, limits=limits)
-        self._link = self._core.link
-        self._state = self._core.state
-        self._transports = self._core.transports
         self._cells = Cells(self._core)
         self.files = files
         self.ranks = SessionRanks(self._core)
         self.log = SessionLog(self._core, self._cells)
-        self.news = SessionNews(self._state, self._cells)
-        self.settings = SessionSettings(self._core)
+        self.news = SessionNews(self._core.state, self._cells)
+        self.settings = self._core.settings
 
     @classmethod
     def start(
@@ -230,9 +229,9 @@ class Session:
         try:
             go_on(session._core, steal=steal, say=on_progress)
             session._core.note_down()
-            session.log.note_before({ran.cell for ran in session.log.cells})
+            session.log.cells_before = frozenset(ran.cell for ran in session.log.cells)
             for words in files.notices:
-                session._state.add_notice(words)
+                session._core.state.add_notice(words)
         except BaseException:
             session.detach()
             raise
@@ -244,12 +243,12 @@ class Session:
 
         Not ``is_seen``: what was sent to a front end last may not have arrived there, and is shown again.
         """
-        with self._stopping:
+        with self._ending:
             if not self._core.is_stopped:
                 self._core.is_stopped = self._core.is_left = True
                 atexit.unregister(self._stop_at_exit)
-                self._link.detach(is_seen=is_seen)
-                for transport in self._transports:
+                self._core.link.detach(is_seen=is_seen)
+                for transport in self._core.transports:
                     transport.leave()
 
     def stop_cells(self) -> dict[int, str]:
@@ -258,12 +257,12 @@ class Session:
         Raises: what ended the session.
         """
         self._core.require_alive()
-        return {cell.number: self._core.rescue.stop(cell) for cell in set(self._state.busy.values())}
+        return {cell.number: self._core.rescue.stop(cell) for cell in set(self._core.state.busy.values())}
 
     @property
     def failure(self) -> DetrainError | None:
         """Why the session cannot go on; None while it can, or after it was ended."""
-        return None if self._core.is_stopped else self._state.failure
+        return None if self._core.is_stopped else self._core.state.failure
 
     @property
     def is_alive(self) -> bool:
@@ -313,7 +312,7 @@ class Session:
         """
         wanted = names_of(names)
         chosen = self._core.choose_idle(ranks)
-        found = self._link.pull(wanted, chosen)
+        found = self._core.link.pull(wanted, chosen)
         return {rank: found[rank][names] for rank in chosen} if isinstance(names, str) else found
 
     def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
@@ -323,7 +322,7 @@ class Session:
             if not name.isidentifier() or keyword.iskeyword(name) or name == "__builtins__":
                 raise SpecError(f"push of {name!r}: give the value a name that a cell can use")
         chosen = self._core.choose_idle(ranks)
-        self._link.push(variables, chosen)
+        self._core.link.push(variables, chosen)
         self._core.tell(describe_overwritten(dict.fromkeys(chosen, variables), by="push"), None)
 
     def status(self, *, limit_s: float = 2.0) -> SessionStatus:
@@ -351,8 +350,8 @@ class Session:
         check_whole("source", source)
         chosen = self.ranks.choose(ranks)
         (sender,) = self.ranks.choose(source)
-        self._core.choose_idle([*chosen, sender], limit_s=self._link.limits.idle_s)
-        self._core.mend_group(self._state.ranks, None)
+        self._core.choose_idle([*chosen, sender], limit_s=self._core.link.limits.idle_s)
+        self._core.mend_group(self._core.state.ranks, None)
         orphans = self._core.process_groups.broadcast(wanted, chosen, source=sender)
         self._core.tell(_describe_orphans(orphans), None)
         others = [rank for rank in chosen if rank != sender]
@@ -368,25 +367,23 @@ class Session:
         run_to_its_end(lambda: self._end(keep_s), name="detrain_nb stop")
 
     def _end(self, keep_s: float) -> None:
-        with self._stopping:
+        with self._ending:
             if self._core.is_stopped:
                 return
-            nodes = range(len(self._transports))
-            is_ours = [not self._link.is_hung_up_on(node) for node in nodes]
-            left = set(self._link.end(limit_s=self._link.limits.end_s, keep_s=keep_s)) - self._state.lost_nodes.keys()
-            is_taken = [self._link.is_taken(node) for node in nodes]  # perhaps in this very moment
+            limit_s, transports, links = self._core.link.limits.end_s, self._core.transports, self._core.link.node_links
+            is_ours = [not link.is_hung_up_on for link in links]
+            left = set(self._core.link.end(limit_s=limit_s, keep_s=keep_s)) - self._core.state.lost_nodes.keys()
+            is_taken = [link.is_taken for link in links]  # perhaps in this very moment
             self._core.is_stopped = True  # after it was asked for: a stop in between leaves it to be asked for again
             atexit.unregister(self._stop_at_exit)
-            self.not_ended = [self._transports[node].name for node in left if self._transports[node].can_resume]
+            self.not_ended = [transports[node].name for node in left if transports[node].can_resume]
             if not self.not_ended and not any(is_taken):
                 forget(self.name)
-            for node, transport in enumerate(self._transports):
-                if sock := self._link.take_kept(node):
-                    keep(transport, sock, keep_s=keep_s)
+            for node, (transport, link) in enumerate(zip(transports, links)):
+                if link.is_kept:
+                    keep(transport, link.take_socket(), keep_s=keep_s)
                 else:
-                    transport.wait_for_end(
-                        limit_s=self._link.limits.end_s, is_ours=is_ours[node] and not is_taken[node]
-                    )
+                    transport.wait_for_end(limit_s=limit_s, is_ours=is_ours[node] and not is_taken[node])
 
     def _stop_at_exit(self) -> None:
         self._end(0.0)
@@ -408,7 +405,7 @@ class Session:
         """The nodes that are to run a cell have what has changed here."""
         if self.files.is_synced:
             names = self._core.plan.node_names
-            chosen = self._core.wait_until_idle(ranks, observer, limit_s=self._link.limits.idle_s)
+            chosen = self._core.wait_until_idle(ranks, observer, limit_s=self._core.link.limits.idle_s)
             on = {names.get(rank, "") for rank in chosen}
             for words in self.files.bring(on):
                 self._core.tell(words, observer)

@@ -296,7 +296,7 @@ def test_death_that_was_not_told_yet_is_told_by_the_next_one(other: OtherProcess
     other.run(_start(name))
     pid = other.run("answer = s.run_cell('import os; os.getpid()').values[1]")
     os.kill(pid, signal.SIGKILL)
-    other.run("import time\nwhile s.status().ranks[1].state != 'idle' or not s._state.fresh: time.sleep(.01)")
+    other.run("import time\nwhile s.status().ranks[1].state != 'idle' or not s._core.state.fresh: time.sleep(.01)")
     other.run("time.sleep(1)")  # time to acknowledge it
     other.kill()
     with Session.attach(name) as session:
@@ -310,7 +310,7 @@ def test_death_before_a_cell_that_runs_is_not_taken_for_its_end(other: OtherProc
     other.run(_start(name, init=False))
     pid = other.run("answer = s.run_cell('import os; os.getpid()').values[1]")
     os.kill(pid, signal.SIGKILL)
-    other.run("import time\nwhile s.status().ranks[1].state != 'idle' or not s._state.fresh: time.sleep(.01)")
+    other.run("import time\nwhile s.status().ranks[1].state != 'idle' or not s._core.state.fresh: time.sleep(.01)")
     code = f"import os, time\nopen('{tmp_path}/' + str(rank), 'w')\n"
     code += f"while not os.path.exists('{tmp_path}/go'): time.sleep(.01)"
     other.start(f"s.run_cell({code!r})")  # without an observer it is not shown, nor acknowledged
@@ -383,7 +383,7 @@ for i in range(20_000, 20_100): print(i)
         marks = ["--- from here on perhaps shown before:", "--- from here on new:"]
         assert observer.notices == marks, "the process that was killed had the first line, and nobody was shown it"
         session.run_cell("1")
-        _eventually(lambda: link_of(session)._nodes[0]._acknowledged == link_of(session)._nodes[0].last_number)
+        _eventually(lambda: link_of(session).node_links[0]._acknowledged == link_of(session).node_links[0].last_number)
         session.detach()
     with Session.attach(name) as session:
         assert session.log.missed == {}
@@ -407,7 +407,7 @@ def test_what_nobody_confirmed_is_shown_again_between_marks(other: OtherProcess,
     assert observer.shown[-1][0] == "notice"
     assert observer.text(0) == "1\n2\n"
     second.log.confirm_missed()
-    _eventually(lambda: link_of(second)._nodes[0]._acknowledged == link_of(second)._nodes[0].last_number)
+    _eventually(lambda: link_of(second).node_links[0]._acknowledged == link_of(second).node_links[0].last_number)
     second.detach()
     with Session.attach(name) as third:
         assert third.log.missed == {}

@@ -404,7 +404,7 @@ def test_node_that_ends_each_connection_at_once_is_not_connected_to_without_a_pa
         return ours
 
     with _attached(good, bad) as session:
-        monkeypatch.setattr(link_of(session)._nodes[1], "_connect", lambda: connect("mine"))
+        monkeypatch.setattr(link_of(session).node_links[1], "_connect", lambda: connect("mine"))
         bad._sock.shutdown(socket.SHUT_RDWR)
         assert_soon(lambda: len(times) > 3)
         assert session.run_cell("1", ranks=0).ranks == (0,)
@@ -1091,7 +1091,7 @@ def test_other_nodes_get_through_while_a_large_output_is_taken(pair: Pair) -> No
 
 
 def test_link_that_is_closed_takes_no_more_of_a_large_output(pair: Pair) -> None:
-    eyes = _SlowEyes(lambda: link_of(pair.session)._nodes[1].begin_to_close(is_seen=True))
+    eyes = _SlowEyes(lambda: link_of(pair.session).node_links[1].begin_to_close(is_seen=True))
     with pytest.raises(DetrainError):
         _run(pair, _LARGE, _DONE, observer=eyes)
     assert 0 < eyes.num_chars < len(_LARGE.body)
@@ -1579,7 +1579,7 @@ class _Ends:
     def end(self) -> str:
         """Have everything said taken; returns why the bad node's link was closed."""
         self.bad.leave()
-        assert self.link._nodes[1].wait_for_end(limit_s=20)
+        assert self.link.node_links[1].wait_for_end(limit_s=20)
         return self.state.lost_nodes.get(1, "") or self.state.absent.get(1, "")
 
     def read(self) -> list[str]:
@@ -1652,7 +1652,7 @@ def _assert_nothing_is_raised(situation: str, frames: list[bytes]) -> None:
         assert set(state.logbook.cells) <= {0, 1, 2, 3, 7, 5000}
     finally:
         ends.good.leave()
-        assert ends.link._nodes[0].wait_for_end(limit_s=20)
+        assert ends.link.node_links[0].wait_for_end(limit_s=20)
 
 
 # ---- what the notebook's side never calls
@@ -1733,7 +1733,7 @@ def test_half_lines_are_not_kept_for_a_node_that_takes_nothing(monkeypatch: pyte
     running = threading.Thread(target=run)
     running.start()
     try:
-        link = link_of(pair.session)._nodes[1]
+        link = link_of(pair.session).node_links[1]
         for number in range(200):
             for stream in ("stdout", "stderr"):
                 pair.bad.say(Output(1, 1, stream, b"\r%d" % number + b"y" * 65_000))

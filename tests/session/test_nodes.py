@@ -236,7 +236,7 @@ def test_stop_works_while_a_node_cannot_be_reached(two_nodes: Session, nodes: li
 
     def cut_and_stop() -> None:
         nodes[1].cut()
-        assert_soon(lambda: link_of(two_nodes)._nodes[1].broken_at is not None)
+        assert_soon(lambda: link_of(two_nodes).node_links[1].broken_at is not None)
         os.kill(os.getpid(), signal.SIGINT)
 
     stop = _later(cut_and_stop, 0.5)
@@ -375,7 +375,7 @@ def test_session_is_attached_to_on_all_nodes(base: Path) -> None:
 def test_node_that_speaks_for_the_rank_of_another_is_hung_up_on(two_nodes: Session) -> None:
     ranks = link_of(two_nodes)
     forged = to_frame(CellDone(0, 1, 0.0, True, False, b""))
-    link = ranks._nodes[1]
+    link = ranks.node_links[1]
     two_nodes.run_cell("kept = rank")
     ours, theirs = socket.socketpair()
     link._connect = lambda: ours

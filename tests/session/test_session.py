@@ -1075,6 +1075,17 @@ def test_what_is_of_another_type_is_one_error_in_words(session: Session, call: C
         call(session)
 
 
+@pytest.mark.parametrize("part", ["", "files", "log", "news", "ranks", "settings"])
+def test_setting_that_is_none_is_an_error_that_says_where_they_stand(session: Session, part: str) -> None:
+    """``session.hang_s = 1``, ``session.settings.hang = 1``: a new attribute would be believed, and do nothing."""
+    of = getattr(session, part) if part else session
+    for name in ("hang", "idle_s") if part == "settings" else ("hang_s", "hosts"):
+        words = f"no {name!r} that can be set: session.settings has hang_s, stop_gap_s, warm_s and limits"
+        with pytest.raises(AttributeError, match=words):
+            setattr(of, name, 1)
+        assert not hasattr(of, name)
+
+
 @pytest.mark.parametrize("timeout_s", [float("nan"), 0, -1])
 def test_time_for_a_cell_is_more_than_none(session: Session, timeout_s: float) -> None:
     with pytest.raises(SpecError, match="give more than 0 seconds"):

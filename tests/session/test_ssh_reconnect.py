@@ -7,15 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
 from detrain_nb.errors import TransportError
 from detrain_nb.session.link import node_link
-from detrain_nb.session.link.node_link import NodeEvents, NodeLink
-from detrain_nb.session.output.shown_mark import ShownMark
+from detrain_nb.session.link.node_link import NodeLink
 from detrain_nb.session.state.limits import Limits
+from detrain_nb.session.state.session_state import SessionState
 from detrain_nb.wire import Alive, Attach, FrameReader, Locate, Received, RunCell, to_frame
 
 from .soon import interrupted
@@ -30,17 +29,11 @@ class Node:
         self.fail: Callable[[int], None] = lambda _: None
         self.tries = 0
         self.closed: list[str] = []
+        self.close: Callable[[str], object] = self.closed.append
         self.has_broken = threading.Event()
         ours, self.sock = socket.socketpair()
-        events = NodeEvents(
-            take=lambda message, number: None,
-            mark_shown=lambda: ShownMark([], lambda: True),
-            note_handled=lambda missing: None,
-            break_off=self.has_broken.set,
-            close=self.closed.append,
-        )
         self.limits = Limits()
-        self.link = NodeLink(ours, events, connect=self._connect, limits=self.limits)
+        self.link = NodeLink(ours, _Told(self), 0, connect=self._connect, limits=self.limits)
 
     def _connect(self) -> socket.socket:
         self.tries += 1
@@ -60,6 +53,20 @@ class Node:
             time.sleep(0.01)
         assert not self.closed
         self.sock.settimeout(_LIMIT_S)
+
+
+class _Told(SessionState):
+    """What the session knows; the test is told when a connection breaks, and at the end."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__("mine")
+        self._told = node
+
+    def break_off(self, node: int) -> None:
+        self._told.has_broken.set()
+
+    def close(self, reason: str, node: int = 0) -> None:
+        self._told.close(reason)
 
 
 @pytest.fixture
@@ -104,7 +111,7 @@ def test_start_that_is_interrupted_before_its_connection_is_served_ends_quietly(
 def test_end_is_waited_for_also_after_a_wait_that_was_interrupted(node: Node) -> None:
     """Python takes a thread for ended when a join of it was interrupted."""
     is_released = threading.Event()
-    node.link._events = replace(node.link._events, close=lambda _: is_released.wait(_LIMIT_S))
+    node.close = lambda _: is_released.wait(_LIMIT_S)
     node.link.begin_to_close(is_seen=True)
     with interrupted(0.05) as begin:
         begin()

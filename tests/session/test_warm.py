@@ -198,7 +198,7 @@ def test_agent_ends_by_itself_when_its_time_is_over(processes: Processes) -> Non
     """Here as everywhere the other end may be stopped, or forget it."""
     session = _start(warm_s=0.5)
     agent = _warm_process(session).parent()
-    link = link_of(session)._nodes[0]
+    link = link_of(session).node_links[0]
     link_of(session).end(limit_s=10, keep_s=0.5)
     assert link.is_kept
     assert agent is not None

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...errors import DetrainError, SessionError, TransportError, WireError
 from ...wire import (
@@ -43,6 +43,7 @@ from ...wire import (
 from ..output.safe_output import one_line
 from ..output.shown_mark import ShownMark
 from ..state.limits import Limits
+from ..state.session_state import SessionState
 
 _REST_LIMIT_S = 2.0
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
@@ -56,38 +57,26 @@ _PIECE_BYTES = 1 << 16  # of output: so much is taken at once
 _GIVE_WAY_S = 0.001  # between two pieces: the locks that are let go of there are free for who waits for them
 
 
-@dataclass(frozen=True)
-class NodeEvents:
-    """What the background thread of a link calls: methods of SessionState, for this node; see RankLink._link_to.
-
-    ``note_handled``: a numbered message was taken, and so many before it did not come. ``break_off``: the connection is
-    gone and another one is being made; an answer that is not numbered is lost. ``close`` comes once, at the end: why.
-    """
-
-    take: Callable[[Message, int], None]
-    mark_shown: Callable[[], ShownMark]
-    note_handled: Callable[[int], None]
-    break_off: Callable[[], None]
-    close: Callable[[str], None]
-
-
 class NodeLink:
-    """One node. ``connect`` makes another connection to its agent; None where one that breaks means the agent's end.
+    """One node, by its position; ``state`` takes what it says, and is told when its connection breaks, and ends.
 
+    ``connect`` makes another connection to its agent; None where one that breaks means the agent's end.
     ``connect`` raises SessionError when the agent is gone for good, another DetrainError when it cannot be reached now.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        events: NodeEvents,
+        state: SessionState,
+        node: int,
         *,
-        connect: Callable[[], socket.socket] | None = None,
-        limits: Limits | None = None,
+        connect: Callable[[], socket.socket] | None,
+        limits: Limits,
     ) -> None:
-        self._limits = limits or Limits()
+        self._limits = limits
         self._link = Link(sock)
-        self._events = events
+        self._state = state
+        self._node = node
         self._connect = connect
         self._counts = connect is not None
         self._sending = threading.Lock()
@@ -274,7 +263,7 @@ class NodeLink:
                 self._link.close()
         for sock in (self._wake, self._woken):
             sock.close()
-        self._events.close(reason)
+        self._state.close(reason, self._node)
 
     def _until_due(self) -> float | None:
         alive_in_s = None if self._connect is None else max(0.0, self._alive_at - time.monotonic())
@@ -329,7 +318,7 @@ class NodeLink:
                 time.sleep(_GIVE_WAY_S)
             if self.is_closed:
                 return  # what has not been taken whole is not acknowledged: the next notebook shows it
-            self._events.take(piece, frame.number)
+            self._state.take(piece, frame.number, self._node)
         if frame.number:
             self._check_number(frame.number, is_explained=isinstance(message, Notice))
 
@@ -361,7 +350,7 @@ class NodeLink:
             self.broken_at = self.broken_at or time.monotonic()
             self._is_resuming = False
             self._link.close()
-        self._events.break_off()
+        self._state.break_off(self._node)
 
     def _make_connection(self, reason: str) -> None:
         """Try until there is one. Raises: LinkClosed when the agent is gone, or we hang up meanwhile."""
@@ -463,7 +452,7 @@ class NodeLink:
     def _next_mark(self) -> ShownMark | None:
         if self._last_number is None or self._last_number <= self._acknowledged:
             return None
-        mark = self._events.mark_shown()
+        mark = self._state.mark_shown(self._node)
         mark.number = self._last_number
         return mark
 
@@ -481,7 +470,7 @@ class NodeLink:
         """The agent numbers what it keeps for us without a gap, or says in a notice what is missing."""
         missing = 0 if self._last_number is None else number - self._last_number - 1
         self._last_number = number
-        self._events.note_handled(0 if is_explained else missing)
+        self._state.note_handled(0 if is_explained else missing, self._node)
 
 
 def _pieces(message: Message) -> Iterator[Message]:

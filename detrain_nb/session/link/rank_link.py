@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from ..state.limits import Limits
 from ..state.rank_deaths import advice, what_to_do_about_down
 from ..state.requests import Request
 from ..state.session_state import SessionState
-from .node_link import NodeEvents, NodeLink
+from .node_link import NodeLink
 
 _MOST_TURNS = 10  # of cells of other threads that a cell waits for
 _REFUSED_AGAIN_S = 5.0  # from one cell that was refused to the next of "run all"
@@ -43,22 +42,12 @@ class RankLink:
         self._session = session
         self._refused: set[tuple[int, int, int]] = set()  # who was last in the way of a cell: rank, cell, presses
         self._refused_until = 0.0
-        self._nodes = [self._link_to(node, end) for node, end in enumerate(ends)]
+        self.node_links = [self._link_to(node, end) for node, end in enumerate(ends)]
 
     def _link_to(self, node: int, end: End) -> NodeLink:
-        state, transport = self.state, end.transport
-        events = NodeEvents(
-            take=lambda message, number: state.take(message, number, node),
-            mark_shown=lambda: state.mark_shown(node),
-            note_handled=lambda missing: state.note_handled(missing, node),
-            break_off=lambda: state.break_off(node),
-            close=lambda reason: state.close(reason, node),
-        )
-        if end.absent:
-            events = replace(events, close=lambda *_: None)  # it is known, and told with the ranks that were there
-        can_resume = transport.can_resume and not end.absent
-        connect = functools.partial(transport.connect_agent, self._session) if can_resume else None
-        return NodeLink(end.sock, events, connect=connect, limits=self.limits)
+        can_resume = end.transport.can_resume and not end.absent
+        connect = functools.partial(end.transport.connect_agent, self._session) if can_resume else None
+        return NodeLink(end.sock, self.state, node, connect=connect, limits=self.limits)
 
     def send(self, message: Message) -> None:
         """Send ``message`` to its ranks. Raises: NodeLost, or whatever ended the session before."""
@@ -70,9 +59,9 @@ class RankLink:
     def send_to(self, node: int, message: Message) -> None:
         """Send ``message`` to the agent of a node. Raises: NodeLost, or whatever ended the session before."""
         try:
-            self._nodes[node].send(message)
+            self.node_links[node].send(message)
         except TransportError as exc:
-            self._nodes[node].wait_for_end(limit_s=self.limits.last_words_s)
+            self.node_links[node].wait_for_end(limit_s=self.limits.last_words_s)
             if self.state.failure or node not in {*self.state.lost_nodes, *self.state.absent}:
                 gone = NodeLost(f"the agent of session {self._session!r} is gone: {exc}")
                 raise self.state.failure or gone from exc
@@ -80,26 +69,22 @@ class RankLink:
     def end(self, *, limit_s: float, keep_s: float = 0.0) -> list[int]:
         """Ask the agents to end everything, and wait until they have; returns the nodes whose agent has not.
 
-        With ``keep_s`` an agent may stay so long for another session, see ``take_kept``.
+        With ``keep_s`` an agent may stay so long for another session: its link ``is_kept`` then.
         """
-        for link in self._nodes:
+        for link in self.node_links:
             with contextlib.suppress(TransportError):
                 link.end(keep_s=keep_s)
         deadline = time.monotonic() + limit_s
-        for link in self._nodes:
+        for link in self.node_links:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
         self._close(is_seen=True)
-        return [node for node, link in enumerate(self._nodes) if not link.is_hung_up_on and not link.is_kept]
-
-    def take_kept(self, node: int) -> socket.socket | None:
-        """After the end: the connection to the agent of ``node``, if that has stayed."""
-        return self._nodes[node].take_socket() if self._nodes[node].is_kept else None
+        return [node for node, link in enumerate(self.node_links) if not link.is_hung_up_on and not link.is_kept]
 
     def _close(self, *, is_seen: bool) -> None:
-        for link in self._nodes:
+        for link in self.node_links:
             link.begin_to_close(is_seen=is_seen)
         deadline = time.monotonic() + self.limits.close_s
-        for link in self._nodes:
+        for link in self.node_links:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
 
     def wait_for_number(
@@ -112,7 +97,7 @@ class RankLink:
         Raises: CellTimeout when less than a twentieth of them has come within ``limit_s``, what ended the session when
         nothing can come.
         """
-        link = self._nodes[node]
+        link = self.node_links[node]
         deadline, enough = time.monotonic() + limit_s, link.last_number + 1
         first, tell_at = link.last_number, time.monotonic() + self.limits.tell_gap_s
         step = max(1, (number - first) // 20)
@@ -138,26 +123,18 @@ class RankLink:
     def hang_up(self, node: int, reason: str) -> None:
         """Let go of a node, which is lost for this session."""
         self.state.lose_node(node, reason)
-        self._nodes[node].close(is_seen=False)
+        self.node_links[node].close(is_seen=False)
 
     @property
     def is_closed(self) -> bool:
         """Nothing can be said to the ranks, nor heard of them."""
-        return self._nodes[0].is_closed
+        return self.node_links[0].is_closed
 
     def detach(self, *, is_seen: bool) -> None:
         """Hang up; agents and ranks go on. ``is_seen``: see ``NodeLink.close``."""
         left = f"session {self._session!r} was left, its ranks go on"
         self.state.fail(SessionError(f"{left}: %distributed attach {self._session} comes back to them"))
         self._close(is_seen=is_seen)
-
-    def is_hung_up_on(self, node: int) -> bool:
-        """The agent is gone, or serves another notebook."""
-        return self._nodes[node].is_hung_up_on
-
-    def is_taken(self, node: int) -> bool:
-        """The agent has said that it serves another notebook."""
-        return self._nodes[node].is_taken
 
     def describe_unreachable(self, *, now: float) -> str:
         """The nodes to which there is no connection now; empty when all can be reached."""
@@ -166,22 +143,18 @@ class RankLink:
             ranks = [rank for rank, owner in list(self.state.node_of.items()) if owner == node]
             name, go_on = self.state.nodes[node], "goes on" if len(ranks) == 1 else "go on"
             words = f"no connection to {name} for {since_s:.0f} s, trying again: {format_ranks(ranks)} {go_on}"
-            parts.append(words + self.why_broken(node))
+            why = self.node_links[node].why_broken
+            parts.append(f"{words} ({why})" if why else words)
         return "; ".join(parts)
-
-    def why_broken(self, node: int) -> str:
-        """What the last try to connect to it again has met, in brackets; empty where that is not known."""
-        why = self._nodes[node].why_broken
-        return f" ({why})" if why else ""
 
     def broken_s(self, *, now: float) -> dict[int, float]:
         """For how many seconds there has been no connection to a node, by its position."""
-        times = {node: link.broken_at for node, link in enumerate(self._nodes) if not link.is_closed}
+        times = {node: link.broken_at for node, link in enumerate(self.node_links) if not link.is_closed}
         return {node: now - broken_at for node, broken_at in times.items() if broken_at is not None}
 
     def is_reachable(self, rank: int) -> bool:
         """There is a connection to its node."""
-        return self._nodes[self.state.node_of.get(rank, 0)].broken_at is None
+        return self.node_links[self.state.node_of.get(rank, 0)].broken_at is None
 
     def require_idle(
         self,
@@ -304,7 +277,7 @@ class RankLink:
                         body = bytes(buffer[start : start + PIECE_BYTES])
                         self.send(Piece(list(ranks), request.number, name, index, body))
                         for node in nodes:
-                            if not self._nodes[node].wait_for_room(self.limits.room_s):
+                            if not self.node_links[node].wait_for_room(self.limits.room_s):
                                 who = self.state.nodes[node] or "the node"
                                 raise CellTimeout(f"push of {name}: {who} took nothing for {self.limits.room_s:g} s")
                 request.wait(self.limits.value_s, what=f"push of {name}")

@@ -31,10 +31,6 @@ class Cells:
         self._beginning = threading.Lock()  # cells of several threads begin one after the other
         self._last_of: dict[int, int] = {}  # the cell that a rank began last
 
-    def next_number(self, *, at_least: int = 1) -> int:
-        """What the next cell gets that begins; no two cells of a session have the same."""
-        return self._state.history.next_cell(at_least=at_least)
-
     def run(
         self,
         code: str,
@@ -56,20 +52,17 @@ class Cells:
         source = _Source(code, first_line, is_replay)
         cell = self._begin(source, ranks, observer, at_least=at_least, values=values)
         try:
-            self._execute(cell, source.for_ranks_of(cell), timeout_s)
+            self._execute(cell, source, timeout_s)
             return self._result(cell, values=values)
         finally:
             cell.note_values_brought()
 
-    def _execute(self, cell: Cell, message: RunCell, timeout_s: float | None) -> None:
-        core = self._core
-        execution = CellExecution(self._link, core.rescue, hang_s=core.hang_s, stop_gap_s=core.stop_gap_s)
-        is_alone = message.is_replay and len(cell.ranks) < core.world_size
+    def _execute(self, cell: Cell, source: _Source, timeout_s: float | None) -> None:
         try:
-            story = execution.run(cell, message, timeout_s, is_alone=is_alone)
+            story = CellExecution(self._core, cell, source.for_ranks_of(cell), timeout_s).run()
         finally:
             if not cell.observer:  # else it has been told
-                core.tell(cell.describe_overwritten(), None)
+                self._core.tell(cell.describe_overwritten(), None)
         self._raise_for(cell, story)
         self._state.history.end_well(cell.number)
 
@@ -89,7 +82,7 @@ class Cells:
                 core.tell(core.rescue.before_a_cell(), observer)
                 core.mend_group(chosen, observer)
                 cell = Cell(
-                    self.next_number(at_least=at_least),
+                    state.history.next_cell(at_least=at_least),
                     chosen,
                     observer,
                     state.hosts,

@@ -16,6 +16,7 @@ from ..recovery.rescue import Rescue
 from ..state.cell import Cell
 from ..state.cell_observer import CellObserver
 from ..state.limits import Limits
+from .settings import SessionSettings
 
 if TYPE_CHECKING:
     from ...spec.node import Node
@@ -42,9 +43,7 @@ class Core:
         self.state = self.link.state
         self.process_groups = ProcessGroups(self.link)
         self.rescue = Rescue(self.link, self.process_groups)
-        self.hang_s = 5.0
-        self.stop_gap_s = 0.0
-        self.group_timeout_s = 0.0  # 0: torch's own
+        self.settings = SessionSettings(self.link, self.process_groups)
         self.is_stopped = False
         self.is_left = False  # its ranks go on
 
@@ -127,7 +126,7 @@ class Core:
             in_the_way = {cell for rank, cell in self.state.busy.items() if rank in chosen}
             if not in_the_way:
                 raise
-            self.rescue.make_way(next(iter(in_the_way)), gap_s=self.stop_gap_s)
+            self.rescue.make_way(next(iter(in_the_way)), gap_s=self.settings.stop_gap_s)
             note = f"the cell was not run; {self.rescue.stop_in_the_way(in_the_way)}"
             raise CellInterrupted({}, world_size=len(chosen), note=note) from None
         finally:

@@ -179,8 +179,7 @@ def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
 
 def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say: Say) -> None:
     """Start the ranks of all nodes at once. Raises: LaunchError."""
-    core.state.groups.want(how.has_group)
-    core.group_timeout_s = how.group_timeout_s
+    core.state.groups.want(how.has_group, timeout_s=how.group_timeout_s)
     address = core.transports[0].address if len(core.transports) > 1 else LOOPBACK
     store = (address, _open_store(core, address))
     run_id = uuid.uuid4().hex
@@ -241,8 +240,7 @@ def go_on(core: Core, *, steal: bool = False, say: Say) -> None:
         raise _disputed(core.name, rank, both, "this machine has not noted which had it")
     world_size = max((up.world_size for up in core.state.up.values()), default=0)
     known = _what_runs(attached, names, world_size=world_size, session=core.name)
-    core.state.groups.want(known.has_group)
-    core.group_timeout_s = known.group_timeout_s
+    core.state.groups.want(known.has_group, timeout_s=known.group_timeout_s)
     core.state.know_plan(known.plan)
     core.state.groups.go_on_from(max(answer.generation for answer in attached.values()))
     core.state.lose_absent()

@@ -210,7 +210,7 @@ def look(core: Core, *, limit_s: float) -> SessionStatus:
         )
     broken_s = core.link.broken_s(now=time.monotonic())
     nodes = node_statuses(core.transports, core.plan, lost=state.lost_nodes, broken_s=broken_s)
-    return SessionStatus(core.name, tuple(rows), nodes, core.group_timeout_s, describe_over(core))
+    return SessionStatus(core.name, tuple(rows), nodes, state.groups.timeout_s, describe_over(core))
 
 
 def describe_over(core: Core) -> str:

@@ -18,6 +18,7 @@ class GroupState:
         self._requests = requests
         self._lock = lock
         self._is_wanted = True
+        self._timeout_s = 0.0
         self._is_checked = False
         self._number = 0
         self._ended = 0
@@ -34,6 +35,11 @@ class GroupState:
     def is_wanted(self) -> bool:
         """A default group is made before the first cell, and after every loss."""
         return self._is_wanted
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a collective waits for another rank; 0: as long as torch's own."""
+        return self._timeout_s
 
     @property
     def is_checked(self) -> bool:
@@ -55,8 +61,8 @@ class GroupState:
         """The variables that were made with the generation that ended last."""
         return self._stale
 
-    def want(self, is_wanted: bool) -> None:
-        self._is_wanted = is_wanted
+    def want(self, is_wanted: bool, *, timeout_s: float) -> None:
+        self._is_wanted, self._timeout_s = is_wanted, timeout_s
 
     def check(self, is_checked: bool) -> None:
         self._is_checked = is_checked

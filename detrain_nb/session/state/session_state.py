@@ -542,7 +542,8 @@ class SessionState:
     @_one_at_a_time
     def close(self, reason: str, node: int = 0) -> None:
         """A node has hung up for good, or was hung up on because what it said cannot be."""
-        self.lose_node(node, f"the agent of session {self._session!r} is gone ({reason})")
+        if node not in self._absent:  # that is known, and told with the ranks that were there
+            self.lose_node(node, f"the agent of session {self._session!r} is gone ({reason})")
 
     @_one_at_a_time
     def mark_shown(self, node: int = 0) -> ShownMark:

@@ -1,0 +1,74 @@
+"""What of a session can be set while it runs, and what its start has set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..link.rank_link import RankLink
+from ..recovery.process_groups import ProcessGroups, describe_new_groups
+from ..state.limits import Limits
+
+__all__ = ["SessionSettings", "SlotsOnly"]
+
+
+class SlotsOnly:
+    """What a session offers: a setting that is none, or stands elsewhere, is no new attribute of it."""
+
+    __slots__ = ("__weakref__",)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            object.__setattr__(self, name, value)
+        except AttributeError:
+            names = ", ".join(known for known in SessionSettings.__slots__ if known[0] != "_")
+            words = f"{type(self).__name__} has no {name!r} that can be set: session.settings has {names} and limits"
+            raise AttributeError(words) from None
+
+
+class SessionSettings(SlotsOnly):
+    """Those of one session, in seconds where that is in the name."""
+
+    __slots__ = ("_groups", "_limits", "_process_groups", "_state", "hang_s", "stop_gap_s", "warm_s")
+
+    def __init__(self, link: RankLink, process_groups: ProcessGroups) -> None:
+        self._limits = link.limits
+        self._state = link.state
+        self._groups = link.state.groups
+        self._process_groups = process_groups
+        self.hang_s = 5.0  # how long ranks wait for others before the cell says so
+        self.stop_gap_s = 0.0  # from a stop to what it does: time for whoever restarts this process to say so
+        self.warm_s = 0.0  # how long nodes keep what the ranks have imported, after a stop
+
+    @property
+    def limits(self) -> Limits:
+        """How long it waits for what, and how often it looks; each can be set."""
+        return self._limits
+
+    @property
+    def wants_group(self) -> bool:
+        """There is a default process group, made before the first cell and after every loss."""
+        return self._groups.is_wanted
+
+    @property
+    def group_timeout_s(self) -> float:
+        """How long a collective waits for another rank; 0 where that is torch's own choice."""
+        return self._groups.timeout_s
+
+    @property
+    def checks_collectives(self) -> bool:
+        """The ranks compare every collective before they begin it, and all of them fail where it is not the same."""
+        return self._groups.is_checked
+
+    def check_collectives(self, is_on: bool = True) -> str:
+        """Compare collectives from the next process groups on, or no more; says in words when that is.
+
+        Groups that no cell uses are ended at once. Each collective then takes some milliseconds longer.
+        """
+        if is_on == self.checks_collectives:
+            return ""
+        self._groups.check(is_on)
+        if self._state.busy:
+            return "a cell runs: it holds for process groups that are made later, after %distributed restart for all"
+        if not self._groups.any_has:
+            return ""
+        return describe_new_groups(self._process_groups.end(), is_wanted=self.wants_group)
