@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .running.cells import Cells
 from .running.settings import SlotsOnly
 from .state.session_state import SessionState
 
@@ -12,21 +11,20 @@ __all__ = ["SessionNews"]
 class SessionNews(SlotsOnly):
     """Of one session."""
 
-    __slots__ = ("_cells", "_state")
+    __slots__ = ("_state",)
 
-    def __init__(self, state: SessionState, cells: Cells) -> None:
+    def __init__(self, state: SessionState) -> None:
         self._state = state
-        self._cells = cells
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Output that was lost, a full disk, a start that was cold."""
-        return self._state.notices
+        return self._state.notices.all
 
     def pop_notices(self) -> list[str]:
         """The same; whoever asks shows them, and they are gone."""
-        return self._state.pop_notices()
+        return self._state.notices.pop()
 
     def pop_losses(self) -> str:
         """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
-        return self._cells.pop_news()
+        return self._state.pop_losses()

@@ -83,7 +83,7 @@ class Session(SlotsOnly):
         self.files = files
         self.ranks = SessionRanks(self._core)
         self.log = SessionLog(self._core, self._cells)
-        self.news = SessionNews(self._core.state, self._cells)
+        self.news = SessionNews(self._core.state)
         self.settings = self._core.settings
 
     @classmethod
@@ -174,7 +174,7 @@ class Session(SlotsOnly):
             if files.is_synced:
                 on_progress("bringing the files of the folder to the nodes")
             for words in [*files.notices, *files.bring()]:
-                core.state.add_notice(words)
+                core.state.notices.add(words)
             launch(core, how, attached, say=on_progress)
         except BaseException:
             session.stop(cold=True)
@@ -231,7 +231,7 @@ class Session(SlotsOnly):
             session._core.note_down()
             session.log.cells_before = frozenset(ran.cell for ran in session.log.cells)
             for words in files.notices:
-                session._core.state.add_notice(words)
+                session._core.state.notices.add(words)
         except BaseException:
             session.detach()
             raise

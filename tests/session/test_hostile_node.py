@@ -1585,7 +1585,7 @@ class _Ends:
     def read(self) -> list[str]:
         """All that the notebook makes of what was said: it can be shown, or is an error in words."""
         fresh = self.state.fresh
-        words = [*self.state.notices, describe_ends(fresh, hosts={}), *advice(fresh, world_size=2)]
+        words = [*self.state.notices.all, describe_ends(fresh, hosts={}), *advice(fresh, world_size=2)]
         watch = HangWatch(1.0)
         for answer in self.request.answers.values():
             if isinstance(answer, Position):

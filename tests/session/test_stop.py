@@ -598,7 +598,7 @@ wait_among_garbage()
     assert equipped.run_cell("collected_by", ranks=0).values[0] == {"MainThread"}
 
 
-@pytest.mark.parametrize("moment", [("_core.state.history", "begin"), ("_cells", "pop_news")])
+@pytest.mark.parametrize("moment", [("_core.state.history", "begin"), ("_core.state", "pop_losses")])
 def test_stop_before_a_cell_is_sent_leaves_nobody_busy(
     equipped: Session, monkeypatch: pytest.MonkeyPatch, moment: tuple[str, str]
 ) -> None:

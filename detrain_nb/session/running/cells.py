@@ -15,7 +15,7 @@ from ..diagnosis.diagnosis import describe_mismatch
 from ..recovery.process_groups import describe_new_groups
 from ..state.cell import Cell
 from ..state.cell_observer import CellObserver, tell_begin
-from ..state.rank_deaths import advice, describe_ends, describe_silence
+from ..state.rank_deaths import describe_silence
 from .cell_execution import CellExecution
 from .core import Core, Ranks
 from .results import CellResult, RankResult, TextOnly
@@ -106,16 +106,8 @@ class Cells:
         """Note that it is about to be sent, and tell who shows it."""
         self._state.history.begin(source.for_ranks_of(cell))
         self._state.confirm_missed()  # whoever runs a cell has seen what was missed
-        self._core.tell(self.pop_news(), cell.observer)  # of ranks whose loss was no cell's error
+        self._core.tell(self._state.pop_losses(), cell.observer)  # of ranks whose loss was no cell's error
         tell_begin(cell.observer, cell.number)
-
-    def pop_news(self) -> str:
-        """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
-        fresh = self._state.pop_news()
-        if not fresh:
-            return ""
-        ended = describe_ends(fresh, hosts=self._state.hosts)
-        return "\n".join([ended, *advice(fresh, world_size=self._core.world_size, is_told=True)])
 
     def _raise_for(self, cell: Cell, story: str) -> None:
         """``story``: what became of ranks that were freed."""

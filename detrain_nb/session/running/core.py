@@ -154,7 +154,7 @@ class Core:
         if words and observer:
             observer.notice(words)
         elif words:
-            self.state.add_notice(words)
+            self.state.notices.add(words)
 
 
 def _placed(node: Node, ranks: int) -> Node:

@@ -153,7 +153,7 @@ def place(core: Core, ends: Sequence[End], asked: StartedWith, *, is_here: bool,
     core.note_down(asked)
     for node in core.nodes or ():
         if unset := [name for name in node.env if name not in os.environ and name not in asked.env]:
-            core.state.add_notice(f"{node.name} is to have {', '.join(unset)}, which this process has not set")
+            core.state.notices.add(f"{node.name} is to have {', '.join(unset)}, which this process has not set")
     for number, end in enumerate(ends):
         if end.why_cold:
             core.state.take(StartedCold(end.why_cold), node=number)

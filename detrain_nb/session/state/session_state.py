@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from ...errors import DetrainError, LaunchError, NodeLost, RankLost, SessionError, TransportError, WireError
 from ...plan import Plan
@@ -48,7 +48,8 @@ from .cell import Cell
 from .group_state import GroupState
 from .history import History
 from .message_checks import MessageChecks
-from .rank_deaths import describe_end
+from .notices import LONGEST_NOTICE, Notices
+from .rank_deaths import advice, describe_end, describe_ends
 from .rank_owners import RankOwners
 from .requests import Request, Requests
 
@@ -66,8 +67,6 @@ _OF_WORDS = (
 )
 _ANSWERS = (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)
 _OF_CELLS = (Output, Display, ClearOutput, CellDone, CellFailed)
-_MOST_NOTICES, _LONGEST_NOTICE = 1000, 4000
-_MOST_OF_NODE = 200
 
 _Kept = TypeVar("_Kept")
 _Of = ParamSpec("_Of")
@@ -114,33 +113,32 @@ class SessionState:
         is_attaching: bool = False,
     ) -> None:
         self._session = session
-        self._nodes = tuple(nodes)
+        self.nodes: Final = tuple(nodes)  # their names, in order
         self._strangers = frozenset(strangers)
         self._is_attaching = is_attaching
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        self._requests = Requests()
-        self._history = History()
-        self._logbook = Logbook()
+        self.requests: Final = Requests()  # the questions that are under way
+        self.history: Final = History()  # the cells that were run
+        self.logbook: Final = Logbook()  # what they have printed
+        self.groups: Final = GroupState(self.requests, lock)
+        self.notices: Final = Notices(lock)
         self._owners = RankOwners()
-        self._checks = MessageChecks(self._history, self._owners)
-        self._groups = GroupState(self._requests, lock)
+        self._checks = MessageChecks(self.history, self._owners)
         self._plan = Plan((), "gloo")
         self._lost_nodes: dict[int, str] = {}
         self._absent = dict(absent or {})
         self._is_renumbering = False
         self._cells: dict[int, Cell] = {}
-        self._num_notices: dict[int, int] = {}  # of a node, since a cell was begun
         self._up: dict[int, RankUp] = {}
         self._lost: dict[int, RankEnded] = {}
         self._fresh: dict[int, RankEnded] = {}
         self._last_seconds: dict[int, float] = {}
-        self._notices: list[str] = []
         self._failure: DetrainError | None = None
         self._is_showing_missed = is_attaching
-        self._attached_to = self._requests.new(map(agent_of, range(len(nodes))))
-        self._store_opened = self._requests.new([])
-        self._ranks_up = self._requests.new([])
+        self._attached_to = self.requests.new(map(agent_of, range(len(nodes))))
+        self._store_opened = self.requests.new([])
+        self._ranks_up = self.requests.new([])
         self._attached: dict[int, Attached] = {}  # by node: which messages were for an earlier notebook
         self._left: set[int] = set()  # cells that an earlier notebook has left running: nobody waits for them
         self._on_end: dict[int, list[Callable[[Cell], None]]] = {}
@@ -148,11 +146,11 @@ class SessionState:
             RankEnded: lambda message, number, node: self._take_end_of_rank(
                 message, is_missed=number <= self._missed_up_to(node)
             ),
-            GenerationReady: lambda message, number, node: self._groups.take_ready(message),
+            GenerationReady: lambda message, number, node: self.groups.take_ready(message),
             GenerationEnded: self._take_end_of_generation,
             RankUp: self._take_rank_up,
             RanCell: self._take_ran_cell,
-            Unfinished: lambda message, number, node: self._warn(self._logbook.add_beginning(message)),
+            Unfinished: lambda message, number, node: self._warn(self.logbook.add_beginning(message)),
             Attached: self._take_attached,
             StoreOpened: lambda message, number, node: self._store_opened.take_from(agent_of(node), message),
             Refused: self._take_refusal,
@@ -160,14 +158,9 @@ class SessionState:
             Notice: self._take_notice,
             StartedCold: self._take_cold_start,
         }
-        self._handlers |= dict.fromkeys(_ANSWERS, lambda message, number, node: self._requests.take(message))
+        self._handlers |= dict.fromkeys(_ANSWERS, lambda message, number, node: self.requests.take(message))
 
     # ---- what is known
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """Their names, in order."""
-        return self._nodes
 
     @property
     def plan(self) -> Plan:
@@ -182,26 +175,6 @@ class SessionState:
     def ranks(self) -> range:
         """All of them."""
         return range(self._plan.world_size)
-
-    @property
-    def groups(self) -> GroupState:
-        """What is known of their process groups."""
-        return self._groups
-
-    @property
-    def requests(self) -> Requests:
-        """The questions that are under way."""
-        return self._requests
-
-    @property
-    def history(self) -> History:
-        """The cells that were run."""
-        return self._history
-
-    @property
-    def logbook(self) -> Logbook:
-        """What they have printed."""
-        return self._logbook
 
     @property
     def node_of(self) -> Mapping[int, int]:
@@ -254,11 +227,6 @@ class SessionState:
         return MappingProxyType(self._last_seconds)
 
     @property
-    def notices(self) -> tuple[str, ...]:
-        """What the user should know and no cell has said."""
-        return tuple(self._notices)
-
-    @property
     def failure(self) -> DetrainError | None:
         """Why nothing will come from the ranks any more; None while something can."""
         return self._failure
@@ -299,7 +267,7 @@ class SessionState:
     def expect_attached(self, nodes: Iterable[int]) -> Request:
         """What the agents of ``nodes`` answer when attached to, by ``agent_of``; an absent one has answered."""
         nodes = list(nodes)
-        self._attached_to = self._requests.new(map(agent_of, nodes))
+        self._attached_to = self.requests.new(map(agent_of, nodes))
         for node in nodes:
             if node in self._absent:
                 self._attached_to.take_from(agent_of(node), Refused(self._absent[node]))
@@ -307,12 +275,12 @@ class SessionState:
 
     def expect_store(self) -> Request:
         """What the agent of the first node answers when it has opened the socket of the store."""
-        self._store_opened = self._requests.new([agent_of(0)])
+        self._store_opened = self.requests.new([agent_of(0)])
         return self._store_opened
 
     def expect_ranks(self) -> Request:
         """What the interpreters of all ranks say when they are up."""
-        self._ranks_up = self._requests.new(self.ranks)
+        self._ranks_up = self.requests.new(self.ranks)
         return self._ranks_up
 
     @_one_at_a_time
@@ -325,7 +293,7 @@ class SessionState:
         for known in (self._up, self._lost, self._fresh, self._last_seconds):
             for rank in known.keys() - plan.node_of.keys():
                 known.pop(rank, None)
-        self._groups.keep_ranks(plan.node_of)
+        self.groups.keep_ranks(plan.node_of)
 
     @_one_at_a_time
     def know_hosts(self) -> None:
@@ -343,7 +311,7 @@ class SessionState:
             number: known for number, known in self._cells.items() if known.running or not known.has_brought_values
         }
         self._cells = earlier | {cell.number: cell}
-        self._num_notices.clear()
+        self.notices.begin_cell()
         is_fresh = any(self._up[rank].incarnation != cell.incarnations[rank] for rank in cell.ranks)
         if is_fresh or self._lost.keys() & set(cell.ranks):
             self._cells = earlier
@@ -360,7 +328,7 @@ class SessionState:
         """What one rank says arrives in order: the end of a cell on an idle rank has come, or never will."""
         words = "how the cell ended on this rank is not known: that was lost with its last output"
         for rank in set(idle) & set(cell.running):
-            has_group = self._groups.has_group(rank)
+            has_group = self.groups.has_group(rank)
             lost = CellFailed(rank, cell.number, 0.0, has_group, True, "SessionError", words, [], False)
             self.take(lost, node=self.node_of[rank])
 
@@ -369,10 +337,13 @@ class SessionState:
         self._on_end.setdefault(cell.number, []).append(on_end)
 
     @_one_at_a_time
-    def pop_news(self) -> dict[int, RankEnded]:
-        """Ranks that were replaced; whoever asks tells the user."""
+    def pop_losses(self) -> str:
+        """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
         fresh, self._fresh = self._fresh, {}
-        return fresh
+        if not fresh:
+            return ""
+        ended = describe_ends(fresh, hosts=self.hosts)
+        return "\n".join([ended, *advice(fresh, world_size=self.world_size, is_told=True)])
 
     @_one_at_a_time
     def note_told(self, ranks: Iterable[int]) -> None:
@@ -384,7 +355,7 @@ class SessionState:
     def go_on_with_groups(self) -> None:
         """All ranks have the generation that an earlier notebook has begun, but those that are fresh since."""
         known = {rank: incarnation for rank, incarnation in self.incarnations.items() if rank not in self._fresh}
-        self._groups.go_on_with(known)
+        self.groups.go_on_with(known)
 
     @_one_at_a_time
     def confirm_missed(self) -> None:
@@ -395,13 +366,13 @@ class SessionState:
     def renumber(self, plan: Plan, number: Mapping[int, int]) -> None:
         """Ranks of ``plan``, all idle, get other numbers; what comes under an old one before the end of that goes."""
         self._is_renumbering = True
-        self._logbook.renumber(plan, number)
+        self.logbook.renumber(plan, number)
         self._owners.know(_renumbered(self.node_of, number))
         self._up = {rank: replace(up, rank=rank) for rank, up in _renumbered(self._up, number).items()}
         self._last_seconds = _renumbered(self._last_seconds, number)
         self._lost, self._fresh = {}, {}
-        self._groups.forget_ranks()
-        self._history.renumber(number)
+        self.groups.forget_ranks()
+        self.history.renumber(number)
 
     def end_renumbering(self) -> None:
         """They have their new numbers, or are lost."""
@@ -410,28 +381,16 @@ class SessionState:
     @_one_at_a_time
     def notice(self, text: str) -> None:
         """Something the user should know; the cell that runs shows it."""
-        self.add_notice(text)
+        self.notices.add(text)
         for cell in list(self._cells.values()):
             if cell.observer and cell.running:
-                cell.observer.notice(text[:_LONGEST_NOTICE])
-
-    @_one_at_a_time
-    def add_notice(self, text: str) -> None:
-        """Something the user should know, for whoever asks."""
-        self._notices.append(text[:_LONGEST_NOTICE])
-        del self._notices[:-_MOST_NOTICES]
-
-    @_one_at_a_time
-    def pop_notices(self) -> list[str]:
-        """What the user should know and no cell has said; whoever asks shows it."""
-        notices, self._notices = self._notices, []
-        return notices
+                cell.observer.notice(text[:LONGEST_NOTICE])
 
     @_one_at_a_time
     def fail(self, error: DetrainError) -> None:
         """Nothing will come from the ranks any more: whoever waits is told."""
         self._failure = self._failure or error
-        self._requests.fail_all(self._failure)
+        self.requests.fail_all(self._failure)
         for cell in list(self._cells.values()):
             cell.close()
 
@@ -464,7 +423,7 @@ class SessionState:
             self._attached_to.take_from(agent_of(node), Refused(reason))
             return
         self._lost_nodes[node] = reason
-        gone = f"node {self._nodes[node]} is lost"
+        gone = f"node {self.nodes[node]} is lost"
         for rank in [rank for rank, owner in self.node_of.items() if owner == node]:
             pid = self._up[rank].pid if rank in self._up else 0
             self._take_end_of_rank(
@@ -494,8 +453,8 @@ class SessionState:
     def _is_waited_for(self, message: Message) -> bool:
         """It is no answer, or one to a question that somebody has asked."""
         if isinstance(message, _ANSWERS):
-            return self._requests.are_open(message.request)
-        return not isinstance(message, GenerationReady) or message.number == self._groups.number
+            return self.requests.are_open(message.request)
+        return not isinstance(message, GenerationReady) or message.number == self.groups.number
 
     @_one_at_a_time
     def _take(self, message: Message, number: int, node: int, *, bundle: Bundle | None, is_wanted: bool) -> None:
@@ -508,7 +467,7 @@ class SessionState:
             if not self._is_renumbering and not is_missed:  # that may be from before ranks had theirs
                 raise
             return
-        if is_missed and isinstance(message, _OF_CELLS) and not self._history.knows(message.cell):
+        if is_missed and isinstance(message, _OF_CELLS) and not self.history.knows(message.cell):
             return  # it is too long ago for the agent to know it
         self._checks.check_time(message, node, is_attached=node in self._attached)
         if not is_wanted:
@@ -528,8 +487,7 @@ class SessionState:
         if not missing:
             return
         what = "1 message is" if missing == 1 else f"{missing:,} messages are"
-        if text := self._within_bounds(f"{self._on(node)}of what its ranks said {what} missing", node):
-            self.notice(text)
+        self._notice_of(node, f"of what its ranks said {what} missing")
 
     @_one_at_a_time
     def break_off(self, node: int) -> None:
@@ -537,7 +495,7 @@ class SessionState:
         own = [rank for rank, owner in self.node_of.items() if owner == node]
         broken = f"{self._on(node)}the connection broke while values were under way"
         for rank in own:
-            self._requests.fail_values(TransportError(f"{broken}: ask for them again"), rank=rank)
+            self.requests.fail_values(TransportError(f"{broken}: ask for them again"), rank=rank)
 
     @_one_at_a_time
     def close(self, reason: str, node: int = 0) -> None:
@@ -557,19 +515,19 @@ class SessionState:
             return is_missed_shown and is_told and all(question() for question in questions)
 
         running = {number for number, cell in list(self._cells.items()) if cell.running}
-        own = [line for line in self._logbook.unfinished_lines(running) if self.node_of.get(line.rank, node) == node]
+        own = [line for line in self.logbook.unfinished_lines(running) if self.node_of.get(line.rank, node) == node]
         return ShownMark(own, is_shown)
 
     # ---- one kind of message each
 
     def _take_of_cell(self, message: Logged, number: int, node: int, bundle: Bundle | None = None) -> None:
         if isinstance(message, (CellDone, CellFailed)):
-            self._groups.note(message.rank, has_group=message.has_group)
+            self.groups.note(message.rank, has_group=message.has_group)
             self._last_seconds[message.rank] = message.seconds
-            self._history.take_end(message)
+            self.history.take_end(message)
         is_missed = 0 < number <= self._missed_up_to(node)  # it is in the log, to be shown from there
         is_shown_perhaps = is_missed and number <= self._attached[node].sent
-        self._warn(self._logbook.add(message, is_missed=is_missed, is_shown_perhaps=is_shown_perhaps))
+        self._warn(self.logbook.add(message, is_missed=is_missed, is_shown_perhaps=is_shown_perhaps))
         if not is_missed and (cell := self._cells.get(message.cell)):
             self._give(cell, message, bundle)
 
@@ -580,7 +538,7 @@ class SessionState:
                 on_end(cell)
 
     def _take_ran_cell(self, message: RanCell, number: int, node: int) -> None:
-        self._history.take(message, is_first=node == 0)
+        self.history.take(message, is_first=node == 0)
         if message.running:
             self._left.add(message.cell)
             earlier = self._cells.get(message.cell)
@@ -591,7 +549,7 @@ class SessionState:
 
     def _take_rank_up(self, message: RankUp, number: int, node: int) -> None:
         device, torch = one_line(message.device), one_line(message.torch)
-        host = self._nodes[node] or one_line(message.host)
+        host = self.nodes[node] or one_line(message.host)
         self._up[message.rank] = replace(message, host=host, device=device, torch=torch)
         self._lost.pop(message.rank, None)
         self._ranks_up.take(message)
@@ -600,66 +558,65 @@ class SessionState:
         _log.info(
             "generation %d ended on rank %d: %d connections shut", message.number, message.rank, message.connections
         )
-        self._groups.take_end(message)
+        self.groups.take_end(message)
 
     def _take_attached(self, message: Attached, number: int, node: int) -> None:
         self._attached[node] = message
         for rank in message.with_group:
-            self._groups.note(rank, has_group=True)
+            self.groups.note(rank, has_group=True)
         self._attached_to.take_from(agent_of(node), message)
 
     def _take_refusal(self, message: Refused, number: int, node: int) -> None:
         if message.is_taken or self._takes_all_with_it(node):  # a session has one holder, whoever tells us first
             self.fail(SessionError(f"{self._on(node)}{quote(message.reason)}"))
-        self.lose_node(node, one_line(message.reason, most_chars=_LONGEST_NOTICE))
+        self.lose_node(node, one_line(message.reason, most_chars=LONGEST_NOTICE))
 
     def _take_notice(self, message: Notice, number: int, node: int) -> None:
         """Output was lost here: lines that had not ended do not go on with what comes."""
-        for cell, rank, stream in self._logbook.unfinished:
+        for cell, rank, stream in self.logbook.unfinished:
             if self.node_of.get(rank, node) == node:
                 self._take_of_cell(Output(rank, cell, stream, b"...\n"), number, node)
-        text = f"{self._on(node)}{quote(message.text[:_LONGEST_NOTICE])}"
-        if text := self._within_bounds(text, node):
-            self._logbook.add_gap(text[:_LONGEST_NOTICE])
-            self.notice(text)
+        if text := self._notice_of(node, quote(message.text[:LONGEST_NOTICE])):
+            self.logbook.add_gap(text)
 
     def _take_cold_start(self, message: StartedCold, number: int, node: int) -> None:
         self.notice(f"{self._on(node)}started cold: {one_line(message.reason)}")
 
     def _take_end_of_rank(self, message: RankEnded, *, is_missed: bool) -> None:
-        reason, words = message.reason[:_LONGEST_NOTICE], message.stderr_tail[-_LONGEST_NOTICE:]
-        message = replace(message, reason=reason, stderr_tail=words, down=message.down[:_LONGEST_NOTICE])
+        reason, words = message.reason[:LONGEST_NOTICE], message.stderr_tail[-LONGEST_NOTICE:]
+        message = replace(message, reason=reason, stderr_tail=words, down=message.down[:LONGEST_NOTICE])
         self._lost[message.rank] = self._fresh[message.rank] = message
-        self._groups.note(message.rank, has_group=False)
+        self.groups.note(message.rank, has_group=False)
         host = self._up[message.rank].host if message.rank in self._up else "this machine"
         for cell in list(self._cells.values()):
             is_due = message.rank in cell.ranks and (cell.running or cell.may_have_lost_a_rank)
             if is_due and not is_missed:  # one that was missed came before what runs now
-                self._history.fail(cell.number)
+                self.history.fail(cell.number)
                 self._give(cell, message)
                 if cell.observer and cell.number in self._left:
                     cell.observer.notice(describe_end(message, host=host))
-        self._requests.fail_all(RankLost(describe_end(message, host=host)), rank=message.rank)
+        self.requests.fail_all(RankLost(describe_end(message, host=host)), rank=message.rank)
 
     def _take_end_of_launcher(self, message: LauncherEnded, number: int, node: int) -> None:
-        last = quote(_last_words(message.log_tail[-_LONGEST_NOTICE:])) or f"exit code {message.exit_code}"
+        last = quote(_last_words(message.log_tail[-LONGEST_NOTICE:])) or f"exit code {message.exit_code}"
         if self._ranks_up.is_open:
             self.fail(LaunchError(f"{self._on(node)}the ranks did not start: {last}"))
         else:
             self.lose_node(node, f"the ranks of session {self._session!r} ended: {last}")
 
     def _on(self, node: int) -> str:
-        return f"{self._nodes[node]}: " if self._nodes[node] else ""
+        return f"{self.nodes[node]}: " if self.nodes[node] else ""
 
     def _warn(self, words: str) -> None:
         if words:
             self.notice(words)
 
-    def _within_bounds(self, text: str, node: int) -> str:
-        """What is said of what a node does; empty after very much: there is to be room for what others, and we, say."""
-        said = self._num_notices[node] = self._num_notices.get(node, 0) + 1
-        more = f"{self._on(node)}it says more: that is left out until the next cell"
-        return "" if said > _MOST_OF_NODE else more if said == _MOST_OF_NODE else text
+    def _notice_of(self, node: int, words: str) -> str:
+        """A notice of what a node does, as it was told; empty where the node has said too much."""
+        name = self._on(node)
+        if text := self.notices.within_bounds(f"{name}{words}", node, name=name)[:LONGEST_NOTICE]:
+            self.notice(text)
+        return text
 
 
 def _renumbered(table: Mapping[int, _Kept], number: Mapping[int, int]) -> dict[int, _Kept]:
