@@ -143,7 +143,7 @@ class SessionLog(SlotsOnly):
                 return shown.cell
             shown.end(is_running=True)
             running.go_on_from(shown.cell)
-            running.add_observer(observer)
+            running.observers.add(observer)
             if on_end:
                 self._state.tell_end(running, on_end)
             return running
@@ -152,7 +152,7 @@ class SessionLog(SlotsOnly):
         """``observer`` gets no more of a cell, which goes on."""
         with self._state.held():
             if running := self._state.cells.get(cell):
-                running.remove_observer(observer)
+                running.observers.remove(observer)
 
     # ---- what an earlier notebook has missed
 

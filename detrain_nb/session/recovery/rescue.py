@@ -110,7 +110,7 @@ class Rescue:
             raise self._state.failure from None
 
     def _end_of(self, story: _Story) -> str:
-        _show(story.cell, "")
+        story.cell.observers.waiting("")
         with contextlib.suppress(KeyboardInterrupt):  # it is stopped
             self._end_what_is_out_of_step(story)
         return story.told()
@@ -185,7 +185,7 @@ class Rescue:
                     story.verdicts = self._judge(story)
                 return
             if cell.running:
-                _show(cell, story.describe_left(is_cell_shown=True))
+                cell.observers.waiting(story.describe_left(is_cell_shown=True))
             is_any_reachable = any(self._link.is_reachable(rank) for rank in cell.running)
             if time.monotonic() >= deadline or not is_any_reachable:
                 return
@@ -342,8 +342,3 @@ def _next_press(cell: Cell, ranks: Collection[int]) -> str:
 
 def _waited(verdicts: Iterable[Verdict]) -> str:
     return describe_wait(verdicts).replace(" waits in ", " waited in ").replace(" wait in ", " waited in ")
-
-
-def _show(cell: Cell, text: str) -> None:
-    if cell.observer:
-        cell.observer.waiting(text)

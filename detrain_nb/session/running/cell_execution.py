@@ -57,10 +57,8 @@ class CellExecution:
                     story = self._rescue.stop(cell)
                     on = f" on {places}" if places else ""
                     raise CellTimeout(f"the cell did not end within {self._limit_s:g} s{on}{_failures(cell)}: {story}")
-                if cell.observer or failures or self._is_alone:
-                    waiting = self._who_is_waited_for(failures)
-                    if cell.observer:
-                        cell.observer.waiting(waiting)
+                if cell.observers or failures or self._is_alone:
+                    cell.observers.waiting(self._who_is_waited_for(failures))
                 if self._is_hopeless:
                     story = self._rescue.free(cell)
                     if not failures:

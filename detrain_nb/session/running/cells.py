@@ -14,7 +14,7 @@ from ...wire import CellDone, RunCell
 from ..diagnosis.diagnosis import describe_mismatch
 from ..recovery.process_groups import describe_new_groups
 from ..state.cell import Cell
-from ..state.cell_observer import CellObserver, tell_begin
+from ..state.cell_observer import CellObserver
 from ..state.rank_deaths import describe_silence
 from .cell_execution import CellExecution
 from .core import Core, Ranks
@@ -61,7 +61,7 @@ class Cells:
         try:
             story = CellExecution(self._core, cell, source.for_ranks_of(cell), timeout_s).run()
         finally:
-            if not cell.observer:  # else it has been told
+            if not cell.observers:  # else it has been told
                 self._core.tell(cell.describe_overwritten(), None)
         self._raise_for(cell, story)
         self._state.history.end_well(cell.number)
@@ -106,8 +106,8 @@ class Cells:
         """Note that it is about to be sent, and tell who shows it."""
         self._state.history.begin(source.for_ranks_of(cell))
         self._state.confirm_missed()  # whoever runs a cell has seen what was missed
-        self._core.tell(self._state.pop_losses(), cell.observer)  # of ranks whose loss was no cell's error
-        tell_begin(cell.observer, cell.number)
+        self._core.tell(self._state.pop_losses(), cell.observers)  # of ranks whose loss was no cell's error
+        cell.observers.begin(cell.number)
 
     def _raise_for(self, cell: Cell, story: str) -> None:
         """``story``: what became of ranks that were freed."""

@@ -53,8 +53,7 @@ class ShownAgain:
         if {SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW} <= {*self._words}:  # there was nothing to show between them
             self._words = [words for words in self._words if words not in (SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW)]
         for words in self._words:
-            if self.cell.observer:
-                self.cell.observer.notice(words)
+            self.cell.observers.notice(words)
         self._words.clear()
 
 

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import Final
 
 from ...errors import HUNG_UP, RemoteError, WireError
 from ...wire import CellDone, CellFailed, ClearOutput, Display, Output, RankEnded, parse_bundle
 from ..output.safe_output import Bundle, PieceCleaner, one_line, safe_bundle, show_hidden
-from .cell_observer import BothObservers, CellObserver, give_output
+from .cell_observer import CellObserver, Observers
 from .overwritten import describe_overwritten
 
 
@@ -33,12 +34,12 @@ class Cell:
         brings_values: bool = False,
         is_from_log: bool = False,
     ) -> None:
-        self._number = number
-        self._ranks = tuple(ranks)
-        self._observer = observer
+        self.number: Final = number
+        self.ranks: Final = tuple(ranks)  # those that run it
+        self.observers: Final = Observers() if observer is None else Observers(observer)
+        self.incarnations: Final[Mapping[int, int]] = dict(incarnations or {})  # of the interpreters it is meant for
         self._hosts = dict(hosts)
         self._is_at_home = is_at_home  # less of what ranks on other machines show is safe
-        self._incarnations = dict(incarnations or {})
         self._is_from_log = is_from_log
         self._news = threading.Event()  # who waits should look: it is done, a rank was lost, the node is gone
         self._has_brought_values = threading.Event()
@@ -50,28 +51,6 @@ class Cell:
         self._lost_after_its_end: dict[int, RankEnded] = {}
         self._cleaners: dict[tuple[int, str], PieceCleaner] = {}
         self._bundles: dict[int, Bundle] = {}
-
-    @property
-    def number(self) -> int:
-        return self._number
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Those that run it."""
-        return self._ranks
-
-    @property
-    def observer(self) -> CellObserver | None:
-        return self._observer
-
-    @property
-    def hosts(self) -> Mapping[int, str]:
-        return self._hosts
-
-    @property
-    def incarnations(self) -> Mapping[int, int]:
-        """Of the interpreters that it is meant for, by rank."""
-        return self._incarnations
 
     @property
     def outcomes(self) -> dict[int, CellDone | CellFailed | RankEnded]:
@@ -102,31 +81,25 @@ class Cell:
 
         With ``or_loss``: also no longer than until a rank is lost.
         """
-        wanted = set(self._ranks if ranks is None else ranks)
-        deadline = time.monotonic() + limit_s
-        while wanted - self._outcomes.keys() and (left := deadline - time.monotonic()) > 0:
-            self._news.clear()
-            if self._is_over or or_loss and self.lost:
-                break
-            if wanted - self._outcomes.keys():
-                self._news.wait(left)
-        return not wanted - self._outcomes.keys()
+        wanted = set(self.ranks if ranks is None else ranks)
+        self._wait_until(lambda: wanted <= self._outcomes.keys() or or_loss and bool(self.lost), limit_s)
+        return wanted <= self._outcomes.keys()
 
     def wait_for_loss(self, limit_s: float) -> None:
         """Wait until a rank is lost, where one may be; what the others raised can arrive before that news."""
-        deadline = time.monotonic() + limit_s
-        while self.may_have_lost_a_rank and not (self.lost or self._is_over) and time.monotonic() < deadline:
-            self._news.clear()
-            if not self.lost:
-                self._news.wait(max(0.0, deadline - time.monotonic()))
+        self._wait_until(lambda: bool(self.lost) or not self.may_have_lost_a_rank, limit_s)
 
     def wait_for_ending(self, limit_s: float) -> None:
         """Wait until the ranks that end because of what they raised have ended: that takes a GPU's process a while."""
+        self._wait_until(lambda: self.ending <= self.lost.keys(), limit_s)
+
+    def _wait_until(self, is_so: Callable[[], bool], limit_s: float) -> None:
+        """Wait until ``is_so``, or nothing will come any more."""
         deadline = time.monotonic() + limit_s
-        while self.ending - self.lost.keys() and not self._is_over and time.monotonic() < deadline:
+        while not is_so() and not self._is_over and (left_s := deadline - time.monotonic()) > 0:
             self._news.clear()
-            if self.ending - self.lost.keys():
-                self._news.wait(max(0.0, deadline - time.monotonic()))
+            if not is_so() and not self._is_over:
+                self._news.wait(left_s)
 
     @property
     def ending(self) -> set[int]:
@@ -136,7 +109,7 @@ class Cell:
     @property
     def running(self) -> tuple[int, ...]:
         """The ranks that have not ended the cell."""
-        return tuple(rank for rank in self._ranks if rank not in self._outcomes)
+        return tuple(rank for rank in self.ranks if rank not in self._outcomes)
 
     @property
     def lost(self) -> dict[int, RankEnded]:
@@ -186,25 +159,14 @@ class Cell:
         """The rank's end is known already."""
         return message.rank in self._outcomes
 
-    def add_observer(self, observer: CellObserver) -> None:
-        """Somebody else wants to see what comes from now on, too."""
-        self._observer = observer if self._observer is None else BothObservers(self._observer, observer)
-
-    def remove_observer(self, observer: CellObserver) -> None:
-        """One that was added wants to see no more."""
-        if self._observer is observer:
-            self._observer = None
-        elif isinstance(self._observer, BothObservers):
-            self._observer = self._observer.without(observer)
-
     def shown_so_far(self) -> Callable[[], bool]:
         """A question: has all that was taken so far been shown? With no observer, it is at the end of the cell."""
-        question = self._observer.shown_so_far() if self._observer else None
+        question = self.observers.shown_so_far() if self.observers else None
 
         def is_shown() -> bool:
             nonlocal question
-            if question is None and self._observer:  # it was added since, and got what was logged before
-                question = self._observer.shown_so_far()
+            if question is None and self.observers:  # it was added since, and got what was logged before
+                question = self.observers.shown_so_far()
             return question() if question else not self.running or self._is_over
 
         return is_shown
@@ -213,7 +175,7 @@ class Cell:
         """Take over what ``shown`` has of this cell: ranks that have ended it, what has half arrived."""
         self._outcomes = shown._outcomes | self._outcomes
         self._bundles = shown._bundles | self._bundles
-        if self._observer is None:
+        if not self.observers:
             self._cleaners = shown._cleaners
 
     def read_bundle(self, message: object) -> Bundle | None:
@@ -222,11 +184,11 @@ class Cell:
         None where nobody wants that. Raises: WireError when it is none.
         """
         is_wanted = isinstance(message, CellDone) and message.body and message.rank in self.running
-        if not is_wanted and not (isinstance(message, Display) and self._observer is not None):
+        if not is_wanted and not (isinstance(message, Display) and self.observers):
             return None
         assert isinstance(message, (CellDone, Display))
         is_at_home = self._is_at_home(message.rank)
-        rest_is_in = "" if is_at_home or self._is_from_log else f"%distributed log --cell {self._number}"
+        rest_is_in = "" if is_at_home or self._is_from_log else f"%distributed log --cell {self.number}"
         return safe_bundle(parse_bundle(message.body), is_this_machine=is_at_home, rest_is_in=rest_is_in)
 
     def take(
@@ -243,21 +205,19 @@ class Cell:
             self._take_end(message, bundle)
 
     def _take_output(self, message: Output) -> None:
-        if self._observer is None or message.stream not in ("stdout", "stderr"):
+        if not self.observers or message.stream not in ("stdout", "stderr"):
             return
         source = (message.rank, message.stream)
         cleaner = self._cleaners.setdefault(source, PieceCleaner())
         if text := cleaner.clean(message.body):
-            give_output(self._observer, message.rank, message.stream, text)
+            self.observers.output(message.rank, message.stream, text)
 
     def _take_display(self, message: Display | ClearOutput, bundle: Bundle | None) -> None:
-        if self._observer is None:
-            return
         if isinstance(message, ClearOutput):
-            self._observer.clear(message.rank, message.wait)
-        else:
+            self.observers.clear(message.rank, message.wait)
+        elif self.observers:
             bundle = bundle or self.read_bundle(message) or {}  # somebody may look only since a moment ago
-            self._observer.display(message.rank, bundle, message.display_id, message.update)
+            self.observers.display(message.rank, bundle, message.display_id, message.update)
 
     def _take_end(self, message: CellDone | CellFailed | RankEnded, bundle: Bundle | None) -> None:
         if isinstance(message, RankEnded) and message.rank in self._outcomes:
@@ -267,13 +227,13 @@ class Cell:
         if message.rank in self.lost:
             return  # it had ended the cell when it was lost
         if message.rank not in self.running:
-            raise WireError(f"rank {message.rank} ended cell {self._number}, which it does not run")
+            raise WireError(f"rank {message.rank} ended cell {self.number}, which it does not run")
         if isinstance(message, CellDone) and message.body:
             self._bundles[message.rank] = bundle or self.read_bundle(message) or {}
             message = replace(message, body=b"")
         self._outcomes[message.rank] = message
-        if self._observer and not self.running and (words := self.describe_overwritten()):
-            self._observer.notice(words)
+        if not self.running and (words := self.describe_overwritten()):
+            self.observers.notice(words)
         self._news.set()
 
     def describe_overwritten(self) -> str:
@@ -282,7 +242,7 @@ class Cell:
 
     def withdraw(self, rank: int) -> None:
         """A rank has never got the cell: the caller was interrupted before it was sent."""
-        never = CellFailed(rank, self._number, 0.0, False, False, "KeyboardInterrupt", "", [], True)
+        never = CellFailed(rank, self.number, 0.0, False, False, "KeyboardInterrupt", "", [], True)
         self._outcomes.setdefault(rank, never)
         self._news.set()
 

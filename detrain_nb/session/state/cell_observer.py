@@ -16,7 +16,7 @@ class CellObserver(Protocol):
 
     draws: bool = False  # it follows the cursor: its ``output`` is given what moves that and what erases, too
 
-    def begin(self, cell: int) -> None:
+    def begin(self, number: int) -> None:
         """The cell is about to be sent to its ranks, under this number; before, it may have waited for them."""
 
     def output(self, rank: int, stream: str, text: str) -> None:
@@ -39,38 +39,36 @@ class CellObserver(Protocol):
         return lambda: True
 
 
-def tell_begin(observer: CellObserver | None, cell: int) -> None:
-    """To one that wants to know: an observer need have no more methods than it uses."""
-    if begin := getattr(observer, "begin", None):
-        begin(cell)
+class Observers:
+    """Those of one cell: none, one or several; it is false where there are none.
 
+    An observer need have no ``begin``, and one that does not say that it draws has never heard of cursors.
+    """
 
-def give_output(observer: CellObserver, rank: int, stream: str, text: str) -> None:
-    """Who does not say that it draws has never heard of cursors."""
-    observer.output(rank, stream, text if getattr(observer, "draws", False) else clean_text(text))
+    draws = True  # or some of them
 
+    def __init__(self, *observers: CellObserver) -> None:
+        self._observers = observers
 
-class BothObservers:
-    """Two observers of one cell."""
+    def __bool__(self) -> bool:
+        return bool(self._observers)
 
-    draws = True  # or one of them
+    def add(self, observer: CellObserver) -> None:
+        """Somebody else wants to see what comes from now on, too."""
+        self._observers += (observer,)
 
-    def __init__(self, first: CellObserver, second: CellObserver) -> None:
-        self._observers = (first, second)
+    def remove(self, observer: CellObserver) -> None:
+        """One that was added wants to see no more."""
+        self._observers = tuple(each for each in self._observers if each is not observer)
 
-    def without(self, observer: CellObserver) -> CellObserver:
-        first, second = self._observers
-        if observer in self._observers:
-            return second if observer is first else first
-        return BothObservers(first.without(observer), second) if isinstance(first, BothObservers) else self
-
-    def begin(self, cell: int) -> None:
+    def begin(self, number: int) -> None:
         for observer in self._observers:
-            tell_begin(observer, cell)
+            if begin := getattr(observer, "begin", None):
+                begin(number)
 
     def output(self, rank: int, stream: str, text: str) -> None:
         for observer in self._observers:
-            give_output(observer, rank, stream, text)
+            observer.output(rank, stream, text if getattr(observer, "draws", False) else clean_text(text))
 
     def display(self, rank: int, bundle: Bundle, display_id: str, is_update: bool) -> None:
         for observer in self._observers:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from ... import values
 from ...errors import CellTimeout, DetrainError, SessionError, WireError, format_ranks
@@ -25,7 +25,7 @@ class Request:
     """One question to some ranks. Each of them ends its answer with any message but ``Value`` and ``Piece``."""
 
     def __init__(self, number: int, ranks: Iterable[int], names: Iterable[str] = ()) -> None:
-        self._number = number
+        self.number: Final = number
         self._left_as = ""
         self._names = set(names)  # of the values that were asked for
         self._answers: dict[int, Message] = {}
@@ -34,10 +34,6 @@ class Request:
         self._failure: DetrainError | None = None
         self._done = threading.Event()  # all have answered, or never will
         self._failed_or_done = threading.Event()
-
-    @property
-    def number(self) -> int:
-        return self._number
 
     @property
     def answers(self) -> Mapping[int, Message]:

@@ -383,8 +383,8 @@ class SessionState:
         """Something the user should know; the cell that runs shows it."""
         self.notices.add(text)
         for cell in list(self._cells.values()):
-            if cell.observer and cell.running:
-                cell.observer.notice(text[:LONGEST_NOTICE])
+            if cell.running:
+                cell.observers.notice(text[:LONGEST_NOTICE])
 
     @_one_at_a_time
     def fail(self, error: DetrainError) -> None:
@@ -593,8 +593,8 @@ class SessionState:
             if is_due and not is_missed:  # one that was missed came before what runs now
                 self.history.fail(cell.number)
                 self._give(cell, message)
-                if cell.observer and cell.number in self._left:
-                    cell.observer.notice(describe_end(message, host=host))
+                if cell.number in self._left:
+                    cell.observers.notice(describe_end(message, host=host))
         self.requests.fail_all(RankLost(describe_end(message, host=host)), rank=message.rank)
 
     def _take_end_of_launcher(self, message: LauncherEnded, number: int, node: int) -> None:
