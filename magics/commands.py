@@ -114,33 +114,33 @@ class SessionCommands:
     def _show_all_missed(self, session: Session) -> None:
         self._say(f"{session}\n")
         running = session.log.running_cells
-        for cell in sorted({*session.log.missed, *running}):
-            self._show_missed(session, cell)
+        for number in sorted({*session.log.missed, *running}):
+            self._show_missed(session, number)
         if news := session.news.pop_losses():
             self._say(f"{news}\n", "stderr")
         session.log.confirm_missed()
-        for cell, ranks in session.log.running_cells.items():
-            self._say(f"cell {cell} still runs on {format_ranks(ranks)}: what it prints appears here\n")
+        for number, ranks in session.log.running_cells.items():
+            self._say(f"cell {number} still runs on {format_ranks(ranks)}: what it prints appears here\n")
         if session.failure:
             raise session.failure
 
-    def _show_missed(self, session: Session, cell: int) -> None:
+    def _show_missed(self, session: Session, number: int) -> None:
         """All that is known of a cell, in the order in which it came; what a running one prints later comes below."""
         screen = screen_for(self._ipython)
-        is_there = cell in session.log.printed or cell in session.log.running_cells
-        screen.show(Text("stdout", f"cell {cell}:\n" if is_there else f"cell {cell} has ended\n"))
-        plan = session.ranks.plan_of(cell)
-        live = LiveCell(screen, session.ranks.choose(None, plan=plan), cell, _AS_IT_CAME, nodes=plan.node_names)
+        is_there = number in session.log.printed or number in session.log.running_cells
+        screen.show(Text("stdout", f"cell {number}:\n" if is_there else f"cell {number} has ended\n"))
+        plan = session.ranks.plan_of(number)
+        live = LiveCell(screen, session.ranks.choose(None, plan=plan), number, _AS_IT_CAME, nodes=plan.node_names)
         shown: set[int] = set()  # the ranks whose errors stand there
 
         def show_end(run: Cell) -> None:
             live.end(run.bundles())
             _show_errors(run, screen, world_size=plan.world_size, except_of=shown)
             if has_left:
-                screen.show(Text("stdout", f"cell {cell} has ended\n"))
+                screen.show(Text("stdout", f"cell {number} has ended\n"))
 
         has_left = False
-        run = session.log.follow(cell, live, on_end=show_end)
+        run = session.log.follow(number, live, on_end=show_end)
         if run.is_over:
             show_end(run)
         else:
@@ -189,10 +189,10 @@ class SessionCommands:
         drawn = replace(_AS_IT_CAME, redraws=self._holder.settings.output == "live")
         shown: list[LiveCell] = []
 
-        def observer(cell: int) -> LiveCell:
+        def observer(number: int) -> LiveCell:
             for before in shown[-1:]:
                 before.end({})
-            shown.append(LiveCell(screen, everyone, cell, drawn, nodes=session.ranks.node_names))
+            shown.append(LiveCell(screen, everyone, number, drawn, nodes=session.ranks.node_names))
             return shown[-1]
 
         cells = None if args.cells is None else _parse_cells(args.cells)
@@ -270,8 +270,8 @@ class SessionCommands:
             screen.show(Text("stderr", words))
         screen.close()
 
-    def _follow(self, session: Session, cell: int, live: LiveCell) -> Cell:
-        run = session.log.follow(cell, live)
+    def _follow(self, session: Session, number: int, live: LiveCell) -> Cell:
+        run = session.log.follow(number, live)
         while run.running and not run.is_over:
             run.wait(0.5)
         return run

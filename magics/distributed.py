@@ -57,17 +57,17 @@ class DistributedMagics(Magics):
     # ---- the magics
 
     @cell_magic
-    def distributed(self, line: str, cell: str) -> None:
+    def distributed(self, line: str, code: str) -> None:
         """Run the cell on every rank of the session, and start one where none runs.
 
         %%distributed [-n N] [-r RANKS] [--merge all|same|rank0] [--timeout S] [--out NAME] [--quiet] [--max-lines N]
         """
-        self.guard("%%distributed", lambda: self._run_cell("%%distributed", line, cell))
+        self.guard("%%distributed", lambda: self._run_cell("%%distributed", line, code))
 
     @cell_magic
-    def rank(self, line: str, cell: str) -> None:
+    def rank(self, line: str, code: str) -> None:
         """Run the cell on some ranks: %%rank RANKS is short for %%distributed -r RANKS."""
-        self.guard("%%rank", lambda: self._run_cell("%%rank", line, cell))
+        self.guard("%%rank", lambda: self._run_cell("%%rank", line, code))
 
     @line_magic("distributed")  # type: ignore[arg-type]
     def distributed_line(self, line: str) -> None:
@@ -104,9 +104,9 @@ class DistributedMagics(Magics):
 
     # ---- cells
 
-    def _run_cell(self, prog: str, line: str, cell: str) -> None:
+    def _run_cell(self, prog: str, line: str, code: str) -> None:
         args = self._parse_cell_line(prog, line)
-        self._check_syntax(cell)
+        self._check_syntax(code)
         with told_when_interrupted(f"{prog}: the start of its session", NOTHING_RUNS):
             session = self.holder.for_cell(getattr(args, "count", None), force=getattr(args, "force", False))
         number = session.log.next_cell(at_least=self._execution_count())
@@ -116,7 +116,7 @@ class DistributedMagics(Magics):
         result = None
         try:
             result = session.run_cell(
-                cell,
+                code,
                 ranks=args.ranks,
                 timeout_s=args.timeout or self.holder.settings.timeout or None,
                 observer=live,
@@ -148,13 +148,13 @@ class DistributedMagics(Magics):
             self._parsed[key] = args
         return self._parsed[key]
 
-    def _check_syntax(self, cell: str) -> None:
+    def _check_syntax(self, code: str) -> None:
         """Raises: CellSyntaxError, before anything is sent."""
-        if not cell.strip():
+        if not code.strip():
             raise UsageError("%%distributed: the cell is empty: write the code to run below its first line")
         try:
-            code = "\n" + self._ipython.transform_cell(cell)  # below the magic's own line
-            compile(code, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            python = "\n" + self._ipython.transform_cell(code)  # below the magic's own line
+            compile(python, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except SyntaxError as exc:
             raise CellSyntaxError(exc) from None
 

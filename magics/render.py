@@ -64,7 +64,7 @@ class LiveCell:
         self,
         screen: Screen,
         ranks: tuple[int, ...],
-        cell: int,
+        number: int,
         options: RenderOptions,
         *,
         nodes: Nodes | None = None,
@@ -73,7 +73,7 @@ class LiveCell:
         self._screen = screen
         self._nodes = nodes or {}
         self._options = options
-        self._cell = cell
+        self._number = number
         self.has_begun = False  # it was sent to its ranks
         self._lock = threading.Lock()
         share_lines = -(-options.max_lines // len(ranks))
@@ -103,9 +103,9 @@ class LiveCell:
 
     # ---- while it runs, in the session's thread
 
-    def begin(self, cell: int) -> None:
+    def begin(self, number: int) -> None:
         with self._lock:
-            self._cell, self.has_begun = cell, True
+            self._number, self.has_begun = number, True
 
     def output(self, rank: int, stream: str, text: str) -> None:
         with self._lock:
@@ -240,7 +240,7 @@ class LiveCell:
                 if self._is_drawing and self._lines_not_shown and not self._screen.can_clear:
                     more = counted_more(self._lines_not_shown, "line")
                     self._show_live(
-                        Text("stdout", f"... {more}, read them with %distributed log --cell {self._cell} ...\n")
+                        Text("stdout", f"... {more}, read them with %distributed log --cell {self._number} ...\n")
                     )
                 has_changed = self._is_outdated or self._is_redrawn and bool(self._shown)
                 rest = None if has_changed else _rest(joined(self._shown), items)
@@ -390,7 +390,7 @@ class LiveCell:
         return [f"{prefix} {beginning_of(line, _DRAWN_CHARS)}" for line in block]
 
     def _how_to_read(self, rank: int) -> str:
-        return f"%distributed log --cell {self._cell} --rank {rank}"
+        return f"%distributed log --cell {self._number} --rank {rank}"
 
     def _canonical(self, transcripts: dict[int, Transcript], effort: Effort | None = None) -> list[Item]:
         how_to_read = {rank: self._how_to_read(rank) for rank in self._transcripts}

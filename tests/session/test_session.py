@@ -607,8 +607,8 @@ class _Waiting(CellObserver):
     def waiting(self, text: str) -> None:
         self.waits.set()
 
-    def begin(self, cell: int) -> None:
-        self.number = cell
+    def begin(self, number: int) -> None:
+        self.number = number
 
 
 def _run_behind_another(

@@ -91,9 +91,9 @@ class Logbook:
         for source in self.unfinished:
             self._take_line(source)
 
-    def plan_of(self, cell: int) -> Plan | None:
+    def plan_of(self, number: int) -> Plan | None:
         """The plan of the ranks that ran a cell, where they have other numbers now."""
-        logged = self.cells.get(cell)
+        logged = self.cells.get(number)
         return self._eras[logged.era].plan if logged and logged.era < len(self._eras) else None
 
     def _as_then(self, message: Logged, logged: LoggedCell) -> Logged | None:

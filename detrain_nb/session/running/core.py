@@ -81,9 +81,9 @@ class Core:
         """A later notebook finds its nodes again, and how it was started: what was noted of that before, if None."""
         remember(self.name, self.nodes or (), holder=self.holder, started=started)
 
-    def plan_of(self, cell: int) -> Plan:
-        """The ranks as they were numbered when ``cell`` ran."""
-        return self.state.logbook.plan_of(cell) or self.plan
+    def plan_of(self, number: int) -> Plan:
+        """The ranks as they were numbered when the cell of that number ran."""
+        return self.state.logbook.plan_of(number) or self.plan
 
     def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
         """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError.

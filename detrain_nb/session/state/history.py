@@ -30,16 +30,16 @@ class History:
         """The cells that needed other ranks."""
         return frozenset(self._collective)
 
-    def knows(self, cell: int) -> bool:
+    def knows(self, number: int) -> bool:
         """It was sent from here, or an agent has said that it was sent by an earlier notebook."""
-        return cell in self._known
+        return number in self._known
 
     def next_cell(self, *, at_least: int) -> int:
         """A number that no known cell has."""
-        cell = max(self._last_cell + 1, at_least)
-        while cell in self._known:
-            cell += 1
-        return cell
+        number = max(self._last_cell + 1, at_least)
+        while number in self._known:
+            number += 1
+        return number
 
     @property
     def cells(self) -> list[RanCell]:
@@ -59,16 +59,16 @@ class History:
         self._last_cell = message.cell
         self._known.add(message.cell)
         if not message.is_replay:
-            cell, code, first_line = message.cell, message.code, message.first_line
-            self._ran[cell] = {(code, first_line): RanCell(message.ranks, cell, code, first_line, False, [], False)}
-            self._not_ended_well.add(cell)
+            number, code, first_line = message.cell, message.code, message.first_line
+            self._ran[number] = {(code, first_line): RanCell(message.ranks, number, code, first_line, False, [], False)}
+            self._not_ended_well.add(number)
 
-    def fail(self, cell: int) -> None:
+    def fail(self, number: int) -> None:
         """A rank was lost in it."""
-        self._failed.add(cell)
+        self._failed.add(number)
 
-    def end_well(self, cell: int) -> None:
-        self._not_ended_well.discard(cell)
+    def end_well(self, number: int) -> None:
+        self._not_ended_well.discard(number)
 
     def take_end(self, message: CellDone | CellFailed) -> None:
         """How a cell ended on a rank. That of one that did not run it counts for nothing: its node has made it up."""
