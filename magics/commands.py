@@ -216,10 +216,8 @@ class SessionCommands:
             print(holder.settings)
             return
         holder.settings = holder.settings.changed(args.assignment)
-        if holder.session is not None:
-            holder.session.settings.hang_s, holder.session.settings.warm_s = holder.settings.hang, holder.settings.warm
-            if words := holder.session.settings.check_collectives(holder.settings.check == "on"):
-                print(words)
+        if holder.session is not None and (words := holder.apply_settings(holder.session)):
+            print(words)
         if holder.settings.warm:
             shorten_kept(holder.settings.warm)
         else:

@@ -18,6 +18,7 @@ from IPython.utils.tokenutil import token_at_cursor
 from ..errors import SpecError
 from ..session.session import Session
 from .candidates import Candidates
+from .notebook import replace_methods
 from .options import HelpShown, broadcast_parser, cell_parser, pull_parser, push_parser, session_parser
 
 _Answer = TypeVar("_Answer")
@@ -62,12 +63,7 @@ def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Calla
         text = _of_its_ranks(code, lambda ranks: running.ranks.inspect(name, detail_level, ranks=ranks))
         return {"status": "ok", "found": bool(text), "data": {"text/plain": text} if text else {}, "metadata": {}}
 
-    kernel.do_complete, kernel.do_inspect = do_complete, do_inspect
-
-    def undo() -> None:
-        kernel.do_complete, kernel.do_inspect = complete, inspect
-
-    return undo
+    return replace_methods(kernel, do_complete=do_complete, do_inspect=do_inspect)
 
 
 def _of_its_ranks(code: str, ask: Callable[[str | None], _Answer]) -> _Answer | None:

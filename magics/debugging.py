@@ -14,6 +14,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from ..errors import CellTimeout, DetrainError, NodeLost, RankError, RankLost
+from .notebook import replace_methods
 
 _ON_RANKS = (
     "the error came from ranks, where no debugger can be opened: look at their variables with %%distributed, or bring "
@@ -33,12 +34,7 @@ def refuse_debugger(ipython: Any, guard: CodeType) -> Callable[[], None]:
         else:
             usual(force=force)
 
-    ipython.debugger = debugger
-
-    def undo() -> None:
-        ipython.debugger = usual
-
-    return undo
+    return replace_methods(ipython, debugger=debugger)
 
 
 def _why_not(error: BaseException | None, guard: CodeType) -> str:

@@ -252,15 +252,19 @@ class SessionHolder:
         """Hold ``session`` from now on, instead of one that was taken over, or lost."""
         if self.session is not None:
             self.session.detach()  # it has ended, or is this very session under an earlier connection
-        session.settings.hang_s, session.settings.stop_gap_s = self.settings.hang, self._stop_gap_s
-        session.settings.warm_s = self.settings.warm
-        words = session.settings.check_collectives(self.settings.check == "on")
+        session.settings.stop_gap_s = self._stop_gap_s
+        words = self.apply_settings(session)
         if words and session.log.cells:  # else nothing was made with the groups that there were
             print(words)
         self.session = session
         for words in session.news.pop_notices():
             print(words)
         return session
+
+    def apply_settings(self, session: Session) -> str:
+        """Have ``session`` keep to the settings; says when that of collectives holds, where it is another now."""
+        session.settings.hang_s, session.settings.warm_s = self.settings.hang, self.settings.warm
+        return session.settings.check_collectives(self.settings.check == "on")
 
     def detach(self) -> None:
         """Leave the session to a later notebook."""

@@ -42,9 +42,11 @@ def on_shutdown(ipython: Any, end: Callable[[], None], detach: Callable[[], None
         (detach if restart else end)()
         return shut_down(restart)
 
-    kernel.do_shutdown = do_shutdown
+    return replace_methods(kernel, do_shutdown=do_shutdown)
 
-    def undo() -> None:
-        kernel.do_shutdown = shut_down
 
-    return undo
+def replace_methods(owner: Any, **methods: Callable[..., Any]) -> Callable[[], None]:
+    """Have ``owner`` call these instead of its own; returns what undoes it."""
+    before = {name: getattr(owner, name) for name in methods}
+    vars(owner).update(methods)
+    return lambda: vars(owner).update(before)

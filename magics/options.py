@@ -398,13 +398,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
 
 def pull_parser() -> LineParser:
     """``%pull``."""
-    parser = LineParser(
-        prog="%pull",
-        bare=_NEED_COMMAS,
-        has_lists=True,
-        description="Bring variables of the ranks into the notebook.",
-    )
-    parser.add_argument("names", metavar="NAME[,NAME...]")
+    parser = _variables_parser("%pull", "Bring variables of the ranks into the notebook.")
     parser.add_argument("-r", "--ranks", metavar="RANKS", help=f"{_RANKS_HELP}; one rank gives the value itself")
     parser.add_argument("--as", dest="new_name", metavar="NEW", help="the variable's name in the notebook")
     return parser
@@ -412,26 +406,24 @@ def pull_parser() -> LineParser:
 
 def push_parser() -> LineParser:
     """``%push``."""
-    parser = LineParser(
-        prog="%push",
-        bare=_NEED_COMMAS,
-        has_lists=True,
-        description="Set variables on the ranks to the notebook's values.",
-    )
-    parser.add_argument("names", metavar="NAME[,NAME...]")
+    parser = _variables_parser("%push", "Set variables on the ranks to the notebook's values.")
     parser.add_argument("-r", "--ranks", metavar="RANKS", help=_RANKS_HELP)
     return parser
 
 
 def broadcast_parser() -> LineParser:
     """``%broadcast``."""
-    parser = LineParser(
-        prog="%broadcast",
-        bare=_MEANT_RANKS,
-        has_lists=True,
-        description="Give ranks the variables of another, directly between them.",
-    )
-    parser.add_argument("names", metavar="NAME[,NAME...]", help="what belongs together (model,optimizer) in one call")
+    description = "Give ranks the variables of another, directly between them."
+    together = "what belongs together (model,optimizer) in one call"
+    parser = _variables_parser("%broadcast", description, bare=_MEANT_RANKS, names_help=together)
     parser.add_argument("--from", dest="source", type=_whole, default=0, metavar="RANK", help="who has them; default 0")
     parser.add_argument("-r", "--ranks", metavar="RANKS", help=f"who gets them, default all: {_RANKS_HELP}")
+    return parser
+
+
+def _variables_parser(
+    prog: str, description: str, *, bare: str = _NEED_COMMAS, names_help: str | None = None
+) -> LineParser:
+    parser = LineParser(prog=prog, description=description, bare=bare, has_lists=True)
+    parser.add_argument("names", metavar="NAME[,NAME...]", help=names_help)
     return parser

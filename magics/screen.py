@@ -15,8 +15,9 @@ import textwrap
 import threading
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from IPython.core.displaypub import CapturingDisplayPublisher
 
@@ -44,45 +45,49 @@ _BATCH_CHARS = 1 << 20
 _SERVED_BATCH_CHARS = 200_000
 
 
-class Screen(Protocol):
-    """Takes output in order, from any thread."""
+class Screen(ABC):
+    """Takes output in order, from any thread. One that redraws nothing leaves out what is not abstract."""
 
-    can_clear: bool
+    can_clear = False
 
+    @abstractmethod
     def show(self, item: Item, *, display_id: str = "") -> None:
         """Show an item below what stands there."""
 
+    @abstractmethod
     def update(self, rich: Rich, display_id: str) -> None:
         """Redraw a rich output that was shown under ``display_id``."""
 
-    def set_transient(self, text: str) -> None:
+    def set_transient(self, text: str) -> None:  # noqa: B027
         """Lines that are being redrawn; gone when ``text`` is empty."""
 
     def draw_now(self, text: str) -> None:
         """``set_transient`` that returns when the lines have been sent: they will stand there no longer."""
+        self.set_transient(text)
 
-    def invalidate(self, show_anew: Callable[[], None]) -> None:
+    def invalidate(self, show_anew: Callable[[], None]) -> None:  # noqa: B027
         """What stands there is out of date: call ``show_anew`` before anything else is sent, in the screen's thread."""
 
-    def replace(self, items: list[Item]) -> None:
+    def replace(self, items: list[Item]) -> None:  # noqa: B027
         """Show ``items`` instead of all that was shown."""
 
+    @abstractmethod
     def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
         """Show the last form, ``items``; ``rest`` is what is left to show of them, None when something else stands.
 
         True where all was shown anew: no display has its id any more.
         """
-        ...
 
     def shown_so_far(self) -> Callable[[], bool]:
         """A question: has all that was given so far been shown?"""
-        ...
+        return lambda: True
 
+    @abstractmethod
     def close(self) -> None:
         """All that was given is shown when this returns; more may still come, and is shown at once."""
 
 
-class KernelScreen:
+class KernelScreen(Screen):
     """The output of the notebook cell that runs now: make it in the main thread, inside the cell."""
 
     def __init__(self, kernel: Any) -> None:
@@ -311,10 +316,8 @@ class KernelScreen:
             )
 
 
-class TextScreen:
+class TextScreen(Screen):
     """A terminal, or any text stream: live, in order of arrival, nothing is taken back but the line at its foot."""
-
-    can_clear = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -363,9 +366,6 @@ class TextScreen:
         with self._lock:
             self._draw_foot(text.rpartition("\n")[2])
 
-    def draw_now(self, text: str) -> None:
-        self.set_transient(text)
-
     def _draw_foot(self, text: str) -> None:
         end = "\x1b[0m" if "\x1b" in text else ""  # of its colours, where that is cut off
         text = text[: shutil.get_terminal_size().columns - 1] + end
@@ -373,12 +373,6 @@ class TextScreen:
             sys.stdout.write(f"\r\x1b[K{text}")
             sys.stdout.flush()
             self._foot = text
-
-    def invalidate(self, show_anew: Callable[[], None]) -> None:
-        """What stands on a terminal stays."""
-
-    def replace(self, items: list[Item]) -> None:
-        """See ``invalidate``."""
 
     def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
         """Show the values, which are new; lines that others would join now stand there as they came."""
@@ -388,17 +382,12 @@ class TextScreen:
             self.show(item)
         return False
 
-    def shown_so_far(self) -> Callable[[], bool]:
-        return lambda: True
-
     def close(self) -> None:
         self.set_transient("")
 
 
-class CapturedScreen:
+class CapturedScreen(Screen):
     """Where something else takes what a cell shows, as ``%%capture`` does: the last form of it, when it has ended."""
-
-    can_clear = False
 
     def __init__(self, ipython: Any) -> None:
         self._publisher = ipython.display_pub
@@ -428,15 +417,6 @@ class CapturedScreen:
             self._kept_chars += rich.num_chars - before.num_chars
             self._items[place] = rich
 
-    def set_transient(self, text: str) -> None:
-        """It would not be there at the end."""
-
-    def draw_now(self, text: str) -> None:
-        """See ``set_transient``."""
-
-    def invalidate(self, show_anew: Callable[[], None]) -> None:
-        """Only the last form is handed over."""
-
     def replace(self, items: list[Item]) -> None:
         self._items = list(items)
         self._places.clear()
@@ -444,9 +424,6 @@ class CapturedScreen:
     def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
         self.replace(items)
         return True
-
-    def shown_so_far(self) -> Callable[[], bool]:
-        return lambda: True
 
     def close(self) -> None:
         self._is_closed = True

@@ -220,7 +220,12 @@ class Session(SlotsOnly):
             transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         files = SessionFiles(transports, current_folder(), is_synced=sync, takes_over=False)
         on_progress(_describe_connecting(transports))
-        ends = _attach_to(name, transports, without, is_known=nodes is None)
+        try:
+            ends = attach_to_agents(transports, name, without=without)
+        except SessionError:
+            if nodes is None:  # it was known here, and has ended
+                forget(name)
+            raise
         try:
             session = cls(name, ends, files, holder=holder, is_attaching=True, limits=limits)
         except BaseException:  # an interrupt
@@ -429,15 +434,6 @@ def _describe_connecting(transports: Sequence[Transport]) -> str:
     if not names:
         return "starting an agent"
     return f"connecting to {', '.join(names) if len(names) <= _MOST_HOSTS else f'{len(names)} nodes'}"
-
-
-def _attach_to(name: str, transports: Sequence[Transport], without: list[str], *, is_known: bool) -> list[End]:
-    try:
-        return attach_to_agents(transports, name, without=without)
-    except SessionError:
-        if is_known:  # it has ended
-            forget(name)
-        raise
 
 
 def end_session(name: str, *, holder: str = "", ask_passphrase: AskPassphrase | None = None) -> None:

@@ -38,26 +38,24 @@ class RankResult:
     seconds: float
     error: RemoteError | None
     bundle: dict[str, Any] = field(repr=False)
-    value: Any = None
-    _log: OutputLog | None = field(default=None, repr=False, compare=False)
-    _cell: int = field(default=0, repr=False, compare=False)
+    value: Any
+    _log: OutputLog = field(repr=False, compare=False)
+    _cell: int = field(repr=False, compare=False)
 
     @property
     def stdout(self) -> str:
         """All that the rank printed to stdout in this cell."""
-        return self._log.text(self._cell, self.rank) if self._log else ""
+        return self._log.text(self._cell, self.rank)
 
     @property
     def stderr(self) -> str:
         """All that the rank printed to stderr in this cell."""
-        return self._log.text(self._cell, self.rank, "stderr") if self._log else ""
+        return self._log.text(self._cell, self.rank, "stderr")
 
     @property
     def beginning(self) -> str:
         """What the rank printed to stdout, or its first part and that there is more."""
-        text, is_cut = (
-            self._log.beginning(self._cell, self.rank, limit_bytes=_SHOWN_CHARS) if self._log else ("", False)
-        )
+        text, is_cut = self._log.beginning(self._cell, self.rank, limit_bytes=_SHOWN_CHARS)
         return f"{text} ... more in .stdout" if is_cut else text
 
 

@@ -239,9 +239,10 @@ def go_on(core: Core, *, steal: bool = False, say: Say) -> None:
         both = f"{names[one]} and {names[other]} both say that they have"
         raise _disputed(core.name, rank, both, "this machine has not noted which had it")
     world_size = max((up.world_size for up in core.state.up.values()), default=0)
-    known = _what_runs(attached, names, world_size=world_size, session=core.name)
-    core.state.groups.want(known.has_group, timeout_s=known.group_timeout_s)
-    core.state.know_plan(known.plan)
+    plan = _what_runs(attached, names, world_size=world_size, session=core.name)
+    info = _info(attached[0])
+    core.state.groups.want(bool(info.get("init")), timeout_s=_seconds(info.get("group_timeout_s")))
+    core.state.know_plan(plan)
     core.state.groups.go_on_from(max(answer.generation for answer in attached.values()))
     core.state.lose_absent()
     for node, answer in attached.items():
@@ -303,17 +304,8 @@ def _wait_until_up(core: Core) -> None:
                 core.link.hang_up(number, words)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What the agents remember of the start."""
-
-    plan: Plan
-    has_group: bool
-    group_timeout_s: float
-
-
-def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_size: int, session: str) -> _Known:
-    """``attached`` has the nodes, by position, that are there; ranks that none of them has were on the others.
+def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_size: int, session: str) -> Plan:
+    """The ranks that the agents in ``attached``, by position, remember; what none of them has was on other nodes.
 
     Raises: SessionError when they do not say, or do not fit together.
     """
@@ -329,8 +321,7 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
         if device not in DEVICES:
             raise SessionError(f"the agent of session {session!r} does not say what it runs: end it with its pid")
         nodes.append(NodePlan(tuple(answer.ranks), device, name))
-    info = _info(attached[0])
-    backend, has_group = info.get("backend"), bool(info.get("init"))
+    backend = _info(attached[0]).get("backend")
     if not isinstance(backend, str):
         raise SessionError(f"the agent of session {session!r} does not say what it runs: end it with its pid")
     if 0 not in nodes[0].ranks:
@@ -347,7 +338,7 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
     plan = Plan(tuple(nodes), backend)
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(plan.world_size)):
         raise SessionError(f"the agents of session {session!r} do not say which ranks they run: end them")
-    return _Known(plan, has_group, _seconds(info.get("group_timeout_s")))
+    return plan
 
 
 def _info(answer: Attached) -> dict[str, Any]:
