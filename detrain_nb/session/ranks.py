@@ -128,7 +128,7 @@ class SessionRanks(SlotsOnly):
         gone = [rank for rank, end in self._state.lost.items() if is_gone(end)]
         if not gone:
             raise SessionError("no node is lost: all ranks are there")
-        core.choose_idle(sorted(set(self._state.ranks) - set(gone)), limit_s=self._link.limits.idle_s)
+        core.choose_idle(sorted(set(self._state.ranks) - set(gone)), waits=True)
         core.process_groups.end()
         plan, number = core.plan.without(gone)
         self._link.renumber(number, world_size=plan.world_size)

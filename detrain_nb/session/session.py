@@ -355,7 +355,7 @@ class Session(SlotsOnly):
         check_whole("source", source)
         chosen = self.ranks.choose(ranks)
         (sender,) = self.ranks.choose(source)
-        self._core.choose_idle([*chosen, sender], limit_s=self._core.link.limits.idle_s)
+        self._core.choose_idle([*chosen, sender], waits=True)
         self._core.mend_group(self._core.state.ranks, None)
         orphans = self._core.process_groups.broadcast(wanted, chosen, source=sender)
         self._core.tell(_describe_orphans(orphans), None)
@@ -410,7 +410,7 @@ class Session(SlotsOnly):
         """The nodes that are to run a cell have what has changed here."""
         if self.files.is_synced:
             names = self._core.plan.node_names
-            chosen = self._core.wait_until_idle(ranks, observer, limit_s=self._core.link.limits.idle_s)
+            chosen = self._core.wait_until_idle(ranks, observer)
             on = {names.get(rank, "") for rank in chosen}
             for words in self.files.bring(on):
                 self._core.tell(words, observer)

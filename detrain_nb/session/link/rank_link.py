@@ -160,19 +160,20 @@ class RankLink:
         self,
         chosen: Iterable[int],
         *,
-        limit_s: float = 0.0,
+        waits: bool,
         tell: Callable[[Mapping[int, Cell]], None] | None = None,
     ) -> None:
-        """Wait for ranks that run a cell, or what a stop has left of a broadcast, or are starting.
+        """Wait for ranks that are starting; if it ``waits``, for those that run a cell, or what a stop has left of a
+        broadcast, too.
 
-        ``tell`` is called once a second while the former are waited for, with those that run a cell.
+        ``tell`` is called once a second while the latter are waited for, with those that run a cell.
 
         Where a cell has waited for the same ranks just before, the next one of "run all" does not wait as well.
-        Raises: SessionError when one is down, or still not idle after ``limit_s``; NodeLost when all are gone.
+        Raises: SessionError when one is down, or still not idle after ``idle_s``; NodeLost when all are gone.
         """
         wanted = set(chosen)
         waited_for: set[int] = set()
-        began = time.monotonic()
+        began, limit_s = time.monotonic(), self.limits.idle_s if waits else 0.0
         deadline, tell_at = began + limit_s, began + _TELL_AFTER_S
         while True:
             if self.state.failure:
@@ -186,13 +187,17 @@ class RankLink:
             if in_the_way.cells - waited_for:  # another thread's was first
                 deadline = min(time.monotonic() + limit_s, began + _MOST_TURNS * limit_s)
             waited_for |= in_the_way.cells
-            self._give_up_waiting(in_the_way, deadline, limit_s=limit_s)
+            started_by = max(deadline, began + self.limits.idle_s)
+            self._give_up_waiting(in_the_way, deadline, started_by, waits=waits)
             if tell and (in_the_way.busy or in_the_way.left) and time.monotonic() >= tell_at:
                 tell(in_the_way.busy)
                 tell_at = time.monotonic() + self.limits.tell_gap_s
-            moments, now = (deadline, self._start_limit(deadline, limit_s), tell_at), time.monotonic()
+            moments, now = (deadline, started_by, tell_at), time.monotonic()
             wait_s = min((at - now for at in moments if at > now), default=self.limits.tell_gap_s)
-            self.state.wait_for(lambda: self._has_changed(wanted, in_the_way), wait_s)  # noqa: B023
+            self.state.wait_for(
+                lambda: self.state.failure is not None or self._in_the_way(wanted) != in_the_way,  # noqa: B023
+                wait_s,
+            )
 
     def _in_the_way(self, wanted: Collection[int]) -> _InTheWay:
         """What ranks that are wanted still do."""
@@ -200,32 +205,25 @@ class RankLink:
         starting = {rank: end for rank, end in self.state.lost.items() if rank in wanted}
         return _InTheWay(busy, starting, self.state.requests.left(wanted))
 
-    def _has_changed(self, wanted: Collection[int], before: _InTheWay) -> bool:
-        return self.state.failure is not None or self._in_the_way(wanted) != before
-
-    def _start_limit(self, deadline: float, limit_s: float) -> float:
-        """When ranks that start are given up; ``deadline`` is ``limit_s`` from when they were first waited for."""
-        return max(deadline, deadline - limit_s + self.limits.idle_s)
-
-    def _give_up_waiting(self, waits: _InTheWay, deadline: float, *, limit_s: float) -> None:
+    def _give_up_waiting(self, found: _InTheWay, deadline: float, started_by: float, *, waits: bool) -> None:
         """Raises: SessionError, when it is time."""
         now = time.monotonic()
-        pressed = {(rank, cell.number, cell.presses) for rank, cell in waits.busy.items()}
-        is_known = limit_s and pressed <= self._refused and now < self._refused_until
-        if waits.busy and (is_known or now >= deadline):
+        pressed = {(rank, cell.number, cell.presses) for rank, cell in found.busy.items()}
+        is_known = waits and pressed <= self._refused and now < self._refused_until
+        if found.busy and (is_known or now >= deadline):
             self._refused, self._refused_until = pressed, now + _REFUSED_AGAIN_S
-            short = ",".join(map(str, sorted(waits.busy)))
+            short = ",".join(map(str, sorted(found.busy)))
             raise SessionError(
-                f"{self.where(waits.busy)} still in cell {next(iter(waits.busy.values())).number}: wait for it, stop "
+                f"{self.where(found.busy)} still in cell {next(iter(found.busy.values())).number}: wait for it, stop "
                 f"it with %distributed interrupt, or replace it with %distributed interrupt --kill {short}"
             )
-        if waits.left and now >= deadline:
+        if found.left and now >= deadline:
             raise SessionError(
-                f"{format_ranks(waits.left)} still in {next(iter(waits.left.values()))}: wait for it, or replace it "
-                f"with %distributed interrupt --kill {','.join(map(str, sorted(waits.left)))}"
+                f"{format_ranks(found.left)} still in {next(iter(found.left.values()))}: wait for it, or replace it "
+                f"with %distributed interrupt --kill {','.join(map(str, sorted(found.left)))}"
             )
-        if waits.starting and now >= self._start_limit(deadline, limit_s):
-            raise SessionError(f"{format_ranks(waits.starting)} did not start again within {self.limits.idle_s:g} s")
+        if found.starting and now >= started_by:
+            raise SessionError(f"{format_ranks(found.starting)} did not start again within {self.limits.idle_s:g} s")
 
     def renumber(self, number: Mapping[int, int], *, world_size: int) -> None:
         """Give idle ranks other numbers, from old to new, in a smaller world. A node that does not take them is lost.
@@ -244,8 +242,8 @@ class RankLink:
                     request.wait(self.limits.idle_s, what="new numbers")
                 except (CellTimeout, NodeLost, RankLost, SessionError):
                     request.wait_quietly(max(0.0, deadline - time.monotonic()))  # the others take theirs
-                    answers = request.answers
-                    wrong = {node_of[rank] for rank, new in number.items() if not _is_done(answers.get(new))}
+                    done = {rank for rank, answer in request.answers.items() if isinstance(answer, RequestDone)}
+                    wrong = {node_of[old] for old, new in number.items() if new not in done}
                     if 0 in wrong or self.state.failure:
                         raise
                     for node in wrong - self.state.lost_nodes.keys():
@@ -368,10 +366,6 @@ class _InTheWay:
     @property
     def cells(self) -> set[int]:
         return {cell.number for cell in self.busy.values()}
-
-
-def _is_done(answer: Message | None) -> bool:
-    return isinstance(answer, RequestDone)
 
 
 def _share(message: RunCell, ranks: list[int]) -> RunCell:

@@ -115,11 +115,8 @@ def one_line(text: str, *, most_chars: int = _MAX_NAME_CHARS) -> str:
 
 def variable_names(said: Iterable[str]) -> list[str]:
     """Those of what a node says that are names of variables, as they are shown: no other words stand among ours."""
-    return [name for name in said if len(name) <= _MOST_VARIABLE_CHARS and _is_seen_name(name)]
-
-
-def _is_seen_name(name: str) -> bool:
-    return name.isidentifier() and not _UNSEEN.search(name)
+    short = (name for name in said if len(name) <= _MOST_VARIABLE_CHARS)
+    return [name for name in short if name.isidentifier() and not _UNSEEN.search(name)]
 
 
 def show_hidden(text: str) -> str:
@@ -198,7 +195,8 @@ def safe_bundle(bundle: object, *, is_this_machine: bool, rest_is_in: str = "") 
     if not isinstance(bundle, dict):
         return {"text/plain": ""}
     allowed = _ALWAYS + (_FROM_THIS_MACHINE if is_this_machine else ())
-    safe = {mime: bundle[mime] for mime in allowed if mime in bundle and _has_right_type(mime, bundle[mime])}
+    said = {mime: bundle[mime] for mime in allowed if mime in bundle}
+    safe = {mime: value for mime, value in said.items() if isinstance(value, str) or mime == "application/json"}
     refused = {} if is_this_machine else {mime: fault for mime in safe if (fault := _fault_of_image(mime, safe[mime]))}
     safe = {mime: value for mime, value in safe.items() if mime not in refused}
     safe["text/plain"] = _clean_beginning(safe.get("text/plain", ""), rest_is_in)
@@ -236,10 +234,6 @@ def _clean_beginning(text: str, rest_is_in: str) -> str:
         return clean_words(text)
     advice = f", read it with {rest_is_in}" if rest_is_in else ""
     return f"{clean_words(text[:most_chars])}\n... the rest of {len(text):,} characters is not shown{advice} ..."
-
-
-def _has_right_type(mime: str, value: object) -> bool:
-    return mime == "application/json" or isinstance(value, str)
 
 
 def _fault_of_image(mime: str, value: str) -> str:

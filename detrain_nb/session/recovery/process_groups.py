@@ -25,12 +25,12 @@ class ProcessGroups:
         self._state = link.state
         self._groups = link.state.groups
 
-    def mend_for_some(self, *, limit_s: float) -> str:
+    def mend_for_some(self) -> str:
         """As ``mend``, for a cell that can do without; says why there is no group. The same ranks are asked once."""
         if self._groups.is_given_up(self._state.incarnations) and not self._groups.all_have(self._state.ranks):
             return ""
         try:
-            self.mend(limit_s=limit_s)
+            self.mend()
         except (LaunchError, CellTimeout) as exc:
             self._groups.give_up(self._state.incarnations)
             return (
@@ -39,16 +39,16 @@ class ProcessGroups:
             )
         return ""
 
-    def mend(self, *, limit_s: float) -> None:
+    def mend(self) -> None:
         """Make the default group anew when a cell has destroyed it, or its generation was ended.
 
-        Needs every rank idle, and waits for them for ``limit_s``. Ranks that are lost meanwhile are waited for again.
+        Needs every rank idle, and waits for them. Ranks that are lost meanwhile are waited for again.
         """
         for attempt in range(_ATTEMPTS):
             if self._groups.all_have(self._state.ranks):
                 self._groups.note_made()
                 return
-            self._link.require_idle(self._state.ranks, limit_s=limit_s)
+            self._link.require_idle(self._state.ranks, waits=True)
             try:
                 self.make()
             except (RankLost, LaunchError) as exc:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import CellInterrupted, DetrainError, RankError, RemoteError, SessionError, format_ranks
+from ...errors import CellInterrupted, DetrainError, RankError, SessionError, format_ranks
 from ...wire import CellDone, RunCell
 from ..diagnosis.diagnosis import describe_mismatch
 from ..recovery.process_groups import describe_new_groups
@@ -73,7 +73,7 @@ class Cells:
         core, state = self._core, self._state
         deadline = time.monotonic() + self._link.limits.idle_s
         while True:
-            chosen = core.wait_until_idle(ranks, observer, limit_s=self._link.limits.idle_s)
+            chosen = core.wait_until_idle(ranks, observer)
             for bringing in state.bringing_values(chosen):
                 bringing.wait_until_values_brought(self._link.limits.value_s)
             with self._beginning:
@@ -116,7 +116,8 @@ class Cells:
             return
         is_stopped = all(error.interrupted for error in errors.values())
         silence = describe_silence(errors)
-        mismatch = self._mismatch(cell) if silence or _have_hung_up(errors) else ""
+        have_hung_up = any(error.follows_another and not error.interrupted for error in errors.values())
+        mismatch = self._mismatch(cell) if silence or have_hung_up else ""
         if silence:  # gloo has closed its connections: that group is of no more use
             stale = self._core.process_groups.end()
             silence = mismatch or silence
@@ -165,7 +166,3 @@ class _Source:
         """The message that has them run it."""
         incarnations = [cell.incarnations[rank] for rank in cell.ranks]
         return RunCell(list(cell.ranks), incarnations, cell.number, self.code, self.first_line, self.is_replay)
-
-
-def _have_hung_up(errors: Mapping[int, RemoteError]) -> bool:
-    return any(error.follows_another and not error.interrupted for error in errors.values())

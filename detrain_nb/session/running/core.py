@@ -95,18 +95,18 @@ class Core:
         return parse_ranks(ranks, world_size=plan.world_size, hosts=plan.hosts or here)
 
     def choose_idle(
-        self, ranks: Ranks, *, limit_s: float = 0.0, tell: Callable[[Mapping[int, Cell]], None] | None = None
+        self, ranks: Ranks, *, waits: bool = False, tell: Callable[[Mapping[int, Cell]], None] | None = None
     ) -> tuple[int, ...]:
         """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now.
 
-        ``tell`` gets those that are waited for, and the cells that they run, once a second.
+        If it ``waits``, for those that are busy, ``tell`` gets these and the cells that they run, once a second.
         """
         self.require_alive()
         chosen = self.choose(ranks)
-        self.link.require_idle(chosen, limit_s=limit_s, tell=tell)
+        self.link.require_idle(chosen, waits=waits, tell=tell)
         return chosen
 
-    def wait_until_idle(self, ranks: Ranks, observer: CellObserver | None, *, limit_s: float) -> tuple[int, ...]:
+    def wait_until_idle(self, ranks: Ranks, observer: CellObserver | None) -> tuple[int, ...]:
         """``choose_idle`` for a cell, which says meanwhile what it waits for.
 
         Raises: CellInterrupted, too, where stop was pressed while the cell waited for others.
@@ -120,7 +120,7 @@ class Core:
                 observer.waiting(self.rescue.describe_in_the_way(busy))
 
         try:
-            return self.choose_idle(ranks, limit_s=limit_s, tell=tell)
+            return self.choose_idle(ranks, waits=True, tell=tell)
         except KeyboardInterrupt:
             chosen = self.choose(ranks)
             in_the_way = {cell for rank, cell in self.state.busy.items() if rank in chosen}
@@ -143,9 +143,9 @@ class Core:
         if not is_everybody and (self.state.busy or self.state.lost or left):
             return
         if self.state.groups.is_wanted and not is_everybody:
-            self.tell(self.process_groups.mend_for_some(limit_s=self.link.limits.idle_s), observer)
+            self.tell(self.process_groups.mend_for_some(), observer)
         elif self.state.groups.is_wanted:
-            self.process_groups.mend(limit_s=self.link.limits.idle_s)
+            self.process_groups.mend()
         else:
             self.process_groups.begin()
 
