@@ -48,8 +48,6 @@ class SessionCommands:
         with told_when_interrupted(f"%distributed {args.command}"):
             getattr(owner, name)(args)
 
-    # ---- its life
-
     def _start(self, args: Any) -> None:
         given = {name: value for name, value in vars(args).items() if name in StartOptions.__dataclass_fields__}
         wanted = StartOptions(**{**given, "env": tuple(args.env)})
@@ -158,8 +156,6 @@ class SessionCommands:
         session = self._holder.running()
         self._holder.detach()
         print(f"detached: the ranks go on; %distributed attach {session.name} comes back to them")
-
-    # ---- where it is, and what to do about it
 
     def _status(self, args: Any) -> None:
         display(self._holder.running().status())

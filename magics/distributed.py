@@ -54,8 +54,6 @@ class DistributedMagics(Magics):
         """The session that the notebook holds now."""
         return self.holder.session
 
-    # ---- the magics
-
     @cell_magic
     def distributed(self, line: str, code: str) -> None:
         """Run the cell on every rank of the session, and start one where none runs.
@@ -101,8 +99,6 @@ class DistributedMagics(Magics):
     def broadcast(self, line: str) -> None:
         """Give ranks the variables of another: %broadcast NAME[,NAME...] [--from 0] [-r RANKS]"""
         self.guard("%broadcast", lambda: self._broadcast(line))
-
-    # ---- cells
 
     def _run_cell(self, prog: str, line: str, code: str) -> None:
         args = self._parse_cell_line(prog, line)
@@ -167,8 +163,6 @@ class DistributedMagics(Magics):
             max_lines=max_lines,
             max_chars=self.holder.settings.max_chars if max_lines else 0,
         )
-
-    # ---- values
 
     def _pull(self, line: str) -> None:
         args = options.pull_parser().parse_line(line)

@@ -161,8 +161,6 @@ class RankTerminal:
         is_taken_back, self._is_taken_back = self._is_taken_back, False
         return self._let_go(over, new, is_taken_back=is_taken_back)
 
-    # ---- what is written
-
     def _take(self, text: str) -> None:
         gathered: list[str] = []  # in one style, with nothing between that changes the row: each piece would copy it
         style = self._style
@@ -264,8 +262,6 @@ class RankTerminal:
         end = row.write(column, text[:room], self._style)
         self._column = None if is_last and end == len(row) else end
         return room
-
-    # ---- where the cursor is
 
     @property
     def _place(self) -> int:

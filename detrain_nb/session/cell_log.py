@@ -33,8 +33,6 @@ class SessionLog(SlotsOnly):
         self._output = core.state.logbook.log
         self.cells_before: frozenset[int] = frozenset()
 
-    # ---- what was run
-
     @property
     def cells(self) -> list[RanCell]:
         """The cells that were run, in their order, with their code and their ranks.
@@ -86,8 +84,6 @@ class SessionLog(SlotsOnly):
             except (RankError, CellTimeout) as exc:
                 replayed[earlier.cell] = exc
         return replayed
-
-    # ---- what it printed
 
     def text(self, cell: int, rank: int, stream: str = "stdout") -> str:
         """All that one rank printed to one stream in ``cell``, free of control sequences."""
@@ -153,8 +149,6 @@ class SessionLog(SlotsOnly):
         with self._state.held():
             if running := self._state.cells.get(cell):
                 running.observers.remove(observer)
-
-    # ---- what an earlier notebook has missed
 
     @property
     def missed(self) -> dict[int, int]:

@@ -130,7 +130,7 @@ class SessionRanks(SlotsOnly):
             raise SessionError("no node is lost: all ranks are there")
         core.choose_idle(sorted(set(self._state.ranks) - set(gone)), waits=True)
         core.process_groups.end()
-        plan, number = core.plan.without(gone)
+        plan, number = core.state.plan.without(gone)
         self._link.renumber(number, world_size=plan.world_size)
         self._state.know_plan(plan)
         core.rescue.forget_stopped()

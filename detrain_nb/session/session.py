@@ -45,7 +45,7 @@ from .running.start import RankStart, go_on, launch, place
 from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
 from .state.cell_observer import CellObserver
-from .state.limits import Limits, check_limits
+from .state.limits import Limits, checked_limits
 from .state.overwritten import OF_ONE_RANK, describe_overwritten
 
 if TYPE_CHECKING:
@@ -65,20 +65,11 @@ class Session(SlotsOnly):
 
     __slots__ = ("_cells", "_core", "_ending", "files", "log", "name", "news", "not_ended", "ranks", "settings")
 
-    def __init__(
-        self,
-        name: str,
-        ends: Sequence[End],
-        files: SessionFiles,
-        *,
-        holder: str,
-        is_attaching: bool = False,
-        limits: Limits | None = None,
-    ) -> None:
-        self.name = name
+    def __init__(self, core: Core, files: SessionFiles) -> None:
+        self.name = core.name
         self.not_ended: list[str] = []  # nodes that ``stop`` did not reach: their ranks end by themselves
         self._ending = threading.Lock()
-        self._core = Core(name, ends, holder=holder or f"pid {os.getpid()}", is_attaching=is_attaching, limits=limits)
+        self._core = core
         self._cells = Cells(self._core)
         self.files = files
         self.ranks = SessionRanks(self._core)
@@ -154,7 +145,7 @@ class Session(SlotsOnly):
         how = RankStart(folder, env or {}, start, seed, init, linger_s, spool_limit_bytes, timeout_s)
         how.check()
         check_warm(warm_s)
-        check_limits(limits)
+        limits = checked_limits(limits)
         name = check_session_name(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}")
         files = SessionFiles(transports, folder, is_synced=sync)
         on_progress(_describe_connecting(transports))
@@ -162,8 +153,8 @@ class Session(SlotsOnly):
         transports = [end.transport for end in ends]
         files.reach_by(transports)
         try:
-            session = cls(name, ends, files, holder=holder, limits=limits)
-            core = session._core
+            core = Core(name, ends, holder=holder, limits=limits)
+            session = cls(core, files)
         except BaseException:  # an interrupt
             give_up_agents(ends)
             raise
@@ -180,7 +171,7 @@ class Session(SlotsOnly):
             session.stop(cold=True)
             raise
         session.settings.warm_s = warm_s
-        atexit.register(session._stop_at_exit)
+        atexit.register(session._end)
         return session
 
     @classmethod
@@ -212,7 +203,7 @@ class Session(SlotsOnly):
         cannot be reached.
         """
         check_session_name(name)
-        check_limits(limits)
+        limits = checked_limits(limits)
         without = names_of(split_names(without), "without") if without else []
         if nodes is None:
             transports = find_nodes(name, ask_passphrase=ask_passphrase)
@@ -227,20 +218,21 @@ class Session(SlotsOnly):
                 forget(name)
             raise
         try:
-            session = cls(name, ends, files, holder=holder, is_attaching=True, limits=limits)
+            core = Core(name, ends, holder=holder, is_attaching=True, limits=limits)
+            session = cls(core, files)
         except BaseException:  # an interrupt
             leave_agents(ends)
             raise
         try:
-            go_on(session._core, steal=steal, say=on_progress)
-            session._core.note_down()
+            go_on(core, steal=steal, say=on_progress)
+            core.note_down()
             session.log.cells_before = frozenset(ran.cell for ran in session.log.cells)
             for words in files.notices:
-                session._core.state.notices.add(words)
+                core.state.notices.add(words)
         except BaseException:
             session.detach()
             raise
-        atexit.register(session._stop_at_exit)
+        atexit.register(session._end)
         return session
 
     def detach(self, *, is_seen: bool = True) -> None:
@@ -251,7 +243,7 @@ class Session(SlotsOnly):
         with self._ending:
             if not self._core.is_stopped:
                 self._core.is_stopped = self._core.is_left = True
-                atexit.unregister(self._stop_at_exit)
+                atexit.unregister(self._end)
                 self._core.link.detach(is_seen=is_seen)
                 for transport in self._core.transports:
                     transport.leave()
@@ -371,7 +363,7 @@ class Session(SlotsOnly):
         keep_s = 0.0 if cold else self.settings.warm_s
         run_to_its_end(lambda: self._end(keep_s), name="detrain_nb stop")
 
-    def _end(self, keep_s: float) -> None:
+    def _end(self, keep_s: float = 0.0) -> None:
         with self._ending:
             if self._core.is_stopped:
                 return
@@ -380,7 +372,7 @@ class Session(SlotsOnly):
             left = set(self._core.link.end(limit_s=limit_s, keep_s=keep_s)) - self._core.state.lost_nodes.keys()
             is_taken = [link.is_taken for link in links]  # perhaps in this very moment
             self._core.is_stopped = True  # after it was asked for: a stop in between leaves it to be asked for again
-            atexit.unregister(self._stop_at_exit)
+            atexit.unregister(self._end)
             self.not_ended = [transports[node].name for node in left if transports[node].can_resume]
             if not self.not_ended and not any(is_taken):
                 forget(self.name)
@@ -389,9 +381,6 @@ class Session(SlotsOnly):
                     keep(transport, link.take_socket(), keep_s=keep_s)
                 else:
                     transport.wait_for_end(limit_s=limit_s, is_ours=is_ours[node] and not is_taken[node])
-
-    def _stop_at_exit(self) -> None:
-        self._end(0.0)
 
     def __enter__(self) -> Session:
         return self

@@ -179,9 +179,6 @@ def _called_name(call: str) -> str:
     return ""
 
 
-# ---- in words
-
-
 def ranks_on_hosts(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
     """``rank 1 on gpu2``, ``ranks 1-2 on gpu2 and gpu3``, ``ranks 1-7 on 4 hosts``; no host where none is known."""
     numbers = sorted(ranks)
@@ -289,9 +286,6 @@ def _by_value(values: Mapping[int, str]) -> str:
     for rank, value in sorted(values.items()):
         groups.setdefault(value, []).append(rank)
     return ", ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in groups.items())
-
-
-# ---- while a cell runs
 
 
 _SLOW = 4  # times as long, before it is told that a collective that all have begun does not end

@@ -343,8 +343,6 @@ class NodeLink:
             self._link.flush()
             self._moved.notify_all()
 
-    # ---- another connection
-
     def _note_break(self) -> None:
         with self._sending:
             self.broken_at = self.broken_at or time.monotonic()
@@ -421,8 +419,6 @@ class NodeLink:
         while self._unreceived and self._unreceived[0][0] <= number:
             self._unreceived_bytes -= len(self._unreceived.popleft()[1])
         self._moved.notify_all()
-
-    # ---- what was shown
 
     def _until_acknowledging(self) -> float | None:
         if self._to_acknowledge is None and self._last_number in (None, self._acknowledged):

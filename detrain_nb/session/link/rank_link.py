@@ -30,14 +30,12 @@ _TELL_AFTER_S = 0.1
 class RankLink:
     """The ranks of one session, behind the links to their nodes. What they say is in ``state``."""
 
-    def __init__(
-        self, session: str, ends: Sequence[End], *, is_attaching: bool = False, limits: Limits | None = None
-    ) -> None:
+    def __init__(self, session: str, ends: Sequence[End], *, is_attaching: bool, limits: Limits) -> None:
         trusted = [end.transport.is_this_machine or end.transport.is_trusted for end in ends]
         strangers = [node for node, is_trusted in enumerate(trusted) if not is_trusted]
         names = [end.transport.name for end in ends]
         absent = {node: end.absent for node, end in enumerate(ends) if end.absent}
-        self.limits = limits or Limits()
+        self.limits = limits
         self.state = SessionState(session, names, strangers=strangers, absent=absent, is_attaching=is_attaching)
         self._session = session
         self._refused: set[tuple[int, int, int]] = set()  # who was last in the way of a cell: rank, cell, presses
@@ -254,8 +252,6 @@ class RankLink:
         finally:
             self.state.end_renumbering()
 
-    # ---- values
-
     def pull(self, names: list[str], ranks: tuple[int, ...]) -> dict[int, dict[str, Any]]:
         """Bring variables here. Raises: SessionError with what the ranks refused."""
         with self.request(ranks, names) as request:
@@ -279,8 +275,6 @@ class RankLink:
                                 who = self.state.nodes[node] or "the node"
                                 raise CellTimeout(f"push of {name}: {who} took nothing for {self.limits.room_s:g} s")
                 request.wait(self.limits.value_s, what=f"push of {name}")
-
-    # ---- questions
 
     def locate(self, ranks: Iterable[int], *, limit_s: float | None = None, stack: bool = True) -> dict[int, Position]:
         """Where ranks are; one that does not answer in time is not in the answer."""

@@ -23,7 +23,7 @@ class CellExecution:
     def __init__(self, core: Core, cell: Cell, message: RunCell, timeout_s: float | None) -> None:
         self._cell = cell
         self._message = message
-        self._is_alone = message.is_replay and len(cell.ranks) < core.world_size  # nobody else comes to its collectives
+        self._is_alone = message.is_replay and len(cell.ranks) < core.state.world_size  # nobody joins its collectives
         self._link = core.link
         self._limits = core.link.limits
         self._state = core.state

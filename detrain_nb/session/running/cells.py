@@ -131,8 +131,6 @@ class Cells:
         _, evidence = self._link.look(cell.ranks, before={}, stack=False)
         return describe_mismatch(evidence, is_over=True)
 
-    # ---- what it gave
-
     def _result(self, cell: Cell, *, values: bool) -> CellResult:
         bundles = cell.bundles()
         latest = [rank for rank in bundles if self._last_of.get(rank) == cell.number]  # else another thread's is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -34,10 +35,10 @@ class Core:
         *,
         holder: str,
         is_attaching: bool = False,
-        limits: Limits | None = None,
+        limits: Limits,
     ) -> None:
         self.name = name
-        self.holder = holder
+        self.holder = holder or f"pid {os.getpid()}"
         self.transports = [end.transport for end in ends]
         self.link = RankLink(name, ends, is_attaching=is_attaching, limits=limits)
         self.state = self.link.state
@@ -46,14 +47,6 @@ class Core:
         self.settings = SessionSettings(self.link, self.process_groups)
         self.is_stopped = False
         self.is_left = False  # its ranks go on
-
-    @property
-    def plan(self) -> Plan:
-        return self.state.plan
-
-    @property
-    def world_size(self) -> int:
-        return self.state.world_size
 
     @property
     def is_alive(self) -> bool:
@@ -74,7 +67,7 @@ class Core:
     @property
     def nodes(self) -> tuple[Node, ...] | None:
         """The nodes that it runs on, with as many ranks as each has; None for this machine."""
-        placed = zip(nodes_of(self.transports), self.plan.nodes)
+        placed = zip(nodes_of(self.transports), self.state.plan.nodes)
         return tuple(_placed(node, len(of.ranks)) for node, of in placed if of.ranks) or None
 
     def note_down(self, started: StartedWith | None = None) -> None:
@@ -83,14 +76,14 @@ class Core:
 
     def plan_of(self, number: int) -> Plan:
         """The ranks as they were numbered when the cell of that number ran."""
-        return self.state.logbook.plan_of(number) or self.plan
+        return self.state.logbook.plan_of(number) or self.state.plan
 
     def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
         """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError.
 
         Where nodes have no name, that is what errors call this machine. ``plan``: of earlier ranks.
         """
-        plan = plan or self.plan
+        plan = plan or self.state.plan
         here = dict.fromkeys(self.state.hosts.values(), tuple(range(plan.world_size)))
         return parse_ranks(ranks, world_size=plan.world_size, hosts=plan.hosts or here)
 
@@ -138,7 +131,7 @@ class Core:
 
         Where the others cannot make it, ``chosen`` go on without one.
         """
-        is_everybody = len(set(chosen)) == self.world_size
+        is_everybody = len(set(chosen)) == self.state.world_size
         left = self.state.requests.left(self.state.ranks)
         if not is_everybody and (self.state.busy or self.state.lost or left):
             return

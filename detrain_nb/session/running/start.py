@@ -149,7 +149,7 @@ def place(core: Core, ends: Sequence[End], asked: StartedWith, *, is_here: bool,
         offers = [transport.offer(attached[node].gpus) for node, transport in enumerate(core.transports)]
         core.state.know_plan(plan_nodes(offers, device=asked.device, backend=asked.backend, ranks=asked.ranks))
     if not force:
-        require_room(core.plan, attached)
+        require_room(core.state.plan, attached)
     core.note_down(asked)
     for node in core.nodes or ():
         if unset := [name for name in node.env if name not in os.environ and name not in asked.env]:
@@ -185,25 +185,25 @@ def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say:
     run_id = uuid.uuid4().hex
     ranks_up = core.state.expect_ranks()
     for node, transport in enumerate(core.transports):
-        message = how.message(core.plan, node, transport, cpus=attached[node].cpus, run_id=run_id, store=store)
+        message = how.message(core.state.plan, node, transport, cpus=attached[node].cpus, run_id=run_id, store=store)
         core.link.send_to(node, message)
     _wait_until_all_up(core, ranks_up, say)
     if how.has_group:
         core.process_groups.make(
-            tell=lambda ready: say(f"making the process group: {ready} of {core.world_size} ranks")
+            tell=lambda ready: say(f"making the process group: {ready} of {core.state.world_size} ranks")
         )
 
 
 def _wait_until_all_up(core: Core, request: Request, say: Say) -> None:
     """Raises: CellTimeout, or why a rank cannot come."""
-    num_up, deadline, limit_s = -1, math.inf, core.link.limits.start_s
+    num_up, deadline, limit_s, all_ranks = -1, math.inf, core.link.limits.start_s, core.state.world_size
     while not request.wait_quietly(_TELL_GAP_S) and not request.has_failed:
         if len(request.answers) > num_up:
             num_up, deadline = len(request.answers), time.monotonic() + limit_s
-        say(f"importing torch: {num_up} of {core.world_size} ranks are up")
+        say(f"importing torch: {num_up} of {all_ranks} ranks are up")
         if time.monotonic() >= deadline:
             apart = "; do the nodes reach each other? %distributed doctor --nodes NODES tells" if core.nodes else ""
-            raise CellTimeout(f"{num_up} of {core.world_size} ranks are up, and no other came in {limit_s:g} s{apart}")
+            raise CellTimeout(f"{num_up} of {all_ranks} ranks are up, and no other came in {limit_s:g} s{apart}")
     request.wait(0.0, what="start")
 
 
@@ -297,9 +297,9 @@ def _wait_until_up(core: Core) -> None:
         if state.failure:
             raise state.failure
         words = f"{format_ranks(late)} of session {core.name!r} did not start within {core.link.limits.start_s:g} s"
-        if late & set(core.plan.nodes[0].ranks):
+        if late & set(core.state.plan.nodes[0].ranks):
             raise SessionError(words)
-        for number, node in enumerate(core.plan.nodes):
+        for number, node in enumerate(core.state.plan.nodes):
             if late & set(node.ranks):
                 core.link.hang_up(number, words)
 

@@ -190,7 +190,7 @@ class SessionStatus:
 def look(core: Core, *, limit_s: float) -> SessionStatus:
     """Ask every rank; one that does not answer in time has what is known of it."""
     state = core.state
-    everyone = range(core.world_size)
+    everyone = range(core.state.world_size)
     positions = core.link.locate(everyone, limit_s=limit_s) if core.is_alive else {}
     rows = []
     for rank in everyone:
@@ -198,7 +198,7 @@ def look(core: Core, *, limit_s: float) -> SessionStatus:
         rows.append(
             RankStatus(
                 rank,
-                up.host if up else core.plan.node_names.get(rank, ""),
+                up.host if up else core.state.plan.node_names.get(rank, ""),
                 up.pid if up and rank not in state.lost else 0,
                 up.device if up else "",
                 position.state if position else _state_of_silent(core, rank),
@@ -209,7 +209,7 @@ def look(core: Core, *, limit_s: float) -> SessionStatus:
             )
         )
     broken_s = core.link.broken_s(now=time.monotonic())
-    nodes = node_statuses(core.transports, core.plan, lost=state.lost_nodes, broken_s=broken_s)
+    nodes = node_statuses(core.transports, core.state.plan, lost=state.lost_nodes, broken_s=broken_s)
     return SessionStatus(core.name, tuple(rows), nodes, state.groups.timeout_s, describe_over(core))
 
 

@@ -62,7 +62,8 @@ class Limits:
         object.__setattr__(self, name, value)
 
 
-def check_limits(limits: Any) -> None:
-    """Raises: SpecError."""
+def checked_limits(limits: Any) -> Limits:
+    """Those that were given, else the usual. Raises: SpecError."""
     if limits is not None and not isinstance(limits, Limits):
         raise SpecError(f"limits {limits!r}: give Limits(...) of detrain_nb.session.state.limits")
+    return limits or Limits()

@@ -160,8 +160,6 @@ class SessionState:
         }
         self._handlers |= dict.fromkeys(_ANSWERS, lambda message, number, node: self.requests.take(message))
 
-    # ---- what is known
-
     @property
     def plan(self) -> Plan:
         """Its ranks: their nodes and devices, and the backend; none before that is known."""
@@ -261,8 +259,6 @@ class SessionState:
         """Nothing is taken meanwhile: between the log and what comes after it nothing is missed."""
         with self._changed:
             yield
-
-    # ---- what the session does
 
     def expect_attached(self, nodes: Iterable[int]) -> Request:
         """What the agents of ``nodes`` answer when attached to, by ``agent_of``; an absent one has answered."""
@@ -435,8 +431,6 @@ class SessionState:
         is_beginning = not self._up or self._ranks_up.is_open or self._attached_to.is_open
         return node == 0 or is_beginning and not self._is_attaching
 
-    # ---- what a link to a node tells
-
     def take(self, message: Message, number: int = 0, node: int = 0) -> None:
         """Take what ``node`` sent. Raises: WireError when a message does not fit what was asked, or that node.
 
@@ -517,8 +511,6 @@ class SessionState:
         running = {number for number, cell in list(self._cells.items()) if cell.running}
         own = [line for line in self.logbook.unfinished_lines(running) if self.node_of.get(line.rank, node) == node]
         return ShownMark(own, is_shown)
-
-    # ---- one kind of message each
 
     def _take_of_cell(self, message: Logged, number: int, node: int, bundle: Bundle | None = None) -> None:
         if isinstance(message, (CellDone, CellFailed)):
