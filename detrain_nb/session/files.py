@@ -107,7 +107,7 @@ class SessionFiles(SlotsOnly):
             lambda node, stop, note: put(node, paths, target, note, folder=self.folder, stop=stop),
             on_progress,
         )
-        return {label(node): done for node, done in zip(chosen, copied)}
+        return dict(zip(map(label, chosen), copied))
 
     def get(
         self,
@@ -133,7 +133,7 @@ class SessionFiles(SlotsOnly):
             lambda node, stop, note: get(node, paths, folders[label(node)], note, work_folder=self.folder, stop=stop),
             on_progress,
         )
-        return {label(node): done for node, done in zip(chosen, copied)}
+        return dict(zip(map(label, chosen), copied))
 
     def check_data(self, path: str) -> DataCheck:
         """Whether the same files are under ``path`` on every node, by names, sizes and samples. Raises as ``put``."""

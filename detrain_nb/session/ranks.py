@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..errors import SessionError, format_ranks
+from ..errors import NodeLost, SessionError, format_ranks
 from ..plan import Plan
 from ..wire import Complete, Completions, Inspect, Inspection, Interrupt, Message, Replace
 from .diagnosis.diagnosis import describe_mismatch, judge
@@ -154,7 +155,13 @@ class SessionRanks(SlotsOnly):
         return answer.text[:_LONGEST_HELP] or None if isinstance(answer, Inspection) else None
 
     def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float, ranks: Ranks) -> Message | None:
+        """Send ``ask(rank, number of the request)`` to one rank; None when none is idle, or answers in time."""
         idle = set(self.choose(ranks)) - set(self._state.busy) - set(self._state.lost)
         if not idle or not self._core.is_alive:
             return None
-        return self._link.ask(min(idle), ask, limit_s=limit_s)
+        rank = min(idle)
+        with self._link.request([rank]) as request:
+            with contextlib.suppress(NodeLost):
+                self._link.send(ask(rank, request.number))
+                request.wait_quietly(limit_s)
+            return request.answers.get(rank)

@@ -324,14 +324,6 @@ class RankLink:
         names = self.state.nodes
         return {rank: names[node] for rank, node in list(self.state.node_of.items())} if len(names) > 1 else {}
 
-    def ask(self, rank: int, ask: Callable[[int, int], Message], *, limit_s: float) -> Message | None:
-        """Send ``ask(rank, number of the request)`` to one rank; None when it does not answer in time."""
-        with self.request([rank]) as request:
-            with contextlib.suppress(NodeLost):
-                self.send(ask(rank, request.number))
-                request.wait_quietly(limit_s)
-            return request.answers.get(rank)
-
     @contextlib.contextmanager
     def request(self, ranks: Iterable[int], names: Iterable[str] = ()) -> Iterator[Request]:
         """A question to ``ranks``; an answer is waited for inside, one that comes later is dropped."""

@@ -55,7 +55,7 @@ class Cells:
             self._execute(cell, source, timeout_s)
             return self._result(cell, values=values)
         finally:
-            cell.note_values_brought()
+            cell.values_brought.set()
 
     def _execute(self, cell: Cell, source: _Source, timeout_s: float | None) -> None:
         try:
@@ -75,7 +75,7 @@ class Cells:
         while True:
             chosen = core.wait_until_idle(ranks, observer)
             for bringing in state.bringing_values(chosen):
-                bringing.wait_until_values_brought(self._link.limits.value_s)
+                bringing.values_brought.wait(self._link.limits.value_s)
             with self._beginning:
                 if state.busy.keys() & set(chosen) or state.bringing_values(chosen):
                     continue
@@ -97,7 +97,7 @@ class Cells:
                         return cell
                 except BaseException:
                     state.remove_cell(cell)
-                    cell.note_values_brought()
+                    cell.values_brought.set()
                     raise
             if time.monotonic() >= deadline:
                 raise SessionError(f"{format_ranks(chosen)} are lost again and again: %distributed status")

@@ -235,7 +235,7 @@ def go_on(core: Core, *, steal: bool = False, say: Say) -> None:
             raise _disputed(core.name, rank, f"{names[0]} says that it has", f"this machine has noted {owner}")
     core.state.measure_by(attached[0], noted)
     attached |= attach(core, range(1, len(core.transports)), steal=steal) if len(core.transports) > 1 else {}
-    for rank, (one, other) in core.state.disputed.items():
+    for rank, (one, other) in core.state.owners.disputed.items():
         both = f"{names[one]} and {names[other]} both say that they have"
         raise _disputed(core.name, rank, both, "this machine has not noted which had it")
     world_size = max((up.world_size for up in core.state.up.values()), default=0)

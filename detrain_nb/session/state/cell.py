@@ -42,9 +42,9 @@ class Cell:
         self._is_at_home = is_at_home  # less of what ranks on other machines show is safe
         self._is_from_log = is_from_log
         self._news = threading.Event()  # who waits should look: it is done, a rank was lost, the node is gone
-        self._has_brought_values = threading.Event()
+        self.values_brought: Final = threading.Event()  # its values are here, or will not come, or nobody wants them
         if not brings_values:
-            self._has_brought_values.set()
+            self.values_brought.set()
         self._outcomes: dict[int, CellDone | CellFailed | RankEnded] = {}
         self._presses = 0
         self._is_over = False
@@ -66,11 +66,6 @@ class Cell:
     def is_over(self) -> bool:
         """Nothing more will come: the node is gone."""
         return self._is_over
-
-    @property
-    def has_brought_values(self) -> bool:
-        """Its values are here, or nobody wants them."""
-        return self._has_brought_values.is_set()
 
     @property
     def is_done(self) -> bool:
@@ -144,20 +139,9 @@ class Cell:
         self._is_over = True
         self._news.set()
 
-    def note_values_brought(self) -> None:
-        """Its values are here, or will not come."""
-        self._has_brought_values.set()
-
-    def wait_until_values_brought(self, limit_s: float) -> None:
-        self._has_brought_values.wait(limit_s)
-
     def know_hosts(self, hosts: Mapping[int, str]) -> None:
         """Ranks have said where they are."""
         self._hosts.update(hosts)
-
-    def has_ended(self, message: CellDone | CellFailed) -> bool:
-        """The rank's end is known already."""
-        return message.rank in self._outcomes
 
     def shown_so_far(self) -> Callable[[], bool]:
         """A question: has all that was taken so far been shown? With no observer, it is at the end of the cell."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
@@ -123,8 +123,8 @@ class SessionState:
         self.logbook: Final = Logbook()  # what they have printed
         self.groups: Final = GroupState(self.requests, lock)
         self.notices: Final = Notices(lock)
-        self._owners = RankOwners()
-        self._checks = MessageChecks(self.history, self._owners)
+        self.owners: Final = RankOwners()
+        self._checks = MessageChecks(self.history, self.owners)
         self._plan = Plan((), "gloo")
         self._lost_nodes: dict[int, str] = {}
         self._absent = dict(absent or {})
@@ -177,12 +177,7 @@ class SessionState:
     @property
     def node_of(self) -> Mapping[int, int]:
         """Which node has a rank."""
-        return self._owners.node_of
-
-    @property
-    def disputed(self) -> dict[int, tuple[int, int]]:
-        """The ranks that two nodes say they have, and these nodes."""
-        return self._owners.disputed
+        return self.owners.node_of
 
     @property
     def lost_nodes(self) -> Mapping[int, str]:
@@ -241,7 +236,7 @@ class SessionState:
 
     def bringing_values(self, ranks: Collection[int]) -> list[Cell]:
         """Cells that some of ``ranks`` have run, whose values are being brought: those of a next one hide them."""
-        over = [cell for cell in list(self._cells.values()) if cell.is_done and not cell.has_brought_values]
+        over = [cell for cell in list(self._cells.values()) if cell.is_done and not cell.values_brought.is_set()]
         return [cell for cell in over if not set(cell.ranks).isdisjoint(ranks)]
 
     def is_at_home(self, rank: int, *, node_of: Mapping[int, int] | None = None) -> bool:
@@ -254,11 +249,9 @@ class SessionState:
         with self._changed:
             return self._changed.wait_for(is_so, max(0.0, limit_s))
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> AbstractContextManager[object]:
         """Nothing is taken meanwhile: between the log and what comes after it nothing is missed."""
-        with self._changed:
-            yield
+        return self._changed
 
     def expect_attached(self, nodes: Iterable[int]) -> Request:
         """What the agents of ``nodes`` answer when attached to, by ``agent_of``; an absent one has answered."""
@@ -285,7 +278,7 @@ class SessionState:
         self._plan = plan
         if not plan.node_of:
             return
-        self._owners.know(plan.node_of)
+        self.owners.know(plan.node_of)
         for known in (self._up, self._lost, self._fresh, self._last_seconds):
             for rank in known.keys() - plan.node_of.keys():
                 known.pop(rank, None)
@@ -304,7 +297,7 @@ class SessionState:
         Of the earlier cells only those matter that still run, or whose values are under way.
         """
         earlier = {
-            number: known for number, known in self._cells.items() if known.running or not known.has_brought_values
+            number: known for number, known in self._cells.items() if known.running or not known.values_brought.is_set()
         }
         self._cells = earlier | {cell.number: cell}
         self.notices.begin_cell()
@@ -363,7 +356,7 @@ class SessionState:
         """Ranks of ``plan``, all idle, get other numbers; what comes under an old one before the end of that goes."""
         self._is_renumbering = True
         self.logbook.renumber(plan, number)
-        self._owners.know(_renumbered(self.node_of, number))
+        self.owners.know(_renumbered(self.node_of, number))
         self._up = {rank: replace(up, rank=rank) for rank, up in _renumbered(self._up, number).items()}
         self._last_seconds = _renumbered(self._last_seconds, number)
         self._lost, self._fresh = {}, {}
@@ -397,7 +390,7 @@ class SessionState:
         So is ``noted``, which node had which rank, as far as the first agrees.
         """
         world_size = max((up.world_size for up in self._up.values()), default=0)
-        self._owners.measure_by(first, world_size=world_size, noted=noted)
+        self.owners.measure_by(first, world_size=world_size, noted=noted)
 
     @_one_at_a_time
     def lose_absent(self) -> None:
