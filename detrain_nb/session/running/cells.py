@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from ...errors import CellInterrupted, DetrainError, RankError, SessionError, format_ranks
@@ -48,18 +48,17 @@ class Cells:
         ``values`` brings those of the last expression here, where they can travel; no other cell of its ranks begins
         before. Raises: what Session.run_cell does.
         """
-
-        source = _Source(code, first_line, is_replay)
-        cell = self._begin(source, ranks, observer, at_least=at_least, values=values)
+        message = RunCell([], [], 0, code, first_line, is_replay)  # for which ranks, and its number, is not known yet
+        cell, message = self._begin(message, ranks, observer, at_least=at_least, values=values)
         try:
-            self._execute(cell, source, timeout_s)
+            self._execute(cell, message, timeout_s)
             return self._result(cell, values=values)
         finally:
             cell.values_brought.set()
 
-    def _execute(self, cell: Cell, source: _Source, timeout_s: float | None) -> None:
+    def _execute(self, cell: Cell, message: RunCell, timeout_s: float | None) -> None:
         try:
-            story = CellExecution(self._core, cell, source.for_ranks_of(cell), timeout_s).run()
+            story = CellExecution(self._core, cell, message, timeout_s).run()
         finally:
             if not cell.observers:  # else it has been told
                 self._core.tell(cell.describe_overwritten(), None)
@@ -67,8 +66,8 @@ class Cells:
         self._state.history.end_well(cell.number)
 
     def _begin(
-        self, source: _Source, ranks: Ranks, observer: CellObserver | None, *, at_least: int, values: bool
-    ) -> Cell:
+        self, message: RunCell, ranks: Ranks, observer: CellObserver | None, *, at_least: int, values: bool
+    ) -> tuple[Cell, RunCell]:
         """Have the ranks idle and their group made; again where one is lost meanwhile, or another cell was first."""
         core, state = self._core, self._state
         deadline = time.monotonic() + self._link.limits.idle_s
@@ -93,8 +92,10 @@ class Cells:
                 try:
                     if state.add_cell(cell):
                         self._last_of.update(dict.fromkeys(cell.ranks, cell.number))
-                        self._announce(cell, source)
-                        return cell
+                        incarnations = [cell.incarnations[rank] for rank in chosen]
+                        message = replace(message, ranks=list(chosen), incarnations=incarnations, cell=cell.number)
+                        self._announce(cell, message)
+                        return cell, message
                 except BaseException:
                     state.remove_cell(cell)
                     cell.values_brought.set()
@@ -102,9 +103,9 @@ class Cells:
             if time.monotonic() >= deadline:
                 raise SessionError(f"{format_ranks(chosen)} are lost again and again: %distributed status")
 
-    def _announce(self, cell: Cell, source: _Source) -> None:
+    def _announce(self, cell: Cell, message: RunCell) -> None:
         """Note that it is about to be sent, and tell who shows it."""
-        self._state.history.begin(source.for_ranks_of(cell))
+        self._state.history.begin(message)
         self._state.confirm_missed()  # whoever runs a cell has seen what was missed
         self._core.tell(self._state.pop_losses(), cell.observers)  # of ranks whose loss was no cell's error
         cell.observers.begin(cell.number)
@@ -150,17 +151,3 @@ class Cells:
             with contextlib.suppress(DetrainError):  # its text stands for what cannot travel
                 found[rank] = self._link.pull(["_"], self._core.choose_idle(rank))[rank]["_"]
         return found
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What is run."""
-
-    code: str
-    first_line: int
-    is_replay: bool
-
-    def for_ranks_of(self, cell: Cell) -> RunCell:
-        """The message that has them run it."""
-        incarnations = [cell.incarnations[rank] for rank in cell.ranks]
-        return RunCell(list(cell.ranks), incarnations, cell.number, self.code, self.first_line, self.is_replay)
