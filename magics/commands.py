@@ -77,9 +77,12 @@ class SessionCommands:
             raise UsageError(
                 f"%distributed restart: {'--env' if args.env else '--cold'} is for all ranks: leave out -r"
             )
+        self._replace(args.ranks, "%distributed restart")
+
+    def _replace(self, ranks: str, prog: str) -> None:
         session = self._holder.running()
-        chosen = session.ranks.choose(args.ranks)
-        with told_when_interrupted("%distributed restart", f"{format_ranks(chosen)} start anew all the same"):
+        chosen = session.ranks.choose(ranks)
+        with told_when_interrupted(prog, f"{format_ranks(chosen)} start anew all the same"):
             session.restart(chosen)
         print(_fresh(chosen, session))
 
@@ -165,17 +168,13 @@ class SessionCommands:
 
     def _interrupt(self, args: Any) -> None:
         session = self._holder.running()
-        if args.kill is None and args.ranks is not None:
+        if args.kill is not None:
+            self._replace(args.kill, "%distributed interrupt")
+        elif args.ranks is not None:
             session.ranks.interrupt(args.ranks)
-            return
-        if args.kill is None:
-            print("\n".join(f"cell {cell}: {story}" for cell, story in session.stop_cells().items()) or "no cell runs")
-            return
-        chosen = session.ranks.choose(args.kill)
-        with told_when_interrupted("%distributed interrupt", f"{format_ranks(chosen)} start anew all the same"):
-            session.ranks.replace(chosen)
-            session.ranks.wait_until_fresh(chosen)
-        print(_fresh(chosen, session))
+        else:
+            stories = [f"cell {number}: {story}" for number, story in session.stop_cells().items()]
+            print("\n".join(stories) or "no cell runs")
 
     def _replay(self, args: Any) -> None:
         session = self._holder.running()
@@ -254,14 +253,15 @@ class SessionCommands:
             return
         live.finish({rank: bundle for rank, bundle in run.bundles().items() if rank in chosen})
         _show_errors(run, screen, world_size=plan.world_size, except_of=set(everyone) - set(chosen))
+        notes = []
         if plan.world_size > len(session.ranks):
-            words = f"cell {wanted} ran before the session shrank: ranks have the numbers that they had then\n"
-            screen.show(Text("stderr", words))
+            notes.append(f"cell {wanted} ran before the session shrank: ranks have the numbers that they had then")
         if why := session.log.lacking.get(wanted):
-            screen.show(Text("stderr", f"what cell {wanted} printed after that is not in the log: {why}\n"))
+            notes.append(f"what cell {wanted} printed after that is not in the log: {why}")
         if wanted in session.log.cells_before:
-            words = f"what was shown of cell {wanted} before this notebook attached is not in the log\n"
-            screen.show(Text("stderr", words))
+            notes.append(f"what was shown of cell {wanted} before this notebook attached is not in the log")
+        for words in notes:
+            screen.show(Text("stderr", f"{words}\n"))
         screen.close()
 
     def _follow(self, session: Session, number: int, live: LiveCell) -> Cell:
@@ -284,12 +284,11 @@ def _fresh(ranks: Sequence[int], session: Session) -> str:
     """What to say of ranks that were replaced as the user wished."""
     short = short_ranks(ranks)
     others = ", the others kept their variables" if len(ranks) < len(session.ranks) else ""
-    source = "  %broadcast NAME -r {short}  brings variables from rank 0" if others and 0 not in ranks else ""
-    lines = [
-        f"{format_ranks(ranks)} started anew{others}:",
-        f"  %distributed replay -r {short}  runs earlier cells there again",
-    ]
-    return "\n".join([*lines, *([source.format(short=short)] if source else [])])
+    words = (
+        f"{format_ranks(ranks)} started anew{others}:\n  %distributed replay -r {short}  runs earlier cells there again"
+    )
+    has_source = others and 0 not in ranks
+    return f"{words}\n  %broadcast NAME -r {short}  brings variables from rank 0" if has_source else words
 
 
 def _wanted_cell(asked: int | None, printed: Sequence[int], session: Session) -> int:

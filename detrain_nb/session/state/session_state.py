@@ -98,9 +98,10 @@ class SessionState:
     """What is known of a session: its ranks as their messages tell it, its cells, who has been told what.
 
     It changes by its own methods, and those of the parts it gives: ``groups``, ``requests``, ``history``, ``logbook``,
-    its cells. ``nodes`` are the names of its nodes, in order: all but the first may be lost, and the others go on. What
-    comes from ``strangers``, by position, is not from this machine. ``is_attaching``: the session is there already, and
-    a node that is lost before it was attached to is ``absent``; those who are so from the start are given.
+    ``notices``, ``owners``, its cells. ``nodes`` are the names of its nodes, in order: all but the first may be lost,
+    and the others go on. What comes from ``strangers``, by position, is not from this machine. ``is_attaching``: the
+    session is there already, and a node that is lost before it was attached to is ``absent``; those who are so from the
+    start are given.
     """
 
     def __init__(
