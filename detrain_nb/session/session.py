@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..deploy.bringing_up import End, attach_to_agents, bring_up_agents, give_up_agents, leave_agents
+from ..deploy.bringing_up import attach_to_agents, bring_up_agents, give_up_agents, leave_agents
 from ..deploy.chosen_nodes import Nodes, check_session_name, find_nodes, transports_to
 from ..deploy.ending import end_agents
 from ..deploy.kept import check_warm, keep
