@@ -1549,7 +1549,8 @@ class _Ends:
     def __init__(self, situation: str) -> None:
         self.good, self.bad = FakeNode("good", 0), FakeNode("bad", 1)
         self.good.answers[Attach] = self.bad.answers[Attach] = lambda _: []
-        self.link = RankLink("mine", [End(node, node.connect_agent("mine")) for node in (self.good, self.bad)])
+        ends = [End(node, node.connect_agent("mine")) for node in (self.good, self.bad)]
+        self.link = RankLink("mine", ends, is_attaching=False, limits=Limits())
         self.eyes = Eyes()
         self.state.requests._numbers = itertools.count(1)
         self.request = self.state.requests.new([1], ["x"])

@@ -92,7 +92,7 @@ class Core:
     ) -> tuple[int, ...]:
         """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now.
 
-        If it ``waits``, for those that are busy, ``tell`` gets these and the cells that they run, once a second.
+        With ``waits`` those that are busy are waited for: ``tell`` gets these, with their cells, once a second.
         """
         self.require_alive()
         chosen = self.choose(ranks)

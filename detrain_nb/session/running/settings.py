@@ -21,8 +21,8 @@ class SlotsOnly:
             object.__setattr__(self, name, value)
         except AttributeError:
             names = ", ".join(known for known in SessionSettings.__slots__ if known[0] != "_")
-            words = f"{type(self).__name__} has no {name!r} that can be set: session.settings has {names} and limits"
-            raise AttributeError(words) from None
+            what_can = f"{names} of session.settings, and each of session.settings.limits"
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be set: what can is {what_can}") from None
 
 
 class SessionSettings(SlotsOnly):
