@@ -54,7 +54,13 @@ Manifest = dict[str, FileState]
 
 
 def list_folder(
-    root: str | os.PathLike[str], *, top: str = "", limit_bytes: int = 50_000_000, kept: list[str] | None = None
+    root: str | os.PathLike[str],
+    *,
+    top: str = "",
+    limit_bytes: int = 50_000_000,
+    most_entries: int = _MOST_ENTRIES,
+    settled_ns: int = _SETTLED_NS,
+    kept: list[str] | None = None,
 ) -> Manifest:
     """List the files below ``root`` that travel. A file that has not changed since the last call is not read again.
 
@@ -68,7 +74,7 @@ def list_folder(
     there = os.path.realpath(root)
     if (top := top or there) != there:
         raise SpecError(f"{root} leads to {there} now, and led to {top}: nothing of it goes to the nodes")
-    found = sorted(_walk(top, [] if kept is None else kept))
+    found = sorted(_walk(top, most_entries, [] if kept is None else kept))
     total_bytes = sum(status.st_size for _, _, status in found)
     if total_bytes > limit_bytes:
         largest = sorted(found, key=lambda item: -item[2].st_size)[:5]
@@ -80,7 +86,7 @@ def list_folder(
     now_ns = time.time_ns()
     manifest: Manifest = {}
     for name, path, status in found:
-        read = _read_digest if now_ns - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS else _digest
+        read = _read_digest if now_ns - max(status.st_mtime_ns, status.st_ctime_ns) > settled_ns else _digest
         try:
             digest = read(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         except FileNotFoundError:
@@ -171,7 +177,7 @@ class _Folder(NamedTuple):
     is_theirs: bool = False  # it is reached through a link that another user made
 
 
-def _walk(top: str, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]]:
+def _walk(top: str, most_entries: int, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]]:
     """Yield name, path and status of the files that travel."""
     above, outer = read_rules_above(Path(top))
     trusted = {0, os.stat(top).st_uid, *([os.geteuid()] if hasattr(os, "geteuid") else [])}
@@ -181,8 +187,8 @@ def _walk(top: str, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]
         folder = folders.pop()
         entries = _scan(folder)
         entries_seen += len(entries)
-        if entries_seen > _MOST_ENTRIES:
-            raise SpecError(f"the folder {top} has more than {_MOST_ENTRIES} files: work in a smaller one, {_WAYS_OUT}")
+        if entries_seen > most_entries:
+            raise SpecError(f"the folder {top} has more than {most_entries} files: work in a smaller one, {_WAYS_OUT}")
         rules = extend(folder.rules, folder.path, above + folder.prefix, {entry.name for entry in entries})
         for entry in entries:
             name = folder.prefix + entry.name

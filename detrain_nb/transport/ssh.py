@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..errors import SpecError, TransportError
 from .known_hosts import fingerprint
 from .ssh_config import HostSettings, SshTarget, read_config
-from .ssh_files import client_class, filesystem_class
+from .ssh_files import MOST_NAMES, client_class, filesystem_class
 from .ssh_identities import AskPassphrase
 from .ssh_key_file import KeyFile
 from .ssh_opening import Hop, Opening, hold_to_window, shut
@@ -41,6 +41,7 @@ class SshConnection:
         self._hops = tuple(hops)
         self._transport = hops[-1].transport
         self.settings = hops[-1].settings
+        self.channel_limit_s = _CHANNEL_LIMIT_S
 
     @classmethod
     def open(
@@ -96,20 +97,22 @@ class SshConnection:
         channel = self._open_channel("a command", lambda opened: opened.exec_command(command))
         return Stream(channel, broken=(paramiko.SSHException,))
 
-    def open_sftp_filesystem(self) -> Any:
+    def open_sftp_filesystem(self, *, silence_limit_s: float = _SFTP_SILENCE_S, most_names: int = MOST_NAMES) -> Any:
         """Return an fsspec filesystem of the host over this connection, for absolute paths; its ``close()`` ends it.
+
+        A folder with more than ``most_names`` is an error there.
 
         Raises: TransportError when the host offers no SFTP, or no further channel: files then have to go otherwise.
         """
         opened: list[paramiko.SFTPClient] = []
 
         def begin(channel: paramiko.Channel) -> None:
-            channel.settimeout(_SFTP_SILENCE_S)
+            channel.settimeout(silence_limit_s)
             channel.invoke_subsystem("sftp")
             opened.append(client_class()(channel, self.settings.where))
 
         self._open_channel("SFTP", begin)
-        return filesystem_class()(opened[0], self.settings.hostname)
+        return filesystem_class()(opened[0], self.settings.hostname, most_names)
 
     def close(self) -> None:
         """Close the connection and those it goes through: streams end, files fail."""
@@ -127,7 +130,7 @@ class SshConnection:
 
         where = self.settings.where
         try:
-            channel = self._transport.open_session(timeout=_CHANNEL_LIMIT_S)
+            channel = self._transport.open_session(timeout=self.channel_limit_s)
             hold_to_window(channel)
         except paramiko.ChannelException as exc:
             raise TransportError(
@@ -140,7 +143,7 @@ class SshConnection:
             with contextlib.suppress(paramiko.SSHException, EOFError, OSError):  # it has just ended by itself
                 channel.close()
 
-        watch = threading.Timer(_CHANNEL_LIMIT_S, give_up)  # paramiko itself would wait for ever
+        watch = threading.Timer(self.channel_limit_s, give_up)  # paramiko itself would wait for ever
         watch.daemon = True
         watch.start()
         try:

@@ -14,12 +14,12 @@ from .ssh_socket import clean
 if TYPE_CHECKING:
     import paramiko
 
-__all__ = ["client_class", "filesystem_class"]
+__all__ = ["MOST_NAMES", "client_class", "filesystem_class"]
 
 _SFTP_READ_BYTES = 32 << 10  # what every server gives at once
 _SFTP_AHEAD_BYTES = 4 << 20  # of what is asked for before the first of it has come
 _REPLY_BYTES = 256 << 10  # at most, as OpenSSH has it
-_MOST_NAMES = 100_000  # in a folder
+MOST_NAMES = 100_000  # in a folder
 _MOST_EMPTY = 1000  # replies without a name in them, of one connection
 _INIT_NUMBER = (3).to_bytes(4, "big")  # where other requests have their number, the first has the version
 _SIZES_OF_ATTRIBUTES = {1: 8, 2: 8, 4: 4, 8: 8}  # by flag: size, owner, mode, times
@@ -118,8 +118,8 @@ def filesystem_class() -> type[Any]:
 
         cachable = False
 
-        def __init__(self, sftp: paramiko.SFTPClient, host: str) -> None:
-            self._sftp = sftp
+        def __init__(self, sftp: paramiko.SFTPClient, host: str, most_names: int) -> None:
+            self._sftp, self._most_names = sftp, most_names
             super().__init__(host)
 
         def _connect(self) -> None:
@@ -129,9 +129,9 @@ def filesystem_class() -> type[Any]:
             """fsspec's own takes names without end. Raises: OSError."""
             path = self._strip_protocol(path)
             with _sftp_errors():
-                found = list(itertools.islice(self.ftp.listdir_iter(path), _MOST_NAMES + 1))
-            if len(found) > _MOST_NAMES:
-                raise OSError(f"{path} has more than {_MOST_NAMES} names")
+                found = list(itertools.islice(self.ftp.listdir_iter(path), self._most_names + 1))
+            if len(found) > self._most_names:
+                raise OSError(f"{path} has more than {self._most_names} names")
             entries = [self._decode_stat(attributes, path) for attributes in found]
             return entries if detail else sorted(entry["name"] for entry in entries)
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import warnings
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,11 +239,10 @@ def test_too_much_is_refused_with_the_largest_files(tmp_path: Path) -> None:
     assert list(list_folder(tmp_path, limit_bytes=27_000)) == [".detrainignore"]
 
 
-def test_folder_with_very_many_files_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_with_very_many_files_is_given_up(tmp_path: Path) -> None:
     _plant(tmp_path, dict.fromkeys(["a", "b", "c", "d/e"], ""))
-    monkeypatch.setattr(folder, "_MOST_ENTRIES", 4)
     with pytest.raises(SpecError, match="has more than 4 files: work in a smaller one, list what"):
-        list_folder(tmp_path)
+        list_folder(tmp_path, most_entries=4)
 
 
 def test_what_cannot_be_listed_is_named(tmp_path: Path) -> None:
@@ -280,15 +280,15 @@ def test_change_is_seen_even_where_size_and_time_are_kept(tmp_path: Path) -> Non
     assert _changed(before, now) == ["a.py"]
 
 
-def test_settled_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settled_file_is_read_once(tmp_path: Path) -> None:
     _plant(tmp_path, {"a.py": "x", "b.py": "y"})
-    monkeypatch.setattr(folder, "_SETTLED_NS", -1)  # as if all were old
+    list_all_as_old = partial(list_folder, settled_ns=-1)
     before = folder._read_digest.cache_info().misses
-    first = list_folder(tmp_path)
-    assert list_folder(tmp_path) == first
+    first = list_all_as_old(tmp_path)
+    assert list_all_as_old(tmp_path) == first
     assert folder._read_digest.cache_info().misses == before + 2
     (tmp_path / "b.py").write_text("z")
-    assert _changed(first, list_folder(tmp_path)) == ["b.py"]
+    assert _changed(first, list_all_as_old(tmp_path)) == ["b.py"]
     assert folder._read_digest.cache_info().misses == before + 3
 
 

@@ -30,7 +30,7 @@ from paramiko import sftp
 from detrain_nb import doctor
 from detrain_nb.errors import HostKeyError, SpecError, TransportError
 from detrain_nb.spec.node import Node
-from detrain_nb.transport import ssh, ssh_files, ssh_identities, ssh_opening
+from detrain_nb.transport import ssh, ssh_identities, ssh_opening
 from detrain_nb.transport.known_hosts import fingerprint
 from detrain_nb.transport.ssh import SshConnection, SshTarget
 from detrain_nb.transport.ssh_stream import Stream
@@ -504,17 +504,14 @@ def test_host_without_sftp_says_so_and_the_connection_lives(option: str, start_s
         assert run(connection, "echo hello, sftp") == b"hello, sftp\n"
 
 
-def test_sftp_that_falls_silent_ends_a_call(
-    start_sshd: StartSshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ssh, "_SFTP_SILENCE_S", 1.0)
+def test_sftp_that_falls_silent_ends_a_call(start_sshd: StartSshd, tmp_path: Path) -> None:
     script = tmp_path / "sftp"
     script.write_text("#!/bin/sh\nprintf '\\0\\0\\0\\5\\2\\0\\0\\0\\3'\nexec sleep 100\n")
     script.chmod(0o755)
     start_sshd(f"Subsystem sftp {script}")
     with (
         connect() as connection,
-        contextlib.closing(connection.open_sftp_filesystem()) as files,
+        contextlib.closing(connection.open_sftp_filesystem(silence_limit_s=1.0)) as files,
         pytest.raises(OSError),
     ):
         files.ls("/")
@@ -640,14 +637,11 @@ def test_sftp_server_that_sends_what_it_was_asked_for_is_believed(
     assert (tmp_path / "down").read_bytes() == bytes(100_000)
 
 
-def test_folder_with_names_without_end_is_an_error(
-    serve_sftp: Callable[[Answer], SshConnection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ssh_files, "_MOST_NAMES", 100)
+def test_folder_with_names_without_end_is_an_error(serve_sftp: Callable[[Answer], SshConnection]) -> None:
     name = (1).to_bytes(4, "big") + b"a" + bytes(8)  # the name, none as others show it, no attributes
     connection = serve_sftp(_serve_folder(sftp.CMD_NAME, 10, name * 10))
     with pytest.raises(OSError, match="/folder has more than 100 names"):
-        connection.open_sftp_filesystem().ls("/folder")
+        connection.open_sftp_filesystem(most_names=100).ls("/folder")
 
 
 # The connection itself
@@ -717,14 +711,14 @@ def test_what_the_node_asks_for_is_refused(recorder: Recorder, key: Path) -> Non
     "what, says_yes", [("a command", False), pytest.param("SFTP", False, marks=pytest.mark.slow), ("SFTP", True)]
 )
 def test_node_that_does_not_answer_a_request_ends_within_the_limit(
-    what: str, says_yes: bool, recorder: Recorder, key: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, says_yes: bool, recorder: Recorder, key: Path
 ) -> None:
-    monkeypatch.setattr(ssh, "_CHANNEL_LIMIT_S", 1.0)
     recorder.make_known()
     recorder.takes = True
     if says_yes:
         recorder.answers.set()  # and then no word of SFTP
     with SshConnection.open(SshTarget("node", identity_file=str(key))) as connection:
+        connection.channel_limit_s = 1.0
         begin = connection.open_sftp_filesystem if what == "SFTP" else lambda: connection.open_stream("true")
         with pytest.raises(TransportError, match=f"does not offer {what}"):
             begin()
