@@ -23,13 +23,11 @@ from ..errors import DetrainError, SpecError, TransportError, WireError
 from ..transport import Transport
 from .private import holds_homes, is_private
 
-__all__ = ["Copied", "OnProgress", "Stop", "get", "label", "on_every", "open_talk", "put"]
+__all__ = ["PATIENCE", "Copied", "OnProgress", "Patience", "Stop", "get", "label", "on_every", "open_talk", "put"]
 
 OnProgress = Callable[[int, int, int], object]  # files done, bytes done, bytes in all
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
-_SILENCE_LIMIT_S = 60.0  # the program says every few seconds that it is still at it
-_PATIENCE_S = 1800.0  # for one answer: a million files on a slow disk take a while to list
 _BUFFER_BYTES = 1 << 18
 _LOOK_GAP_S = 0.1
 _STOP_LIMIT_S = 2.0  # for a copy to leave in good order, before its connection is shut
@@ -52,6 +50,18 @@ class Copied:
     num_kept: int = 0
     kept: tuple[str, ...] = ()
     num_there: int = 0
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a node is waited for."""
+
+    silence_s: float = 60.0  # the program says every few seconds that it is still at it
+    answer_s: float = 1800.0  # a million files on a slow disk take a while to list
+    bring_s: float = 120.0  # what a cell waits for; the node waits up to 60 s for another that writes to its folder
+
+
+PATIENCE = Patience()
 
 
 class Stop:
@@ -127,6 +137,7 @@ def get(
     *,
     stop: Stop | None = None,
     work_folder: str = "",
+    patience: Patience = PATIENCE,
 ) -> Copied:
     """Copy files and folders of a node into ``folder`` here, which is made; paths as with ``put``.
 
@@ -138,7 +149,7 @@ def get(
     names = [label(node) if name in ("", ".", "..", "~") else name for name in names]
     _check_different(names, wanted)
     progress = Progress(_stoppable(on_progress, stop))
-    with open_talk(node, stop=stop) as talk:
+    with open_talk(node, stop=stop, patience=patience) as talk:
         talk.say("get", base=node.work_folder(work_folder), paths=wanted, names=names)
         with _here(), TreeWriter(os.fspath(folder)) as writer:
             skipped = receive_tree(talk, writer, progress, roots=names)
@@ -209,7 +220,7 @@ def label(node: Transport) -> str:
 
 
 @contextlib.contextmanager
-def open_talk(node: Transport, *, stop: Stop | None = None) -> Iterator[Talk]:
+def open_talk(node: Transport, *, stop: Stop | None = None, patience: Patience = PATIENCE) -> Iterator[Talk]:
     """Run copying/remote_program.py on a node. What goes wrong in the block raises DetrainError with its name."""
     host = label(node)
     with contextlib.ExitStack() as stack:
@@ -219,13 +230,13 @@ def open_talk(node: Transport, *, stop: Stop | None = None) -> Iterator[Talk]:
             raise type(exc)(f"{host}: {exc}") from exc
         if stop:
             stack.enter_context(stop.watch(lambda: sock.shutdown(socket.SHUT_RDWR)))
-        sock.settimeout(_SILENCE_LIMIT_S)
+        sock.settimeout(patience.silence_s)
         reader = stack.enter_context(sock.makefile("rb"))
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(sock, selectors.EVENT_READ)
         try:
             has_come = lambda: bool(selector.select(0))  # noqa: E731
-            yield Talk(reader, _Sender(sock), has_come=has_come, patience_s=_PATIENCE_S)
+            yield Talk(reader, _Sender(sock), has_come=has_come, patience_s=patience.answer_s)
         except Untrue as exc:
             raise WireError(f"{host}: {exc}") from exc
         except FilesError as exc:

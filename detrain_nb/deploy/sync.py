@@ -25,13 +25,12 @@ from ..copying.remote_program import SAMPLE_FILES
 from ..errors import SessionError
 from ..text import html_cells, table_lines
 from ..transport import Transport
-from .files import OnProgress, Stop, label, on_every, open_talk
+from .files import PATIENCE, OnProgress, Patience, Stop, label, on_every, open_talk
 from .folder import Manifest, list_folder, name_hidden, pack
 from .ignoring import OWN_FILE
 
 __all__ = ["DataCheck", "DataState", "FolderSync", "check"]
 
-_BRING_LIMIT_S = 120.0  # for what a node has to do; it waits up to 60 s for another that writes to the same folder
 _CHUNK_BYTES = 1 << 18
 _MOST_NAMED = 3
 _COLUMNS = ["node", "files", "bytes", "checksum", ""]
@@ -46,12 +45,15 @@ class FolderSync:
     ``top`` is where ``root`` led when it was looked at first.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, top: str = "", takes_over: bool = True) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], *, top: str = "", takes_over: bool = True, patience: Patience = PATIENCE
+    ) -> None:
         self.root = Path(root).absolute()
         self._top = top or os.path.realpath(root)
         self.notices: list[str] = []
         self._root_name = f"{socket.gethostname()}:{self.root}"
         self._takes_over = takes_over
+        self._patience = patience
         self._brought: dict[str, tuple[object, Manifest]] = {}
         self._apart: set[str] = set()
         self._overdue: dict[str, object] = {}  # and the contact at which it was
@@ -101,8 +103,8 @@ class FolderSync:
             raise SessionError(f"{label(node)} has no work folder before an agent of it was reached")
         names, listed = list(manifest), _write_list(manifest)
         order = {"root": self._root_name, "takes_over": self._takes_over, "size": len(listed)}
-        with open_talk(node, stop=stop) as talk, self._without_who_is_overdue(node):
-            _send_in_time(talk, listed, "sync", base=folder, cache=node.cache, **order)
+        with open_talk(node, stop=stop, patience=self._patience) as talk, self._without_who_is_overdue(node):
+            self._send_in_time(talk, listed, "sync", base=folder, cache=node.cache, **order)
             answer = talk.hear("want", "other")
             if answer["type"] == "other":
                 self._leave_apart(node, clean(answer.get("root")))
@@ -111,10 +113,19 @@ class FolderSync:
             if wanted:
                 packed = packer.pack(wanted)
                 stop.check()
-                _send_in_time(talk, packed, "archive", size=len(packed))
+                self._send_in_time(talk, packed, "archive", size=len(packed))
             done = talk.hear("done")
             self._note_left_alone(node, done, manifest)
             self._brought[node.name] = contact, manifest
+
+    def _send_in_time(self, talk: Talk, data: bytes, kind: str, **fields: object) -> None:
+        """Say a line with ``data`` after it; the node has so long to take it, and then to answer."""
+        talk.deadline = time.monotonic() + self._patience.bring_s + len(data) / SLOWEST_BYTES_PER_S
+        talk.say(kind, **fields)
+        for start in range(0, len(data), _CHUNK_BYTES):
+            talk.send(data[start : start + _CHUNK_BYTES])
+        talk.flush()
+        talk.deadline = time.monotonic() + self._patience.bring_s
 
     def _is_overdue(self, node: Transport) -> bool:
         return self._overdue.get(node.name) is node.contact
@@ -150,16 +161,6 @@ class FolderSync:
                 f"{label(node)}: left as it is, since it did not come from here: {some}: "
                 "put it there to replace it, or remove it there"
             )
-
-
-def _send_in_time(talk: Talk, data: bytes, kind: str, **fields: object) -> None:
-    """Say a line with ``data`` after it; the node has so long to take it, and then to answer."""
-    talk.deadline = time.monotonic() + _BRING_LIMIT_S + len(data) / SLOWEST_BYTES_PER_S
-    talk.say(kind, **fields)
-    for start in range(0, len(data), _CHUNK_BYTES):
-        talk.send(data[start : start + _CHUNK_BYTES])
-    talk.flush()
-    talk.deadline = time.monotonic() + _BRING_LIMIT_S
 
 
 def _write_list(manifest: Manifest) -> bytes:

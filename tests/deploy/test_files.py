@@ -25,7 +25,7 @@ from detrain_nb.copying.json_lines import LINE_BYTES, Failed, FilesError, Talk
 from detrain_nb.copying.receiver import TreeWriter
 from detrain_nb.copying.sender import MOST_ENTRIES, list_tree, open_listed
 from detrain_nb.deploy import code, files
-from detrain_nb.deploy.files import Copied, Stop, get, on_every, put
+from detrain_nb.deploy.files import Copied, Patience, Stop, get, on_every, put
 from detrain_nb.deploy.ssh_node import SshNode
 from detrain_nb.deploy.sync import check
 from detrain_nb.errors import DetrainError, SpecError, TransportError, WireError
@@ -755,15 +755,13 @@ def test_names_without_end_have_one(play: Callable[[Talk], object], tmp_path: Pa
     wait_until_gone(tmp_path)
 
 
-def test_line_without_end_is_not_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_SILENCE_LIMIT_S", 2.0)
-
+def test_line_without_end_is_not_read_on(tmp_path: Path) -> None:
     def play(talk: Talk) -> None:
         talk.send(b"x" * (LINE_BYTES + 10))
         talk.hear("never")
 
     with pytest.raises(WireError, match="liar: what came is not what our program says"):
-        get(FakeNode(play), "asked", tmp_path / "back")
+        get(FakeNode(play), "asked", tmp_path / "back", patience=Patience(silence_s=2.0))
 
 
 def test_more_than_there_is_room_for_is_not_begun(tmp_path: Path) -> None:
@@ -823,10 +821,10 @@ def test_what_a_node_says_of_its_failure_is_one_clean_line(tmp_path: Path) -> No
     assert str(caught.value).isprintable() and len(str(caught.value)) < 5000
 
 
-def test_node_that_says_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_SILENCE_LIMIT_S", 0.2)
+def test_node_that_says_nothing_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    mute = FakeNode(lambda talk: talk.hear("never"))
     with pytest.raises(DetrainError, match="liar: the other side does not answer"):
-        get(FakeNode(lambda talk: talk.hear("never")), "asked", tmp_path / "back")
+        get(mute, "asked", tmp_path / "back", patience=Patience(silence_s=0.2))
 
 
 @pytest.mark.parametrize(
@@ -844,10 +842,9 @@ def test_node_that_is_always_at_it_is_not_waited_for_for_ever(
             there.flush()
             time.sleep(0.01)
 
-    monkeypatch.setattr(files, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(json_lines, "SLOWEST_BYTES_PER_S", 1 << 50)
     with pytest.raises(DetrainError, match="liar: the other side takes too long"):
-        get(FakeNode(play), "asked", tmp_path / "back")
+        get(FakeNode(play), "asked", tmp_path / "back", patience=Patience(answer_s=0.2))
     assert not (tmp_path / "back").exists()
 
 

@@ -21,8 +21,9 @@ from detrain_nb import Session
 from detrain_nb.copying import folder_sync_remote
 from detrain_nb.copying.remote_program import MAGIC
 from detrain_nb.copying.sync_manifest import Sent, read_state, write_note
-from detrain_nb.deploy import files, sync
+from detrain_nb.deploy import sync
 from detrain_nb.deploy.bootstrapped_node import BootstrappedNode
+from detrain_nb.deploy.files import Patience, open_talk
 from detrain_nb.deploy.folder import Manifest
 from detrain_nb.deploy.sync import DataCheck, DataState, FolderSync, check
 from detrain_nb.errors import DetrainError, SessionError, SpecError, WireError
@@ -426,7 +427,7 @@ def test_node_waits_for_another_that_writes_to_the_same_folder(
 ) -> None:
     write(root, a_py="a = 1")
     first, second = (FolderNode(tmp_path, name, tmp_path / "shared") for name in ("left", "right"))
-    with files.open_talk(first) as talk:
+    with open_talk(first) as talk:
         listed = json.dumps([["a.py", "0" * 64, False, False]]).encode()
         talk.say("sync", base=str(first.work), cache=first.cache, root="", takes_over=True, size=len(listed))
         talk.send(listed)
@@ -756,15 +757,11 @@ class Sloth(Liar):
             theirs.close()
 
 
-def test_node_that_does_not_come_to_an_end_is_gone_on_without(
-    root: Path, node: FolderNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sync, "_BRING_LIMIT_S", 1.0)
-    monkeypatch.setattr(files, "_SILENCE_LIMIT_S", 1.0)
+def test_node_that_does_not_come_to_an_end_is_gone_on_without(root: Path, node: FolderNode, tmp_path: Path) -> None:
     write(root, a_py=os.urandom(500_000).hex())
     ways = ["waits", "waits after all has come", "says a line without end", "says nothing", "takes nothing"]
     sloths = [Sloth(tmp_path, way) for way in ways]
-    keeper = FolderSync(root)
+    keeper = FolderSync(root, patience=Patience(silence_s=1.0, bring_s=1.0))
     keeper.bring([*sloths, node])
     assert list(node.files()) == ["a.py"]
     assert set(keeper.notices) == {
