@@ -8,7 +8,6 @@ looks what is there until its agent has said what it uses of it; names change on
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from ...agents import ENDED_PREFIX, USES_NAME, is_served, remove_dead_agent
 from ...copying.sync_manifest import Sent, lstat, note_path, read_note
+from ...locks import take_lock
 
 LOCK_NAME = ".lock"
 _UNUSED_S = 30 * 86400.0
@@ -73,13 +73,12 @@ def clean_up(cache: Path) -> None:
 @contextlib.contextmanager
 def _alone(cache: Path) -> Iterator[bool]:
     """Nobody else looks what is there, or changes it; False where somebody does."""
-    with open(cache / LOCK_NAME, "r+b") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+    lock = take_lock(cache / LOCK_NAME)
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def _in_use(cache: Path) -> set[str]:
@@ -233,15 +232,12 @@ def _is_of_none(note: Path, used: set[str]) -> bool:
 
 def _remove_note(note: Path) -> None:
     """With its lock, where nobody holds that."""
-    try:
-        lock = os.open(f"{note}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except FileNotFoundError:  # nothing was ever noted
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        note.unlink(missing_ok=True)
-        os.unlink(f"{note}.lock")
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(lock)
+    path, lock = Path(f"{note}.lock"), None
+    with contextlib.suppress(FileNotFoundError):  # nothing was ever noted
+        lock = take_lock(path, is_new=True)
+    if lock is not None:
+        try:
+            note.unlink(missing_ok=True)
+            path.unlink()
+        finally:
+            os.close(lock)
