@@ -35,12 +35,12 @@ def test_interrupts_that_come_while_a_failed_cell_is_let_go_of_end_nobody() -> N
 # Python delivers a signal when a function begins or has returned, or a loop goes round: there, one after the other.
 _STRIKES = """
 import dis, mmap, sys
-from detrain_nb.node.cell.cellrunner import CellRunner, Screen
+from detrain_nb.node.cell.cellrunner import CellRunner
 from detrain_nb.node.cell.tracebacks import user_traceback
 from detrain_nb.node.cell.interrupts import Interrupts
 
 interrupts = Interrupts(mmap.mmap(-1, 8))
-runner = CellRunner.create(Screen(lambda *shown: None, lambda wait: None))
+runner = CellRunner.create(lambda *shown: None, lambda wait: None)
 runner.events.trigger = interrupts.raised_after(runner.events.trigger)
 DELIVERED_AFTER = ("RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
 sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for this when settrace is called

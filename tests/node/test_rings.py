@@ -15,10 +15,10 @@ from ..failing_cells import FAILING_CELLS
 _RUN = """
 import gc, json, sys
 gc.disable()
-from detrain_nb.node.cell.cellrunner import CellRunner, Screen
+from detrain_nb.node.cell.cellrunner import CellRunner
 from detrain_nb.node.cell.rings import break_rings
 
-runner = CellRunner.create(Screen(lambda *shown: None, lambda wait: None))
+runner = CellRunner.create(lambda *shown: None, lambda wait: None)
 assert runner.run('''
 import asyncio, bdb, contextlib, weakref
 class Big: pass
@@ -84,10 +84,10 @@ def test_what_a_failed_cell_held_goes_with_its_error(found: dict[str, list[objec
 
 
 _GOES_ON = """
-from detrain_nb.node.cell.cellrunner import CellRunner, Screen
+from detrain_nb.node.cell.cellrunner import CellRunner
 from detrain_nb.node.cell.rings import break_rings
 
-runner = CellRunner.create(Screen(lambda *shown: None, lambda wait: None))
+runner = CellRunner.create(lambda *shown: None, lambda wait: None)
 _, error = runner.run('''
 def numbers():
     big = "big"

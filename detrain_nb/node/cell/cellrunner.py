@@ -14,7 +14,6 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from IPython.core.async_helpers import get_asyncio_loop
@@ -37,14 +36,6 @@ _NEVER_AUTOMAGIC = (ast.Pass, ast.For, ast.While, ast.With, ast.If, ast.Function
 _EXIT_ADVICE = "To exit: use 'exit'"  # IPython's, for a person at a terminal
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _NO_WIDGETS = "widgets of ranks are not carried to the notebook: make them in a cell without %%distributed"
-
-
-@dataclass(frozen=True)
-class Screen:
-    """Where the rich outputs of a cell go: ``display(bundle, display_id, is_update)`` and ``clear(wait)``."""
-
-    display: Callable[[Bundle, str, bool], None]
-    clear: Callable[[bool], None]
 
 
 class _CellCompiler(CachingCompiler):
@@ -88,10 +79,10 @@ class _CellDisplayPublisher(DisplayPublisher):
     ) -> None:
         display_id = str((transient or {}).get("display_id", ""))
         self.shell.say_if_widget(data)
-        self.shell.screen.display(sendable_bundle(data, metadata), display_id, update)
+        self.shell.show_bundle(sendable_bundle(data, metadata), display_id, update)
 
     def clear_output(self, wait: bool = False) -> None:
-        self.shell.screen.clear(wait)
+        self.shell.clear_shown(wait)
 
 
 class CellRunner(InteractiveShell):
@@ -101,15 +92,19 @@ class CellRunner(InteractiveShell):
     displayhook_class = Type(_CellDisplayHook)
     display_pub_class = Type(_CellDisplayPublisher)
     compile: _CellCompiler
-    screen: Screen
+    show_bundle: Callable[[Bundle, str, bool], None]
+    clear_shown: Callable[[bool], None]
     cell_source = ""
     cell_value: Bundle
     _has_said_widget = False  # in this cell
     _usual_cleanups: int
 
     @classmethod
-    def create(cls, screen: Screen) -> CellRunner:
-        """Make the only one of this process; ``__main__`` becomes the module of the cells."""
+    def create(cls, show: Callable[[Bundle, str, bool], None], clear: Callable[[bool], None]) -> CellRunner:
+        """Make the only one of this process; ``__main__`` becomes the module of the cells.
+
+        Rich outputs go to ``show(bundle, display_id, is_update)`` and ``clear(wait)``.
+        """
         main = types.ModuleType("__main__", "The cells of a rank.")
         sys.modules["__main__"] = main
         config = Config()
@@ -119,7 +114,7 @@ class CellRunner(InteractiveShell):
         config.Completer.use_jedi = False  # its first answer takes seconds; the objects themselves are here to ask
         config.InteractiveShell.loop_runner = _run_in_loop
         runner: CellRunner = cls.instance(config=config, user_module=main)
-        runner.screen = screen
+        runner.show_bundle, runner.clear_shown = show, clear
         runner.cell_value = {}
         runner._usual_cleanups = len(runner.input_transformers_cleanup)
         for prompt in ("ps1", "ps2", "ps3"):  # of somebody who answers: Lightning does not train with DDP then

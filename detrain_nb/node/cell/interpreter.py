@@ -70,7 +70,7 @@ from ..groups.process_groups import Generation
 from ..groups.stale_variables import StaleVariables
 from ..system.memory_room import require_room
 from .bars import use_text_bars
-from .cellrunner import Bundle, CellRunner, Screen
+from .cellrunner import Bundle, CellRunner
 from .failures import describe_largest, free_frames, is_context_broken, is_out_of_memory, speak_before_abort
 from .given import Given
 from .interrupts import HeldSignals, Interrupts
@@ -150,7 +150,7 @@ class _Interpreter:
         self._generation.take_over_torch()
         speak_before_abort(lambda: describe_last(since_ns=self._generation.started_ns))
         self._stale = StaleVariables()
-        self._runner = CellRunner.create(Screen(self._display, self._clear))
+        self._runner = CellRunner.create(self._display, self._clear)
         events = self._runner.events
         events.trigger = self._interrupts.raised_after(events.trigger)  # type: ignore[method-assign]
         self._given = Given(

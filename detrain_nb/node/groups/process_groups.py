@@ -266,6 +266,7 @@ class Generation:
     @contextlib.contextmanager
     def _connecting(self) -> Iterator[None]:
         """In here torch makes a group; behind it the group's other ends are known to be of this user."""
+        self._groups_seen += 1
         with self._connections.recording():
             yield
             try:
@@ -282,7 +283,6 @@ class Generation:
 
     def _new_group(self, *args: Any, **options: Any) -> Any:
         """Every group is made here or in ``_split_group``: default, ``new_group``, of a mesh."""
-        self._groups_seen += 1
         with self._connecting():
             made = self._torch_new_group(*args, **options)
             self._checking.add(*made)
@@ -290,7 +290,6 @@ class Generation:
 
     def _split_group(self, *args: Any, **options: Any) -> Any:
         """On NCCL a mesh makes its groups of the default one, without ``_new_group``."""
-        self._groups_seen += 1
         with self._connecting():
             return self._torch_split_group(*args, **options)
 
