@@ -14,7 +14,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..copying.json_lines import SLOWEST_BYTES_PER_S
@@ -26,15 +25,13 @@ from ..transport import AgentFolders
 from ..transport.connection import Connection
 from ..wire import SILENCE_LIMIT_S
 from .node_facts import NodeFacts, choose_address
-from .remote_program import RemoteProgram
+from .remote_program import RemoteProgram, read_program
 
 if TYPE_CHECKING:
     from .code import CodeArchive
 
-__all__ = ["RUN_FILES", "BootstrappedNode", "read_bootstrap"]
+__all__ = ["RUN_FILES", "BootstrappedNode"]
 
-_BOOTSTRAP = Path(__file__).parent.parent / "node" / "ssh" / "bootstrap.py"
-_GUARDED = Path(__file__).parent.parent / "guarded.py"
 _MAGIC = b"\ndetrain-nb bootstrap 1\n"
 RUN_FILES = """\
 import sys
@@ -193,7 +190,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         return talk.take_socket()
 
     def _start_bootstrap(self, connection: _Connection) -> RemoteProgram:
-        return RemoteProgram.start(read_bootstrap(), magic=_MAGIC, node=self.node, connection=connection)
+        return RemoteProgram.start(read_program("bootstrap"), magic=_MAGIC, node=self.node, connection=connection)
 
     @contextlib.contextmanager
     def run_files(self) -> Iterator[socket.socket]:
@@ -232,13 +229,6 @@ class BootstrappedNode(ABC, Generic[_Connection]):
 
     def _choose_work_folder(self, facts: NodeFacts, session: str) -> None:
         self._work_folder = _expand(self.node.workdir or f"{facts.cache}/work/{session}", facts.home)
-
-
-def read_bootstrap() -> str:
-    """The program as text, with the one module of ours in it that it needs before our code is there."""
-    guarded = _GUARDED.read_text(encoding="utf-8").replace("from __future__ import annotations\n", "")
-    before, _, after = _BOOTSTRAP.read_text(encoding="utf-8").partition("from detrain_nb.guarded import ")
-    return before + guarded + after.partition("\n")[2]
 
 
 def _go_on(facts: NodeFacts, talk: RemoteProgram, **order: object) -> list[str]:

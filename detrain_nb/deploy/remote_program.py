@@ -7,10 +7,12 @@ shell's.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..copying.json_lines import clean
@@ -19,8 +21,10 @@ from ..spec.node import Node
 from ..text import printable
 from ..transport.connection import CommandStream, Connection
 
-__all__ = ["RemoteProgram", "as_text", "as_words", "write_script"]
+__all__ = ["RemoteProgram", "as_text", "as_words", "read_program", "write_script"]
 
+_PACKAGE = Path(__file__).parent.parent
+_OUR_IMPORT = re.compile(r"^from detrain_nb\.([\w.]+) import .*\n", re.MULTILINE)  # at the top of a module
 _PROLOGUE_BYTES = 1 << 16  # of what a shell prints before our first line
 _LINE_BYTES = 1 << 20
 _ANSWER_LIMIT_S = 60.0  # setup lines and a slow disk included
@@ -35,6 +39,18 @@ import sys
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 exec(compile({source!r}, "/dev/fd/3", "exec"))"""
+
+
+def read_program(name: str) -> str:
+    """A program of node/ssh as text, with the modules of ours in it that it needs before our code is there."""
+    return _OUR_IMPORT.sub(
+        lambda needed: _read_module(needed[1]).replace("from __future__ import annotations\n", ""),
+        _read_module(f"node.ssh.{name}"),
+    )
+
+
+def _read_module(name: str) -> str:
+    return _PACKAGE.joinpath(*name.split(".")).with_suffix(".py").read_text(encoding="utf-8")
 
 
 class RemoteProgram:

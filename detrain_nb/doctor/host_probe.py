@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..deploy.remote_program import RemoteProgram
+from ..deploy.remote_program import RemoteProgram, read_program
 from ..deploy.ssh_node import connect_to
 from ..errors import TransportError
 from ..spec.node import Node
@@ -20,7 +20,6 @@ from .host_facts import HostFacts, Said
 
 __all__ = ["Clock", "Door", "HostProbe", "Way"]
 
-_PROGRAM = Path(__file__).parent.parent / "node" / "ssh" / "probe.py"
 _MAGIC = b"\ndetrain-nb probe 1\n"
 _CONNECT_LIMIT_S = 8.0
 _START_LIMIT_S = 10.0
@@ -95,7 +94,7 @@ class HostProbe:
         """Start the program; what it sees."""
         assert self._connection is not None  # it was connected to
         self._started = RemoteProgram.start(
-            _PROGRAM.read_text(encoding="utf-8"),
+            read_program("probe"),
             magic=_MAGIC,
             node=self.node,
             connection=self._connection,

@@ -13,6 +13,7 @@ import pytest
 from detrain_nb.copying import remote_program as files_program
 from detrain_nb.copying.json_lines import clean
 from detrain_nb.deploy import bootstrapped_node, remote_program
+from detrain_nb.deploy.remote_program import read_program
 from detrain_nb.doctor import host_facts
 from detrain_nb.errors import TransportError
 from detrain_nb.node.ssh import bootstrap, probe
@@ -50,7 +51,7 @@ def test_old_bash_keeps_a_program_among_temporary_files(tmp_path: Path) -> None:
 
 
 def test_bootstrap_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> None:
-    said = run(bootstrapped_node.read_bootstrap(), b"", planted)
+    said = run(read_program("bootstrap"), b"", planted)
     before, _, facts = said.partition(bootstrap.MAGIC.decode())
     assert not before
     assert json.loads(facts)["python_version"] == list(sys.version_info[:3])
@@ -62,7 +63,7 @@ def test_folder_of_ours_is_none_that_others_can_put_another_in_place_of(tmp_path
     temporary.mkdir(parents=True)
 
     def said() -> dict[str, str]:
-        lines = run(bootstrapped_node.read_bootstrap(), b"", temporary).partition(bootstrap.MAGIC.decode())[2]
+        lines = run(read_program("bootstrap"), b"", temporary).partition(bootstrap.MAGIC.decode())[2]
         answer: dict[str, str] = json.loads(lines)
         return answer
 
@@ -78,7 +79,7 @@ def test_folder_of_ours_is_none_that_others_can_put_another_in_place_of(tmp_path
 
 
 def test_probe_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> None:
-    said = run(Path(probe.__file__).read_text(), b'{"type": "clock"}\n', planted)
+    said = run(read_program("probe"), b'{"type": "clock"}\n', planted)
     before, _, answer = said.partition(probe.MAGIC.decode())
     assert not before
     assert json.loads(answer)["type"] == "clock"

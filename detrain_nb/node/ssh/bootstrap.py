@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import stat
-import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from detrain_nb.guarded import describe, find_guest_parent
+from detrain_nb.node.ssh.addresses import list_addresses
 
 MAGIC = b"\ndetrain-nb bootstrap 1\n"
 OLDEST_PYTHON = (3, 10)
@@ -236,7 +235,7 @@ def _look_around(cache: str) -> dict[str, Any]:
         "cache": cache,
         "have": [name for name in os.listdir(cache) if len(name) == 32],
         "versions": _find_versions(["torch", "ipython", "numpy"]),
-        "addresses": _list_addresses(),
+        "addresses": list_addresses(),
         "reached_at": "".join(os.environ.get("SSH_CONNECTION", "").split(" ")[2:3]),
     }
 
@@ -264,29 +263,6 @@ def _find_version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "unknown" if util.find_spec(name) else ""
-
-
-def _list_addresses() -> list[list[str]]:
-    """[interface, address], of every interface."""
-    import fcntl
-
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                asked = struct.pack("256s", name.encode()[:15])
-                found.append([name, socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, asked)[20:24])])  # SIOCGIFADDR
-            except OSError:
-                pass
-    try:
-        with open("/proc/net/if_inet6") as file:
-            for line in file:
-                digits, _, _, scope, _, name = line.split()
-                if scope != "20":  # one of the link only needs its interface named
-                    found.append([name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))])
-    except OSError:
-        pass
-    return found
 
 
 # ---- lines

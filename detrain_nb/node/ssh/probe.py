@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from detrain_nb.node.ssh.addresses import list_addresses
+
 MAGIC = b"\ndetrain-nb probe 1\n"
 SILENCE_LIMIT_S = 600  # without an order, or in the middle of one, it ends
 LOOK_LIMIT_S = 5.0  # for each thing it looks at: a home on a dead server answers nobody
@@ -95,7 +97,7 @@ def _look(order: dict[str, Any]) -> dict[str, Any]:
         "folder": _look_at_folder,
         "memory": _look_at_memory,
         "processors": _look_at_processors,
-        "addresses": lambda: {"addresses": _list_addresses()},
+        "addresses": lambda: {"addresses": list_addresses()},
     }
     answer: dict[str, Any] = {
         "python": sys.executable or "",
@@ -357,25 +359,6 @@ def _cgroup_folders(controller: str) -> list[tuple[str, int]]:
         steps = below.split("/")[1:]
         return [(os.path.join(mount, *steps[:depth]), version) for depth in range(len(steps), -1, -1)]
     return []
-
-
-def _list_addresses() -> list[list[str]]:
-    """[interface, address], of every interface."""
-    import fcntl
-
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for _, name in socket.if_nameindex():
-            try:
-                asked = struct.pack("256s", name.encode()[:15])
-                found.append([name, socket.inet_ntoa(fcntl.ioctl(asker.fileno(), 0x8915, asked)[20:24])])  # SIOCGIFADDR
-            except OSError:
-                pass
-    for line in _read("/proc/net/if_inet6").splitlines():
-        digits, _, _, scope, _, name = line.split()
-        if scope != "20":  # one of the link only needs its interface named
-            found.append([name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))])
-    return found
 
 
 def _read(path: str) -> str:
