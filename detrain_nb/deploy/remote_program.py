@@ -24,7 +24,8 @@ from ..transport.connection import CommandStream, Connection
 __all__ = ["RemoteProgram", "as_text", "as_words", "read_program", "write_script"]
 
 _PACKAGE = Path(__file__).parent.parent
-_OUR_IMPORT = re.compile(r"^from detrain_nb\.([\w.]+) import .*\n", re.MULTILINE)  # at the top of a module
+_OUR_IMPORT = re.compile(r"^from detrain_nb\.([\w.]+) import .*\n", re.MULTILINE)  # of a program
+_INNER_IMPORT = re.compile(r"^from (__future__|\..*) import .*\n", re.MULTILINE)  # the program has it, too
 _PROLOGUE_BYTES = 1 << 16  # of what a shell prints before our first line
 _LINE_BYTES = 1 << 20
 _ANSWER_LIMIT_S = 60.0  # setup lines and a slow disk included
@@ -43,10 +44,8 @@ exec(compile({source!r}, "/dev/fd/3", "exec"))"""
 
 def read_program(name: str) -> str:
     """A program of node/ssh as text, with the modules of ours in it that it needs before our code is there."""
-    return _OUR_IMPORT.sub(
-        lambda needed: _read_module(needed[1]).replace("from __future__ import annotations\n", ""),
-        _read_module(f"node.ssh.{name}"),
-    )
+    text = _read_module(f"node.ssh.{name}")
+    return _OUR_IMPORT.sub(lambda needed: _INNER_IMPORT.sub("", _read_module(needed[1])), text)
 
 
 def _read_module(name: str) -> str:

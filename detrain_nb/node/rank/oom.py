@@ -6,7 +6,7 @@ from pathlib import Path
 from signal import SIGKILL
 
 from ...text import format_size
-from ..system.cgroups import MemoryGroup, find_groups, read_mounts
+from ..system.cgroups import Cgroup, find_groups, read_mounts
 from ..system.proc_files import read, read_number
 
 
@@ -22,7 +22,7 @@ class OomWatch:
         self._pid = pid
         self._mounts = read_mounts(self._root)
         self._cgroups: str | None = None
-        self._groups: list[MemoryGroup] = []
+        self._groups: list[Cgroup] = []
         self._is_guess = False
         self._counts: list[tuple[int | None, int | None]] = []
         self._kills_of_machine = self._count_of_machine()

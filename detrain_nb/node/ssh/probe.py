@@ -23,11 +23,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from detrain_nb.node.ssh.addresses import list_addresses
+from detrain_nb.node.system.cgroups import Cgroup, find_groups, read_mounts
+from detrain_nb.node.system.proc_files import read
 
 MAGIC = b"\ndetrain-nb probe 1\n"
 SILENCE_LIMIT_S = 600  # without an order, or in the middle of one, it ends
@@ -312,53 +314,22 @@ def _judge(folder: str) -> str:
 def _look_at_memory() -> dict[str, Any]:
     lines = re.findall(r"^(\w+):\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
     said = {name: int(number) << 10 for name, number in lines}
-    limits = []
-    for folder, version in _cgroup_folders("memory"):
-        text = _read(os.path.join(folder, "memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
-        if text.isdigit() and int(text) < 1 << 60:  # version 1 writes the largest page count there is
-            limits.append(int(text))
-    return {"total": said["MemTotal"], "available": said["MemAvailable"], "limit": min(limits) if limits else None}
+    limits = [group.limit_bytes() for group in _own_groups("memory")]
+    return {"total": said["MemTotal"], "available": said["MemAvailable"], "limit": _least(limits)}
 
 
 def _look_at_processors() -> dict[str, Any]:
-    limits = []
-    for folder, version in _cgroup_folders("cpu"):
-        if version == 2:
-            words = _read(os.path.join(folder, "cpu.max")).split()
-        else:
-            words = [_read(os.path.join(folder, f"cpu.cfs_{name}_us")).strip() for name in ("quota", "period")]
-        if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
-            limits.append(int(words[0]) / int(words[1]))
+    limits = [group.limit_cpus() for group in _own_groups("cpu")]
     usable = len(os.sched_getaffinity(0))
-    return {"count": os.cpu_count() or usable, "usable": usable, "limit": min(limits) if limits else None}
+    return {"count": os.cpu_count() or usable, "usable": usable, "limit": _least(limits)}
 
 
-def _cgroup_folders(controller: str) -> list[tuple[str, int]]:
-    """The folders in which limits of this process may stand, its own group's and those above, with their version."""
-    paths: dict[int, str] = {}
-    for line in _read("/proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controller in controllers.split(","):
-            paths[1] = path
-        elif line.startswith("0::"):
-            paths[2] = path
-    if not paths:
-        return []
-    version = min(paths)  # a controller is in one hierarchy; every process has a path in version 2
-    for line in _read("/proc/self/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        where, what = left.split(" "), right.split(" ")
-        is_it = what[0] == "cgroup2" if version == 2 else what[0] == "cgroup" and controller in what[-1].split(",")
-        if not is_it or len(where) < 5:
-            continue
-        group, mount = where[3].rstrip("/"), where[4]
-        path = paths[version].rstrip("/")
-        below = path[len(group) :] if (path + "/").startswith(group + "/") else ""  # else a container's own: the mount
-        if not os.path.isdir(mount + below) or ".." in below.split("/"):
-            below = ""
-        steps = below.split("/")[1:]
-        return [(os.path.join(mount, *steps[:depth]), version) for depth in range(len(steps), -1, -1)]
-    return []
+def _own_groups(controller: str) -> list[Cgroup]:
+    return find_groups(read("/proc/self/cgroup") or "", read_mounts("", controller), controller)[0]
+
+
+def _least(limits: Iterable[float | None]) -> float | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _read(path: str) -> str:

@@ -1,4 +1,7 @@
-"""The cgroups that limit the memory of a process, as Linux shows them, of either version. Elsewhere there are none."""
+"""The cgroups that limit a process, as Linux shows them, of either version. Elsewhere there are none.
+
+It is in the text of node/ssh/probe.py too: nothing newer than Python 3.7.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True)
-class MemoryGroup:
-    """A folder of the memory controller."""
+class Cgroup:
+    """A folder of a controller: of that of memory, or of processors."""
 
     folder: str
     version: int
@@ -51,10 +54,19 @@ class MemoryGroup:
         name = "total_inactive_file " if self.version == 1 else "inactive_file "
         return max(0, limit - used + (read_number(f"{self.folder}/memory.stat", name) or 0))
 
+    def limit_cpus(self) -> float | None:
+        """How many processors it may use at once."""
+        if self.version == 1:
+            words = [(read(f"{self.folder}/cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]
+        else:
+            words = (read(f"{self.folder}/cpu.max") or "").split()
+        has_limit = len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1])
+        return int(words[0]) / int(words[1]) if has_limit else None
+
 
 @dataclass(frozen=True)
 class Mount:
-    """Where the folders of a memory controller are seen, and which of its groups the topmost one is."""
+    """Where the folders of a controller are seen, and which of its groups the topmost one is."""
 
     folder: str
     group: str
@@ -71,24 +83,24 @@ class Mount:
         return folder if ".." not in below.split("/") and os.path.isdir(folder) else None
 
 
-def read_mounts(root: str) -> list[Mount]:
+def read_mounts(root: str, controller: str = "memory") -> list[Mount]:
     mounts = []
     for line in (read(f"{root}/proc/self/mountinfo") or "").split("\n"):
         left, _, right = line.partition(" - ")
         where, what = left.split(" "), right.split(" ")
-        is_v1 = what[0] == "cgroup" and "memory" in what[-1].split(",")
+        is_v1 = what[0] == "cgroup" and controller in what[-1].split(",")
         if len(where) > 4 and (is_v1 or what[0] == "cgroup2"):
             group, folder = (_ESCAPED.sub(lambda match: chr(int(match[1], 8)), text) for text in where[3:5])
             mounts.append(Mount(root + folder.rstrip("/"), group, 1 if is_v1 else 2))
     return mounts
 
 
-def find_groups(cgroups: str, mounts: list[Mount]) -> tuple[list[MemoryGroup], bool]:
+def find_groups(cgroups: str, mounts: list[Mount], controller: str = "memory") -> tuple[list[Cgroup], bool]:
     """The group of a process and those above it, up to the mount; whether its group is a guess: the mount's own."""
     paths = {}
     for line in cgroups.split("\n"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if "memory" in controllers.split(","):
+        if controller in controllers.split(","):
             paths[1] = path
         elif line.startswith("0::"):
             paths[2] = path
@@ -98,5 +110,5 @@ def find_groups(cgroups: str, mounts: list[Mount]) -> tuple[list[MemoryGroup], b
         folder = mount.folder_of(paths[version])
         if folder is not None:
             depth = folder[len(mount.folder) :].count("/")
-            return [MemoryGroup(folder.rsplit("/", above)[0], version) for above in range(depth + 1)], False
-    return [MemoryGroup(mount.folder, version) for mount in mounts[:1]], True
+            return [Cgroup(folder.rsplit("/", above)[0], version) for above in range(depth + 1)], False
+    return [Cgroup(mount.folder, version) for mount in mounts[:1]], True

@@ -1,4 +1,4 @@
-"""What Linux says in files, be it of processes or of cgroups."""
+"""What Linux says in files, of processes and of cgroups; in the text of node/ssh/probe.py as cgroups.py is."""
 
 from __future__ import annotations
 
