@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -83,6 +84,11 @@ def test_probe_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> N
     before, _, answer = said.partition(probe.MAGIC.decode())
     assert not before
     assert json.loads(answer)["type"] == "clock"
+
+
+@pytest.mark.parametrize("name", ["bootstrap", "probe"])
+def test_old_python_can_read_a_program_to_say_how_old_it_is(name: str) -> None:
+    ast.parse(read_program(name), feature_version=(3, 7))
 
 
 def test_program_for_files_is_from_our_code(planted: Path) -> None:

@@ -169,14 +169,16 @@ def _find_folder() -> str:
     for wanted in _possible_folders():
         folder = os.path.join(os.path.realpath(os.path.dirname(wanted)), os.path.basename(wanted))
         try:
-            if parent := find_guest_parent(Path(folder)):
+            parent = find_guest_parent(Path(folder))
+            if parent:
                 tried.append(f"{folder}: others can put another one in its place, as they can write {describe(parent)}")
                 continue
             try:
                 os.makedirs(folder, mode=0o700)
             except FileExistsError:
                 pass
-            if fault := _what_lets_others_in(folder):
+            fault = _what_lets_others_in(folder)
+            if fault:
                 _fail(f"{folder} {fault}")
             draft = os.path.join(folder, f".incoming-{os.urandom(8).hex()}")
             os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
