@@ -22,7 +22,7 @@ MAGIC = b"\ndetrain-nb files 1\n"
 SAMPLE_FILES = 64
 SAMPLE_BYTES = 1 << 20  # of the beginning of each, and of its end
 
-_Order: TypeAlias = Callable[[Talk, dict[str, Any]], None]
+_Handler: TypeAlias = Callable[[Talk, dict[str, Any]], None]
 
 
 def main() -> None:
@@ -31,16 +31,16 @@ def main() -> None:
         signal.signal(number, lambda *_: sys.exit(1))
     sys.stdout.buffer.write(MAGIC)
     talk = Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer)
-    if not serve(talk, {**_ORDERS, "sync": _sync}):
+    if not serve(talk, {**_HANDLERS, "sync": _sync}):
         sys.exit(1)
 
 
-def serve(talk: Talk, orders: Mapping[str, _Order] | None = None) -> bool:
+def serve(talk: Talk, handlers: Mapping[str, _Handler] | None = None) -> bool:
     """Serve one order, by default one of those that need no process of their own; False when it cannot be done."""
-    orders = orders or _ORDERS
+    handlers = handlers or _HANDLERS
     try:
-        order = talk.hear(*orders)
-        orders[order["type"]](talk, order)
+        order = talk.hear(*handlers)
+        handlers[order["type"]](talk, order)
         talk.flush()
     except Failed:
         return False  # the notebook is gone, or has given up
@@ -137,4 +137,4 @@ def _digest_ends(file: File) -> str:
     return digest.hexdigest()
 
 
-_ORDERS: Mapping[str, _Order] = {"put": _put, "get": _get, "check": _check}
+_HANDLERS: Mapping[str, _Handler] = {"put": _put, "get": _get, "check": _check}

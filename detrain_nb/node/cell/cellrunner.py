@@ -28,7 +28,7 @@ from traitlets.config import Config
 from ...wire import MAX_BUNDLE_BYTES, MAX_BUNDLE_VALUES, SIZES, count_values, json_body
 from ..system.processes import stop_with_descendants
 from .rings import break_rings
-from .tracebacks import chain_of, error_summary, user_traceback
+from .tracebacks import chain_of, describe_error
 from .unattended import Exit
 
 Bundle = dict[str, Any]
@@ -143,7 +143,8 @@ class CellRunner(InteractiveShell):
             if isinstance(error, KeyboardInterrupt):
                 self._say_what_came_before(error)
             elif error is None:
-                self._show_unreported()
+                for earlier in self._unreported:  # %run and the like show an error and go on
+                    sys.stderr.write(describe_error(earlier))
             value, self.cell_value = self.cell_value, {}
             self._let_go_of_all_but(error)
         except KeyboardInterrupt as interrupt:  # it came in what IPython does after the code, or above
@@ -159,11 +160,6 @@ class CellRunner(InteractiveShell):
         if _WIDGET in bundle and not self._has_said_widget:
             self._has_said_widget = True
             sys.stderr.write(f"{_NO_WIDGETS}\n")
-
-    def _show_unreported(self) -> None:
-        """%run and the like show an error and go on."""
-        for earlier in self._unreported:
-            sys.stderr.write("\n".join([*user_traceback(earlier), error_summary(earlier)]) + "\n")
 
     def _let_go_of_all_but(self, error: BaseException | None) -> None:
         """Of errors after which IPython went on, and of the one that it keeps: after an interrupt it may be another."""

@@ -77,7 +77,7 @@ from .interrupts import HeldSignals, Interrupts
 from .recorder import describe_last, look_inside
 from .rings import break_rings
 from .streams import Streams, flush_streams
-from .tracebacks import chain_of, error_message, error_summary, user_traceback
+from .tracebacks import chain_of, describe_error, error_message, user_traceback
 from .unattended import refuse_questions
 
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
@@ -512,7 +512,7 @@ def _end_forked(error: BaseException | None) -> NoReturn:
     """
     if error is not None and not isinstance(error, SystemExit):
         with contextlib.suppress(Exception):  # a cell may have put anything there
-            sys.stderr.write("\n".join([*user_traceback(error), error_summary(error), ""]))
+            sys.stderr.write(describe_error(error))
     flush_streams()
     code = error.code if isinstance(error, SystemExit) else error is not None
     os._exit(code & 0xFF if isinstance(code, int) else bool(code))

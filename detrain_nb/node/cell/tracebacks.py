@@ -20,6 +20,11 @@ _AFTER_EXIT = "the cell ends here, the rank goes on with its variables"
 _OUR_PACKAGE = os.path.join(own_files.PACKAGE, "")
 
 
+def describe_error(error: BaseException) -> str:
+    """Its traceback and its text, as lines."""
+    return "\n".join([*user_traceback(error), error_summary(error), ""])
+
+
 def error_summary(error: BaseException) -> str:
     """The last line of a traceback."""
     message = error_message(error)

@@ -51,7 +51,7 @@ def main() -> None:
     """Answer orders until the notebook hangs up."""
     sys.stdout.buffer.write(MAGIC)
     sys.stdout.buffer.flush()
-    orders = {
+    handlers = {
         "look": _look,
         "clock": _tell_time,
         "listen": _listen,
@@ -67,7 +67,7 @@ def main() -> None:
             os._exit(0)  # a thread that hangs keeps nothing up
         order = json.loads(line.decode())
         try:
-            answer = dict(orders[order["type"]](order), type=order["type"])
+            answer = dict(handlers[order["type"]](order), type=order["type"])
         except (OSError, EOFError, ValueError) as exc:
             answer = {"type": "failed", "text": _describe(exc)}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
