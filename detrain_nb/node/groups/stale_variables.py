@@ -98,8 +98,8 @@ def forget_meshes() -> None:
             for kept in list(vars(owner).values()):
                 if isinstance(kept, functools._lru_cache_wrapper):
                     kept.cache_clear()
-    kind: Any = getattr(sys.modules.get("torch.distributed.tensor._api"), "DTensor", None)
-    if kind is None:  # a stop in the middle of their import leaves some of them, and not all
+    kind = _class_of("torch.distributed.tensor._api", "DTensor")
+    if not kind:  # a stop in the middle of their import leaves some of them, and not all
         return
     kind._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     planners: Any = sys.modules.get("torch.distributed.tensor._redistribute")
@@ -139,12 +139,12 @@ def _short(text: str) -> str:
 
 def loaded_kinds() -> tuple[type, ...]:
     """The kinds that a cell can have made: those whose module somebody has imported."""
-    found = (getattr(sys.modules.get(module), name, None) for module, name in _KINDS)
+    found = (_class_of(module, name) for module, name in _KINDS)
     return tuple(kind for kind in found if isinstance(kind, type))
 
 
 def _class_of(module: str, name: str) -> Any:
-    """A class of ours, where a cell has imported it; else no class at all."""
+    """A class whose module somebody has imported; else no class at all."""
     return getattr(sys.modules.get(module), name, ())
 
 

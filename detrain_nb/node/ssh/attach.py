@@ -33,11 +33,9 @@ def main(order: dict[str, Any], *, cache: str, code: list[str], hold: int) -> No
     """
     try:
         sock = _connect(order, Path(cache), code)
-    except DetrainError as exc:
-        _say(type="failed", kind=type(exc).__name__, text=str(exc))
-        return
-    except OSError as exc:
-        _say(type="failed", kind="LaunchError", text=str(exc))
+    except (DetrainError, OSError) as exc:
+        kind = type(exc) if isinstance(exc, DetrainError) else LaunchError
+        _say(type="failed", kind=kind.__name__, text=str(exc))
         return
     os.close(hold)
     root, digest = read_state(cache, order["work_folder"])
