@@ -238,11 +238,7 @@ def opened_parent(folder: int, name: str) -> Iterator[tuple[int, str]]:
 
 
 def receive_tree(
-    talk: Talk,
-    writer: TreeWriter,
-    progress: Progress,
-    *,
-    roots: Iterable[str] | None = None,
+    talk: Talk, writer: TreeWriter, progress: Progress, *, roots: Iterable[str] | None = None
 ) -> tuple[int, tuple[str, ...]]:
     """Write what the other side sends, of which it has announced how much it is.
 
@@ -256,7 +252,7 @@ def receive_tree(
     if files + folders > MOST_ENTRIES:
         raise Untrue(f"{files + folders} files were announced, more than {MOST_ENTRIES}")
     progress.begin(size)
-    done = name_chars = 0
+    name_chars = 0
     while True:
         said = talk.hear("folder", "file", "gone", "end")
         kind = said["type"]
@@ -276,7 +272,7 @@ def receive_tree(
                 raise Untrue(f"the names of its folders have more than {_MOST_NAME_CHARS} characters")
             writer.add_folder(name, is_private=said.get("private") is True)
         else:
-            done += _receive_file(talk, writer, progress, name, said, done=done, left=size - done)
+            _receive_file(talk, writer, progress, name, said)
 
 
 def _check_place(said: object, writer: TreeWriter, allowed: frozenset[str] | None) -> str:
@@ -289,22 +285,16 @@ def _check_place(said: object, writer: TreeWriter, allowed: frozenset[str] | Non
     return name
 
 
-def _receive_file(
-    talk: Talk, writer: TreeWriter, progress: Progress, name: str, said: dict[str, Any], *, done: int, left: int
-) -> int:
-    """Returns its size."""
-    size = as_size(said.get("size"))
+def _receive_file(talk: Talk, writer: TreeWriter, progress: Progress, name: str, said: dict[str, Any]) -> None:
+    size, left = as_size(said.get("size")), progress.total - progress.size
     is_executable, is_private = said.get("executable") is True, said.get("private") is True
     if size > left:
         raise Untrue(f"{name!r} has {size} bytes, and {left} of those announced are left")
 
     def counted() -> Iterator[bytes]:
-        progress.be_at(done)
         for data in talk.read(size):
             yield data
-            progress.be_at(progress.size + len(data))
+            progress.advance(len(data))
 
     writer.add_file(name, size, is_executable, counted(), is_private=is_private)
-    progress.be_at(done + size)
     progress.end_file()
-    return size

@@ -33,8 +33,8 @@ class Progress:
         self.total = total
         self._tell()
 
-    def be_at(self, size: int) -> None:
-        self.size = size
+    def advance(self, size: int) -> None:
+        self.size += size
         self._tell()
 
     def end_file(self) -> None:
@@ -229,7 +229,7 @@ def _send_exactly(talk: Talk, opened: IO[bytes], file: File, progress: Progress)
             raise FilesError(f"{file.path} became shorter while it was copied: copy it again")
         talk.send(data)
         left -= len(data)
-        progress.be_at(progress.size + len(data))
+        progress.advance(len(data))
 
 
 def open_listed(file: File) -> IO[bytes]:
