@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, SOCKET_NAME, is_same_user
+from ...agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, READY, SOCKET_NAME, is_same_user
 from ...errors import WireError
 from ...launch import GPUS_VARIABLE, usable_cpus
 from ...locks import take_lock
@@ -150,7 +150,7 @@ class _Agent:
         """Serve the session to its end; nothing is left of it then but, perhaps, the connection to its notebook."""
         try:
             Path(PID_NAME).write_text(str(os.getpid()), encoding="ascii")
-            self._process.say_ready()
+            os.write(1, READY)  # in one piece, to who started us and hangs up then; in a later session to nobody
             _write_to_the_log()
             self.run()
         except BaseException as exc:

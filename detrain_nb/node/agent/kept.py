@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ...agents import READY, claim_folder, remove_dead_agent, require_private
+from ...agents import claim_folder, remove_dead_agent, require_private
 from ...errors import DetrainError, LaunchError, SessionError, WireError
 from ...guarded import make_users_folder
 from ...wire import Begin, Begun, Kept, LauncherEnded, Link
@@ -36,18 +36,11 @@ class AgentProcess:
         self.launching = Launching(users_umask)
         self.child_ended = watch_children()
         self._users_umask = users_umask
-        self._has_said_ready = False
         self._starter = self._read_starter()
         self._imported = ImportedFiles()
         self._environment = ImportedEnvironment()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         adopt_orphans()
-
-    def say_ready(self) -> None:
-        """To who started it, which hangs up when it has read that."""
-        if not self._has_said_ready:
-            os.write(1, READY)  # in one piece
-            self._has_said_ready = True
 
     def why_not_again(self, starter: dict[str, str]) -> str:
         """Empty when an agent that is started now, by ``starter`` where that is known, would be as this one is."""
