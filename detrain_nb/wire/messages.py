@@ -378,7 +378,7 @@ class StartedCold(Message, number=30):
 
 @dataclass(frozen=True)
 class LauncherEnded(Message, number=31):
-    """The launcher of this node, and so every rank, ended without being asked to."""
+    """The launcher of this node, and so every rank, ended without being asked to, or could not be started."""
 
     exit_code: int
     log_tail: str
