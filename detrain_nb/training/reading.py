@@ -56,10 +56,7 @@ class Reading:
         self._scheduler = scheduler
         self.random_values: Mapping[str, Any] = {}
         self._optimizer_values: dict[str, Tensor] = {}
-        parts: list[Any] = []
-        told = ranks.gather(lambda: _compare_parts(parts, chosen, note, index, model, optimizer, scheduler))
-        self.model_state: ModelState = parts[0]
-        self._optimizer_state: OptimizerState | None = parts[1]
+        told = ranks.gather(lambda: self._compare_parts(chosen.name, model, optimizer))
         wrong = list(dict.fromkeys(text for texts, _ in told for text in texts))
         here = set().union(*(names for _, names in told))
         saved = [fqn.removeprefix(MODEL) for fqn in index.metadata.state_dict_metadata if fqn.startswith(MODEL)]
@@ -68,6 +65,27 @@ class Reading:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise SpecError(f"{chosen.name} is of another model: {'; '.join(wrong[:_SHOWN])}{more}")
         self._model_tensors = {MODEL + name: tensor for name, tensor in self.model_state.tensors.items()}
+
+    def _compare_parts(
+        self, name: str, model: Any, optimizer: torch.optim.Optimizer | None
+    ) -> tuple[list[str], set[str]]:
+        """Take the states of this rank; return what of them is not there, and the names of the model's.
+
+        Raises: SpecError.
+        """
+        self.model_state, note = ModelState(model), self._note
+        self._optimizer_state = None if optimizer is None else OptimizerState(optimizer, self.model_state)
+        wrong = self.model_state.check(self._index, MODEL)
+        if self._optimizer_state is not None:
+            saved = shown(str(note["optimizer"] or "no optimizer"), most=40)
+            if saved != self._optimizer_state.kind:
+                raise SpecError(f"{name} has {saved}, and a {self._optimizer_state.kind} was given")
+            wrong += self._optimizer_state.check(self._index, OPTIMIZER)
+        if self._scheduler is not None and note["scheduler"] is None:
+            raise SpecError(f"{name} was saved without a scheduler, and one was given")
+        if self._scheduler is not None:
+            require_state(self._scheduler, note.get("scheduler_kind"), from_json(note["scheduler"]), name)
+        return wrong, set(self.model_state.values)
 
     def find_damage(self, *, is_random_state_wanted: bool) -> str:
         """Read all that any rank wants, and compare it: return what is damaged first, empty where nothing is.
@@ -180,32 +198,3 @@ class Reading:
             self.model_state.put_in_order()
             every = {**self._index.values, **self._model_tensors}
             self.model_state.take({name: every[MODEL + name] for name in self.model_state.values})
-
-
-def _compare_parts(
-    parts: list[Any],
-    chosen: Checkpoint,
-    note: Mapping[str, Any],
-    index: TensorIndex,
-    model: Any,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-) -> tuple[list[str], set[str]]:
-    """Put the states of this rank into ``parts``; return what of them is not there, and the names of the model's.
-
-    Raises: SpecError.
-    """
-    model_state = ModelState(model)
-    optimizer_state = None if optimizer is None else OptimizerState(optimizer, model_state)
-    parts[:] = model_state, optimizer_state
-    wrong = model_state.check(index, MODEL)
-    if optimizer_state is not None:
-        saved = shown(str(note["optimizer"] or "no optimizer"), most=40)
-        if saved != optimizer_state.kind:
-            raise SpecError(f"{chosen.name} has {saved}, and a {optimizer_state.kind} was given")
-        wrong += optimizer_state.check(index, OPTIMIZER)
-    if scheduler is not None and note["scheduler"] is None:
-        raise SpecError(f"{chosen.name} was saved without a scheduler, and one was given")
-    if scheduler is not None:
-        require_state(scheduler, note.get("scheduler_kind"), from_json(note["scheduler"]), chosen.name)
-    return wrong, set(model_state.values)
