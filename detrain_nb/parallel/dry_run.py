@@ -158,7 +158,7 @@ class _Layout:
     def try_with(self, model: nn.Module, example_inputs: ExampleInputs, target: Any) -> tuple[RankMemory, ...]:
         """Try every place of the pipeline. Raises: SpecError for code that looks at values, where there are none."""
         try:
-            return self._try(Actor(model, example_inputs, target, self.loss, has_values=False), example_inputs)
+            return self._try(Actor(model, example_inputs, target, self.loss, has_values=False))
         except RuntimeError as exc:  # also of an operator that torch cannot run without memory
             tensors = [*model.parameters(), *model.buffers(), *tree_leaves((example_inputs, target))]
             if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
@@ -168,15 +168,15 @@ class _Layout:
                     f"the model, or its loss, looks at values of tensors ({exc.func}), which none have on the meta "
                     "device: give real parameters and inputs"
                 ) from exc
-        return self._try(Actor(model, example_inputs, target, self.loss, has_values=True), example_inputs)
+        return self._try(Actor(model, example_inputs, target, self.loss, has_values=True))
 
-    def _try(self, actor: Actor, example_inputs: ExampleInputs) -> tuple[RankMemory, ...]:
+    def _try(self, actor: Actor) -> tuple[RankMemory, ...]:
         num_ranks = self.sizes.get("pp", 1)
         size = self.world_size // num_ranks
         parts: dict[int, _Part] = {}
         for places in self._places_alike(num_ranks):
             for place in places[-2:]:
-                parts[place] = self._try_place(place, size, actor, example_inputs)
+                parts[place] = self._try_place(place, size, actor)
             for place in places[:-2]:
                 parts[place] = self._with_more_kept(place, parts, *places[-2:])
         return tuple(self._row_of(place, parts[place], size) for place in range(num_ranks))
@@ -218,10 +218,10 @@ class _Layout:
         own_name = dict(zip(theirs, names))
         return replace(found, largest=tuple((own_name.get(name, name), shape) for name, shape in found.largest))
 
-    def _try_place(self, place: int, size: int, actor: Actor, example_inputs: ExampleInputs) -> _Part:
+    def _try_place(self, place: int, size: int, actor: Actor) -> _Part:
         def play(skip: Callable[[nn.Module], None]) -> _Part:
             with actor.model_kept():
-                return self._play(place, actor, example_inputs, skip)
+                return self._play(place, actor, skip)
 
         with fake_ranks(place * size, self.world_size), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch tells ranks is told when they are there
@@ -237,9 +237,7 @@ class _Layout:
             return count
         return min(count, 1 + self.order.most_kept(place, count, num_stages=self.found.num_stages))
 
-    def _play(
-        self, place: int, actor: Actor, example_inputs: ExampleInputs, skip: Callable[[nn.Module], None]
-    ) -> _Part:
+    def _play(self, place: int, actor: Actor, skip: Callable[[nn.Module], None]) -> _Part:
         mesh = make_mesh(**self.sizes, device_type="cpu")
         found, num_played = self.found, self._played_microbatches(place)
         sharding = resolve_sharding(mesh, schedule=self.order if found is not None else None, **self.options)
@@ -260,7 +258,7 @@ class _Layout:
             num_microbatches=num_played,
             loss=actor.copy_of_loss(),
             loss_parallel=self.loss_parallel,
-            example_inputs=example_inputs,
+            example_inputs=actor.example_inputs,
             device=torch.device("cpu"),
             before=skip,
             boundaries=actor.boundaries(found, sharding.dtype if sharding.kind == "fsdp" else None),

@@ -94,7 +94,7 @@ class Actor:
         self.model, self._loss = model, loss
         self._state = State(model, example_inputs, target, loss)
         self._boundaries: Boundaries | None = None
-        self._example, self._target = as_call(example_inputs), target
+        self.example_inputs, self._example, self._target = example_inputs, as_call(example_inputs), target
 
     @contextlib.contextmanager
     def model_kept(self) -> Iterator[None]:
