@@ -73,11 +73,8 @@ def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 def replicated_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Those of `replicate_scalars`."""
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
-    return [p for p in parameters if isinstance(p, DTensor) and _is_uncut(p) and "dp_shard" in _axes(p)]
-
-
-def _axes(parameter: DTensor) -> Sequence[str]:
-    return parameter.device_mesh.mesh_dim_names or ()
+    uncut = [p for p in parameters if isinstance(p, DTensor) and _is_uncut(p)]
+    return [p for p in uncut if "dp_shard" in (p.device_mesh.mesh_dim_names or ())]
 
 
 @contextlib.contextmanager

@@ -239,7 +239,7 @@ class _State:
         self.tensors = {key: each for key, each in self.tensors.items() if key in known}
 
     def put_back(self) -> None:
-        """Have everything as it was; tensors that were written get other memory, until `_Values.return_to`."""
+        """Have everything as it was, but what is in tensors: see `_Values.begin_again`."""
         for holder, held in self._held:
             for key in [key for key in holder if key not in _OF_MODULES and key not in held]:
                 del holder[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,12 @@ def writes_undone(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 @contextlib.contextmanager
 def values_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Give all ``tensors`` their values back, whatever happens to them in here."""
-    kept = [_Values(tensor) for tensor in tensors]
+    undos = [_note_memory(tensor) for tensor in tensors]
     try:
         yield
     finally:
-        for each in kept:
-            each.put_back()
+        for undo in undos:
+            undo()
 
 
 def has_own_memory(tensor: Tensor) -> bool:
@@ -50,18 +50,18 @@ def has_own_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
 
 
-class _Values:
-    """What is in a tensor's memory; that it was written into is not told by it."""
+def _note_memory(tensor: Tensor) -> Callable[[], None]:
+    """Return what puts back what is in a tensor's memory; that it was written into is not told by it."""
+    storage = tensor.untyped_storage()
+    with _disable_current_modes():  # without values nothing would be copied
+        was = storage.clone()
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._storage = tensor.untyped_storage()
-        with _disable_current_modes():  # without values nothing would be copied
-            self._was = self._storage.clone()
+    def undo() -> None:
+        if storage.nbytes() != was.nbytes():  # a tensor on it was resized
+            storage.resize_(was.nbytes())
+        storage.copy_(was)
 
-    def put_back(self) -> None:
-        if self._storage.nbytes() != self._was.nbytes():  # a tensor on it was resized
-            self._storage.resize_(self._was.nbytes())
-        self._storage.copy_(self._was)
+    return undo
 
 
 class _Writes(OperatorMode):
@@ -73,21 +73,21 @@ class _Writes(OperatorMode):
         for tensor in tensors:
             if has_own_memory(tensor):
                 self._on_storage.setdefault(storage_of(tensor), []).append(tensor)
-        self._kept: dict[int, _Values] = {}
+        self._undos: dict[int, Callable[[], None]] = {}  # by storage
 
     @property
     def written(self) -> list[Tensor]:
-        return [tensor for storage in self._kept for tensor in self._on_storage[storage]]
+        return [tensor for storage in self._undos for tensor in self._on_storage[storage]]
 
     def put_back(self) -> None:
-        for each in self._kept.values():
-            each.put_back()
+        for undo in self._undos.values():
+            undo()
 
     def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for tensor in written_by(func, args, kwargs):
             storage = storage_of(tensor)
-            if storage in self._on_storage and storage not in self._kept:
-                self._kept[storage] = _Values(tensor)
+            if storage in self._on_storage and storage not in self._undos:
+                self._undos[storage] = _note_memory(tensor)
         return func(*args, **kwargs)
 
 

@@ -145,7 +145,7 @@ def build_stage(
     if cut_out is not None and cut_out in holding:  # its code does not run, but that of others reads its parameters
         run_before(stage.get_submodule(cut_out), stop_at)
     if cut_in is not None:
-        run_before(stage.get_submodule(cut_in), _Inject(state))
+        run_before(stage.get_submodule(cut_in), functools.partial(_inject, state))
     return stage
 
 
@@ -162,27 +162,22 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _Inject:
-    """Makes what comes to a stage's first module, zeros, what was received: for it, and for all who hold it."""
-
-    def __init__(self, state: StageState) -> None:
-        self._state = state
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        received = self._state.received
-        if received is None:  # a checkpoint runs it again, in the backward pass, with the same argument
-            return
-        argument = first_float_tensor(args, kwargs)
-        assert argument is not None
-        try:
-            swap_tensors(argument, received.view_as(received))
-        except RuntimeError:  # a checkpoint has saved it
-            if argument._is_view() and not self._state.is_careful:  # a gradient is laid out as what it is a view of
-                raise RuntimeError(f"a view of zeros of a {_OF_WRITING[0]} is saved") from None
-            with torch.autograd._unsafe_preserve_version_counter(argument):
-                _Become.apply(argument, received)  # type: ignore[no-untyped-call]
-        self._state.is_taken = True
-        self._state.on_taken(argument)
+def _inject(state: StageState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make what comes to a stage's first module, zeros, what was received: for it, and for all who hold it."""
+    received = state.received
+    if received is None:  # a checkpoint runs it again, in the backward pass, with the same argument
+        return
+    argument = first_float_tensor(args, kwargs)
+    assert argument is not None
+    try:
+        swap_tensors(argument, received.view_as(received))
+    except RuntimeError:  # a checkpoint has saved it
+        if argument._is_view() and not state.is_careful:  # a gradient is laid out as what it is a view of
+            raise RuntimeError(f"a view of zeros of a {_OF_WRITING[0]} is saved") from None
+        with torch.autograd._unsafe_preserve_version_counter(argument):
+            _Become.apply(argument, received)  # type: ignore[no-untyped-call]
+    state.is_taken = True
+    state.on_taken(argument)
 
 
 class _Become(torch.autograd.Function):
