@@ -22,6 +22,7 @@ from ..errors import DetrainError, NotFinite, SpecError
 from ..parallel import ParallelModel, WholeModel, clip_grad_norm, grad_norm
 from ..parallel.losses import Loss
 from ..parallel.microbatches import rows_of
+from ..parallel.replicated import local_part
 from . import saving
 from .arguments import (
     plain_numbers,
@@ -463,7 +464,4 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 def _is_not_finite(grad: Tensor | None) -> bool:
-    if grad is None:
-        return False
-    local = grad.to_local() if hasattr(grad, "to_local") else grad
-    return not bool(torch.isfinite(local).all())
+    return grad is not None and not bool(torch.isfinite(local_part(grad)).all())
