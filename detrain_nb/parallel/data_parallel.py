@@ -81,16 +81,15 @@ class Sharding:
         if self.kind == "ddp":
             return self._replicate(module)
         if self.kind == "fsdp":
-            self._shard(module, blocks, is_last=is_last)
+            self._shard(module, blocks, names, is_last=is_last)
         return module
 
-    def _shard(self, module: nn.Module, blocks: list[nn.Module], *, is_last: bool) -> None:
+    def _shard(self, module: nn.Module, blocks: list[nn.Module], names: Mapping[int, str], *, is_last: bool) -> None:
         inside = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.dtype and torch.float32)
         outside = inside
         if self.dtype is not None:
             outside = replace(inside, output_dtype=torch.float32 if is_last else self.dtype)
         assert self.mesh is not None
-        names = {id(block): name for name, block in module.named_modules()}
         chosen = {
             id(part): names[id(block)]
             for block in blocks
