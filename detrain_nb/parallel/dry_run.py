@@ -300,18 +300,19 @@ class _Part:
         """With ``times`` what lies between two others."""
         if [each.phase for each in more.peaks] != [each.phase for each in less.peaks]:
             raise UnlikeBlocks
+
+        def add(now: float, more: float, less: float) -> float:
+            return now + times * (more - less)
+
         peaks = [
-            Peak(
-                now.phase,
-                tuple(n + times * (a - b) for n, a, b in zip(now.size_bytes, with_it.size_bytes, without.size_bytes)),
-            )
+            Peak(now.phase, tuple(map(add, now.size_bytes, with_it.size_bytes, without.size_bytes)))
             for now, with_it, without in zip(self.peaks, more.peaks, less.peaks)
         ]
-        return _Part(
-            self.num_parameters + times * (more.num_parameters - less.num_parameters),
-            self.optimizer_bytes + times * (more.optimizer_bytes - less.optimizer_bytes),
-            peaks,
-            self.largest,
+        return replace(
+            self,
+            num_parameters=add(self.num_parameters, more.num_parameters, less.num_parameters),
+            optimizer_bytes=add(self.optimizer_bytes, more.optimizer_bytes, less.optimizer_bytes),
+            peaks=peaks,
         )
 
     def row(self, ranks: tuple[int, ...], stages: tuple[int, ...]) -> RankMemory:

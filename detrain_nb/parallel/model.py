@@ -212,9 +212,14 @@ class ParallelModel(abc.ABC):
     def _send(self, passage: Passage, *, is_training: bool) -> None:
         """Send all parts through, forward, and backward to train."""
 
-    @abc.abstractmethod
     def _count_microbatches(self, rows: int) -> int:
-        """In how many equal parts ``rows`` go."""
+        """As many as wanted, or the next smaller number that cuts ``rows`` into equal parts."""
+        fit = (number for number in range(min(self.num_microbatches, rows), 0, -1) if rows % number == 0)
+        return next(filter(self._accepts, fit))
+
+    def _accepts(self, count: int) -> bool:
+        """Whether a batch may be cut into so many parts."""
+        return True
 
     def _note_layout(self) -> None:
         """Once ``modules`` are laid out, before anything is computed with them."""

@@ -96,9 +96,6 @@ class WholeModel(ParallelModel):
             self._passes.follow([leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
         return output
 
-    def _count_microbatches(self, rows: int) -> int:
-        return next(number for number in range(min(self.num_microbatches, rows), 0, -1) if rows % number == 0)
-
     def _send(self, passage: Passage, *, is_training: bool) -> None:
         self._require_no_failed_pass()
         passes = self._passes

@@ -202,12 +202,8 @@ class PipelineStages(ParallelModel):
             self._plans.pop(key, None)
             raise
 
-    def _count_microbatches(self, rows: int) -> int:
-        """As many as wanted, or the next smaller number that cuts the batch into equal parts."""
-        wanted = min(self.num_microbatches, rows)
-        num_ranks = dist.get_world_size(self.pipeline_group)
-        fit = (number for number in range(wanted, 0, -1) if rows % number == 0)
-        return next(number for number in fit if self.schedule.accepts(number, num_ranks=num_ranks))
+    def _accepts(self, count: int) -> bool:
+        return self.schedule.accepts(count, num_ranks=dist.get_world_size(self.pipeline_group))
 
     def _key_of(self, passage: Passage, *, is_training: bool) -> tuple[Any, ...]:
         """Of batches that take the same way: shapes and dtypes on it are equal."""
