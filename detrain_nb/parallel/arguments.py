@@ -16,8 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import DetrainError, SpecError
 
-__all__ = ["fails_on_a_part", "require_mesh", "require_model", "require_names", "require_sizes", "require_whole"]
-
 
 def require_model(model: Any) -> None:
     """Raises: SpecError for what is no nn.Module, has TorchScript in it, or parameters without a shape."""

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from .undo import own_attributes
 
-__all__ = ["StandIn", "blocks_of", "looks_of", "names_of_blocks", "parts_of_blocks", "pattern_of"]
-
 
 class StandIn(nn.Module):
     """Stands in a stage for a module of another one; what has such a part is no block."""

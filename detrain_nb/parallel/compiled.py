@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["as_written", "compile_again", "is_compiled", "leave_as_written", "parts_of_compiled", "run_before"]
-
 
 def is_compiled(module: nn.Module) -> bool:
     """By ``torch.compile(module)``, or by ``module.compile()``."""

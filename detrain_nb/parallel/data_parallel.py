@@ -29,8 +29,6 @@ from .replicated import replicate_scalars
 from .second_runs import SecondRuns
 from .stages.schedules import Schedule
 
-__all__ = ["COMM_HOOKS", "REMATERIALIZATIONS", "Sharding", "resolve_sharding"]
-
 DATA_AXES = ("dp_replicate", "dp_shard")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 REMATERIALIZATIONS = ("none", "selective", "full")

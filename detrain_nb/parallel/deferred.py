@@ -29,8 +29,6 @@ from .tensor.apply import from_saved_order
 from .tensor.plan import TensorPlan
 from .tensor.ranks import bounds
 
-__all__ = ["deferred", "fill", "find_value", "is_deferred", "materialize", "require_values", "stand_in", "tapes_of"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 _VALUES = "_deferred_values"  # of a module: by the names that its own tensors have in it

@@ -46,8 +46,6 @@ from .stages.splitter import Split
 from .storages import Peak
 from .tensor.plan import TensorPlan
 
-__all__ = ["dry_run"]
-
 _ADAM_STATES = 2  # tensors of a parameter's size
 
 

@@ -21,8 +21,6 @@ from .blocks import StandIn
 from .search import has_state
 from .undo import MISSING, OF_MODULES, OPEN, contents_in, contents_of, contents_of_slot, refill, slots_of
 
-__all__ = ["follow_copies", "holds_words_alone"]
-
 _MOST_DEEP = 8  # from an attribute to a module: what is further inside is not the model's
 _WORDS = frozenset((bool, int, float, str, bytes, type(None)))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Tensor, torch.dtype, torch.device, types.ModuleType)

@@ -13,8 +13,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["HeldInterrupts"]
-
 _SOON_S = 0.001
 _CALLED_BY_OPERATORS = {"__torch_dispatch__", "find_torch_dispatch_rule", "pack"}
 _CALLED_AT_AN_END = {"__del__", "remove", "_leave"}  # of an object; `remove` is what weak dictionaries have

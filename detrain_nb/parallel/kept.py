@@ -18,8 +18,6 @@ from .interrupts import HeldInterrupts
 from .search import Search
 from .undo import NO_STAND_INS, IteratorCopies, StandIns, Undo, note_dicts
 
-__all__ = ["State", "random_state_kept", "state_kept"]
-
 _CPU = torch.device("cpu")
 
 

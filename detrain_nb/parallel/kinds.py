@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["KnownKinds"]
-
 _SHOWN = 40  # letters of a text
 _MOST = 300  # values in the containers that an argument is of
 _DEEP = 8

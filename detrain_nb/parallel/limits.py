@@ -16,20 +16,6 @@ from .kept import State, state_kept
 from .recording import device_of, fails_with_inputs, takes_gradients
 from .writes import writes_undone
 
-__all__ = [
-    "LaterHooks",
-    "ParameterUse",
-    "find_parameter_use",
-    "require_fit",
-    "require_made_before",
-    "require_own_memory",
-    "require_read_as_attributes",
-    "require_unasked",
-    "require_untransformed",
-    "require_unwritten",
-]
-
-
 _OTHERWISE = "keep the model whole (dp_replicate in the place of {axis})"
 
 

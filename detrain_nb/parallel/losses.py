@@ -18,17 +18,6 @@ from torch.utils._pytree import tree_leaves
 from ..errors import SpecError
 from .undo import contents_of
 
-__all__ = [
-    "Loss",
-    "name_of_torchs",
-    "require_apart",
-    "require_loss",
-    "require_no_parameters",
-    "require_one_number",
-    "require_target_of",
-    "told",
-]
-
 Loss = Callable[[Any, Any], Tensor]
 
 _OF_CLASSES = {"cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"}

@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import SessionError, SpecError
 from .arguments import require_sizes
 
-__all__ = ["AXES", "can_send_from", "make_mesh", "replica_number", "require_there", "resolve_axes", "usual_device"]
-
 # From the outermost to the innermost: neighbouring ranks, on one node as a rule, are those that say most to each other.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 

@@ -14,8 +14,6 @@ from ..errors import SpecError
 from .costs.profiler import count_rows
 from .losses import Loss, require_one_number
 
-__all__ = ["Passage", "cut_batch", "cut_call", "joined", "lists_in", "plain", "require_rows_in_tensors", "rows_of"]
-
 
 class Passage:
     """One batch on its way: its parts, and what the last stage makes of them."""

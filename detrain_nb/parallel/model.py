@@ -24,8 +24,6 @@ from .objective import Objective
 from .replicated import average_gradients, averaged, replicated_in
 from .running import RunningBuffers
 
-__all__ = ["Arrangement", "ParallelModel", "Prepare", "autocast_left"]
-
 _GIVE_LOSS = "give parallelize, or the Trainer of a plain model, loss=, a function of the output and the target"
 # Shards what a rank has, in place: the module, and whether it gives the model's output. What it returns is called in
 # the module's place: DDP is a module around another.

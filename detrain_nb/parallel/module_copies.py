@@ -18,8 +18,6 @@ from .holders import follow_copies, holds_words_alone
 from .recorders import TensorMemo
 from .undo import MISSING, OPEN, contents_of_slot, slots_of
 
-__all__ = ["ghost_of", "replace_tensors", "shallow_copy", "zeros_without_memory"]
-
 
 def shallow_copy(module: nn.Module) -> nn.Module:
     """Another module with the same tensors and children, whose dictionaries are its own."""

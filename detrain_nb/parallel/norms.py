@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from ..errors import SpecError
 from .model import ParallelModel
 
-__all__ = ["clip_grad_norm", "grad_norm"]
-
 
 def clip_grad_norm(
     model: ParallelModel | nn.Module | Iterable[nn.Parameter], max_norm: float, *, norm_type: float = 2.0

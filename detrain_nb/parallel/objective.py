@@ -23,8 +23,6 @@ from .mesh import replica_number
 from .microbatches import joined, plain, rows_of
 from .operators import OperatorMode
 
-__all__ = ["Objective", "loss_on_parts"]
-
 
 class Objective:
     """A loss, and how much each part of a batch counts in it: here, and on the replicas that have other data."""

@@ -19,8 +19,6 @@ from .operators import leaves_of, storage_of, tensors_of
 from .recorders import OperatorRecorder
 from .writes import written_by
 
-__all__ = ["AskingMode", "Op", "Recorder", "TensorLook"]
-
 
 @dataclass(frozen=True)
 class TensorLook:

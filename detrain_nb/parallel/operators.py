@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from .interrupts import HeldInterrupts
 
-__all__ = ["OperatorMode", "leaves_of", "storage_of", "tensors_of"]
-
 _TREES = (list, tuple, dict)
 
 

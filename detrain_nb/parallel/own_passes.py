@@ -17,8 +17,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ..errors import SpecError
 from .replicated import average_gradients
 
-__all__ = ["FAILED", "ReplicatedPasses", "ShardedPasses"]
-
 FAILED = (
     "a backward pass ended in an error, or was stopped, in the middle of the work of {whose}; gradients would be wrong "
     "from then on: make the model anew, lay it out again, and load what was saved of it"

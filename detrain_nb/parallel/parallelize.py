@@ -44,17 +44,6 @@ from .tensor.plan import TensorPlan
 from .tensor.planner import SHAPES_ALONE, tp_plan
 from .whole import WholeModel
 
-__all__ = [
-    "dtype_of",
-    "lay_out_all",
-    "parallelize",
-    "plan_for",
-    "require_axes_for",
-    "require_cut_fits",
-    "require_loss_fits",
-    "split_for",
-]
-
 
 def parallelize(
     model: nn.Module,

@@ -9,8 +9,6 @@ from ..text import ShownAsText, format_size, table_lines
 from .stages.splitter import Split
 from .tensor.plan import TensorPlan
 
-__all__ = ["DryRun", "RankMemory"]
-
 
 @dataclass(frozen=True)
 class RankMemory:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from .operators import OperatorMode
 
-__all__ = ["OperatorRecorder", "TensorMemo", "modules_watched"]
-
 Met = TypeVar("Met")
 
 

@@ -22,20 +22,6 @@ from .operator_graph import Recorder, TensorLook
 from .operators import storage_of
 from .recorders import TensorMemo, modules_watched
 
-__all__ = [
-    "Entries",
-    "ModuleOutput",
-    "Recording",
-    "device_of",
-    "fails_with_inputs",
-    "first_float_tensor",
-    "modules_around",
-    "record",
-    "takes_gradients",
-    "tensors_in",
-    "without_fused_layers",
-]
-
 _CPU = torch.device("cpu")
 
 

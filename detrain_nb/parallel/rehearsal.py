@@ -33,8 +33,6 @@ from .stages.stage import StageForward
 from .storages import Peak, Storages
 from .writes import writes_undone
 
-__all__ = ["Actor", "as_one_rank_runs", "fake_ranks"]
-
 
 @contextlib.contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:

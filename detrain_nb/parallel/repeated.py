@@ -14,8 +14,6 @@ from .blocks import looks_of, names_of_blocks
 from .recording import first_float_tensor
 from .stubs import StageState, Stub
 
-__all__ = ["Skipping", "UnlikeBlocks"]
-
 _FEWEST = 3  # blocks that run: the first, the last, and one between them
 
 

@@ -20,8 +20,6 @@ from .recording import modules_around
 from .tensor.layers import Region, Share, change_class
 from .tensor.ranks import MeshRanks
 
-__all__ = ["average", "average_gradients", "averaged", "local_part", "replicate_scalars", "replicated_in"]
-
 _BUCKET_BYTES = 25 * 2**20
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["RunningBuffers"]
-
 Place = tuple[nn.Module, str, Tensor]
 
 

@@ -19,15 +19,6 @@ from ..errors import SpecError
 from .deferred import tapes_of
 from .tensor.plan import TensorPlan
 
-__all__ = [
-    "dense_parts",
-    "note_stages",
-    "plan_of_all",
-    "require_not_laid_out",
-    "require_same_model",
-    "require_same_options",
-]
-
 _PIECE = 1 << 22  # elements
 # One for the process: each rank trains its part of these. A mark on the model would be a change of what is the user's.
 _in_stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -47,8 +47,6 @@ from .undo import (
     whatever_came,
 )
 
-__all__ = ["Search", "has_locks", "has_state"]
-
 
 class Search:
     """Finds the ``tensors`` there are, and how to note all that is there."""

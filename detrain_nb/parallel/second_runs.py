@@ -30,8 +30,6 @@ from .search import has_locks, has_state
 from .undo import MISSING, OF_MODULES, OPEN, are_same, contents_in, note_values, refill
 from .writes import has_own_memory
 
-__all__ = ["SecondRuns"]
-
 _OF_MODULES = OF_MODULES - {"training"}
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _MOST_INSIDE, _LONGEST = 1000, 1 << 16  # containers of a block that are looked into, and how long these may be

@@ -18,8 +18,6 @@ from torch.distributed.tensor import DTensor
 from .operators import OperatorMode, tensors_of
 from .sameness import dense_parts
 
-__all__ = ["KINDS", "Peak", "Storages"]
-
 KINDS = ("weights", "gradients", "activations", "working")
 
 

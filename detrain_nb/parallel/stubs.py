@@ -24,8 +24,6 @@ from .recorders import TensorMemo
 from .recording import ModuleOutput, device_of, first_float_tensor
 from .stages.root_hooks import RootHooks
 
-__all__ = ["End", "Reached", "StageState", "Stub", "stop_at", "stub_of"]
-
 
 class Reached(BaseException):
     """The forward has come to the next stage's first module; no ``except Exception`` on the way keeps it."""

@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_map
 
 from .operators import tensors_of
 
-__all__ = ["Op", "OwnGenerator", "Place", "Tape"]
-
 _TRIM_BYTES = 1 << 25
 _KEPT_SIZES = 4  # how many times the largest storage of a look is kept for the next one
 

@@ -28,8 +28,6 @@ from .recorders import OperatorRecorder, TensorMemo
 from .tape import Op, OwnGenerator, Place, Tape
 from .writes import written_by
 
-__all__ = ["TapeRecorder"]
-
 # What they write does not depend on what was there.
 _DRAWING = ("normal_", "uniform_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_", "bernoulli_")
 _OVERWRITING = frozenset((*_DRAWING, "zero_", "fill_", "copy_"))

@@ -16,40 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "ARRAYS",
-    "MISSING",
-    "NO_STAND_INS",
-    "OF_MODULES",
-    "OPEN",
-    "REFILLED",
-    "FoundDict",
-    "IteratorCopies",
-    "Rule",
-    "StandIns",
-    "Undo",
-    "are_same",
-    "attributes_of",
-    "base_of",
-    "contents_in",
-    "contents_of",
-    "contents_of_slot",
-    "note_array",
-    "note_cell",
-    "note_class",
-    "note_dicts",
-    "note_items",
-    "note_names",
-    "note_slot",
-    "note_tensor",
-    "note_values",
-    "own_attributes",
-    "refill",
-    "slots_of",
-    "tensors_came",
-    "whatever_came",
-]
-
 Undo = Callable[[], None]
 Rule = Callable[[Iterable[Any]], bool]  # whether a place is put back, by the values that came to it
 

@@ -24,8 +24,6 @@ from .microbatches import Passage
 from .model import Arrangement, ParallelModel, autocast_left
 from .own_passes import FAILED, ReplicatedPasses, ShardedPasses
 
-__all__ = ["WholeModel"]
-
 
 class WholeModel(ParallelModel):
     """A model without stages: plain, or sharded and replicated by ``prepare``. Microbatches accumulate gradients."""

@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from .operators import OperatorMode, storage_of, tensors_of
 
-__all__ = ["has_own_memory", "values_kept", "writes_undone", "written_by"]
-
 # Their schemas do not say that they write the running statistics.
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 

@@ -29,8 +29,6 @@ from ..guarded import can_others_write
 from ..storage import replace_file
 from .node import Node, default_name, parse_target
 
-__all__ = ["parse_nodes", "read_nodes", "write_nodes"]
-
 _SUFFIXES = (".toml", ".json")
 _LIMIT_BYTES = 1_000_000
 _MOST_FAULTS = 20

@@ -7,10 +7,11 @@ from .catalog import Checkpoint, Checkpoints
 from .checkpoint import Loaded, checkpoints, load, save
 from .randomness import set_seed
 from .recipe import make_optimizer, make_scheduler
+from .reports import Result
 from .safetensors_export import export_safetensors
 from .safetensors_import import import_safetensors
 from .saving import Saving
-from .trainer import Callback, Result, Trainer
+from .trainer import Callback, Trainer
 
 __all__ = [
     "Callback",

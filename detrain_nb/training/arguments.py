@@ -16,18 +16,6 @@ from torch.utils.data import Dataset, IterableDataset
 from ..errors import SpecError
 from ..parallel import ParallelModel, parallelize
 
-__all__ = [
-    "number_of",
-    "plain_numbers",
-    "require_loader",
-    "require_model",
-    "require_names",
-    "require_options",
-    "require_places",
-    "require_resume",
-    "tuple_of_callbacks",
-]
-
 _OF_A_LOADER = ("batch_size", "shuffle", "num_workers", "collate_fn", "drop_last", "sampler", "data_collator")
 _OF_OPTIMIZERS = ("lr", "learning_rate", "weight_decay", "betas", "eps", "momentum")
 _OF_SCHEDULES = ("warmup_steps", "decay_steps", "min_ratio")

@@ -15,8 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 from ..errors import SpecError
 from ..parallel import ParallelModel
 
-__all__ = ["ReplicaSampler", "make_loader", "require_same_batch"]
-
 _LOOKED_AT = 1 << 16  # elements of a tensor that a fingerprint is made of
 
 

@@ -24,24 +24,6 @@ from .digests import Damaged, is_digests, is_sealed
 from .plain import parse_json
 from .tensor_files import foreign_errors, read_whole
 
-__all__ = [
-    "MOST_NOTE_BYTES",
-    "MOST_NOTE_VALUES",
-    "MOST_SAVES",
-    "MOST_STEPS",
-    "NOTE",
-    "Checkpoint",
-    "Checkpoints",
-    "clear_leftovers",
-    "list_checkpoints",
-    "prune",
-    "read_files",
-    "read_note",
-    "remove_files",
-    "require_no_link",
-    "step_folder",
-]
-
 NOTE = "checkpoint.json"
 _FORMAT = 2
 _KEYS = (  # of all that a note may have

@@ -36,8 +36,6 @@ from .state import ModelState, OptimizerState
 from .tensor_index import TensorIndex
 from .tensor_store import JsonSavePlanner, StepWriter
 
-__all__ = ["Loaded", "checkpoints", "load", "save"]
-
 _SHOWN_CHARS = 100  # of a value in a message
 
 

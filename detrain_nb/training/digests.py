@@ -13,18 +13,6 @@ from typing import Any
 
 from ..errors import DetrainError
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Damaged",
-    "digest",
-    "digests",
-    "is_digests",
-    "is_sealed",
-    "require_digest",
-    "require_digests",
-    "seal",
-]
-
 BLOCK_BYTES = 1 << 20  # who wants a part of a tensor reads little more than that, and can still compare it
 _DIGITS = 8  # of one, in hexadecimal
 _SEAL = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\Z')

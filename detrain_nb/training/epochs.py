@@ -12,8 +12,6 @@ from ..errors import SpecError
 from ..parallel import ParallelModel
 from .batches import ReplicaSampler, for_replica
 
-__all__ = ["Epochs"]
-
 _MOST = 1 << 48  # epochs, batches, samples
 
 

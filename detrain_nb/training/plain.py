@@ -16,8 +16,6 @@ from ..errors import SpecError, WireError
 from ..values import add_keys
 from ..wire import count_values
 
-__all__ = ["from_json", "parse_json", "to_json"]
-
 _MARK = "$"  # begins the only key of an object that stands for what JSON has not
 _MOST_BYTES = 1 << 20  # of a tensor among other values: it becomes text
 

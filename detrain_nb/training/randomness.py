@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["STATES", "random_state", "set_random_state", "set_seed"]
-
 STATES = ("python", "python_rest", "torch", "numpy", "numpy_rest", "cuda")  # what `random_state` may have
 
 _NUMBERS = 624  # of the generator of Python and of numpy

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from ..errors import DetrainError, SpecError
 
-__all__ = ["Ranks", "all_ranks"]
-
 T = TypeVar("T")
 
 

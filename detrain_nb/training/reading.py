@@ -28,8 +28,6 @@ from .state import ModelState, OptimizerState
 from .tensor_index import TensorIndex
 from .tensor_store import compare_tensors, read_tensors
 
-__all__ = ["DRAWS", "MAY_BE_WHOLE", "MODEL", "OPTIMIZER", "RANDOM", "Reading"]
-
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
 DRAWS = "tensor_parallel"  # among a rank's random numbers
 MAY_BE_WHOLE = "; it may be whole: load again, or choose another with step="

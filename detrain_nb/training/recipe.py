@@ -16,8 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from ..errors import SpecError
 from .arguments import number_of
 
-__all__ = ["SCHEDULES", "make_optimizer", "make_scheduler"]
-
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 

@@ -18,8 +18,6 @@ from ..metrics import log_metrics
 from ..parallel import ParallelModel
 from ..parallel.microbatches import rows_of
 
-__all__ = ["Record", "Reports", "Result"]
-
 Record = dict[str, float]
 _RSS_UNIT = 1024  # bytes, on Linux
 

@@ -28,8 +28,6 @@ from .ranks import Ranks
 from .state import ModelState
 from .tensor_files import bytes_of, foreign_errors, locate_safetensors, make_header, open_whole, read_whole
 
-__all__ = ["INDEX", "MOST_INDEX_BYTES", "MOST_INDEX_VALUES", "ONE_FILE", "export_safetensors"]
-
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MOST_INDEX_BYTES = 1 << 28

@@ -21,8 +21,6 @@ from .tensor_files import Piece, foreign_errors, locate_safetensors, read_header
 from .tensor_index import TensorIndex
 from .tensor_store import read_tensors
 
-__all__ = ["import_safetensors"]
-
 _SHOWN = 4  # names in a message
 
 _Pieces = dict[str, tuple[str, Piece]]  # by name: the file, and where in it

@@ -8,8 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from ..errors import DetrainError
 from .ranks import Ranks, all_ranks
 
-__all__ = ["Saving", "begin", "start"]
-
 
 class Saving:
     """Of one checkpoint, at ``name``. ``result()`` waits for its end."""

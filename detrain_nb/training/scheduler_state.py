@@ -13,8 +13,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..errors import SpecError
 from ..storage import shown
 
-__all__ = ["require_state"]
-
 _INNER = "_schedulers"  # of those that are made of others
 _OF_ANY_LENGTH = ("milestones", "_milestones")
 _NO_LONGER = ("verbose",)  # which torch's have had, and some have

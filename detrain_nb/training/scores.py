@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from ..errors import SpecError
 from ..parallel import ParallelModel
 
-__all__ = ["Scores", "count_right"]
-
 Score = Callable[[Any, Any], dict[str, tuple[Tensor, Tensor]]]
 
 

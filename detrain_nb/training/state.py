@@ -23,8 +23,6 @@ from ..parallel.tensor.apply import draws_of, plan_of, set_draws
 from .digests import Damaged
 from .tensor_index import TensorIndex
 
-__all__ = ["ModelState", "OptimizerState"]
-
 _SHOWN = 3  # names in a message
 # What an optimizer may keep of a parameter in a shape of its own: tables, a history of gradients, a matrix of its rows.
 _FEW_NUMBERS, _MOST_TIMES = 1 << 16, 64

@@ -24,18 +24,6 @@ from ..storage import Location, is_local, locate, named_errors, whole_file
 from .digests import BLOCK_BYTES, Damaged, digests, require_digest, require_digests
 from .plain import parse_json
 
-__all__ = [
-    "Piece",
-    "bytes_of",
-    "foreign_errors",
-    "make_header",
-    "name_of_dtype",
-    "open_whole",
-    "read_header",
-    "read_whole",
-    "write_file",
-]
-
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -26,8 +26,6 @@ from .digests import is_digests, require_digest
 from .plain import from_json, parse_json
 from .tensor_files import Piece, dtype_of_name, foreign_errors, name_of_dtype, read_whole
 
-__all__ = ["MOST_INDEX_VALUES", "TensorIndex", "WrittenPiece", "make_index"]
-
 _MOST_INDEX_BYTES = 1 << 30
 MOST_INDEX_VALUES = 1 << 25  # of two million parts, of 700 tensors with two states each on a thousand ranks
 _MOST_INDEX_OBJECTS = 1 << 20

@@ -33,8 +33,6 @@ from .plain import to_json
 from .tensor_files import Piece, compare_rows, foreign_errors, make_header, read_header_of, read_rows, write_file
 from .tensor_index import MOST_INDEX_VALUES, TensorIndex, WrittenPiece, make_index
 
-__all__ = ["JsonSavePlanner", "StepWriter", "compare_tensors", "read_tensors"]
-
 
 class JsonSavePlanner(DefaultSavePlanner):
     """Values that are no tensors become JSON, where torch would pickle them."""

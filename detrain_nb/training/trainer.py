@@ -42,8 +42,6 @@ from .reports import Record, Reports, Result
 from .scores import Scores, count_right
 from .unpacking import inputs_of, unpack, usual_loss
 
-__all__ = ["Callback", "Result", "Trainer"]
-
 _T = TypeVar("_T", bound="Trainer")
 
 

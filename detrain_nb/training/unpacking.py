@@ -17,8 +17,6 @@ from ..errors import SpecError
 from ..parallel import ParallelModel
 from ..parallel.losses import Loss
 
-__all__ = ["TARGETS", "inputs_of", "own_loss", "unpack", "usual_loss"]
-
 TARGETS = ("labels", "label", "targets", "target", "y")
 _MADE_OF = ("labels", "start_positions")  # a model of transformers that takes these makes its loss of them
 

@@ -11,8 +11,6 @@ from ..blocks import names_of_blocks, pattern_of
 from ..operator_graph import Op
 from ..recording import Recording, modules_around
 
-__all__ = ["BlockUse", "block_use_unseen", "find_block_use"]
-
 
 @dataclass(frozen=True)
 class BlockUse:

@@ -19,8 +19,6 @@ from ..operator_graph import Recorder
 from ..recording import Recording
 from ..undo import are_same, own_attributes
 
-__all__ = ["CarriedAttribute", "changed_attributes", "find_carried", "find_gathered", "note_attributes"]
-
 Changed = Mapping[str, Mapping[str, Any]]  # by module and attribute, what was left there
 
 

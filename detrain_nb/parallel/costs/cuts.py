@@ -16,8 +16,6 @@ from ..recording import Recording, modules_around
 from .carried_attributes import CarriedAttribute
 from .written_buffers import WrittenBuffer
 
-__all__ = ["Cut", "Cuts", "find_cuts", "find_replaceable"]
-
 
 @dataclass(frozen=True)
 class Cut:

@@ -17,8 +17,6 @@ from ..recorders import TensorMemo, modules_watched
 from ..recording import device_of, first_float_tensor, tensors_in
 from ..writes import values_kept, writes_undone
 
-__all__ = ["measure_units"]
-
 _FEWEST_PASSES, _MOST_PASSES = 5, 30
 _ENOUGH_S = 1.0  # a small model runs oftener: what else the machine does lasts as long as one of its passes
 

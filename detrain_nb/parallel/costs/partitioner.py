@@ -17,8 +17,6 @@ from ...text import table_lines
 from ..arguments import require_whole
 from .profiler import ModelProfile
 
-__all__ = ["Partition", "StageNode", "partition"]
-
 # Parameter, gradient, and the two moments of Adam, all of one dtype.
 STATE_FACTOR = 4.0
 

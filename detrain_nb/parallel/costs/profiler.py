@@ -34,20 +34,6 @@ from .cuts import Cut, find_cuts, find_replaceable
 from .measuring import measure_units
 from .written_buffers import WrittenBuffer, find_written_buffers
 
-__all__ = [
-    "ExampleInputs",
-    "ModelProfile",
-    "Unit",
-    "as_call",
-    "count_rows",
-    "profile",
-    "profile_call",
-    "quiet",
-    "require_known",
-    "run_without_memory",
-    "shared_inputs",
-]
-
 ExampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 _CPU = torch.device("cpu")

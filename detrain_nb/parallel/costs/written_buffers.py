@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from ..recording import Recording
 
-__all__ = ["WrittenBuffer", "find_written_buffers"]
-
 
 @dataclass(frozen=True)
 class WrittenBuffer:

@@ -18,8 +18,6 @@ from ..writes import writes_undone
 from .splitter import Split
 from .stage import build_stage
 
-__all__ = ["Boundaries"]
-
 
 class Boundaries:
     """Finds shapes for any batch, without the model's memory: only its structure is kept, and its buffers."""

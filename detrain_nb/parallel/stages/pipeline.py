@@ -34,8 +34,6 @@ from .schedules import Schedule, find_schedule
 from .shared import TiedParameters, WrittenBuffers
 from .splitter import Split
 
-__all__ = ["PipelineStages"]
-
 _MOST_PLANS = 4  # kept at once: each holds the buffers of its microbatches
 
 

@@ -26,8 +26,6 @@ from ..recorders import modules_watched
 from ..recording import Entries, ModuleOutput, Recording, first_float_tensor, record
 from ..writes import writes_undone
 
-__all__ = ["find_difference"]
-
 
 def find_difference(
     model: nn.Module,

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["RootHooks"]
-
 _KINDS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",

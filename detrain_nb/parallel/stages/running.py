@@ -23,8 +23,6 @@ from ..model import autocast_left
 from ..operators import storage_of
 from .schedules import Schedule
 
-__all__ = ["Plan", "TorchStage", "Waits", "look_of"]
-
 
 class Waits:
     """What the stages of this rank have asked others for, and do not have yet."""

@@ -26,8 +26,6 @@ from torch.distributed.pipelining.schedules import (
 
 from ...errors import SpecError
 
-__all__ = ["SCHEDULES", "Schedule", "WrittenSchedule", "find_schedule", "stages_of_rank"]
-
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -21,8 +21,6 @@ from ..operator_graph import TensorLook
 from ..replicated import local_part
 from .splitter import Split
 
-__all__ = ["TiedParameters", "WrittenBuffers"]
-
 Place = tuple[nn.Module, str]
 
 

@@ -19,8 +19,6 @@ from ..recording import modules_around
 from .proof import find_difference
 from .stage import build_stage
 
-__all__ = ["Split", "split"]
-
 
 @dataclass(frozen=True)
 class Split(ShownAsText):

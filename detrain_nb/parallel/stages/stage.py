@@ -25,8 +25,6 @@ from ..recording import ModuleOutput, device_of, first_float_tensor, modules_aro
 from ..stubs import End, Reached, StageState, stop_at, stub_of
 from .root_hooks import RootHooks
 
-__all__ = ["StageForward", "build_stage"]
-
 
 class StageForward(nn.Module):
     """What a stage's class has before the user's own."""

@@ -13,8 +13,6 @@ from ...text import ShownAsText
 from ..arguments import require_whole
 from .schedules import KINDS, Schedule, WrittenSchedule, find_schedule
 
-__all__ = ["Timeline", "Work", "timeline"]
-
 _WIDTH = 100  # characters, as text
 _SHARES = {"F": 1 / 3, "I": 1 / 3, "W": 1 / 3, "B": 2 / 3}  # of a stage's time for one microbatch
 _COLOURS = {"F": "#4e79a7", "B": "#59a14f", "I": "#59a14f", "W": "#edc948"}

@@ -21,8 +21,6 @@ from .layout import lay_out
 from .plan import Layout, TensorPlan
 from .ranks import MeshRanks, cut, join
 
-__all__ = ["apply_tensor_plan", "draws_of", "from_saved_order", "plan_of", "set_draws", "to_saved_order"]
-
 _PLAN = "_tensor_plan"  # of a module that is cut
 
 

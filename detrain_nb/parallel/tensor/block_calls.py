@@ -18,8 +18,6 @@ from .proof import keep_call
 from .proof_runs import Call
 from .proposals import Between
 
-__all__ = ["BlockCalls", "where_the_model_is"]
-
 
 class BlockCalls:
     """``of_kind``: a call of each kind of block. ``unread``: which of their outputs nobody reads, by number."""

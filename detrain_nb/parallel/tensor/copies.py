@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 from ..holders import follow_copies, holds_words_alone
 from ..undo import own_attributes
 
-__all__ = ["copied", "copied_or_shared"]
-
 Value = TypeVar("Value")
 _MOST_COPIED = 1000  # words
 

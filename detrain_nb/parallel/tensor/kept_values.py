@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from ..undo import own_attributes
 from ..writes import has_own_memory
 
-__all__ = ["changed", "copies_of_kept", "is_close", "kept_tensors"]
-
 Kept = Tensor | float
 
 

@@ -17,8 +17,6 @@ from ..recorders import OperatorRecorder, modules_watched
 from ..recording import device_of, first_float_tensor, without_fused_layers
 from ..writes import writes_undone
 
-__all__ = ["LayerFlow", "Watch", "float_outputs", "run_quietly", "watch_flow"]
-
 _SAME_VALUES = ("aten::view", "aten::_unsafe_view", "aten::reshape", "aten::clone", "aten::detach", "aten::alias")
 
 

@@ -23,8 +23,6 @@ from ..recording import without_fused_layers
 from .plan import Layout
 from .ranks import TensorRanks, add_up, add_up_gradients, bounds, once, put_together
 
-__all__ = ["Region", "Share", "change_class"]
-
 Change = Callable[[Tensor], Tensor]
 
 

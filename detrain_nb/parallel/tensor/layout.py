@@ -18,8 +18,6 @@ from .layers import Region, Share, change_class
 from .plan import EXPERTS, OUTPUT_DIM, Layout, Pair, SequenceParts, TensorPlan, is_inside
 from .ranks import TensorRanks, add_up, add_up_gradients, bounds, cut_own, put_together
 
-__all__ = ["Distribute", "lay_out"]
-
 Distribute = Callable[[nn.Parameter, "Layout | None"], nn.Parameter]
 
 

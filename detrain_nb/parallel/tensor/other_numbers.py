@@ -20,8 +20,6 @@ from ..writes import writes_undone
 from .copies import copied
 from .proof_runs import Call, Run
 
-__all__ = ["other_calls", "other_modules", "small_buffers", "written_buffers"]
-
 _MOST = 1024  # elements of a buffer that is a count, or a few
 _LEAST, _STEP = 0.37, 0.06  # neither 0 nor 1, and each another one
 _STEPS = 1, 1000  # by which whole numbers are counted on

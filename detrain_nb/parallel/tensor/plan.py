@@ -14,8 +14,6 @@ import torch
 from ...errors import SpecError
 from ...text import html_cells, html_table, table_lines
 
-__all__ = ["ByHead", "Layout", "Packed", "Pair", "PlannedModule", "SequenceParts", "TensorPlan"]
-
 Packed = int | tuple[int, ...]  # so many tensors of one length, or tensors whose lengths are in these proportions
 
 LINEAR = ("linear", "conv1d")

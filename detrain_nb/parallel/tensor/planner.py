@@ -40,8 +40,6 @@ from .proposals import (
 )
 from .sequence_plan import with_sequence_parts
 
-__all__ = ["SHAPES_ALONE", "tp_plan"]
-
 _PROVED_WHOLE_NUMEL = 50_000_000  # parameters; beyond, float64 copies for each rank are too much: blocks were proved
 SHAPES_ALONE = "of large blocks, on the meta device, the shapes were proved"
 _NOT_CALLED = "it is not called as a module"

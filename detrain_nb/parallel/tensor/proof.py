@@ -32,8 +32,6 @@ from .ranks import cut
 from .shapes import Shapes, in_short
 from .thread_ranks import Meeting, ThreadRanks
 
-__all__ = ["Proof", "find_fault", "hooks_in", "is_on_meta", "is_too_large", "keep_call", "without_hooks"]
-
 _MOST_MADE_UP = 20_000_000  # parameters of a block on the meta device that get values, in float64, for each rank
 
 

@@ -21,8 +21,6 @@ from .layer_flow import float_outputs
 from .plan import TensorPlan
 from .ranks import cut
 
-__all__ = ["OTHER_OUTPUT", "TOLERANCES", "Call", "Run"]
-
 OTHER_OUTPUT = "its output differs"
 
 # Relative to the largest; models compute in float32 in places, whatever they are in, and are off by 1e-7 then.

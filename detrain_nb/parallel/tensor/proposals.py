@@ -14,19 +14,6 @@ from ..recording import modules_around
 from .layer_flow import LayerFlow
 from .plan import LINEAR, OUTPUT_DIM, ByHead, Packed, Pair, PlannedModule
 
-__all__ = [
-    "Between",
-    "candidates_of",
-    "flow_pairs",
-    "heads_that_do_not_divide",
-    "known_modules",
-    "own_pairs",
-    "size_to_cut",
-    "trials_of",
-    "why_not_embedding",
-    "with_sums",
-]
-
 
 def known_modules(model: nn.Module) -> dict[str, PlannedModule]:
     """The modules of a model that have parameters of their own, by name."""

@@ -20,8 +20,6 @@ from ...errors import SpecError
 from ..mesh import can_send_from
 from .plan import Packed
 
-__all__ = ["MeshRanks", "TensorRanks", "add_up", "add_up_gradients", "cut", "cut_own", "join", "once", "put_together"]
-
 
 class TensorRanks(Protocol):
     """The ranks that hold the parts of a layer, seen by the one at index ``rank``."""

@@ -14,8 +14,6 @@ from .plan import Pair, SequenceParts, TensorPlan, is_inside
 from .proof import find_fault
 from .proof_runs import Call
 
-__all__ = ["with_sequence_parts"]
-
 _SEQUENCE_DIM = 1  # behind that of the batch
 
 

@@ -23,8 +23,6 @@ from .plan import Layout, TensorPlan
 from .ranks import cut
 from .thread_ranks import ThreadRanks
 
-__all__ = ["Shapes", "in_short"]
-
 
 class Shapes:
     """Of a module that is called so; it is left as it is. ``unread``: outputs that nobody reads, by number."""

@@ -7,8 +7,6 @@ import threading
 import torch
 from torch import Tensor
 
-__all__ = ["Meeting", "ThreadRanks"]
-
 _MEETING_S = 60.0
 
 
