@@ -48,7 +48,7 @@ def require_mesh(mesh: Any) -> None:
 def require_whole(least: int = 1, **given: Any) -> None:
     """Raises: SpecError for what is neither None nor a whole number, ``least`` or more."""
     for name, value in given.items():
-        if value is None or (_is_whole(value) and value >= least):
+        if value is None or (is_whole(value) and value >= least):
             continue
         raise SpecError(f"{name}={value!r}: give a whole number, {least} or more")
 
@@ -58,7 +58,7 @@ def require_sizes(sizes: Any) -> None:
     if not isinstance(sizes, Mapping):
         raise SpecError(f"the sizes of the mesh are {_shown(sizes)}: give them by axis, as {{'pp': 2, 'dp_shard': 4}}")
     for axis, size in sizes.items():
-        if not _is_whole(size):
+        if not is_whole(size):
             raise SpecError(f"{axis}={size!r}: a number of ranks is a whole number")
 
 
@@ -92,7 +92,7 @@ def fails_on_a_part(num_microbatches: int) -> Iterator[None]:
         raise
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 

@@ -102,11 +102,17 @@ def _plain(name: str, value: Any) -> float | int:
     elif name == "seed":
         if not isinstance(number, int) or not -(1 << 63) <= number < 1 << 64:
             raise SpecError(f"seed={value!r}: give a whole number of 64 bits")
-    elif number is None or not 1 <= number < math.inf or number != int(number):
-        raise SpecError(f"{name}={value!r}: give a whole number, 1 or more")
     else:
-        return int(number)
+        return whole_number(name, value, least=1)
     return number
+
+
+def whole_number(name: str, value: Any, *, least: int) -> int:
+    """Raises: SpecError for what is none, or less than ``least``."""
+    number = number_of(value)
+    if number is None or not least <= number < math.inf or number != int(number):
+        raise SpecError(f"{name}={value!r}: give a whole number, {least} or more")
+    return int(number)
 
 
 def number_of(value: Any) -> float | int | None:

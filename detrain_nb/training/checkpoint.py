@@ -12,7 +12,6 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ..errors import DetrainError, SpecError
 from ..parallel import ParallelModel
+from ..parallel.arguments import is_whole
 from ..parallel.interrupts import HeldInterrupts
 from ..storage import Location, locate, shown
 from . import saving
@@ -100,9 +100,9 @@ def save(
     prepared: list[Any] = []
 
     def prepare() -> dict[str, Any]:
-        if not _is_whole(step) or not 0 <= step < MOST_STEPS:
+        if not is_whole(step) or not 0 <= step < MOST_STEPS:
             raise SpecError(f"step {step!r} is no number of steps: give an int, 0 or more")
-        if keep is not None and (not _is_whole(keep) or keep < 1):
+        if keep is not None and (not is_whole(keep) or keep < 1):
             raise SpecError(f"keep={keep!r}: give a whole number, 1 or more, or None for all")
         note = {
             "step": int(step),
@@ -123,10 +123,6 @@ def save(
     step = note["step"]
     writer = StepWriter(place, step, keep, note)
     return saving.start(step, place.name, functools.partial(_write, writer, state, ranks, step), is_async=is_async)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _require_same(told: list[dict[str, Any]]) -> None:

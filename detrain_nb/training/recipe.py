@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from ..errors import SpecError
-from .arguments import number_of
+from .arguments import number_of, whole_number
 
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -103,8 +103,8 @@ def make_scheduler(
             f"the scheduler's options have {', '.join(others)}: there is warmup_steps, decay_steps, min_ratio; of a "
             "scheduler of torch give an object, or a function of the optimizer"
         )
-    warmup_steps, min_ratio = _whole("warmup_steps", warmup_steps), _ratio(min_ratio)
-    decay_steps = None if decay_steps is None else _whole("decay_steps", decay_steps)
+    warmup_steps, min_ratio = whole_number("warmup_steps", warmup_steps, least=0), _ratio(min_ratio)
+    decay_steps = None if decay_steps is None else whole_number("decay_steps", decay_steps, least=0)
     is_named = scheduler is None or isinstance(scheduler, str)
     if not is_named and (warmup_steps or decay_steps is not None or min_ratio):
         raise SpecError("options were given beside a scheduler that is no name: set them there")
@@ -133,14 +133,6 @@ def make_scheduler(
         return min_ratio + (1 - min_ratio) * left
 
     return LambdaLR(optimizer, ratio)
-
-
-def _whole(name: str, value: Any) -> int:
-    """Raises: SpecError."""
-    number = number_of(value)
-    if number is None or not 0 <= number < math.inf or number != int(number):
-        raise SpecError(f"{name}={value!r}: give a whole number, 0 or more")
-    return int(number)
 
 
 def _ratio(value: Any) -> float:
