@@ -479,8 +479,8 @@ def _watch(looks: list[list[Evidence]], *, hang_s: float = 5.0, running: tuple[i
     reports = []
     for count, look in enumerate(looks, 1):
         wants_stack = count == len(looks) == 1 or watch.wants_stack(now=100.0 + count)
-        watch.note(look, now=100.0 + count)
-        reports.append(watch.report(look, running=running, now=100.0 + count) if wants_stack else "")
+        watch.note(judge(look), now=100.0 + count)
+        reports.append(watch.report(running=running, now=100.0 + count) if wants_stack else "")
     return reports
 
 
@@ -592,14 +592,15 @@ def test_stack_is_wanted_shortly_before_somebody_may_have_waited_for_long() -> N
     wanted = []
     for count in range(1, 8):
         wanted.append(watch.wants_stack(now=100.0 + count))
-        watch.note([rank(0, seconds=count, operations=3), rank(1, share=1.0, seconds=count)], now=100.0 + count)
+        look = [rank(0, seconds=count, operations=3), rank(1, share=1.0, seconds=count)]
+        watch.note(judge(look), now=100.0 + count)
     assert wanted == [False] * 3 + [True] * 4
-    watch.note([rank(0, operations=4)], now=108.0)
+    watch.note(judge([rank(0, operations=4)]), now=108.0)
     assert not watch.wants_stack(now=109.0)
     assert watch.wants_stack(now=113.0)
-    watch.note([rank(0, share=1.0, operations=4)], now=113.0)
+    watch.note(judge([rank(0, share=1.0, operations=4)]), now=113.0)
     assert not watch.wants_stack(now=114.0)
-    watch.note([Evidence(0, "idle")], now=120.0)
+    watch.note(judge([Evidence(0, "idle")]), now=120.0)
     assert not watch.wants_stack(now=130.0)
 
 
@@ -608,8 +609,8 @@ def _gave_up_at(look: Callable[[float], list[Evidence]], *, hang_s: float = 5.0,
     watch = HangWatch(hang_s)
     for count in range(first, first + 80):
         ranks = look(float(count))
-        watch.note(ranks, now=100.0 + count)
-        if watch.is_hopeless(ranks, now=100.0 + count):
+        watch.note(judge(ranks), now=100.0 + count)
+        if watch.is_hopeless(now=100.0 + count):
             return count
     return 0
 
@@ -666,7 +667,7 @@ def _stuck_at(look: Callable[[float], list[Evidence]]) -> int:
     """At which look, of one a second, it was certain that all that are left wait in vain; 0 for never."""
     watch = StuckWatch()
     for count in range(1, 100):
-        watch.note(look(float(count)), now=100.0 + count)
+        watch.note(judge(look(float(count))), now=100.0 + count)
         if watch.is_certain(now=100.0 + count):
             return count
     return 0
@@ -761,8 +762,8 @@ def test_members_that_a_node_says_by_the_hundred_thousand_cost_no_time() -> None
     judge(evidence)
     describe_mismatch(evidence)
     watch = HangWatch(5.0)
-    watch.note(evidence, now=100.0)
-    watch.is_hopeless(evidence, now=300.0)
+    watch.note(judge(evidence), now=100.0)
+    watch.is_hopeless(now=300.0)
     assert time.process_time() - began_s < 5.0
 
 
@@ -816,8 +817,8 @@ def test_garbage_from_a_node_breaks_nothing_and_forges_nothing(changes: dict[str
     evidence = [gather(position(**changes), world_size=2, before=position(clock_s=9.0)), rank(1, ALL_REDUCE, **PENDING)]
     verdicts = judge(evidence)
     watch = HangWatch(0.0)
-    watch.note(evidence, now=100.0)
-    report = watch.report(evidence, running=(0, 1), now=100.0)
+    watch.note(verdicts, now=100.0)
+    report = watch.report(running=(0, 1), now=100.0)
     shown = Whereabouts("s", tuple(verdicts.values()), {}, describe_mismatch(evidence))
     assert "\n" not in report + shown.summary
     assert all(line.isprintable() for line in repr(shown).splitlines())

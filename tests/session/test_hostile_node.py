@@ -1591,8 +1591,8 @@ class _Ends:
         for answer in self.request.answers.values():
             if isinstance(answer, Position):
                 evidence = [gather(answer, world_size=2, before=replace(answer, cpu_s=0.0, clock_s=0.0))]
-                watch.note(evidence, now=100.0)
-                words += [watch.report(evidence, running=[1], now=200.0), str(watch.is_hopeless(evidence, now=200.0))]
+                watch.note(judge(evidence), now=100.0)
+                words += [watch.report(running=[1], now=200.0), str(watch.is_hopeless(now=200.0))]
                 where = Whereabouts("mine", tuple(judge(evidence).values()), {}, describe_mismatch(evidence))
                 row = RankStatus(
                     1, "bad", 1, "cpu", answer.state, answer.cell, answer.line, answer.rss_bytes, answer.seconds

@@ -317,14 +317,16 @@ class HangWatch:
     hang_s: float
     message_s: float = 60.0  # how long a message may be on its way
     _seen: dict[int, _Seen] = field(default_factory=dict)
+    _verdicts: Mapping[int, Verdict] = field(default_factory=dict)  # of the last look
 
     def wants_stack(self, *, now: float) -> bool:
         """Somebody may be waiting for long enough that the signal which brings the stack is worth it."""
         return any(now - max(seen.busy_at, seen.moved_at) >= self.hang_s - 1.0 for seen in self._seen.values())
 
-    def note(self, ranks: Iterable[Evidence], *, now: float) -> None:
+    def note(self, verdicts: Mapping[int, Verdict], *, now: float) -> None:
         """A look, with or without stacks."""
-        running = {evidence.rank: evidence for evidence in ranks if evidence.state == "running"}
+        self._verdicts = verdicts
+        running = {rank: each.evidence for rank, each in verdicts.items() if each.evidence.state == "running"}
         self._seen = {rank: self._seen[rank] for rank in self._seen if rank in running}
         for rank, evidence in running.items():
             began = now - evidence.seconds
@@ -334,23 +336,14 @@ class HangWatch:
             if evidence.operations != seen.operations:
                 seen.operations, seen.moved_at = evidence.operations, now
 
-    def report(
-        self,
-        ranks: Iterable[Evidence],
-        *,
-        running: Collection[int],
-        now: float,
-        hosts: Mapping[int, str] | None = None,
-    ) -> str:
-        """The line that says who waits in what for whom, of a look with stacks that was noted.
+    def report(self, *, running: Collection[int], now: float, hosts: Mapping[int, str] | None = None) -> str:
+        """The line that says who waits in what for whom, of a look with stacks that was noted last.
 
         ``running`` are the ranks that run the cell, ``hosts`` as in ``describe_wait``. Empty while none of them has
         waited for ``hang_s``. Where all have come to what they wait in it is slow, as a rule: that is told later.
         """
-        everyone = list(ranks)
-        verdicts = judge(everyone)
-        mismatches = _find_mismatches(everyone)
-        hung = [v for v in self._hung(verdicts, mismatches, now, limit_s=self.hang_s) if v.rank in running]
+        verdicts, mismatches = self._verdicts, self._mismatches()
+        hung = [v for v in self._hung(mismatches, now, limit_s=self.hang_s) if v.rank in running]
         if not hung:
             limit_s = _SLOW * max(self.hang_s, 1.0)
             slow = [v for v in verdicts.values() if v.collective and self._waited_s(v, now) >= limit_s]
@@ -362,17 +355,15 @@ class HangWatch:
         wrong = [mismatches[_key(v.collective)] for v in hung if v.collective and _key(v.collective) in mismatches]
         return "; ".join([describe_wait(shown, hosts=hosts), *wrong[:1]])
 
-    def is_hopeless(self, ranks: Iterable[Evidence], *, now: float) -> bool:
+    def is_hopeless(self, *, now: float) -> bool:
         """Whoever still runs a cell has waited for others for several times ``hang_s``, and nobody is left to come.
 
-        Of a look with stacks that was noted. A message may be long under way, which nobody can see: who waits for one
-        is given ``message_s`` at least.
+        Of the last look, which had stacks. A message may be long under way, which nobody can see: who waits for one is
+        given ``message_s`` at least.
         """
-        everyone = list(ranks)
-        verdicts = judge(everyone)
-        left = {rank for rank, verdict in verdicts.items() if verdict.kind != "idle"}
+        left = {rank for rank, verdict in self._verdicts.items() if verdict.kind != "idle"}
         limit_s = _HOPELESS * max(self.hang_s, 1.0)
-        hung = self._hung(verdicts, _find_mismatches(everyone), now, limit_s=limit_s)
+        hung = self._hung(self._mismatches(), now, limit_s=limit_s)
         if not left or left != {verdict.rank for verdict in hung}:
             return False
         if any(verdict.collective is None for verdict in hung):
@@ -380,13 +371,14 @@ class HangWatch:
         waited_s = (min(self._waited_s(verdict, now), now - self._seen[verdict.rank].first_at) for verdict in hung)
         return min(waited_s) >= limit_s
 
-    def _hung(
-        self, verdicts: Mapping[int, Verdict], mismatches: Collection[_Key], now: float, *, limit_s: float
-    ) -> list[Verdict]:
+    def _mismatches(self) -> dict[_Key, str]:
+        return _find_mismatches([verdict.evidence for verdict in self._verdicts.values()])
+
+    def _hung(self, mismatches: Collection[_Key], now: float, *, limit_s: float) -> list[Verdict]:
         """Who has waited for so long, and not in what all have come to: it is only slow then."""
         return [
             verdict
-            for verdict in verdicts.values()
+            for verdict in self._verdicts.values()
             if self._waited_s(verdict, now) >= limit_s
             and (verdict.collective is None or verdict.missing or _key(verdict.collective) in mismatches)
         ]

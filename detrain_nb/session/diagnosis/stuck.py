@@ -7,10 +7,9 @@ message or a collective that may be under way, a GPU, a rank that does not answe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 
-from .diagnosis import Verdict, judge
-from .evidence import Evidence
+from .diagnosis import Verdict
 
 _LOOKS, _LASTS_S = 3, 1.9  # so many looks, over so long, that find the same
 
@@ -23,9 +22,9 @@ class StuckWatch:
         self._since = 0.0
         self._looks = 0
 
-    def note(self, ranks: Iterable[Evidence], *, now: float) -> None:
+    def note(self, verdicts: Mapping[int, Verdict], *, now: float) -> None:
         """A look."""
-        found = _where_all_are_stuck(list(ranks))
+        found = _where_all_are_stuck(verdicts.values())
         if found is None or found != self._found:
             self._since, self._looks = now, 0
         self._found = found
@@ -36,10 +35,10 @@ class StuckWatch:
         return self._found is not None and self._looks >= _LOOKS and now - self._since >= _LASTS_S
 
 
-def _where_all_are_stuck(ranks: list[Evidence]) -> object:
+def _where_all_are_stuck(verdicts: Collection[Verdict]) -> object:
     """What is the same in the next look if nothing moves; None while somebody may come, or it is not known."""
-    verdicts = judge(ranks)
-    left = [verdict for verdict in verdicts.values() if verdict.kind != "idle"]
+    ranks = [verdict.evidence for verdict in verdicts]
+    left = [verdict for verdict in verdicts if verdict.kind != "idle"]
     if not left or not all(map(_is_in_vain, left)) or not all(evidence.is_known for evidence in ranks):
         return None
     return [(each.rank, each.state, each.cell, each.stack, each.operations, dict(each.steps)) for each in ranks]

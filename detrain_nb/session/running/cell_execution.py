@@ -7,7 +7,7 @@ import time
 
 from ...errors import CellInterrupted, CellTimeout, RankLost, format_ranks
 from ...wire import Position, RunCell
-from ..diagnosis.diagnosis import HangWatch, describe_last
+from ..diagnosis.diagnosis import HangWatch, describe_last, judge
 from ..diagnosis.stuck import StuckWatch
 from ..state.cell import Cell
 from ..state.rank_deaths import advice, describe_ends
@@ -94,13 +94,14 @@ class CellExecution:
         wants_stack = bool(cell.outcomes) or hang.wants_stack(now=now)
         self._positions, evidence = self._link.look(self._state.ranks, before=self._positions, stack=wants_stack)
         self._state.end_lost(cell, [rank for rank, position in self._positions.items() if position.state == "idle"])
-        hang.note(evidence, now=now)
-        self._stuck.note(evidence, now=now)
+        verdicts = judge(evidence)
+        hang.note(verdicts, now=now)
+        self._stuck.note(verdicts, now=now)
         self._is_hopeless = (self._is_alone or bool(failures)) and (
-            hang.is_hopeless(evidence, now=now) or self._stuck.is_certain(now=now)
+            hang.is_hopeless(now=now) or self._stuck.is_certain(now=now)
         )
         hosts = self._link.hosts
-        report = hang.report(evidence, running=cell.ranks, now=now, hosts=hosts) if wants_stack else ""
+        report = hang.report(running=cell.ranks, now=now, hosts=hosts) if wants_stack else ""
         if not report and cell.outcomes and (running := cell.running):  # else the last has ended during the look
             report = f"waiting for {self._link.describe_places(running, self._positions)}"
         report = "; ".join(filter(None, [unreachable, report]))
