@@ -10,6 +10,7 @@ from typing import Final
 
 from ...errors import HUNG_UP, RemoteError, WireError
 from ...wire import CellDone, CellFailed, ClearOutput, Display, Output, RankEnded, parse_bundle
+from ..output.log import Logged
 from ..output.safe_output import Bundle, PieceCleaner, one_line, safe_bundle, show_hidden
 from .cell_observer import CellObserver, Observers
 from .overwritten import describe_overwritten
@@ -175,11 +176,7 @@ class Cell:
         rest_is_in = "" if is_at_home or self._is_from_log else f"%distributed log --cell {self.number}"
         return safe_bundle(parse_bundle(message.body), is_this_machine=is_at_home, rest_is_in=rest_is_in)
 
-    def take(
-        self,
-        message: Output | Display | ClearOutput | CellDone | CellFailed | RankEnded,
-        bundle: Bundle | None = None,
-    ) -> None:
+    def take(self, message: Logged | RankEnded, bundle: Bundle | None = None) -> None:
         """What a rank said in this cell; ``bundle`` as it was read. Raises: WireError when it does not run it."""
         if isinstance(message, Output):
             self._take_output(message)

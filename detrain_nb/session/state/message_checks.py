@@ -5,19 +5,8 @@ from __future__ import annotations
 from ...errors import WireError
 from ...node.agent.snapshot import CHARS_BESIDE, MOST_REMEMBERED_CHARS
 from ...plan import DEVICES
-from ...wire import (
-    Attached,
-    CellDone,
-    CellFailed,
-    ClearOutput,
-    Display,
-    Message,
-    Output,
-    Piece,
-    RanCell,
-    RankUp,
-    Unfinished,
-)
+from ...wire import Attached, CellDone, CellFailed, Display, Message, Output, Piece, RanCell, RankUp, Unfinished
+from ..output.log import Logged
 from .history import History
 from .overwritten import check_overwritten
 from .rank_owners import MOST_RANKS, RankOwners
@@ -67,7 +56,7 @@ class MessageChecks:
             _check_numbers(message)
             if self._owners.first is not None and not self._owners.is_known:
                 self._check_by(self._owners.first, message)
-        if isinstance(message, (Output, Display, ClearOutput, CellDone, CellFailed, Unfinished)):
+        if isinstance(message, (Logged, Unfinished)):
             self._check_cell(message, is_attached=is_attached)
         if isinstance(message, Display) and len(message.display_id) > _MOST_ID_CHARS:
             raise WireError(f"rank {message.rank} displays under an id of {len(message.display_id)} characters")
@@ -76,9 +65,7 @@ class MessageChecks:
         if isinstance(message, (Output, Unfinished)) and message.stream not in ("stdout", "stderr"):
             raise WireError(f"rank {message.rank} has no such stream")
 
-    def _check_cell(
-        self, message: Output | Display | ClearOutput | CellDone | CellFailed | Unfinished, *, is_attached: bool
-    ) -> None:
+    def _check_cell(self, message: Logged | Unfinished, *, is_attached: bool) -> None:
         if not is_attached and not isinstance(message, Unfinished):
             raise WireError(f"rank {message.rank} speaks of a cell before its node was attached to")
         if not self._history.knows(message.cell):

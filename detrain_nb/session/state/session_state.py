@@ -17,7 +17,6 @@ from ...wire import (
     Attached,
     CellDone,
     CellFailed,
-    ClearOutput,
     Completions,
     Display,
     GenerationEnded,
@@ -66,7 +65,6 @@ _OF_WORDS = (
     StartedCold,
 )
 _ANSWERS = (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)
-_OF_CELLS = (Output, Display, ClearOutput, CellDone, CellFailed)
 
 _Kept = TypeVar("_Kept")
 _Of = ParamSpec("_Of")
@@ -455,12 +453,12 @@ class SessionState:
             if not self._is_renumbering and not is_missed:  # that may be from before ranks had theirs
                 raise
             return
-        if is_missed and isinstance(message, _OF_CELLS) and not self.history.knows(message.cell):
+        if is_missed and isinstance(message, Logged) and not self.history.knows(message.cell):
             return  # it is too long ago for the agent to know it
         self._checks.check_time(message, node, is_attached=node in self._attached)
         if not is_wanted:
             return
-        if isinstance(message, _OF_CELLS):
+        if isinstance(message, Logged):
             self._take_of_cell(message, number, node, bundle)
         elif handle := self._handlers.get(type(message)):
             handle(message, number, node)
