@@ -266,8 +266,10 @@ class NodeLink:
         self._state.close(reason, self._node)
 
     def _until_due(self) -> float | None:
-        alive_in_s = None if self._connect is None else max(0.0, self._alive_at - time.monotonic())
-        return min((wait_s for wait_s in (self._until_acknowledging(), alive_in_s) if wait_s is not None), default=None)
+        moments = [] if self._connect is None else [self._alive_at]
+        if self._to_acknowledge is not None or self._last_number not in (None, self._acknowledged):
+            moments.append(self._acknowledge_at)
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _give_sign_of_life(self) -> None:
         """What waits to be sent is one too, for the node. Not before the first message, which says who we are.
@@ -419,11 +421,6 @@ class NodeLink:
         while self._unreceived and self._unreceived[0][0] <= number:
             self._unreceived_bytes -= len(self._unreceived.popleft()[1])
         self._moved.notify_all()
-
-    def _until_acknowledging(self) -> float | None:
-        if self._to_acknowledge is None and self._last_number in (None, self._acknowledged):
-            return None
-        return max(0.0, self._acknowledge_at - time.monotonic())
 
     def _look_what_was_shown(self) -> None:
         """Every now and then; what has been shown is acknowledged one look later: it may still be under way."""
