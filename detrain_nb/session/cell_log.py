@@ -164,8 +164,8 @@ class SessionLog(SlotsOnly):
     def _once_more(self, number: int, ranks: Ranks, observer: CellObserver) -> ShownAgain:
         """For the ranks as they were numbered when the cell ran."""
         plan = self._core.plan_of(number)
-        hosts = self._state.hosts if plan is self._core.plan else plan.node_names
-        at_home = partial(self._state.is_at_home, node_of=None if plan is self._core.plan else plan.node_of)
+        hosts = self._state.hosts if plan is self._state.plan else plan.node_names
+        at_home = partial(self._state.is_at_home, node_of=None if plan is self._state.plan else plan.node_of)
         chosen = self._core.choose(ranks, plan=plan)
         cell = Cell(number, chosen, observer, hosts, is_at_home=at_home, is_from_log=True)
         return ShownAgain(cell, self._state.logbook.cell(number))

@@ -41,12 +41,12 @@ class SessionRanks(SlotsOnly):
         self._replaced: dict[int, int] = {}  # rank -> the incarnation that is to go
 
     def __len__(self) -> int:
-        return self._core.world_size
+        return self._state.world_size
 
     @property
     def plan(self) -> Plan:
         """Their nodes and devices, and the backend."""
-        return self._core.plan
+        return self._state.plan
 
     def plan_of(self, cell: int) -> Plan:
         """The ranks as they were numbered when a cell ran: a session that has shrunk has given them other numbers."""
@@ -60,7 +60,7 @@ class SessionRanks(SlotsOnly):
     @property
     def node_names(self) -> dict[int, str]:
         """The name of every rank's node, of those that have one."""
-        return self._core.plan.node_names
+        return self._state.plan.node_names
 
     def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
         """The ranks that are meant, in ascending order; a host that errors name is a choice too. Raises: SpecError.

@@ -390,15 +390,15 @@ class Session(SlotsOnly):
 
     def __repr__(self) -> str:
         state = "running" if self.is_alive else "ended"
-        hosts = [name for name, ranks in self._core.plan.hosts.items() if ranks]
+        hosts = [name for name, ranks in self._core.state.plan.hosts.items() if ranks]
         where = f" of {', '.join(hosts) if len(hosts) <= _MOST_HOSTS else f'{len(hosts)} nodes'}" if hosts else ""
-        what = f"{count_ranks(self._core.world_size)} on {self._core.plan.device}{where}, {state}"
+        what = f"{count_ranks(self._core.state.world_size)} on {self._core.state.plan.device}{where}, {state}"
         return f"<Session {self.name!r}: {what}>"
 
     def _bring_changes(self, ranks: Ranks, observer: CellObserver | None) -> None:
         """The nodes that are to run a cell have what has changed here."""
         if self.files.is_synced:
-            names = self._core.plan.node_names
+            names = self._core.state.plan.node_names
             chosen = self._core.wait_until_idle(ranks, observer)
             on = {names.get(rank, "") for rank in chosen}
             for words in self.files.bring(on):

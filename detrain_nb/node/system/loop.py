@@ -16,7 +16,7 @@ Source = Link | int  # a link, or a descriptor that is only read
 
 @dataclass
 class _Watched:
-    on_readable: Callable[[], None]
+    on_readable: Callable[[], object]
     is_paused: bool = False
     events: int = 0
 
@@ -29,7 +29,7 @@ class Loop:
         self._watched: dict[Source, _Watched] = {}
         self._links: list[Link] = []
 
-    def add(self, source: Source, on_readable: Callable[[], None]) -> None:
+    def add(self, source: Source, on_readable: Callable[[], object]) -> None:
         """Watch ``source``, or change who reads from it; ``on_readable`` deals with its end as well."""
         if source in self._watched:
             self._watched[source].on_readable = on_readable
