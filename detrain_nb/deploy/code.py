@@ -166,12 +166,8 @@ def _describe_node(python_version: tuple[int, int]) -> dict[str, str]:
 
 def _read_files(found: Distribution) -> dict[str, bytes]:
     """The files of a distribution that travel, by their path in site-packages."""
-    files = {}
-    for file in found.files or []:
-        path = Path(str(file.locate()))
-        if _travels(file) and path.is_file():
-            files[file.as_posix()] = path.read_bytes()
-    return files
+    paths = {file.as_posix(): Path(str(file.locate())) for file in found.files or [] if _travels(file)}
+    return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
 
 def _travels(file: PurePath) -> bool:

@@ -111,8 +111,8 @@ def put(
     Raises: SpecError for paths that are not here, for homes, and for a folder that would be copied into itself,
     DetrainError with the node and the path when it cannot be done.
     """
-    wanted, num_there = _find_here(paths), 0
-    tree = _list_here(wanted)
+    wanted, tree = _list_here(paths)
+    num_there = 0
     if node.shares_paths:
         num_there = _leave_out_itself(tree, os.path.join(node.work_folder(folder), os.path.expanduser(target or "")))
     kept = _leave_out_keys(tree)
@@ -272,8 +272,8 @@ def _here() -> Iterator[None]:
         raise DetrainError(f"this machine: {exc}") from exc
 
 
-def _find_here(paths: Paths) -> list[str]:
-    """The full paths. Raises: SpecError for none, and for a home: nobody means all that is in it."""
+def _list_here(paths: Paths) -> tuple[list[str], Tree]:
+    """The full paths, and what is there. Raises: SpecError, also for a home: nobody means all that is in it."""
     given = [os.fspath(path) for path in _as_list(paths)]
     if "" in given:
         raise SpecError("'' is no path: name files or folders")
@@ -281,17 +281,12 @@ def _find_here(paths: Paths) -> list[str]:
     for path in wanted:
         if holds_homes(path):
             raise SpecError(f"{path} is a home, or holds homes: name the files or folders in it that are meant")
-    return wanted
-
-
-def _list_here(wanted: Sequence[str]) -> Tree:
-    """Raises: SpecError."""
     names = [os.path.basename(path) for path in wanted]
     try:
         for name in names:
             check_name(name)
         _check_different(names, wanted)
-        return list_tree(zip(names, wanted))
+        return wanted, list_tree(zip(names, wanted))
     except FilesError as exc:
         raise SpecError(str(exc)) from exc
 

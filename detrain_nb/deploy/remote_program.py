@@ -65,18 +65,11 @@ class RemoteProgram:
         self._python = node.python
         self._after = " after the setup lines, if the shell came through them" if node.setup else ""
         self._arrived = b""
-        self._prologue = ""  # what came before our first line
-        self._has_started = False
+        self._prologue: str | None = None  # what came before our first line, once that has come
 
     @classmethod
     def start(
-        cls,
-        source: str,
-        *,
-        magic: bytes,
-        node: Node,
-        connection: Connection,
-        limit_s: float = _ANSWER_LIMIT_S,
+        cls, source: str, *, magic: bytes, node: Node, connection: Connection, limit_s: float = _ANSWER_LIMIT_S
     ) -> RemoteProgram:
         """Start a program in the node's Python, after its setup lines; return when it has said its ``magic``."""
         stream = connection.open_stream("exec bash -l" if node.setup else "exec sh")
@@ -142,7 +135,6 @@ class RemoteProgram:
             self._arrived += self._receive(deadline)
         prologue, _, self._arrived = self._arrived.partition(magic)
         self._prologue = prologue.decode(errors="replace")
-        self._has_started = True
 
     def _receive(self, deadline: float) -> bytes:
         self._sock.settimeout(max(0.001, deadline - time.monotonic()))
@@ -170,7 +162,7 @@ class RemoteProgram:
         if "SyntaxError" in last:
             return LaunchError(f"{self._python} is too old to read our program: name one of 3.10 or newer")
         how = "the connection broke" if status is None else f"exit {status}"
-        if self._has_started:
+        if self._prologue is not None:
             return TransportError(f"our program there ended ({how}): {last}")
         return TransportError(f"{self._python} did not start our program{self._after} ({how}): {last}")
 

@@ -557,7 +557,9 @@ def test_path_that_a_node_names_is_looked_for_nowhere_else(tmp_path: Path, monke
     looked_at: list[str] = []
     monkeypatch.setattr(os.path, "isdir", lambda path, isdir=os.path.isdir: looked_at.append(str(path)) or isdir(path))
     staging = "/net/attacker.example/.detrain_nb-0123456789abcdef"
-    files._check_outside([str(tmp_path / "tree")], list_tree([("tree", str(tmp_path / "tree"))]), staging)
+    play = saying({"type": "ready", "staging": staging}, {"type": "failed", "text": "no more"})
+    with pytest.raises(DetrainError, match="liar: no more"):
+        put(FakeNode(play), tmp_path / "tree")
     assert looked_at and all(path.startswith(str(tmp_path)) for path in looked_at)
 
 
