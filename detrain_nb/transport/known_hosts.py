@@ -64,10 +64,11 @@ class KnownHosts:
         if on_same_port:
             raise _complain_of_change(on_same_port, name, key_type, shown)
         shown_key = f"{name} {key_type} {base64.b64encode(key_blob).decode()}"  # a scan could meet another host
+        users_file = self.files[0] if self.files else Path.home() / ".ssh" / "known_hosts"
         raise HostKeyError(
             f"the host key of {name} is not known: {key_type} {shown}",
             advice="after comparing this fingerprint with the one that the host's owner tells you, add it",
-            command=f"echo {shlex.quote(shown_key)} >> {self._name_users_file()}",
+            command=f"echo {shlex.quote(shown_key)} >> {_quote_path(users_file)}",
         )
 
     def _find(self, host: str, port: int) -> list[_Line]:
@@ -78,9 +79,6 @@ class KnownHosts:
     def _find_revoked(self, host: str, port: int) -> list[_Line]:
         names = {_look_up_name(host, port), _look_up_name(host, DEFAULT_PORT)}
         return [line for line in self.lines if line.marker == "@revoked" and any(map(line.names, names))]
-
-    def _name_users_file(self) -> str:
-        return _quote_path(self.files[0] if self.files else Path.home() / ".ssh" / "known_hosts")
 
 
 def fingerprint(key_blob: bytes) -> str:
