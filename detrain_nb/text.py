@@ -31,6 +31,12 @@ def printable(text: str, instead: str | Callable[[str], str] = escape) -> str:
     return "".join(char if char.isprintable() else instead(char) if callable(instead) else instead for char in text)
 
 
+def name_some(names: Sequence[str], *, most: int = 3, separator: str = ", ") -> str:
+    """Name the first ones, and how many more there are."""
+    more = len(names) - most
+    return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def split_target(text: str) -> tuple[str | None, str, str | None, bool]:
     """Take ``[user@]host[:port]`` apart; the last says whether brackets stood around the host. Nothing is checked."""
     if match := _TARGET.fullmatch(text):

@@ -13,6 +13,7 @@ from detrain_nb.text import (
     format_size,
     html_cells,
     html_table,
+    name_some,
     printable,
     split_target,
     table_lines,
@@ -70,6 +71,12 @@ def test_what_is_shown_as_text_keeps_its_columns_and_has_no_markup_of_its_own() 
             return "a  <b>\n1  2"
 
     assert Cut()._repr_html_() == "<pre>a  &lt;b&gt;\n1  2</pre>"
+
+
+def test_names_that_are_too_many_are_counted() -> None:
+    assert [name_some(names) for names in ([], ["a"], ["a", "b", "c"])] == ["", "a", "a, b, c"]
+    assert name_some(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert name_some(["a", "b", "c"], most=2, separator="; ") == "a; b and 1 more"
 
 
 @pytest.mark.parametrize(

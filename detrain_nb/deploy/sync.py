@@ -23,7 +23,7 @@ from typing import Any
 from ..copying.json_lines import SLOWEST_BYTES_PER_S, Overdue, Talk, Untrue, as_size, clean
 from ..copying.remote_program import SAMPLE_FILES
 from ..errors import SessionError
-from ..text import html_cells, table_lines
+from ..text import html_cells, name_some, table_lines
 from ..transport import Transport
 from .files import PATIENCE, OnProgress, Patience, Stop, label, on_every, open_talk
 from .folder import Manifest, list_folder, name_hidden, pack
@@ -32,7 +32,6 @@ from .ignoring import OWN_FILE
 __all__ = ["DataCheck", "DataState", "FolderSync", "check"]
 
 _CHUNK_BYTES = 1 << 18
-_MOST_NAMED = 3
 _COLUMNS = ["node", "files", "bytes", "checksum", ""]
 _WHERE_LOOKED = "a path that is not given in full is looked for in the folder where the ranks of each node start"
 
@@ -86,7 +85,7 @@ class FolderSync:
         fresh = [name for name in names if name not in self._told]
         if fresh:
             self._told.update(fresh)
-            self.notices.append(f"{what}: {_name_some([clean(name)[:80] for name in fresh], most=10)}: {advice}")
+            self.notices.append(f"{what}: {name_some([clean(name)[:80] for name in fresh], most=10)}: {advice}")
 
     def _is_behind(self, node: Transport, manifest: Manifest) -> bool:
         contact, brought = self._brought.get(node.name, (None, {}))
@@ -109,13 +108,11 @@ class FolderSync:
             if answer["type"] == "other":
                 self._leave_apart(node, clean(answer.get("root")))
                 return
-            wanted = _choose(names, answer.get("indices"))
-            if wanted:
+            if wanted := _choose(names, answer.get("indices")):
                 packed = packer.pack(wanted)
                 stop.check()
                 self._send_in_time(talk, packed, "archive", size=len(packed))
-            done = talk.hear("done")
-            self._note_left_alone(node, done, manifest)
+            self._note_left_alone(node, talk.hear("done"), manifest)
             self._brought[node.name] = contact, manifest
 
     def _send_in_time(self, talk: Talk, data: bytes, kind: str, **fields: object) -> None:
@@ -156,7 +153,7 @@ class FolderSync:
         fresh = [name for name in found if name in manifest and (node.name, name) not in self._left_alone]
         if fresh:
             self._left_alone.update((node.name, name) for name in fresh)
-            some = _name_some([clean(name) for name in fresh])
+            some = name_some([clean(name) for name in fresh])
             self.notices.append(
                 f"{label(node)}: left as it is, since it did not come from here: {some}: "
                 "put it there to replace it, or remove it there"
@@ -182,11 +179,6 @@ class _Packer:
             if key not in self._packed:
                 self._packed[key] = pack(self._root, self._manifest, names)
             return self._packed[key]
-
-
-def _name_some(names: Sequence[str], *, most: int = _MOST_NAMED) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_same(before: Manifest, now: Manifest) -> bool:
@@ -280,7 +272,7 @@ def _differ(state: DataState, usual: DataState) -> list[str]:
     elsewhere = {name: fields for name, *fields in usual.sample}
     changed = [name for name, *fields in state.sample if fields != elsewhere.get(name, fields)]
     if changed:
-        words.append(f"other contents: {_name_some(changed)}")
+        words.append(f"other contents: {name_some(changed)}")
     if state.names != usual.names and not words:
         words.append("other names or sizes")
     if state.num_skipped != usual.num_skipped:

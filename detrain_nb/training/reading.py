@@ -18,6 +18,7 @@ from torch import Tensor
 from ..errors import DetrainError, SpecError
 from ..parallel.interrupts import HeldInterrupts
 from ..storage import Location, shown
+from ..text import name_some
 from .catalog import Checkpoint
 from .digests import Damaged
 from .plain import from_json
@@ -60,8 +61,8 @@ class Reading:
         saved = [fqn.removeprefix(MODEL) for fqn in index.metadata.state_dict_metadata if fqn.startswith(MODEL)]
         wrong += [f"{shown(name)} is not in the model" for name in saved if name not in here]
         if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            raise SpecError(f"{chosen.name} is of another model: {'; '.join(wrong[:_SHOWN])}{more}")
+            some = name_some(wrong, most=_SHOWN, separator="; ")
+            raise SpecError(f"{chosen.name} is of another model: {some}")
         self._model_tensors = {MODEL + name: tensor for name, tensor in self.model_state.tensors.items()}
 
     def _compare_parts(

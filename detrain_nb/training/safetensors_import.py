@@ -13,6 +13,7 @@ import torch
 
 from ..errors import DetrainError, SpecError
 from ..storage import Location, shown
+from ..text import name_some
 from . import saving
 from .plain import parse_json
 from .safetensors_export import INDEX, MOST_INDEX_BYTES, MOST_INDEX_VALUES, ONE_FILE
@@ -50,7 +51,8 @@ def import_safetensors(url: str, model: Any, *, files: Any = None) -> list[str]:
     index = _index_of({name: pieces[source] for name, source in sources.items()})
     wrong = dict.fromkeys(text for texts in ranks.gather(lambda: state.check(index, "")) for text in texts)
     if wrong:
-        raise SpecError(f"{place.name} is of another model: {_shorten(list(wrong), '; ')}")
+        some = name_some([shown(text) for text in wrong], most=_SHOWN, separator="; ")
+        raise SpecError(f"{place.name} is of another model: {some}")
 
     def read() -> set[str]:
         tensors = state.tensors
@@ -64,13 +66,9 @@ def import_safetensors(url: str, model: Any, *, files: Any = None) -> list[str]:
     others = {other for names in tied if used.intersection(names) for other in names}
     unused = sorted(pieces.keys() - used - others)
     if unused and ranks.rank == 0:
-        warnings.warn(f"{place.name} has what the model has not: {_shorten(unused, ', ')}", stacklevel=2)
+        some = name_some([shown(name) for name in unused], most=_SHOWN)
+        warnings.warn(f"{place.name} has what the model has not: {some}", stacklevel=2)
     return unused
-
-
-def _shorten(texts: list[str], separator: str) -> str:
-    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return separator.join(shown(text) for text in texts[:_SHOWN]) + more
 
 
 def _find_pieces(url: str, files: Any) -> _Pieces:

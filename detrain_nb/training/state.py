@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from ..errors import SpecError
 from ..parallel import TensorPlan, from_saved_order, to_saved_order
 from ..parallel.tensor.apply import draws_of, plan_of, set_draws
+from ..text import name_some
 from .digests import Damaged
 from .tensor_index import TensorIndex
 
-_SHOWN = 3  # names in a message
 # What an optimizer may keep of a parameter in a shape of its own: tables, a history of gradients, a matrix of its rows.
 _FEW_NUMBERS, _MOST_TIMES = 1 << 16, 64
 _MOST_KEYS = 64  # of what an optimizer keeps of a parameter
@@ -49,7 +49,7 @@ class ModelState:
             self.values.setdefault(name, value)
             _require_plain(name, value)
         if meta := [name for name, value in self.values.items() if isinstance(value, Tensor) and value.is_meta]:
-            raise SpecError(f"{_list(meta)}: on the meta device, without values: call to_empty() first")
+            raise SpecError(f"{name_some(meta)}: on the meta device, without values: call to_empty() first")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def _state_of(modules: nn.ModuleList) -> dict[str, Any]:
     except AttributeError as exc:  # torch looks them up
         raise SpecError(f"state_dict() of the model has a name that leads nowhere ({exc}): {_HOOKED}") from exc
     if odd := [key for key in found if not key.partition(".")[0].isdigit()]:
-        raise SpecError(f"state_dict() of the model has {_list(odd)} beside its modules: {_HOOKED}")
+        raise SpecError(f"state_dict() of the model has {name_some(odd)} beside its modules: {_HOOKED}")
     return found
 
 
@@ -137,11 +137,6 @@ def _without_number(key: str) -> str:
 def _require_plain(name: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.layout != torch.strided:
         raise SpecError(f"{name} is a tensor of layout {value.layout}: only dense ones can be kept")
-
-
-def _list(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 # ---- the optimizer

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Mapping
 
 from ...launch import GPUS_VARIABLE, RANK_CONFIG_VARIABLE, STORE_FD_VARIABLE, WARM_FD_VARIABLE
+from ...text import name_some
 
-_MOST_NAMES = 3
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 _RIGHTS = re.compile(r"^(Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp):[ \t]*(.*)$", re.MULTILINE)
 
@@ -56,8 +56,7 @@ def without_session_variables(env: dict[str, str]) -> dict[str, str]:
 def find_difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """The names that two of these do not agree on, a few of them; empty when there are none."""
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    return name_some(names)
 
 
 class ImportedEnvironment:

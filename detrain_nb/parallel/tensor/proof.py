@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map
 
+from ...text import name_some
 from ..kept import State, state_kept
 from ..module_copies import replace_tensors
 from ..recording import without_fused_layers
@@ -110,11 +111,11 @@ class Proof:
         names = [] if is_on_meta(self._module) else self._counts()
         return [
             *(
-                (f"other numbers than {_listed(replaced)}, which it is given", self._varied(self._module, call))
+                (f"other numbers than {name_some(replaced)}, which it is given", self._varied(self._module, call))
                 for call, replaced in other_calls(self._call)
             ),
             *(
-                (f"other values of {_listed(written)}, which it writes", self._varied(module, self._call))
+                (f"other values of {name_some(written)}, which it writes", self._varied(module, self._call))
                 for module, written in other_modules(self._module, names)
             ),
         ]
@@ -185,10 +186,6 @@ class Proof:
                 references, fault = [reference], _FAILS_IN_TRAINING
         whole.to(reference.dtype)  # it was put back in that in which it was tried first
         return references, fault
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _reference(
