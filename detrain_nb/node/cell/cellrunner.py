@@ -143,8 +143,7 @@ class CellRunner(InteractiveShell):
             if isinstance(error, KeyboardInterrupt):
                 self._say_what_came_before(error)
             elif error is None:
-                for earlier in self._unreported:  # %run and the like show an error and go on
-                    sys.stderr.write(describe_error(earlier))
+                self._show_unreported()
             value, self.cell_value = self.cell_value, {}
             self._let_go_of_all_but(error)
         except KeyboardInterrupt as interrupt:  # it came in what IPython does after the code, or above
@@ -160,6 +159,11 @@ class CellRunner(InteractiveShell):
         if _WIDGET in bundle and not self._has_said_widget:
             self._has_said_widget = True
             sys.stderr.write(f"{_NO_WIDGETS}\n")
+
+    def _show_unreported(self) -> None:
+        """%run and the like show an error and go on. Not in ``run``, whose frame would hold the error: a ring."""
+        for earlier in self._unreported:
+            sys.stderr.write(describe_error(earlier))
 
     def _let_go_of_all_but(self, error: BaseException | None) -> None:
         """Of errors after which IPython went on, and of the one that it keeps: after an interrupt it may be another."""
