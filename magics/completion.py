@@ -109,7 +109,8 @@ def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | Non
     action = _next_action(parser, words)
     if action is not None and action.option_strings:
         return _values(action, word, candidates) or [], word
-    options = sorted(name for name in _names(parser) if name.startswith(word))
+    names = [max(each.option_strings, key=len) for each in parser._actions if each.option_strings]  # the long ones
+    options = sorted(name for name in names if name.startswith(word))
     if word.startswith("-"):
         return options, word
     is_variable = commands is None and prog in _LINE_PARSERS and action is not None
@@ -145,11 +146,6 @@ def _values(action: argparse.Action | None, word: str, candidates: Candidates) -
         return sorted(str(choice) for choice in action.choices if str(choice).startswith(word))
     is_session = action.dest == "name" and not action.option_strings
     return candidates.of("SESSION" if is_session else str(action.metavar), word)
-
-
-def _names(parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a parser, each once, by its long name where it has one."""
-    return [max(action.option_strings, key=len) for action in parser._actions if action.option_strings]
 
 
 def _reply(matches: list[str], start: int, end: int, types: list[str] | None = None) -> dict[str, Any]:

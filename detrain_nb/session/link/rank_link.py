@@ -85,17 +85,15 @@ class RankLink:
         for link in self.node_links:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
 
-    def wait_for_number(
-        self, node: int, number: int, *, limit_s: float, tell: Callable[[float], None] = lambda share: None
-    ) -> None:
+    def wait_for_number(self, node: int, number: int, *, tell: Callable[[float], None]) -> None:
         """Wait until the messages of a node up to ``number`` have come, or it is lost and the others go on.
 
         ``tell`` gets the share of them that has come, once a second.
 
-        Raises: CellTimeout when less than a twentieth of them has come within ``limit_s``, what ended the session when
-        nothing can come.
+        Raises: CellTimeout when less than a twentieth of them has come within ``catch_up_s``, what ended the session
+        when nothing can come.
         """
-        link = self.node_links[node]
+        link, limit_s = self.node_links[node], self.limits.catch_up_s
         deadline, enough = time.monotonic() + limit_s, link.last_number + 1
         first, tell_at = link.last_number, time.monotonic() + self.limits.tell_gap_s
         step = max(1, (number - first) // 20)

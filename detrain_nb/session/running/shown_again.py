@@ -43,17 +43,16 @@ class ShownAgain:
     def end(self, *, is_running: bool) -> None:
         """All that was logged has been given."""
         self._words += self._logged.words_before(self._count)
-        if not is_running:
-            self._words = [words for words in self._words if words not in (SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW)]
-        self._say()
+        self._say(is_more_to_come=is_running)
         if not is_running:
             self.cell.close()
 
-    def _say(self) -> None:
-        if {SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW} <= {*self._words}:  # there was nothing to show between them
-            self._words = [words for words in self._words if words not in (SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW)]
+    def _say(self, *, is_more_to_come: bool = True) -> None:
+        marks = {SAID_BEFORE_PERHAPS, SAID_BEFORE_NEW}
+        is_nothing_between = marks <= {*self._words} or not is_more_to_come
         for words in self._words:
-            self.cell.observers.notice(words)
+            if words not in marks or not is_nothing_between:
+                self.cell.observers.notice(words)
         self._words.clear()
 
 

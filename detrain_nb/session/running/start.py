@@ -270,14 +270,13 @@ def _catch_up(core: Core, node: int, number: int, say: Say) -> None:
 
     Raises: CellTimeout, or what ended the session.
     """
+    source = core.transports[node].name or "the ranks"
+
+    def tell(share: float) -> None:
+        say(f"{share:.0%} of what {source} has kept is here")
+
     try:
-        source = core.transports[node].name or "the ranks"
-        core.link.wait_for_number(
-            node,
-            number,
-            limit_s=core.link.limits.catch_up_s,
-            tell=lambda share: say(f"{share:.0%} of what {source} has kept is here"),
-        )
+        core.link.wait_for_number(node, number, tell=tell)
     except CellTimeout as exc:
         if node == 0:
             raise

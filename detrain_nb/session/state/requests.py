@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -29,16 +29,12 @@ class Request:
         self._left_as = ""
         self._names = set(names)  # of the values that were asked for
         self._answers: dict[int, Message] = {}
+        self.answers: Final = MappingProxyType(self._answers)  # those that have come, by rank
         self._waiting_for = set(ranks)
         self._arriving: dict[tuple[int, str], _Arriving] = {}
         self._failure: DetrainError | None = None
         self._done = threading.Event()  # all have answered, or never will
         self._failed_or_done = threading.Event()
-
-    @property
-    def answers(self) -> Mapping[int, Message]:
-        """Those that have come, by rank."""
-        return MappingProxyType(self._answers)
 
     @property
     def left_as(self) -> str:

@@ -126,7 +126,9 @@ class SessionState:
         self._checks = MessageChecks(self.history, self.owners)
         self._plan = Plan((), "gloo")
         self._lost_nodes: dict[int, str] = {}
+        self.lost_nodes: Final = MappingProxyType(self._lost_nodes)  # by position, and why
         self._absent = dict(absent or {})
+        self.absent: Final = MappingProxyType(self._absent)  # not attached to, and why; lost when the others have been
         self._is_renumbering = False
         self._cells: dict[int, Cell] = {}
         self._up: dict[int, RankUp] = {}
@@ -177,16 +179,6 @@ class SessionState:
     def node_of(self) -> Mapping[int, int]:
         """Which node has a rank."""
         return self.owners.node_of
-
-    @property
-    def lost_nodes(self) -> Mapping[int, str]:
-        """By position, and why."""
-        return MappingProxyType(self._lost_nodes)
-
-    @property
-    def absent(self) -> Mapping[int, str]:
-        """Nodes that could not be attached to, and why; they are lost when the others have been."""
-        return MappingProxyType(self._absent)
 
     @property
     def up(self) -> Mapping[int, RankUp]:
