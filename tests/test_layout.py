@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from detrain_nb.wire import KINDS
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "detrain_nb"
 MAPPED = {"magics": f"{PACKAGE}.magics", "widgets": f"{PACKAGE}.widgets"}  # folder at the top -> import name
@@ -533,11 +535,11 @@ def test_path_of_a_cell_is_the_one_of_the_design() -> None:
 
 
 def _names_of_wire(source: str) -> set[str]:
-    """What a file imports of wire, or defines, where it is the one that has the messages."""
+    """The messages that a file imports of wire, or all of them, where it is the one that defines them."""
     tree = ast.parse(source)
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("wire")]
     found = {alias.name for node in imports for alias in node.names}
-    return found | (_definitions(tree) if "RunCell" in _definitions(tree) else set())
+    return (found | _definitions(tree)) & {message.__name__ for message in KINDS.values()}
 
 
 def _definitions(tree: ast.Module) -> set[str]:
