@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .errors import ValueNotSupported, WireError
-from .wire import MAX_DESCRIPTION_BYTES, read_text
+from .wire import MAX_DESCRIPTION_BYTES, MAX_DESCRIPTION_VALUES, count_values, read_text
 
 if TYPE_CHECKING:
     import numpy
@@ -39,7 +39,7 @@ __all__ = ["MAX_DESCRIPTION_BYTES", "Announced", "Json", "buffer_sizes", "pack",
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MAX_BYTES = 4 << 30  # of all buffers of a value
-_MAX_ITEMS = MAX_DESCRIPTION_BYTES // 2  # an item is a character and a comma at least
+_MAX_ITEMS = MAX_DESCRIPTION_VALUES  # an item is one at least
 _MAX_DEPTH = 64
 _MAX_DIMS = 32  # what numpy 1.26 has
 _MOST_ALIKE, _MOST_ALIKE_CONTAINERS = 64, 16  # keys of a dict, or elements of a set, that have one hash
@@ -98,12 +98,15 @@ def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
     """
     packer = _Packer(name)
     description = packer.pack(value)
-    size_bytes = len(json.dumps(description, allow_nan=False, separators=(",", ":")))
-    if size_bytes > MAX_DESCRIPTION_BYTES:
-        raise ValueNotSupported(
-            f"{name} takes {size_bytes} bytes to describe, {MAX_DESCRIPTION_BYTES} can travel: "
-            "use numpy arrays, or a part of it"
-        )
+    text = json.dumps(description, allow_nan=False, separators=(",", ":")).encode()
+    for count, most, what in (
+        (len(text), MAX_DESCRIPTION_BYTES, "bytes"),
+        (count_values(text, most=MAX_DESCRIPTION_VALUES), MAX_DESCRIPTION_VALUES, "values"),
+    ):
+        if count > most:
+            raise ValueNotSupported(
+                f"{name} takes {count} {what} to describe, {most} can travel: use numpy arrays, or a part of it"
+            )
     buffers = packer.buffers()
     if (total_bytes := sum(buffer.nbytes for buffer in buffers)) > MAX_BYTES:
         raise _too_large(name, total_bytes)

@@ -572,6 +572,10 @@ def test_value_too_long_to_describe_is_refused() -> None:
         ValueNotSupported, match=r"x takes 8\d* bytes to describe, 8388608 can travel: use numpy arrays"
     ):
         pack([*words, *words[:100]], name="x")
+    pairs: list[Any] = [(1, 2)] * 200_000
+    assert receive(pairs) == pairs
+    with pytest.raises(ValueNotSupported, match=r"x takes 1\d{6} values to describe, 1048576 can travel"):
+        pack([*pairs, *pairs[:50_000]], name="x")
 
 
 def test_value_that_multiplies_is_refused_before_it_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from .sender import File, Progress, list_tree, open_listed, send_tree
 
 MAGIC = b"\ndetrain-nb files 1\n"
 SAMPLE_FILES = 64
+STATE_BYTES = 1 << 20  # of the line with their names
+_ORDER_BYTES = 1 << 22  # may name many files
 SAMPLE_BYTES = 1 << 20  # of the beginning of each, and of its end
 
 _Handler: TypeAlias = Callable[[Talk, dict[str, Any]], None]
@@ -39,7 +41,7 @@ def serve(talk: Talk, handlers: Mapping[str, _Handler] | None = None) -> bool:
     """Serve one order, by default one of those that need no process of their own; False when it cannot be done."""
     handlers = handlers or _HANDLERS
     try:
-        order = talk.hear(*handlers)
+        order = talk.hear(*handlers, most_bytes=_ORDER_BYTES)
         handlers[order["type"]](talk, order)
         talk.flush()
     except Failed:

@@ -20,6 +20,7 @@ from ..errors import DetrainError, LaunchError, SessionError, TransportError, be
 from ..spec.node import Node
 from ..text import printable
 from ..transport.connection import CommandStream, Connection
+from ..wire import count_values
 
 __all__ = ["RemoteProgram", "as_text", "as_words", "read_program", "write_script"]
 
@@ -28,6 +29,7 @@ _OUR_IMPORT = re.compile(r"^from detrain_nb\.([\w.]+) import .*\n", re.MULTILINE
 _INNER_IMPORT = re.compile(r"^from (__future__|\..*) import .*\n", re.MULTILINE)  # the program has it, too
 _PROLOGUE_BYTES = 1 << 16  # of what a shell prints before our first line
 _LINE_BYTES = 1 << 20
+_MOST_VALUES = 1 << 14  # of a line
 _ANSWER_LIMIT_S = 60.0  # setup lines and a slow disk included
 _UPLOAD_LIMIT_S = 600.0
 _EXIT_LIMIT_S = 2.0
@@ -103,7 +105,9 @@ class RemoteProgram:
             self._arrived += self._receive(deadline)
         line, _, self._arrived = self._arrived.partition(b"\n")
         try:
-            said = json.loads(line)
+            if count_values(line, most=_MOST_VALUES) > _MOST_VALUES:
+                raise ValueError("too many values")
+            said = json.loads(line.decode())  # it guesses at bytes: values in UTF-16 would not be counted
         except (ValueError, RecursionError) as exc:
             raise TransportError(
                 f"what came is not what our program says: {as_text(line[:80].decode(errors='replace'))}"

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..copying.json_lines import SLOWEST_BYTES_PER_S, Overdue, Talk, Untrue, as_size, clean
-from ..copying.remote_program import SAMPLE_FILES
+from ..copying.json_lines import LINE_BYTES, SLOWEST_BYTES_PER_S, Overdue, Talk, Untrue, as_size, clean
+from ..copying.remote_program import SAMPLE_FILES, STATE_BYTES
 from ..errors import SessionError
 from ..text import html_cells, name_some, table_lines
 from ..transport import Transport
@@ -32,6 +32,7 @@ from .ignoring import OWN_FILE
 __all__ = ["DataCheck", "DataState", "FolderSync", "check"]
 
 _CHUNK_BYTES = 1 << 18
+_INDEX_BYTES = 8  # of a file, in a list
 _COLUMNS = ["node", "files", "bytes", "checksum", ""]
 _WHERE_LOOKED = "a path that is not given in full is looked for in the folder where the ranks of each node start"
 
@@ -104,7 +105,7 @@ class FolderSync:
         order = {"root": self._root_name, "takes_over": self._takes_over, "size": len(listed)}
         with open_talk(node, stop=stop, patience=self._patience) as talk, self._without_who_is_overdue(node):
             self._send_in_time(talk, listed, "sync", base=folder, cache=node.cache, **order)
-            answer = talk.hear("want", "other")
+            answer = talk.hear("want", "other", most_bytes=LINE_BYTES + _INDEX_BYTES * len(names))
             if answer["type"] == "other":
                 self._leave_apart(node, clean(answer.get("root")))
                 return
@@ -290,7 +291,7 @@ def check(nodes: Sequence[Transport], path: str, *, folder: str = "") -> DataChe
     def look(node: Transport, stop: Stop, _: OnProgress) -> DataState:
         with open_talk(node, stop=stop) as talk:
             talk.say("check", base=node.work_folder(folder), path=path)
-            return _read_state(talk.hear("state"))
+            return _read_state(talk.hear("state", most_bytes=STATE_BYTES))
 
     states = on_every(nodes, look)
     return DataCheck(path, {label(node): state for node, state in zip(nodes, states)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 from collections import Counter
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..errors import SpecError, WireError
 from ..values import add_keys
-from ..wire import count_values
+from ..wire import count_values, without_collections
 
 _MARK = "$"  # begins the only key of an object that stands for what JSON has not
 _MOST_BYTES = 1 << 20  # of a tensor among other values: it becomes text
@@ -81,17 +80,11 @@ def parse_json(text: bytes, *, most_values: int) -> Any:
     """Of a file that others may have written. Raises: ValueError for more values than that, or what `json` raises.
 
     It has to be UTF-8: `json` guesses at bytes, and values in UTF-16 or UTF-32 can be hidden from who counts them.
-    Collections of garbage would take ten times as long meanwhile, and find none.
     """
     if count_values(text, most=most_values) > most_values:
         raise ValueError("it has more values than any has")
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collections():
         return json.loads(text.decode())
-    finally:
-        if is_collecting:
-            gc.enable()
 
 
 def _read_pairs(pairs: list[Any]) -> dict[Any, Any]:

@@ -12,13 +12,14 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 
 from ..errors import WireError
-from .json_text import MAX_BUNDLE_BYTES, Json, parse_json, read_text
+from .json_text import MAX_BUNDLE_BYTES, Json, count_values, parse_json, read_text, without_collections
 
 PROTOCOL = 6
 MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
 MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
 MAX_DESCRIPTION_BYTES = 8 << 20  # of a value, as JSON
+MAX_DESCRIPTION_VALUES = 1 << 20  # of it, as count_values has them: no other thread has its turn while it is parsed
 PIECE_BYTES = 1 << 20
 ALIVE_GAP_S = 5.0  # between signs of life of a notebook, on a connection that can break
 SILENCE_LIMIT_S = 20.0  # after which its node lets go of one that gives none
@@ -520,7 +521,10 @@ class Value(Message, number=42):
         """Parsed when somebody wants the value: it may be large. Raises: WireError."""
         if len(self.body) > MAX_DESCRIPTION_BYTES:
             raise WireError(f"a value is described in {len(self.body)} bytes, more than any has")
-        return parse_json(self.body)
+        if count_values(self.body, most=MAX_DESCRIPTION_VALUES) > MAX_DESCRIPTION_VALUES:
+            raise WireError(f"a value is described in more than {MAX_DESCRIPTION_VALUES} values")
+        with without_collections():
+            return parse_json(self.body)
 
 
 @dataclass(frozen=True)

@@ -692,6 +692,8 @@ LIES = {
     "no object": [b"[1]\n"],
     "deep JSON": [b"[" * 100_000 + b"\n"],
     "another answer": [{"type": "done"}],
+    "more than that it is still at it": [{"type": "wait", "x": []}, tree(), file(), b"x", END],
+    "a long line": [tree(0, 0, 0), b'{"type": "end", "num_skipped": 0, "x": [' + b"[]," * (LINE_BYTES // 3) + b"0]}\n"],
     "an offer of too much": [tree(size=1), {**OFFER, "size": 2}, END],
     "an offer of no path": [tree(size=1), {**OFFER, "path": 7}, END],
     "an offer after an offer": [tree(size=1), OFFER, OFFER, END],
@@ -827,6 +829,11 @@ def test_node_that_says_nothing_is_not_waited_for_for_ever(tmp_path: Path) -> No
     mute = FakeNode(lambda talk: talk.hear("never"))
     with pytest.raises(DetrainError, match="liar: the other side does not answer"):
         get(mute, "asked", tmp_path / "back", patience=Patience(silence_s=0.2))
+
+
+def test_node_that_is_still_at_it_without_end_is_not_heard_on(tmp_path: Path) -> None:
+    with pytest.raises(DetrainError, match="liar: the other side says without end that it is still at it"):
+        get(FakeNode(endless({"type": "wait"}, b'{"type": "wait"}\n' * 1000)), "asked", tmp_path / "back")
 
 
 @pytest.mark.parametrize(

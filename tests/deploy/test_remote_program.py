@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,22 @@ def test_further_lines_of_a_host_are_seen_to_be_its_own() -> None:
 
 def test_fact_of_a_host_is_one_line() -> None:
     assert remote_program.as_text("2.13\ngpu2: x") == "2.13?gpu2: x"
+
+
+class Hung:
+    """A command there that says nothing but what comes by its socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+
+def test_line_of_many_values_is_not_parsed() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        program = remote_program.RemoteProgram(Hung(ours), Node(host="h"))
+        theirs.sendall(b'{"type": "facts", "x": [' + b"[]," * 20_000 + b"0]}\n")
+        with pytest.raises(TransportError, match="what came is not what our program says"):
+            program.hear("facts")
 
 
 def test_what_is_nested_too_deep_to_be_written_is_said_in_words() -> None:
