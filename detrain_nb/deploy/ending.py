@@ -21,9 +21,10 @@ def end_agents(transports: Sequence[Transport], session: str, *, holder: str) ->
     """End ``session`` on every node that can be reached; returns why it cannot be on others, by node: SessionError
     where it does not run.
 
-    Raises: SessionError when another notebook holds it.
+    Raises: SessionError of the nodes that refuse, as where another notebook holds it; the others are told first.
     """
     failures: dict[str, DetrainError] = {}
+    refused: list[str] = []
     for transport in transports:
         try:
             sock = transport.connect_agent(session)
@@ -35,11 +36,12 @@ def end_agents(transports: Sequence[Transport], session: str, *, holder: str) ->
         except TransportError as exc:
             failures[transport.name] = exc
         except SessionError as exc:
-            if transport.is_this_machine:
-                raise
-            raise SessionError(f"{transport.name}: {behind_ours(str(exc))}") from exc
+            words = str(exc)
+            refused.append(words if transport.is_this_machine else f"{transport.name}: {behind_ours(words)}")
         finally:
             transport.wait_for_end(limit_s=_END_LIMIT_S)
+    if refused:
+        raise SessionError("\n".join(refused))
     return failures
 
 

@@ -790,6 +790,18 @@ def test_words_of_a_node_that_refuses_a_stop_stand_behind_its_name(monkeypatch: 
         end_session("mine")
 
 
+def test_node_that_refuses_a_stop_does_not_keep_it_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, good = FakeNode("h0", 0), FakeNode("h1", 1)
+    bad.answers[Attach] = lambda _: [Refused("no")]
+    asked: list[Message] = []
+    good.answers[Attach] = lambda message: asked.append(message) or []
+    monkeypatch.setattr("detrain_nb.session.session.find_nodes", lambda *_, **__: [bad, good])
+    monkeypatch.setattr("detrain_nb.deploy.ending._END_LIMIT_S", 1.0)
+    with pytest.raises(SessionError, match=r"^h0: no$"):
+        end_session("mine")
+    assert asked
+
+
 def _renumbered_wrongly(how: str, node: FakeNode) -> Callable[[Renumber], list[Message]]:
     def answer(message: Renumber) -> list[Message]:
         if how == "hangs up":
