@@ -837,12 +837,19 @@ def test_ended_session_says_so_and_its_results_stay() -> None:
 
 
 def test_log_of_a_killed_process_is_removed_by_the_next_session(runtime_folder: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        pass
-    orphan = runtime_folder / f".log-{ended.pid}-x"
-    orphan.mkdir()
+    """Its number says nothing: one of another PID namespace, in a container, may have the same folder."""
+    program = "from detrain_nb.session.output.log import OutputLog; log = OutputLog(); print(log._folder, flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{program}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout
+        log = Path(owner.stdout.readline().strip())
+        elsewhere = log.rename(log.with_name(".log-999999999-x"))
+        Session.start(ranks=1, device="cpu", init=False).stop()
+        assert elsewhere.is_dir()
+        owner.kill()
     Session.start(ranks=1, device="cpu", init=False).stop()
-    assert not orphan.exists()
+    assert not elsewhere.exists()
 
 
 # ---- bad input: nothing starts, nothing is left

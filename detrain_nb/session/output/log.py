@@ -13,8 +13,9 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...agents import is_running, open_private, runtime_folder
+from ...agents import open_private, runtime_folder
 from ...errors import LaunchError
+from ...locks import take_lock
 from ...wire import MAX_HEADER_BYTES, CellDone, CellFailed, ClearOutput, Display, FrameReader, Output, to_frame
 from .safe_output import clean_text
 
@@ -25,6 +26,7 @@ _MOST_LOOKED_AT_BYTES = 64 << 20
 _MOST_PIECES = 10_000  # of a cell
 _GROWN = 8  # times, at most: a node may have left out what is written here, as defaults and zeros
 _PREFIX = ".log-"
+_LOCK = "lock"  # in it, held as long as the log lives
 _WHAT_TO_DO = "make room on that disk, or start this process again with DETRAIN_NB_RUNTIME_DIR, a folder on another one"
 
 
@@ -40,7 +42,10 @@ class OutputLog:
             raise LaunchError(
                 f"the log of the cells cannot be made under {base}: {exc.strerror}; {_WHAT_TO_DO}"
             ) from exc
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        lock = None
+        with contextlib.suppress(OSError, ImportError):  # without one, as on Windows, it is never taken for an orphan
+            lock = take_lock(self._folder / _LOCK, is_new=True)
+        weakref.finalize(self, _remove, self._folder, lock)
         self._pieces: dict[int, list[tuple[int, int]]] = {}  # of each cell's file: part and bytes
         self.lacking: dict[int, str] = {}  # the cells of which something, or all, found no room, and why
         self.error = ""  # why it takes no more, until it does again
@@ -145,8 +150,17 @@ class LogReader:
 
 
 def _remove_orphans(base: Path) -> None:
-    """Remove the logs of processes that were killed before they could."""
+    """Remove the logs of processes that were killed before they could: nobody holds their locks.
+
+    A process that runs may be in another PID namespace, where containers share the folder.
+    """
     for folder in base.glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdigit() and not is_running(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError, ImportError):
+            if (lock := take_lock(folder / _LOCK)) is not None:
+                _remove(folder, lock)
+
+
+def _remove(folder: Path, lock: int | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
