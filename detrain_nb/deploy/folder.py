@@ -29,6 +29,7 @@ from .private import is_private
 __all__ = ["FileState", "Manifest", "list_folder", "name_hidden", "pack"]
 
 _NEVER = frozenset({".git", "__pycache__", ".venv", ".ipynb_checkpoints", "node_modules"})
+_MOST_TRIED, _TRIES_TO_COMPILE = 50_000_000, 500  # patterns against names: 15 s; as much time as one takes to compile
 _MOST_ENTRIES = 100_000  # a home folder has more: looking at them all would hold up the first cell
 _SETTLED_NS = 2_000_000_000  # a file may change twice within the steps of its file system's clock; FAT's are of 2 s
 _WAYS_OUT = f"list what the ranks do not need in {OWN_FILE}, which is written as {GIT_FILE}, or give --no-sync"
@@ -182,7 +183,7 @@ def _walk(top: str, most_entries: int, kept: list[str]) -> Iterator[tuple[str, s
     above, outer = read_rules_above(Path(top))
     trusted = {0, os.stat(top).st_uid, *([os.geteuid()] if hasattr(os, "geteuid") else [])}
     folders = [_Folder(top, "", outer, top, frozenset({top}))]
-    entries_seen = 0
+    entries_seen = tried = 0
     while folders:
         folder = folders.pop()
         entries = _scan(folder)
@@ -190,6 +191,12 @@ def _walk(top: str, most_entries: int, kept: list[str]) -> Iterator[tuple[str, s
         if entries_seen > most_entries:
             raise SpecError(f"the folder {top} has more than {most_entries} files: work in a smaller one, {_WAYS_OUT}")
         rules = extend(folder.rules, folder.path, above + folder.prefix, {entry.name for entry in entries})
+        fresh = rules.num_patterns - folder.rules.num_patterns
+        tried += fresh * _TRIES_TO_COMPILE + (rules.num_patterns - outer.num_patterns) * len(entries)
+        if tried > _MOST_TRIED:
+            raise SpecError(
+                f"{top}: the patterns of {GIT_FILE} and {OWN_FILE} are too many for its files: name folders, not files"
+            )
         for entry in entries:
             name = folder.prefix + entry.name
             real, status = _look_at(entry, name, folder.real, top)

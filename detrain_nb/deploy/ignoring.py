@@ -6,6 +6,7 @@ outside of any repository: what came with one can have nothing run, nor name a f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ from ..guarded import can_others_write
 __all__ = ["GIT_FILE", "OWN_FILE", "Rules", "cannot_read", "extend", "is_left_out", "read_rules_above"]
 
 GIT_FILE, OWN_FILE = ".gitignore", ".detrainignore"
-_MOST_BYTES = 1 << 20  # of one file with patterns
+_MOST_BYTES, _MOST_PATTERNS = 1 << 20, 5000  # of one file with patterns
 # ``**`` is tried against every way in which those of a pattern can share out the folders of a path.
 _MOST_DOUBLE = 3
 _MOST_DEEP = 64
@@ -50,6 +51,10 @@ class Rules:
     lifted: tuple[str, ...]
     of_files: GitIgnoreSpec
     of_folders: GitIgnoreSpec
+
+    @property
+    def num_patterns(self) -> int:
+        return len(self.git) + len(self.own)
 
 
 def read_rules_above(top: Path) -> tuple[str, Rules]:
@@ -125,7 +130,10 @@ def _read_lines(path: str, prefix: str) -> tuple[str, ...]:
             raise SpecError(f"{path}, line {number} has {double} times **, more than {_MOST_DOUBLE}: shorten it")
         if len(line) > _MOST_LINE_CHARS and line[0] != "#":
             raise SpecError(f"{path}, line {number} has {len(line)} characters, more than a path has: shorten it")
-    return tuple(_anchor(line, prefix) for line in lines if line.strip() and line[0] != "#")
+    found = tuple(_anchor(line, prefix) for line in lines if line.strip() and line[0] != "#")
+    if len(found) > _MOST_PATTERNS:
+        raise SpecError(f"{path} has {len(found)} patterns, more than {_MOST_PATTERNS}: name folders, not their files")
+    return found
 
 
 def _read_text(path: str) -> str:
@@ -216,9 +224,16 @@ class _Pattern(GitIgnoreSpecPattern):
 
 
 def _compiled(lines: Iterable[str]) -> GitIgnoreSpec:
-    with warnings.catch_warnings():
+    return GitIgnoreSpec([pattern for line in lines if (pattern := _pattern(line))], backend="simple")
+
+
+@lru_cache(maxsize=4 * _MOST_PATTERNS)  # those of a folder count in all that are in it
+def _pattern(line: str) -> _Pattern | None:
+    """None for what is none: a lone `!`, for which git does nothing either; `[?-.]`."""
+    with warnings.catch_warnings(), contextlib.suppress(ValueError, re.error):
         warnings.simplefilter("ignore", FutureWarning)  # of re: a [ in brackets may have a meaning some day
-        return GitIgnoreSpec.from_lines(lines, _Pattern, backend="simple")
+        return _Pattern(line)
+    return None
 
 
 @lru_cache(maxsize=1000)
@@ -227,15 +242,7 @@ def _compile(git: tuple[str, ...], own: tuple[str, ...]) -> Rules:
 
     pathspec knows a folder by the slash at its end, and weighs ``a`` as less than ``!*`` above it then.
     """
-    lines = [re.sub(r"\*\*/\s*$", "**/*/", line) for line in git + own if _is_pattern(line)]
+    lines = [re.sub(r"\*\*/\s*$", "**/*/", line) for line in git + own if _pattern(line)]
     of_folders = _compiled(re.sub(r"/\s*$", "", line) for line in lines)
-    lifted = tuple(line for line in own if line.startswith("!") and _is_pattern(line))
+    lifted = tuple(line for line in own if line.startswith("!") and _pattern(line))
     return Rules(git, own, lifted, _compiled(lines), of_folders)
-
-
-def _is_pattern(line: str) -> bool:
-    try:
-        _compiled([line])
-    except (ValueError, re.error):  # a lone `!`, for which git does nothing either; `[?-.]`
-        return False
-    return True

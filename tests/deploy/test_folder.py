@@ -564,6 +564,22 @@ def test_line_that_is_longer_than_any_path_is_refused(tmp_path: Path) -> None:
     assert list(list_folder(tmp_path)) == [".gitignore"]
 
 
+def test_file_with_more_patterns_than_take_their_time_is_refused(tmp_path: Path) -> None:
+    _plant(tmp_path, {".gitignore": "# comment\n\n" + "".join(f"?{number}\n" for number in range(5001)), "a": ""})
+    with pytest.raises(
+        SpecError, match=r"\.gitignore has 5001 patterns, more than 5000: name folders, not their files$"
+    ):
+        list_folder(tmp_path)
+
+
+def test_patterns_that_are_too_many_for_the_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _plant(tmp_path, {f"{folder}/.gitignore": "x\n" * 10 for folder in range(10)})
+    assert len(list_folder(tmp_path)) == 10
+    monkeypatch.setattr("detrain_nb.deploy.folder._MOST_TRIED", 10 * 10 * 500)
+    with pytest.raises(SpecError, match=r"the patterns of \.gitignore and .* are too many for its files: name folders"):
+        list_folder(tmp_path)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "pattern", ["*a" * 20 + "*c", "a*a*a*a*b", "**/*a*a*a*b", "[a-z]*[a-z]*[a-z]*[a-z]*1", "a?*" * 9 + "c"]
@@ -590,7 +606,7 @@ def test_pattern_means_what_pathspec_makes_of_it(line: str, paths: list[list[str
         try:
             whole = GitIgnoreSpec.from_lines([line], backend="simple")
         except (ValueError, re.error):
-            assert not ignoring._is_pattern(line)
+            assert ignoring._pattern(line) is None
             return
     for path in map("/".join, paths):
         assert ignoring._compiled([line]).match_file(path) == whole.match_file(path)
