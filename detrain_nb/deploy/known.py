@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -156,16 +154,10 @@ def _local_file(session: str) -> Path:
 
 def _write(path: Path, said: dict[str, Any]) -> None:
     """Readable by this user alone, whole or not at all."""
+    from ..storage import replace_file
+
     with contextlib.suppress(OSError, TypeError):  # TypeError: a number that is of no type of Python's
-        text = json.dumps(said)
-        handle, beside = tempfile.mkstemp(prefix=".", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(beside, path)
-        except OSError:
-            os.unlink(beside)
-            raise
+        replace_file(path, json.dumps(said), mode=0o600)
 
 
 def _load(path: Path) -> dict[str, Any]:

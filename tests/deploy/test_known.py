@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ def test_only_this_user_can_read_it_and_nothing_lies_beside_it(folder: Path) -> 
     [below] = folder.iterdir()
     [file] = below.iterdir()
     assert [stat.S_IMODE(path.stat().st_mode) for path in (below, file)] == [0o700, 0o600]
+
+
+def test_it_is_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a machine that goes down may leave an empty file there."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+    remember("train", _NODES, holder="a notebook", started=_STARTED)
+    assert synced == [(folder / ".remote" / "train.json").stat().st_ino]
 
 
 def test_values_of_variables_are_not_written(folder: Path) -> None:
