@@ -94,12 +94,15 @@ class NotebookRun:
         self._client.kernel_name = self._kernel or "python3"
         manager: Any = self._client.create_kernel_manager()
         manager.shutdown_wait_time = _END_LIMIT_S
+        users_umask = os.umask(0o077)  # IPython's folder is made where it looks: what is in there is executed
         try:
             spec = manager.kernel_spec
         except KeyError as exc:
             raise SpecError(
                 f"there is no Jupyter kernel {self._client.kernel_name!r}: see jupyter kernelspec list"
             ) from exc
+        finally:
+            os.umask(users_umask)
         if self._kernel is None:
             spec.argv = [sys.executable, *_KERNEL_ARGUMENTS]
             spec.env, spec.metadata, spec.interrupt_mode = {}, {}, "signal"

@@ -217,6 +217,17 @@ def test_what_cells_say_is_at_no_port(place: Place, monkeypatch: pytest.MonkeyPa
     assert f"('ipc', '0o700', {not is_shared}, True)" in out
 
 
+def test_folder_that_ipython_makes_is_no_other_users_whatever_the_umask(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next kernel executes what is in there."""
+    monkeypatch.setitem(place.env, "IPYTHONDIR", str(tmp_path / "ipython"))
+    with place.start("run", place.write("1"), umask=0) as process:
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert (tmp_path / "ipython").stat().st_mode & 0o777 == 0o700
+
+
 def test_kernel_has_no_port_and_shows_what_its_children_print(place: Place) -> None:
     """IPython's has one for them, and prints whatever others say there."""
     ports = "import psutil\n[each.laddr for each in psutil.Process().net_connections() if each.status == 'LISTEN']"

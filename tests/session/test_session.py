@@ -852,6 +852,15 @@ def test_log_of_a_killed_process_is_removed_by_the_next_session(runtime_folder: 
     assert not elsewhere.exists()
 
 
+def test_folder_that_ipython_makes_on_a_node_is_no_other_users_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Session.start(ranks=1, device="cpu", init=False, env={"IPYTHONDIR": str(tmp_path / "ipython")}).stop()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "ipython").stat().st_mode & 0o777 == 0o700
+
+
 # ---- bad input: nothing starts, nothing is left
 
 

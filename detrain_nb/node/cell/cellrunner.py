@@ -9,6 +9,7 @@ import ast
 import base64
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import types
@@ -113,7 +114,11 @@ class CellRunner(InteractiveShell):
         config.InteractiveShell.enable_tip = False
         config.Completer.use_jedi = False  # its first answer takes seconds; the objects themselves are here to ask
         config.InteractiveShell.loop_runner = _run_in_loop
-        runner: CellRunner = cls.instance(config=config, user_module=main)
+        users_umask = os.umask(0o077)  # IPython makes a folder in the home: what is in there is executed
+        try:
+            runner: CellRunner = cls.instance(config=config, user_module=main)
+        finally:
+            os.umask(users_umask)
         runner.show_bundle, runner.clear_shown = show, clear
         runner.cell_value = {}
         runner._usual_cleanups = len(runner.input_transformers_cleanup)
