@@ -71,7 +71,7 @@ class Stream:
             self._close_channel()
             with contextlib.suppress(OSError):
                 self._inner.shutdown(socket.SHUT_RDWR)
-            self._threads[0].join()
+            self._threads[0].join(_DRAIN_LIMIT_S)  # it may be sending to a host that takes nothing
             self._inner.close()
 
     def _forward_output(self) -> None:

@@ -1505,3 +1505,20 @@ def test_stream_is_what_open_stream_returns(start_sshd: StartSshd) -> None:
         assert isinstance(stream, Stream)
         assert isinstance(stream.sock, socket.socket)
         assert stream.exit_status(limit_s=LIMIT_S) == 0
+
+
+def test_stream_whose_host_takes_nothing_lets_go_of_its_socket(
+    start_sshd: StartSshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(Stream, "_pump_in", lambda _: is_over.wait(LIMIT_S))
+    start_sshd()
+    try:
+        with connect() as connection:
+            stream = connection.open_stream("true")
+            assert isinstance(stream, Stream)
+            stream.close()
+            stream._threads[1].join(LIMIT_S / 2)
+            assert stream._inner.fileno() < 0
+    finally:
+        is_over.set()
