@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ..copying.json_lines import clean
 from ..errors import DetrainError, SessionError, TransportError, behind_ours
 from ..transport import Transport
-from ..wire import Attach, EndSession, FrameReader, Refused, to_frame
+from ..wire import FROM_NODE, Attach, EndSession, FrameReader, Refused, to_frame
 
 __all__ = ["end_agents", "end_unused"]
 
@@ -53,7 +53,7 @@ def end_unused(sock: socket.socket) -> None:
 
 def _end_agent(sock: socket.socket, session: str, holder: str) -> None:
     """Wait until it hangs up. Raises: SessionError when it refuses, TransportError."""
-    reader, deadline = FrameReader(), time.monotonic() + _END_LIMIT_S
+    reader, deadline = FrameReader(kinds=FROM_NODE), time.monotonic() + _END_LIMIT_S
     try:
         sock.sendall(to_frame(Attach(session, holder)).to_bytes() + to_frame(EndSession()).to_bytes())
         while (left := deadline - time.monotonic()) > 0:

@@ -17,7 +17,7 @@ import time
 from ..errors import DetrainError, SessionError, SpecError, TransportError, WireError
 from ..node.system.surroundings import read_starter
 from ..transport import Transport
-from ..wire import ALIVE_GAP_S, Alive, Begin, Begun, FrameReader, to_frame
+from ..wire import ALIVE_GAP_S, FROM_NODE, Alive, Begin, Begun, FrameReader, to_frame
 from .remote_program import as_text
 
 __all__ = ["begin_on_kept", "check_warm", "drop_kept", "keep", "seconds_kept", "shorten_kept"]
@@ -222,7 +222,7 @@ def _unlist(kept: _KeptAgent) -> None:
 
 def _ask(sock: socket.socket, message: Begin) -> Begun:
     """Raises: OSError, WireError, ValueError when no answer comes."""
-    reader, deadline, left_bytes = FrameReader(), time.monotonic() + _ANSWER_LIMIT_S, _MOST_BYTES
+    reader, deadline, left_bytes = FrameReader(kinds=FROM_NODE), time.monotonic() + _ANSWER_LIMIT_S, _MOST_BYTES
     sock.settimeout(_ANSWER_LIMIT_S)
     sock.sendall(to_frame(message).to_bytes())
     while left_bytes > 0 and (left_s := deadline - time.monotonic()) > 0:

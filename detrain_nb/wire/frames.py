@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Collection
 from typing import NamedTuple
 
 from ..errors import WireError
@@ -65,8 +66,11 @@ def to_frame(message: Message) -> Frame:
 class FrameReader:
     """Cut a stream of bytes into frames."""
 
-    def __init__(self, *, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
+    def __init__(
+        self, *, max_header_bytes: int = MAX_HEADER_BYTES, kinds: Collection[type[Message]] = NUMBERS.keys()
+    ) -> None:
         self.max_header_bytes = max_header_bytes
+        self._kinds = kinds  # that the other side sends
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
@@ -77,7 +81,7 @@ class FrameReader:
         position = 0
         while len(buffer) - position >= _PREFIX.size:
             header_bytes, body_bytes, kind_number, number = _PREFIX.unpack_from(buffer, position)
-            kind = find_kind(kind_number)
+            kind = find_kind(kind_number, self._kinds)
             if header_bytes > self.max_header_bytes or body_bytes > MAX_BODY_BYTES:
                 raise WireError(f"a frame announces {header_bytes} + {body_bytes} bytes, more than any message has")
             check_sizes(kind, header_bytes, body_bytes)

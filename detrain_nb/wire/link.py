@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Collection
 
 from ..errors import WireError
 from .frames import Frame, FrameReader, to_frame
-from .messages import MAX_HEADER_BYTES, Message
+from .messages import MAX_HEADER_BYTES, NUMBERS, Message
 
 _SMALL_READ_BYTES = 1 << 16
 _LARGE_READ_BYTES = 1 << 20
@@ -20,10 +21,16 @@ class LinkClosed(WireError):
 class Link:
     """Frames over one connected, non-blocking socket, with a queue of what is still to be sent."""
 
-    def __init__(self, sock: socket.socket, *, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+        kinds: Collection[type[Message]] = NUMBERS.keys(),
+    ) -> None:
         sock.setblocking(False)
         self.sock = sock
-        self._reader = FrameReader(max_header_bytes=max_header_bytes)
+        self._reader = FrameReader(max_header_bytes=max_header_bytes, kinds=kinds)
         self._waiting: deque[memoryview] = deque()
         self.waiting_bytes = 0
         self._receive_bytes = _SMALL_READ_BYTES

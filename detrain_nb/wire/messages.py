@@ -7,7 +7,7 @@ fit is a ``WireError``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 
@@ -614,15 +614,29 @@ class RankEnded(Message, number=48):
 # ---- what a frame says of one
 
 
-def find_kind(number: int) -> type[Message]:
-    """Raises: WireError when no message has that number."""
+# Who says what; a worker passes on what its interpreter says.
+FROM_NOTEBOOK = frozenset(kind for number, kind in KINDS.items() if number <= NUMBERS[Piece])
+FROM_INTERPRETER = frozenset(kind for number, kind in KINDS.items() if number > NUMBERS[WorkerUp]) | {Piece}
+FROM_WORKER = FROM_INTERPRETER - {Collectives}
+FROM_NODE = frozenset(NUMBERS) - FROM_NOTEBOOK - {WorkerUp, Collectives} | {Piece, Unfinished}
+
+
+def find_kind(number: int, kinds: Collection[type[Message]]) -> type[Message]:
+    """Raises: WireError when no message has that number, or none that comes from there."""
     if (kind := KINDS.get(number)) is not None:
+        check_sender(kind, kinds)
         return kind
     if number == 0:
         raise OtherProtocol(
             f"one side speaks protocol {PROTOCOL}, the other one before 6: install one version of detrain_nb on both"
         )
     raise WireError(f"a frame is of kind {number}, which no message has")
+
+
+def check_sender(kind: type[Message], kinds: Collection[type[Message]]) -> None:
+    """Raises: WireError for what is none of the ``kinds`` that come from there."""
+    if kind not in kinds:
+        raise WireError(f"{kind.__name__} is not said by that side")
 
 
 def check_sizes(kind: type[Message], header_bytes: int, body_bytes: int) -> None:

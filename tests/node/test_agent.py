@@ -28,6 +28,7 @@ from detrain_nb.wire import (
     EndSession,
     Frame,
     FrameReader,
+    Kept,
     Launch,
     LauncherEnded,
     Message,
@@ -216,9 +217,10 @@ def test_half_a_frame_holds_up_nobody(agent: Agent) -> None:
     notebook.receive(Attached)
 
 
-def test_notebook_that_attaches_with_nonsense_holds_nothing(agent: Agent) -> None:
+@pytest.mark.parametrize("kind", [RunCell, Kept])
+def test_notebook_that_attaches_with_nonsense_holds_nothing(agent: Agent, kind: type[Message]) -> None:
     first, second = agent.connect(), agent.connect()
-    first.sock.sendall(to_frame(Attach("mine", "first")).to_bytes() + Frame(0, RunCell, b"{}", b"").to_bytes())
+    first.sock.sendall(to_frame(Attach("mine", "first")).to_bytes() + Frame(0, kind, b"{}", b"").to_bytes())
     with pytest.raises(EOFError):
         while True:
             first.receive(Message)
@@ -226,7 +228,7 @@ def test_notebook_that_attaches_with_nonsense_holds_nothing(agent: Agent) -> Non
     assert isinstance(second.receive((Attached, Refused)), Attached)
 
 
-@pytest.mark.parametrize("kind", [RankUp, Output, Piece, Value])
+@pytest.mark.parametrize("kind", [RankUp, Output, Piece, Value, Kept])
 @pytest.mark.parametrize("introduction", [[WorkerUp(0, 1)], []], ids=["with it", "later"])
 def test_rank_whose_worker_talks_nonsense_is_told_to_be_gone(
     agent: Agent, introduction: list[Message], kind: type[Message]

@@ -47,6 +47,7 @@ from detrain_nb.plan import NodePlan, Plan
 from detrain_nb.session.diagnosis.diagnosis import HangWatch, describe_mismatch, judge
 from detrain_nb.session.diagnosis.evidence import gather
 from detrain_nb.session.diagnosis.where_report import Whereabouts
+from detrain_nb.session.link import node_link
 from detrain_nb.session.link.rank_link import RankLink
 from detrain_nb.session.output.safe_output import safe_bundle, safe_completions
 from detrain_nb.session.running.start import _open_store
@@ -58,14 +59,20 @@ from detrain_nb.session.state.limits import Limits
 from detrain_nb.session.state.rank_deaths import advice, describe_ends, describe_silence
 from detrain_nb.spec.node import Node
 from detrain_nb.wire import (
+    Acknowledge,
+    Alive,
     Attach,
     Attached,
+    Begin,
+    Broadcast,
     CellDone,
     CellFailed,
     ClearOutput,
+    Collectives,
     Complete,
     Completions,
     Display,
+    EndGeneration,
     EndSession,
     Frame,
     FrameReader,
@@ -73,6 +80,7 @@ from detrain_nb.wire import (
     GenerationReady,
     Inspect,
     Inspection,
+    Interrupt,
     Kept,
     Launch,
     LauncherEnded,
@@ -92,6 +100,7 @@ from detrain_nb.wire import (
     Received,
     Refused,
     Renumber,
+    Replace,
     RequestDone,
     RequestFailed,
     RunCell,
@@ -263,7 +272,6 @@ _ANOTHERS = [0, -1, 2, 1 << 53]
         RequestDone(1, 1),
         Value(1, 1, "x", b"null"),
         replace(IDLE, rank=1),
-        WorkerUp(1, 1),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -305,12 +313,6 @@ def test_message_that_cannot_be_now_ends_the_link(pair: Pair, message: Message) 
 @pytest.mark.parametrize(
     "message",
     [
-        Launch(["/bin/sh"], {}, [0, 1], 0.0, None),
-        RunCell([0, 1], [1, 1], 1, "x"),
-        Push([0], 1, "x", None),
-        Attach("mine", "x", True),
-        OpenStore("0.0.0.0"),
-        EndSession(),
         StoreOpened(-1, "\x1b]52;c;x\x07"),
         Received(1 << 53),
         RequestDone(1, 1),
@@ -329,6 +331,38 @@ def test_message_that_is_for_nobody_changes_nothing(pair: Pair, message: Message
         time.sleep(0.002)
     assert pair.state.groups.all_have([0, 1])
     assert pair.state.groups.number == 1
+    pair.assert_not_heard()
+
+
+_NOT_OF_A_NODE = [
+    Attach, OpenStore, Launch, Acknowledge, Alive, EndSession, Begin, RunCell, Interrupt, NewGeneration, EndGeneration,
+    Replace, Renumber, Locate, Broadcast, Pull, Push, Complete, Inspect, WorkerUp, Collectives,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _NOT_OF_A_NODE, ids=lambda kind: kind.__name__)
+def test_kind_that_no_node_says_ends_the_link_by_its_prefix(pair: Pair, kind: type[Message]) -> None:
+    """Parsed and dropped, it would hold up the notebook for as long as a node likes."""
+    pair.bad.say_bytes(prefix(kind, 1 << 20, 0))
+    pair.assert_hung_up(f"{kind.__name__} is not said by that side")
+
+
+@pytest.mark.parametrize("message", [replace(IDLE, rank=1, request=1), GenerationEnded(1, 7, 0, [])], ids=repr)
+def test_what_nobody_asked_for_is_not_read_without_end(pair: Pair, message: Any) -> None:
+    field = "stack" if isinstance(message, Position) else "stale"
+    frame = to_frame(replace(message, **{field: [""] * 100_000})).to_bytes()
+    for _ in range((40 << 20) // len(frame)):
+        pair.bad.say_bytes(frame)
+    pair.assert_hung_up("it says more than it was asked for")
+
+
+def test_answers_to_what_was_asked_have_no_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_link, "_MOST_UNASKED_BYTES", 0)
+    link_of(pair.session).node_links[1]._unread_bytes = 0
+    long = replace(IDLE, rank=1, stack=["x" * 1000] * 100)
+    pair.bad.answers[Locate] = lambda message: [replace(long, request=message.request)]  # type: ignore[attr-defined]
+    for _ in range(10):
+        assert pair.session.ranks.where().verdicts[1].kind == "idle"
     pair.assert_not_heard()
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, RankError, RankLost
+from detrain_nb.wire import Kept, to_frame
 
 from .inside import state_of
 from .soon import assert_soon
@@ -128,14 +129,15 @@ if rank == 1:
         except OSError:
             continue
         if sock.family == socket.AF_UNIX:
-            sock.send(b"\\xff" * 64)
+            sock.send({said!r})
     time.sleep(60)
 """
 
 
-def test_rank_that_sends_nonsense_is_replaced_alone(two_here: Session) -> None:
+@pytest.mark.parametrize("said", [b"\xff" * 64, to_frame(Kept()).to_bytes()], ids=["no frame", "of an agent"])
+def test_rank_that_sends_nonsense_is_replaced_alone(two_here: Session, said: bytes) -> None:
     with pytest.raises(RankLost, match=r"rank 1 .*SIGKILL[\s\S]*no message[\s\S]*rank 0 kept its variables"):
-        two_here.run_cell(_WRITES_WHERE_THE_RANK_SPEAKS)
+        two_here.run_cell(_WRITES_WHERE_THE_RANK_SPEAKS.format(said=said))
     assert two_here.run_cell(COLLECTIVE).values == {0: 2.0, 1: 2.0}
     assert two_here.run_cell("globals().get('counter')").values == {0: 7, 1: None}
 

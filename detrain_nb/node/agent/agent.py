@@ -30,6 +30,8 @@ from ...launch import GPUS_VARIABLE, usable_cpus
 from ...locks import take_lock
 from ...wire import (
     ALIVE_GAP_S,
+    FROM_NOTEBOOK,
+    FROM_WORKER,
     MAX_HEADER_BYTES,
     MAX_ORDER_HEADER_BYTES,
     PROTOCOL,
@@ -55,6 +57,7 @@ from ...wire import (
     StoreOpened,
     Value,
     WorkerUp,
+    check_sender,
     to_frame,
 )
 from ..system.loop import Loop
@@ -357,6 +360,7 @@ class _Agent:
             self._confirm_at = min(self._confirm_at or math.inf, time.monotonic() + (0 if is_large else _CONFIRM_GAP_S))
 
     def _handle(self, frame: Frame) -> None:
+        check_sender(frame.kind, FROM_NOTEBOOK)
         message = frame.message()
         self._snapshot.take_from_notebook(message)
         if handle := self._handlers.get(frame.kind):
@@ -426,6 +430,7 @@ class _Agent:
         Raises: WireError for what is no message, before the notebook has it: it would give up the whole node.
         """
         for frame in frames:
+            check_sender(frame.kind, FROM_WORKER)
             message = frame.message()
             if isinstance(message, (Piece, Value)):
                 if self._notebook:

@@ -26,6 +26,7 @@ from typing import Any
 from ...errors import WireError
 from ...launch import RankConfig
 from ...wire import (
+    FROM_INTERPRETER,
     MAX_ORDER_HEADER_BYTES,
     CellDone,
     CellFailed,
@@ -245,9 +246,11 @@ class _Worker:
             with contextlib.suppress(OSError, AttributeError):  # more room: a rank that prints runs ahead of us
                 fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         outputs = {name: pipes[name][0] for name in ("stdout", "stderr")}
-        where, control = pipes["where"][0], Link(our_control)
+        where, control = pipes["where"][0], Link(our_control, kinds=FROM_INTERPRETER)
         locator = Locator(self._rank, pid, control, where)
-        return _InterpreterProcess(pid, Link(ours), control, outputs, where, locator, OomWatch(pid))
+        return _InterpreterProcess(
+            pid, Link(ours, kinds=FROM_INTERPRETER), control, outputs, where, locator, OomWatch(pid)
+        )
 
     def _become_interpreter(
         self, link: socket.socket, control: socket.socket, pipes: dict[str, int], parent_pid: int

@@ -24,10 +24,13 @@ from dataclasses import replace
 
 from ...errors import DetrainError, SessionError, TransportError, WireError
 from ...wire import (
+    FROM_NODE,
     Acknowledge,
     Alive,
     Attach,
     Attached,
+    ClearOutput,
+    Display,
     EndSession,
     Frame,
     Kept,
@@ -36,6 +39,7 @@ from ...wire import (
     Message,
     Notice,
     Output,
+    Piece,
     Received,
     Refused,
     to_frame,
@@ -54,6 +58,10 @@ _MOST_UNANSWERED = 6  # signs of life; files that go the same way may stand befo
 _SLOW_BYTES_PER_S = 10_000  # what is under way on a slow connection gives the node time
 _LONGEST_UNDER_WAY_S = 120.0  # but no more: each piece of 1 MB is answered
 _PIECE_BYTES = 1 << 16  # of output: so much is taken at once
+# What is said unasked is read up to so much; each rank that is told something may answer with so much, too.
+_MOST_UNASKED_BYTES, _ANSWER_BYTES = 32 << 20, 1 << 19
+_UNASKED = (Output, Display, ClearOutput, Piece, Received)  # these may come without end, and are quickly read
+_SHORT_BYTES = 1 << 12
 _GIVE_WAY_S = 0.001  # between two pieces: the locks that are let go of there are free for who waits for them
 
 
@@ -74,13 +82,14 @@ class NodeLink:
         limits: Limits,
     ) -> None:
         self._limits = limits
-        self._link = Link(sock)
+        self._link = Link(sock, kinds=FROM_NODE)
         self._state = state
         self._node = node
         self._connect = connect
         self._counts = connect is not None
         self._sending = threading.Lock()
         self._moved = threading.Condition(self._sending)  # the node has taken something, or is gone
+        self._unread_bytes = _MOST_UNASKED_BYTES  # of headers that may still come
         self._sent = 0  # the number of the last message, where they are counted
         self._unreceived: deque[tuple[int, bytes]] = deque()
         self._unreceived_bytes = 0
@@ -142,6 +151,8 @@ class NodeLink:
             self._attach = message
             self._link.add_bytes(to_frame(message).to_bytes())
             return
+        answers_bytes = _ANSWER_BYTES * len(getattr(message, "ranks", ()))
+        self._unread_bytes = min(self._unread_bytes, _MOST_UNASKED_BYTES) + answers_bytes
         number = 0
         if self._counts:
             self._sent = number = self._sent + 1
@@ -302,6 +313,12 @@ class NodeLink:
                     self._take(frame)  # what comes again on another connection has been taken
 
     def _take(self, frame: Frame) -> None:
+        size_bytes = len(frame.header)
+        if frame.kind not in _UNASKED or size_bytes > _SHORT_BYTES:
+            with self._sending:
+                self._unread_bytes -= size_bytes
+            if self._unread_bytes < 0:
+                raise WireError("it says more than it was asked for")
         message = frame.message()
         if isinstance(message, Received):
             self._forget_up_to(message.number)
@@ -384,7 +401,7 @@ class NodeLink:
 
     def _begin_again(self, sock: socket.socket) -> None:
         with self._sending:
-            self._link, self._unanswered, self.why_broken = Link(sock), 0, ""
+            self._link, self._unanswered, self.why_broken = Link(sock, kinds=FROM_NODE), 0, ""
             if self._attach is None:
                 self.broken_at = None
                 return
@@ -400,11 +417,12 @@ class NodeLink:
 
     def _resume(self, frame: Frame) -> None:
         """Wait for the agent to say what it has received; how ranks and cells stand is known already."""
-        message = frame.message()
-        if isinstance(message, Refused):
+        if frame.kind is Refused:
             self._take(frame)
-        if not isinstance(message, Attached):
+        if frame.kind is not Attached:
             return
+        message = frame.message()
+        assert isinstance(message, Attached)
         if message.incarnation != self._incarnation:
             raise LinkClosed("its agent was started anew, and the ranks are gone")
         with self._sending:
