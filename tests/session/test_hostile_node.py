@@ -932,6 +932,12 @@ def test_lines_that_do_not_end_do_not_fill_the_line_to_the_node() -> None:
     assert sum(received) < (1 << 20) * seconds + 3 * 20 * 65_000
 
 
+def test_node_says_once_that_it_started_cold(pair: Pair) -> None:
+    pair.bad.say(*[StartedCold(f"reason {number}") for number in range(2000)], Notice("taken"))
+    assert_soon(lambda: "bad: taken" in pair.session.news.notices)
+    assert pair.session.news.notices == ("bad: started cold: reason 0", "bad: taken")
+
+
 def test_notices_of_a_node_leave_room_for_those_of_others(pair: Pair) -> None:
     cell = threading.Event()
 

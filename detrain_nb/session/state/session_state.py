@@ -141,6 +141,7 @@ class SessionState:
         self._store_opened = self.requests.new([])
         self._ranks_up = self.requests.new([])
         self._attached: dict[int, Attached] = {}  # by node: which messages were for an earlier notebook
+        self._started_cold: set[int] = set()  # the nodes that have said so
         self._left: set[int] = set()  # cells that an earlier notebook has left running: nobody waits for them
         self._on_end: dict[int, list[Callable[[Cell], None]]] = {}
         self._handlers: dict[type[Message], Callable[[Any, int, int], None]] = {
@@ -556,7 +557,9 @@ class SessionState:
             self.logbook.add_gap(text)
 
     def _take_cold_start(self, message: StartedCold, number: int, node: int) -> None:
-        self.notice(f"{self._on(node)}started cold: {one_line(message.reason)}")
+        if node not in self._started_cold:  # it starts once
+            self._started_cold.add(node)
+            self._notice_of(node, f"started cold: {one_line(message.reason)}")
 
     def _take_end_of_rank(self, message: RankEnded, *, is_missed: bool) -> None:
         reason, words = message.reason[:LONGEST_NOTICE], message.stderr_tail[-LONGEST_NOTICE:]
