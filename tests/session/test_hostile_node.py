@@ -932,6 +932,13 @@ def test_lines_that_do_not_end_do_not_fill_the_line_to_the_node() -> None:
     assert sum(received) < (1 << 20) * seconds + 3 * 20 * 65_000
 
 
+def test_end_of_a_rank_without_a_number_ends_its_cell(pair: Pair) -> None:
+    end = RankEnded(1, 1, 0, 9, 0, "", "", False, "")
+    pair.bad.answers[RunCell] = lambda message: pair.bad.say(end, is_numbered=False) or []  # type: ignore[func-returns-value]
+    with pytest.raises(RankLost, match="rank 1 on bad"):
+        pair.session.run_cell("1", ranks=1, timeout_s=10)
+
+
 def test_node_says_once_that_it_started_cold(pair: Pair) -> None:
     pair.bad.say(*[StartedCold(f"reason {number}") for number in range(2000)], Notice("taken"))
     assert_soon(lambda: "bad: taken" in pair.session.news.notices)

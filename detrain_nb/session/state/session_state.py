@@ -146,7 +146,7 @@ class SessionState:
         self._on_end: dict[int, list[Callable[[Cell], None]]] = {}
         self._handlers: dict[type[Message], Callable[[Any, int, int], None]] = {
             RankEnded: lambda message, number, node: self._take_end_of_rank(
-                message, is_missed=number <= self._missed_up_to(node)
+                message, is_missed=node not in self._attached or self._is_missed(number, node)
             ),
             GenerationReady: lambda message, number, node: self.groups.take_ready(message),
             GenerationEnded: self._take_end_of_generation,
@@ -439,7 +439,7 @@ class SessionState:
     def _take(self, message: Message, number: int, node: int, *, bundle: Bundle | None, is_wanted: bool) -> None:
         if node in self._lost_nodes or node in self._absent:
             return
-        is_missed = 0 < number <= self._missed_up_to(node)
+        is_missed = self._is_missed(number, node)
         try:
             self._checks.check_owner(message, node)
         except WireError:
@@ -456,9 +456,9 @@ class SessionState:
         elif handle := self._handlers.get(type(message)):
             handle(message, number, node)
 
-    def _missed_up_to(self, node: int) -> int:
-        """The number of the last message of a node that was for an earlier notebook."""
-        return self._attached[node].last_number if node in self._attached else 0
+    def _is_missed(self, number: int, node: int) -> bool:
+        """A message with a number that was for an earlier notebook."""
+        return node in self._attached and 0 < number <= self._attached[node].last_number
 
     @_one_at_a_time
     def note_handled(self, missing: int, node: int) -> None:
@@ -502,7 +502,7 @@ class SessionState:
             self.groups.note(message.rank, has_group=message.has_group)
             self._last_seconds[message.rank] = message.seconds
             self.history.take_end(message)
-        is_missed = 0 < number <= self._missed_up_to(node)  # it is in the log, to be shown from there
+        is_missed = self._is_missed(number, node)  # it is in the log, to be shown from there
         is_shown_perhaps = is_missed and number <= self._attached[node].sent
         self._warn(self.logbook.add(message, is_missed=is_missed, is_shown_perhaps=is_shown_perhaps))
         if not is_missed and (cell := self._cells.get(message.cell)):
