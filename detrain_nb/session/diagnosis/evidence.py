@@ -21,7 +21,7 @@ _STATES = ("starting", "idle", "running", "down")
 _MAX_ENTRIES = 200
 _MAX_GROUPS = 1000
 _MAX_NUMBER = 1 << 53  # an int of JSON may have thousands of digits
-_NO_NAME = re.compile(r"[^\w.:/@+-]+")
+_NO_NAME = re.compile(r"[^\w.:/@+<>-]+")  # <lambda> is one
 _TENSORS = re.compile(r"(?:[\w:.]+\[[\d, ]*\](?:, )?)*(?:[\w:.\[\d, ]*\.\.\. \(\d+ tensors\))?")
 _HASH_CHARS = 8  # of the names that torch makes of a group's ranks
 
@@ -132,9 +132,9 @@ def gather(position: Position, *, world_size: int, before: Position | None = Non
         position.state if position.state in _STATES else "unknown",
         position.cell,
         position.line,
-        one_line(position.function),
+        _as_name(position.function),
         _number(position.seconds),
-        tuple(one_line(frame) for frame in position.stack[:_MAX_ENTRIES]),
+        tuple(map(_as_frame, position.stack[:_MAX_ENTRIES])),
         one_line(position.call),
         one_line(position.asleep_in),
         share,
@@ -167,6 +167,12 @@ def _read_collectives(entries: Any, *, age_s: float) -> Iterable[Collective]:
 def _as_name(text: str) -> str:
     """One word: it stands in sentences of ours, and nothing in it reads as one."""
     return _NO_NAME.sub("_", one_line(text))
+
+
+def _as_frame(text: str) -> str:
+    """The function that it ends with is a name; where it is cut, it has none."""
+    place, blank, function = one_line(text).rpartition(" ")
+    return f"{place} {_as_name(function)}" if blank else function
 
 
 def _read_steps(steps: Any) -> dict[str, int]:
