@@ -939,6 +939,16 @@ def test_end_of_a_rank_without_a_number_ends_its_cell(pair: Pair) -> None:
         pair.session.run_cell("1", ranks=1, timeout_s=10)
 
 
+def test_cells_of_a_node_that_is_dropped_when_it_is_attached_to_are_forgotten() -> None:
+    good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    told = [RanCell([1], cell, "y", 1, False, [1], False) for cell in range(1, 5000)]
+    lines = [Unfinished(1, cell, "stdout", b"z") for cell in range(1, 100)]
+    bad.answers[Attach] = lambda _: [*told, *lines, replace(bad.attached, gpus=-1)]
+    with _attached(good, bad) as session:
+        assert (session.log.cells, session.log.printed) == ([], [])
+        _assert_absent(session, "it says gpus -1")
+
+
 def test_node_says_once_that_it_started_cold(pair: Pair) -> None:
     pair.bad.say(*[StartedCold(f"reason {number}") for number in range(2000)], Notice("taken"))
     assert_soon(lambda: "bad: taken" in pair.session.news.notices)

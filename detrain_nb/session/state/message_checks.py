@@ -56,8 +56,10 @@ class MessageChecks:
             _check_numbers(message)
             if self._owners.first is not None and not self._owners.is_known:
                 self._check_by(self._owners.first, message)
-        if isinstance(message, (Logged, Unfinished)):
-            self._check_cell(message, is_attached=is_attached)
+        if isinstance(message, Logged):
+            if not is_attached:
+                raise WireError(f"rank {message.rank} speaks of a cell before its node was attached to")
+            self.check_cell(message)
         if isinstance(message, Display) and len(message.display_id) > _MOST_ID_CHARS:
             raise WireError(f"rank {message.rank} displays under an id of {len(message.display_id)} characters")
         if isinstance(message, (CellDone, CellFailed)):
@@ -65,9 +67,8 @@ class MessageChecks:
         if isinstance(message, (Output, Unfinished)) and message.stream not in ("stdout", "stderr"):
             raise WireError(f"rank {message.rank} has no such stream")
 
-    def _check_cell(self, message: Logged | Unfinished, *, is_attached: bool) -> None:
-        if not is_attached and not isinstance(message, Unfinished):
-            raise WireError(f"rank {message.rank} speaks of a cell before its node was attached to")
+    def check_cell(self, message: Logged | Unfinished) -> None:
+        """Raises: WireError where it was not run."""
         if not self._history.knows(message.cell):
             raise WireError(f"rank {message.rank} speaks of cell {message.cell}, which was not run")
 

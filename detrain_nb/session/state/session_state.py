@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -142,6 +143,7 @@ class SessionState:
         self._ranks_up = self.requests.new([])
         self._attached: dict[int, Attached] = {}  # by node: which messages were for an earlier notebook
         self._started_cold: set[int] = set()  # the nodes that have said so
+        self._told: dict[int, dict[int, list[RanCell | Unfinished]]] = {}  # by node that is being attached to, and cell
         self._left: set[int] = set()  # cells that an earlier notebook has left running: nobody waits for them
         self._on_end: dict[int, list[Callable[[Cell], None]]] = {}
         self._handlers: dict[type[Message], Callable[[Any, int, int], None]] = {
@@ -151,8 +153,8 @@ class SessionState:
             GenerationReady: lambda message, number, node: self.groups.take_ready(message),
             GenerationEnded: self._take_end_of_generation,
             RankUp: self._take_rank_up,
-            RanCell: self._take_ran_cell,
-            Unfinished: lambda message, number, node: self._warn(self.logbook.add_beginning(message)),
+            RanCell: self._take_told,
+            Unfinished: self._take_told,
             Attached: self._take_attached,
             StoreOpened: lambda message, number, node: self._store_opened.take_from(agent_of(node), message),
             Refused: self._take_refusal,
@@ -401,6 +403,7 @@ class SessionState:
             return
         if self._is_attaching and node not in self._attached:
             self._absent.setdefault(node, reason)
+            self._told.pop(node, None)
             self._attached_to.take_from(agent_of(node), Refused(reason))
             return
         self._lost_nodes[node] = reason
@@ -514,7 +517,14 @@ class SessionState:
             for on_end in self._on_end.pop(cell.number, []):
                 on_end(cell)
 
-    def _take_ran_cell(self, message: RanCell, number: int, node: int) -> None:
+    def _take_told(self, message: RanCell | Unfinished, number: int, node: int) -> None:
+        """It counts when the node has been attached to: of one that is absent nothing stays."""
+        told = self._told.setdefault(node, {})
+        if isinstance(message, Unfinished) and message.cell not in told:
+            self._checks.check_cell(message)
+        told.setdefault(message.cell, []).append(message)
+
+    def _take_ran_cell(self, message: RanCell, node: int) -> None:
         self.history.take(message, is_first=node == 0)
         if message.running:
             self._left.add(message.cell)
@@ -539,6 +549,11 @@ class SessionState:
 
     def _take_attached(self, message: Attached, number: int, node: int) -> None:
         self._attached[node] = message
+        for told in itertools.chain.from_iterable(self._told.pop(node, {}).values()):
+            if isinstance(told, RanCell):
+                self._take_ran_cell(told, node)
+            else:
+                self._warn(self.logbook.add_beginning(told))
         for rank in message.with_group:
             self.groups.note(rank, has_group=True)
         self._attached_to.take_from(agent_of(node), message)
