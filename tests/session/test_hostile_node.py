@@ -47,7 +47,7 @@ from detrain_nb.plan import NodePlan, Plan
 from detrain_nb.session.diagnosis.diagnosis import HangWatch, describe_mismatch, judge
 from detrain_nb.session.diagnosis.evidence import gather
 from detrain_nb.session.diagnosis.where_report import Whereabouts
-from detrain_nb.session.link import node_link
+from detrain_nb.session.link import node_link, rank_link
 from detrain_nb.session.link.rank_link import RankLink
 from detrain_nb.session.output.safe_output import safe_bundle, safe_completions
 from detrain_nb.session.running.start import _open_store
@@ -748,6 +748,36 @@ def test_node_that_sends_what_was_missed_in_drops_is_lost_alone() -> None:
     bad.answers[Attach] = answer
     with _attached(good, bad, limits=Limits(catch_up_s=0.3)) as session:
         _assert_absent(session, "has sent too little of what was missed")
+
+
+def test_nodes_that_send_what_was_missed_in_twentieths_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_link, "_MOST_CATCH_UPS", 2)
+    good, bad, third = FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)
+
+    def step(node: FakeNode) -> None:
+        for number in range(1 << 48, 1 << 53, 1 << 48):
+            if node.wait_until_hung_up_on(0.2):
+                return
+            node.say_bytes(to_frame(Notice("still at it")).to_bytes(number=number))
+
+    def answer(node: FakeNode) -> Iterator[Message]:
+        yield RankUp(node.rank, 1, 0, 3, 1, node.name, "cpu", "2")
+        if node is good:
+            yield node.attached
+        else:
+            yield replace(node.attached, last_number=1 << 53)
+            threading.Thread(target=step, args=(node,)).start()
+
+    for node in (good, bad, third):
+        node.answers[Attach] = lambda _, node=node: answer(node)
+    began = time.monotonic()
+    with _attached(good, bad, third, limits=Limits(catch_up_s=1.0)) as session:
+        assert time.monotonic() - began < 4
+        lost = state_of(session).lost_nodes
+        assert lost == {
+            n: f"{name} has sent too little of what was missed in 2 s" for n, name in ((1, "bad"), (2, "third"))
+        }
+        assert session.run_cell("1", ranks=0).ranks == (0,)
 
 
 def test_node_that_is_slow_to_send_what_was_missed_is_named() -> None:

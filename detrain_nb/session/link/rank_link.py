@@ -24,6 +24,7 @@ from .node_link import NodeLink
 
 _MOST_TURNS = 10  # of cells of other threads that a cell waits for
 _REFUSED_AGAIN_S = 5.0  # from one cell that was refused to the next of "run all"
+_MOST_CATCH_UPS = 10  # times ``catch_up_s``, for all nodes
 _TELL_AFTER_S = 0.1
 
 
@@ -85,13 +86,13 @@ class RankLink:
         for link in self.node_links:
             link.wait_for_end(limit_s=max(0.0, deadline - time.monotonic()))
 
-    def wait_for_number(self, node: int, number: int, *, tell: Callable[[float], None]) -> None:
+    def wait_for_number(self, node: int, number: int, *, by: float, tell: Callable[[float], None]) -> None:
         """Wait until the messages of a node up to ``number`` have come, or it is lost and the others go on.
 
         ``tell`` gets the share of them that has come, once a second.
 
-        Raises: CellTimeout when less than a twentieth of them has come within ``catch_up_s``, what ended the session
-        when nothing can come.
+        Raises: CellTimeout when less than a twentieth of them has come within ``catch_up_s``, or not all of them at
+        ``by``, what ended the session when nothing can come.
         """
         link, limit_s = self.node_links[node], self.limits.catch_up_s
         deadline, enough = time.monotonic() + limit_s, link.last_number + 1
@@ -105,16 +106,23 @@ class RankLink:
                 raise self.state.failure or NodeLost(f"node {self.state.nodes[node]} is lost: it has hung up")
             if link.last_number >= enough:
                 deadline, enough = time.monotonic() + limit_s, link.last_number + step
-            if time.monotonic() >= deadline:
-                raise CellTimeout(f"session {self._session!r} has sent too little of what was missed in {limit_s:g} s")
+            if time.monotonic() >= min(deadline, by):
+                took_s = limit_s if deadline <= by else _MOST_CATCH_UPS * limit_s
+                who = self.state.nodes[node] or f"session {self._session!r}"
+                raise CellTimeout(f"{who} has sent too little of what was missed in {took_s:g} s")
             if time.monotonic() >= tell_at:
                 tell((link.last_number - first) / (number - first))
                 tell_at = time.monotonic() + self.limits.tell_gap_s
             until = min(number, enough)
             self.state.wait_for(
                 lambda: link.is_closed or link.last_number >= until,  # noqa: B023
-                min(deadline, tell_at) - time.monotonic(),
+                min(deadline, by, tell_at) - time.monotonic(),
             )
+
+    @property
+    def caught_up_by(self) -> float:
+        """When all nodes together that are attached to now are to have sent what was missed."""
+        return time.monotonic() + _MOST_CATCH_UPS * self.limits.catch_up_s
 
     def hang_up(self, node: int, reason: str) -> None:
         """Let go of a node, which is lost for this session."""

@@ -245,9 +245,10 @@ def go_on(core: Core, *, steal: bool = False, say: Say) -> None:
     core.state.know_plan(plan)
     core.state.groups.go_on_from(max(answer.generation for answer in attached.values()))
     core.state.lose_absent()
+    by = core.link.caught_up_by
     for node, answer in attached.items():
         if answer.last_number > answer.acknowledged:
-            _catch_up(core, node, answer.last_number, say)
+            _catch_up(core, node, answer.last_number, say, by=by)
     _wait_until_up(core)
     core.state.go_on_with_groups()
     if disputed := core.state.history.disputed:
@@ -265,8 +266,8 @@ def _disputed(session: str, rank: int, who_has: str, noted: str) -> SessionError
     )
 
 
-def _catch_up(core: Core, node: int, number: int, say: Say) -> None:
-    """Have what was missed of a node. One that sends nothing of it is lost, the first one with the session.
+def _catch_up(core: Core, node: int, number: int, say: Say, *, by: float) -> None:
+    """Have what was missed of a node. One that has not sent it in time is lost, the first one with the session.
 
     Raises: CellTimeout, or what ended the session.
     """
@@ -276,7 +277,7 @@ def _catch_up(core: Core, node: int, number: int, say: Say) -> None:
         say(f"{share:.0%} of what {source} has kept is here")
 
     try:
-        core.link.wait_for_number(node, number, tell=tell)
+        core.link.wait_for_number(node, number, by=by, tell=tell)
     except CellTimeout as exc:
         if node == 0:
             raise

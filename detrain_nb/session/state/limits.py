@@ -21,7 +21,7 @@ class Limits:
     # the beginning and the end
     start_s: float = 120.0  # without a further rank that has come up
     attach_s: float = 30.0  # to a node that others can do without
-    catch_up_s: float = 60.0  # without a twentieth of what was missed
+    catch_up_s: float = 60.0  # without a twentieth of what was missed; all of all nodes has ten times as long
     end_s: float = 8.0  # for what a stop ends
     close_s: float = 5.0
     last_words_s: float = 5.0  # for what a node that hung up has said, and was not read yet
