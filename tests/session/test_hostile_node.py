@@ -300,6 +300,11 @@ def test_node_speaks_for_no_rank_but_its_own(pair: Pair, message: Any, rank: int
         Display(1, 999, "", False, b"{}"),
         CellDone(1, 1 << 53, 0.0, True, True, b""),
         CellDone(1, 0, 0.0, True, False, b"", ["<b>x</b>"]),
+        replace(IDLE, rank=1, rss_bytes=-5),
+        replace(IDLE, rank=1, seconds=1e308),
+        replace(IDLE, rank=1, age_s=1e308),
+        RankEnded(1, 1, 0, 1 << 50, 0, "", "", False, ""),
+        RankEnded(1, 1, 0, 0, -(1 << 50), "", "", False, ""),
         CellFailed(1, 0, 0.0, True, False, "x", "x", [], False, False, ["rank", "rank"]),
     ],
     ids=lambda message: f"{type(message).__name__}",
@@ -383,7 +388,9 @@ def test_numbers_that_jump_or_run_backwards_are_the_node_s_own_loss(pair: Pair) 
     pair.bad.say(CellDone(1, 0, 0.0, True, False, b""), is_numbered=False)
     pair.assert_others_go_on()
     assert_soon(lambda: len(pair.session.news.notices) >= 2)
-    assert re.fullmatch(r"bad: of what its ranks said [\d,]+ messages are missing", pair.session.news.notices[0])
+    assert re.fullmatch(
+        r"bad: of what its ranks said (very many|[\d,]+) messages are missing", pair.session.news.notices[0]
+    )
     assert all(notice.startswith("bad: ") for notice in pair.session.news.notices)
     assert not pair.state.lost_nodes
 
@@ -977,6 +984,23 @@ def test_cells_of_a_node_that_is_dropped_when_it_is_attached_to_are_forgotten() 
     with _attached(good, bad) as session:
         assert (session.log.cells, session.log.printed) == ([], [])
         _assert_absent(session, "it says gpus -1")
+
+
+def test_time_of_a_cell_is_one_that_can_be(pair: Pair) -> None:
+    for seconds, shown in ((1e308, 1e10), (-5.0, 0.0)):
+        pair.bad.answers[RunCell] = lambda run, seconds=seconds: [  # type: ignore[misc]
+            CellDone(1, run.cell, seconds, True, False, b"")
+        ]
+        assert pair.session.run_cell("1", ranks=1).seconds == {1: shown}
+        assert pair.state.last_seconds[1] == shown
+
+
+def test_end_without_a_reason_and_very_many_missing_messages_are_told_in_words(pair: Pair) -> None:
+    pair.bad.say_bytes(to_frame(Output(1, 0, "stdout", b"x")).to_bytes(number=1))
+    pair.bad.say_bytes(to_frame(Output(1, 0, "stdout", b"x")).to_bytes(number=1 << 50))
+    assert_soon(lambda: "bad: of what its ranks said very many messages are missing" in pair.session.news.notices)
+    gone = {1: RankEnded(1, 1, 0, 0, -1, "", " ", False, "")}
+    assert describe_ends(gone, hosts={}) == "rank 1 is gone: its node does not say why"
 
 
 def test_node_says_once_that_it_started_cold(pair: Pair) -> None:

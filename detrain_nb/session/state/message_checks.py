@@ -5,14 +5,32 @@ from __future__ import annotations
 from ...errors import WireError
 from ...node.agent.snapshot import CHARS_BESIDE, MOST_REMEMBERED_CHARS
 from ...plan import DEVICES
-from ...wire import Attached, CellDone, CellFailed, Display, Message, Output, Piece, RanCell, RankUp, Unfinished
+from ...wire import (
+    Attached,
+    CellDone,
+    CellFailed,
+    Display,
+    Message,
+    Output,
+    Piece,
+    Position,
+    RanCell,
+    RankEnded,
+    RankUp,
+    Unfinished,
+)
 from ..output.log import Logged
 from .history import History
 from .overwritten import check_overwritten
 from .rank_owners import MOST_RANKS, RankOwners
 
-_MOST_GPUS = 1 << 10
-_LAST_GENERATION = 1 << 31
+LONGEST_S = 1e10
+_BYTES = (0, 1 << 60)
+_RANGES: dict[type[Message], dict[str, tuple[float, float]]] = {
+    Attached: {"gpus": (0, 1 << 10), "cpus": (0, 1 << 20), "free_bytes": _BYTES, "generation": (0, 1 << 31)},
+    Position: {"seconds": (0, LONGEST_S), "rss_bytes": _BYTES, "age_s": (-1, LONGEST_S)},
+    RankEnded: {"signal": (0, 64), "exit_code": (-1, 255)},
+}
 _MOST_ID_CHARS = 2000  # of a display; a rank makes none as long
 _CHARS_OF_A_RANK = 8  # in a list
 _MOST_AHEAD = 1000  # generations that a node may have been told of and the first one not
@@ -46,6 +64,9 @@ class MessageChecks:
 
     def check_time(self, message: Message, node: int, *, is_attached: bool) -> None:
         """Raises: WireError for what an agent says at another time, of another cell, or in other numbers."""
+        for name, (least, most) in _RANGES.get(type(message), {}).items():
+            if not least <= getattr(message, name) <= most:
+                raise WireError(f"it says {name} {getattr(message, name)}")
         if isinstance(message, (Attached, RanCell, Unfinished)):
             self._check_memory(message, node, is_attached=is_attached)
         if isinstance(message, RanCell) and message.cell < 0:
@@ -53,7 +74,8 @@ class MessageChecks:
         if isinstance(message, RankUp):
             self._check_world_size(message, node)
         if isinstance(message, Attached):
-            _check_numbers(message)
+            if len(set(message.ranks)) < len(message.ranks):
+                raise WireError("it names a rank twice")
             if self._owners.first is not None and not self._owners.is_known:
                 self._check_by(self._owners.first, message)
         if isinstance(message, Logged):
@@ -101,12 +123,3 @@ class MessageChecks:
             raise WireError(f"it says that it has {len(said.ranks)} ranks, up to {max(said.ranks, default=-1)}")
         if said.ranks and not (isinstance(said.info, dict) and said.info.get("device") in DEVICES):
             raise WireError("it does not say on which device its ranks are")
-
-
-def _check_numbers(said: Attached) -> None:
-    limits = {"gpus": _MOST_GPUS, "cpus": 1 << 20, "free_bytes": 1 << 60, "generation": _LAST_GENERATION}
-    for name, limit in limits.items():
-        if not 0 <= getattr(said, name) <= limit:
-            raise WireError(f"it says {name} {getattr(said, name)}")
-    if len(set(said.ranks)) < len(said.ranks):
-        raise WireError("it names a rank twice")

@@ -90,7 +90,7 @@ def describe_silence(errors: Mapping[int, RemoteError]) -> str:
 
 def _reason(words: str) -> str:
     """Why, in the words of a node, in the middle of a line of ours."""
-    return one_line(words, most_chars=_LONGEST_REASON)
+    return one_line(words, most_chars=_LONGEST_REASON) if words.strip() else "its node does not say why"
 
 
 def _signal_name(number: int) -> str:

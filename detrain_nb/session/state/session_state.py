@@ -47,7 +47,7 @@ from ..output.shown_mark import ShownMark
 from .cell import Cell
 from .group_state import GroupState
 from .history import History
-from .message_checks import MessageChecks
+from .message_checks import LONGEST_S, MessageChecks
 from .notices import LONGEST_NOTICE, Notices
 from .rank_deaths import advice, describe_end, describe_ends
 from .rank_owners import RankOwners
@@ -66,6 +66,8 @@ _OF_WORDS = (
     StartedCold,
 )
 _ANSWERS = (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)
+
+_VERY_MANY = 10**9  # messages: no node keeps as many
 
 _Kept = TypeVar("_Kept")
 _Of = ParamSpec("_Of")
@@ -468,7 +470,8 @@ class SessionState:
         """A numbered message was taken; ``missing`` before it have not come, and the node has not said why."""
         if not missing:
             return
-        what = "1 message is" if missing == 1 else f"{missing:,} messages are"
+        many = f"{missing:,}" if missing < _VERY_MANY else "very many"
+        what = "1 message is" if missing == 1 else f"{many} messages are"
         self._notice_of(node, f"of what its ranks said {what} missing")
 
     @_one_at_a_time
@@ -502,6 +505,7 @@ class SessionState:
 
     def _take_of_cell(self, message: Logged, number: int, node: int, bundle: Bundle | None = None) -> None:
         if isinstance(message, (CellDone, CellFailed)):
+            message = replace(message, seconds=min(max(0.0, message.seconds), LONGEST_S))  # a cell may patch the clock
             self.groups.note(message.rank, has_group=message.has_group)
             self._last_seconds[message.rank] = message.seconds
             self.history.take_end(message)
