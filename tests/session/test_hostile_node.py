@@ -986,6 +986,11 @@ def test_cells_of_a_node_that_is_dropped_when_it_is_attached_to_are_forgotten() 
         _assert_absent(session, "it says gpus -1")
 
 
+def test_what_an_attach_has_asked_is_over_with_it(pair: Pair) -> None:
+    asked = [pair.state._attached_to, pair.state._store_opened, pair.state._ranks_up]
+    assert not any(pair.state.requests.are_open(request.number) for request in asked)
+
+
 def test_time_of_a_cell_is_one_that_can_be(pair: Pair) -> None:
     for seconds, shown in ((1e308, 1e10), (-5.0, 0.0)):
         pair.bad.answers[RunCell] = lambda run, seconds=seconds: [  # type: ignore[misc]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Callable
 
 import psutil
 import pytest
 
 from detrain_nb.errors import CellTimeout, NodeLost, SessionError, WireError
 from detrain_nb.session.state.requests import Requests
+from detrain_nb.session.state.session_state import SessionState
 from detrain_nb.values import pack
 from detrain_nb.wire import Piece, RequestDone, RequestFailed, Value, json_body
 
@@ -115,3 +118,27 @@ def test_value_that_there_is_no_room_for_is_refused_in_words() -> None:
         SessionError, match=r"^x\d+ of rank 0 takes .* GB of memory, .* GB are free here: pull fewer values"
     ):
         request.wait(0, what="pull")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.end_renumbering(),
+        lambda state: state.groups.want(True, timeout_s=1.0),
+        lambda state: state.groups.check(True),
+        lambda state: state.groups.go_on_with({0: 1}),
+        lambda state: state.groups.note_end(),
+        lambda state: state.groups.note_stale(["x"]),
+        lambda state: state.groups.give_up({0: 1}),
+        lambda state: state.groups.note_made(),
+    ],
+)
+def test_state_changes_only_while_nothing_is_taken(change: Callable[[SessionState], None]) -> None:
+    state = SessionState("mine")
+    changes = threading.Thread(target=change, args=(state,))
+    with state.held():
+        changes.start()
+        changes.join(0.1)
+        assert changes.is_alive()
+    changes.join(10)
+    assert not changes.is_alive()

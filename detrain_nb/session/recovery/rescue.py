@@ -236,7 +236,8 @@ class Rescue:
         before: dict[int, Position] = self._link.locate(cell.running, stack=False)
         for rank, position in before.items():  # asked after the cell was sent, if it was
             if position.state == "idle":  # and its end, which would have come before this, was lost, if there was one
-                cell.withdraw(rank)
+                with self._state.held():
+                    cell.withdraw(rank)
         cell.wait(self._limits.judge_gap_s)
         _, evidence = self._link.look(everyone, before=before, stack=True)
         verdicts = judge(evidence)

@@ -132,6 +132,7 @@ def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int
         for node in nodes:
             if request.waits_for(agent_of(node)):
                 core.link.hang_up(node, f"it did not answer within {core.link.limits.attach_s:g} s")
+    core.state.requests.end(request)
     answers = {node: request.answers.get(agent_of(node)) for node in nodes}
     return {node: answer for node, answer in answers.items() if isinstance(answer, Attached)}
 
@@ -205,6 +206,7 @@ def _wait_until_all_up(core: Core, request: Request, say: Say) -> None:
             apart = "; do the nodes reach each other? %distributed doctor --nodes NODES tells" if core.nodes else ""
             raise CellTimeout(f"{num_up} of {all_ranks} ranks are up, and no other came in {limit_s:g} s{apart}")
     request.wait(0.0, what="start")
+    core.state.requests.end(request)
 
 
 def _open_store(core: Core, address: str) -> int:
@@ -212,6 +214,7 @@ def _open_store(core: Core, address: str) -> int:
     request = core.state.expect_store()
     core.link.send_to(0, OpenStore(address))
     request.wait(core.link.limits.start_s, what="a socket for the store")
+    core.state.requests.end(request)
     answer = request.answers[agent_of(0)]
     if not isinstance(answer, StoreOpened) or not answer.port:
         name = core.transports[0].name or "this machine"

@@ -26,10 +26,9 @@ class GroupState:
         self._begun_checked = False
         self._has_group: dict[int, bool] = {}
         self._stale: tuple[str, ...] = ()
-        self._ready = requests.new([])
+        self._ready = self._being_ended = Request(0, ())
         self._given_up: dict[int, int] = {}  # the incarnations of ranks that could make no group
         self._times_given_up = 0  # since all had one
-        self._being_ended = requests.new([])
 
     @property
     def is_wanted(self) -> bool:
@@ -62,10 +61,12 @@ class GroupState:
         return self._stale
 
     def want(self, is_wanted: bool, *, timeout_s: float) -> None:
-        self._is_wanted, self._timeout_s = is_wanted, timeout_s
+        with self._lock:
+            self._is_wanted, self._timeout_s = is_wanted, timeout_s
 
     def check(self, is_checked: bool) -> None:
-        self._is_checked = is_checked
+        with self._lock:
+            self._is_checked = is_checked
 
     def has_group(self, rank: int) -> bool:
         return self._has_group.get(rank, False)
@@ -89,7 +90,8 @@ class GroupState:
 
     def go_on_with(self, incarnations: Mapping[int, int]) -> None:
         """These ranks know of it."""
-        self._begun_by = dict(incarnations)
+        with self._lock:
+            self._begun_by = dict(incarnations)
 
     def begin(self, incarnations: Mapping[int, int]) -> int:
         """The next generation, which these ranks are told of; returns its number."""
@@ -113,15 +115,18 @@ class GroupState:
 
     def note_end(self) -> None:
         """The ranks were told to end it."""
-        self._ended = self._number
+        with self._lock:
+            self._ended = self._number
 
     def note_stale(self, names: Iterable[str]) -> None:
-        self._stale = tuple(sorted(names))
+        with self._lock:
+            self._stale = tuple(sorted(names))
 
     def give_up(self, incarnations: Mapping[int, int]) -> None:
         """These ranks could make no group."""
-        self._given_up = dict(incarnations)
-        self._times_given_up += 1
+        with self._lock:
+            self._given_up = dict(incarnations)
+            self._times_given_up += 1
 
     def is_given_up(self, incarnations: Mapping[int, int]) -> bool:
         """The same ranks could make none, or ranks have failed again and again."""
@@ -129,7 +134,8 @@ class GroupState:
 
     def note_made(self) -> None:
         """All have one."""
-        self._times_given_up = 0
+        with self._lock:
+            self._times_given_up = 0
 
     # ---- what ranks say; the lock is held
 

@@ -140,9 +140,8 @@ class SessionState:
         self._last_seconds: dict[int, float] = {}
         self._failure: DetrainError | None = None
         self._is_showing_missed = is_attaching
-        self._attached_to = self.requests.new(map(agent_of, range(len(nodes))))
-        self._store_opened = self.requests.new([])
-        self._ranks_up = self.requests.new([])
+        self._attached_to = Request(0, map(agent_of, range(len(nodes))))
+        self._store_opened = self._ranks_up = Request(0, ())
         self._attached: dict[int, Attached] = {}  # by node: which messages were for an earlier notebook
         self._started_cold: set[int] = set()  # the nodes that have said so
         self._told: dict[int, dict[int, list[RanCell | Unfinished]]] = {}  # by node that is being attached to, and cell
@@ -359,6 +358,7 @@ class SessionState:
         self.groups.forget_ranks()
         self.history.renumber(number)
 
+    @_one_at_a_time
     def end_renumbering(self) -> None:
         """They have their new numbers, or are lost."""
         self._is_renumbering = False
