@@ -573,6 +573,17 @@ def test_number_of_a_cell_that_a_node_makes_up_keeps_no_honest_node_out_later(cl
             assert not state_of(session).lost_nodes
 
 
+def test_cells_that_a_node_remembers_are_no_part_of_what_it_may_say_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands, each with thousands of ranks."""
+    monkeypatch.setattr(node_link, "_MOST_UNASKED_BYTES", 1 << 11)
+    good, other = FakeNode("good", 0), FakeNode("other", 1)
+    ran = [RanCell([0], cell, "x", 1, False, [], False) for cell in range(1, 100)]
+    good.answers[Attach] = lambda _: [*ran, RankUp(0, 1, 0, 2, 1, "good", "cpu", "2"), good.attached]
+    with _attached(good, other) as session:
+        assert session.log.cells == ran
+        assert session.run_cell("1", ranks=0).ranks == (0,)
+
+
 @pytest.mark.parametrize(("code", "first_line"), [("evil()", 1), ("x = 1", 9)])
 def test_rank_is_given_again_only_what_its_own_node_says(code: str, first_line: int) -> None:
     """Also where another says that the same cell was different; the notebook says so."""

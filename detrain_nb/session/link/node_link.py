@@ -40,8 +40,10 @@ from ...wire import (
     Notice,
     Output,
     Piece,
+    RanCell,
     Received,
     Refused,
+    Unfinished,
     to_frame,
 )
 from ..output.safe_output import one_line
@@ -62,6 +64,7 @@ _PIECE_BYTES = 1 << 16  # of output: so much is taken at once
 _MOST_UNASKED_BYTES, _ANSWER_BYTES = 32 << 20, 1 << 19
 _UNASKED = (Output, Display, ClearOutput, Piece, Received)  # these may come without end, and are quickly read
 _SHORT_BYTES = 1 << 12
+_REMEMBERED = (RanCell, Unfinished)  # what of these may come is counted by MessageChecks
 _GIVE_WAY_S = 0.001  # between two pieces: the locks that are let go of there are free for who waits for them
 
 
@@ -314,7 +317,7 @@ class NodeLink:
 
     def _take(self, frame: Frame) -> None:
         size_bytes = len(frame.header)
-        if frame.kind not in _UNASKED or size_bytes > _SHORT_BYTES:
+        if frame.kind not in _REMEMBERED and (frame.kind not in _UNASKED or size_bytes > _SHORT_BYTES):
             with self._sending:
                 self._unread_bytes -= size_bytes
             if self._unread_bytes < 0:
