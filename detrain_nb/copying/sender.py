@@ -56,6 +56,7 @@ class File:
     is_executable: bool
     is_private: bool
     identity: tuple[int, int]  # its device and inode when it was listed
+    mtime_ns: int
 
 
 @dataclass
@@ -91,7 +92,7 @@ def is_owners_alone(mode: int) -> bool:
 
 def _file(name: str, path: str, status: os.stat_result) -> File:
     modes = bool(status.st_mode & 0o100), is_owners_alone(status.st_mode)
-    return File(name, path, status.st_size, *modes, _identity(status))
+    return File(name, path, status.st_size, *modes, _identity(status), status.st_mtime_ns)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -176,7 +177,7 @@ def _opened_folder(path: str, identity: tuple[int, int]) -> Iterator[int | None]
         is_link = exc.errno in (errno.ENOTDIR, errno.ELOOP)
         raise (replaced if is_link else FilesError(f"{path} cannot be read: {reason_of(exc)}")) from exc
     try:
-        if not _is_same(path, os.fstat(opened), identity):
+        if _identity(os.fstat(opened)) != identity and not is_guarded(path):
             raise replaced
         yield opened
     finally:
@@ -235,19 +236,19 @@ def _send_exactly(talk: Talk, opened: IO[bytes], file: File, progress: Progress)
 def open_listed(file: File) -> IO[bytes]:
     """Open the very file that was listed. Raises: OSError, FilesError for another one in its place."""
     opened = open_regular(file.path)
-    if not _is_same(file.path, os.fstat(opened.fileno()), file.identity):
+    status = os.fstat(opened.fileno())
+    is_alike = (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns)  # else it was saved anew
+    if _identity(status) != file.identity and not (is_alike and is_guarded(file.path)):
         opened.close()
         raise FilesError(f"{file.path} was replaced while it was copied: copy it again")
     return opened
 
 
-def _is_same(path: str, status: os.stat_result, identity: tuple[int, int]) -> bool:
-    """Where nobody else can replace what is there, its number says nothing: some network file systems change it."""
-    return _identity(status) == identity or is_guarded(path)
-
-
 def is_guarded(path: str) -> bool:
-    """Nobody else can put another file in the place of that one; in a folder like /tmp the file's owner can."""
+    """Nobody else can put another file in the place of that one; in a folder like /tmp the file's owner can.
+
+    There its number alone says nothing: some network file systems change it.
+    """
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileNotFoundError):
             owner = os.lstat(path).st_uid

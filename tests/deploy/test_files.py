@@ -513,24 +513,47 @@ def test_file_of_another_user_is_not_guarded_in_a_folder_like_tmp(tmp_path: Path
 
 
 def test_another_file_in_the_place_of_one_that_was_listed_is_not_sent(tmp_path: Path) -> None:
-    """Where nobody else can put one there, its number says nothing: some network file systems change it."""
+    """Where nobody else can put one there, its number alone says nothing: some network file systems change it."""
     shared = tmp_path / "shared"
     (shared / "data").mkdir(parents=True)
     (shared / "data" / "notes").write_text("notes")
     (tmp_path / "secret").write_text("secret")
     for mode in (0o755, 0o777):
         shared.chmod(mode)
+        listed = (shared / "data" / "notes").stat()
         tree = list_tree([("shared", str(shared))])
+        (tmp_path / "secret").write_text("other")  # as long, and as old
+        os.utime(tmp_path / "secret", ns=(0, listed.st_mtime_ns))
         os.link(tmp_path / "secret", shared / "another")
         (shared / "another").rename(shared / "data" / "notes")
         if mode == 0o755:
             with open_listed(tree.files[0]) as file:
-                assert file.read() == b"secret"
+                assert file.read() == b"other"
             (shared / "data" / "notes").unlink()
             (shared / "data" / "notes").write_text("notes")
         else:
             with pytest.raises(FilesError, match="notes was replaced while it was copied: copy it again"):
                 open_listed(tree.files[0])
+
+
+@pytest.mark.parametrize("where", ["from here", "from there"])
+def test_checkpoint_that_is_saved_anew_while_it_is_copied_is_told(where: str, tmp_path: Path) -> None:
+    """In a folder that only its owner can write: the new one's beginning is no copy."""
+    folder = tmp_path / "ck"
+    folder.mkdir(mode=0o755)
+    (folder / "a").write_bytes(b"a" * 20_000_000)
+    (folder / "b").write_bytes(b"b" * 3000)
+
+    def save(*now: int) -> None:
+        if now[1] and not (folder / "new").exists():
+            (folder / "new").write_bytes(b"n" * 20_000)
+            os.link(folder / "new", folder / "newer")
+            (folder / "newer").replace(folder / "b")
+
+    act: Any = put if where == "from here" else get
+    with pytest.raises(DetrainError, match="ck/b was replaced while it was copied: copy it again"):
+        act(LocalTransport(), str(folder), str(tmp_path / "copy"), save)
+    assert not (tmp_path / "copy" / "ck" / "b").exists()
 
 
 def test_folder_that_was_replaced_by_another_is_told(tmp_path: Path) -> None:
