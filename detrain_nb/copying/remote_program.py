@@ -97,14 +97,15 @@ def _check(talk: Talk, order: dict[str, Any]) -> None:
     if not os.path.exists(path):
         talk.say("state", exists=False)
         return
-    tree = list_tree([("it", path)], follow_links=True, tick=talk.tick)
+    tree = list_tree([("it", path)], as_read=True, tick=talk.tick)
     names = hashlib.sha256()
     for file in tree.files:
-        names.update(f"{file.size} {file.name}\n".encode())
+        names.update(f"{file.size} {file.name!a}\n".encode())
     sample = {}
     for file in _choose_sample(tree.files):
         talk.tick()
-        sample[file.name.partition("/")[2] or os.path.basename(path)] = [file.size, _digest_ends(file)]
+        name = file.name.partition("/")[2] or os.path.basename(path)
+        sample[name if name.isprintable() else ascii(name)] = [file.size, _digest_ends(file)]
     size = sum(file.size for file in tree.files)
     talk.say(
         "state",
@@ -122,7 +123,7 @@ def _choose_sample(files: list[File]) -> list[File]:
     """Half of them the largest, the others such as are the same wherever the names are."""
     by_size = sorted(files, key=lambda file: (-file.size, file.name))
     largest, others = by_size[: SAMPLE_FILES // 2], by_size[SAMPLE_FILES // 2 :]
-    others.sort(key=lambda file: hashlib.sha256(file.name.encode()).digest())
+    others.sort(key=lambda file: hashlib.sha256(ascii(file.name).encode()).digest())
     return sorted(largest + others[: SAMPLE_FILES - len(largest)], key=lambda file: file.name)
 
 

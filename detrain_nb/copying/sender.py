@@ -100,12 +100,13 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def list_tree(
-    sources: Iterable[tuple[str, str]], *, follow_links: bool = False, tick: Callable[[], object] = lambda: None
+    sources: Iterable[tuple[str, str]], *, as_read: bool = False, tick: Callable[[], object] = lambda: None
 ) -> Tree:
     """List files and folders, given as (name, path), with all that is in them.
 
-    A link that was given itself is followed, one further down is not; to files it is with ``follow_links``. Nor is one
-    that somebody puts in the place of a folder meanwhile: what is opened is what was seen.
+    A link that was given itself is followed, one further down is not. Nor is one
+    that somebody puts in the place of a folder meanwhile: what is opened is what was seen. ``as_read``: as who reads
+    them there sees them, with links to files as files, and names that cannot travel.
     """
     tree = Tree()
     waiting: list[tuple[str, str, tuple[int, int]]] = []
@@ -128,7 +129,7 @@ def list_tree(
         tick()
         with _opened_folder(path, identity) as opened:
             for entry in _scan(path, opened):
-                _list_entry(entry, name, path, tree, waiting, follow_links=follow_links)
+                _list_entry(entry, name, path, tree, waiting, as_read=as_read)
         if len(tree.files) + len(tree.folders) + len(waiting) > MOST_ENTRIES:
             raise FilesError(f"{path}: more than {MOST_ENTRIES} files: pack them into one, or name less")
     tree.folders.sort()
@@ -143,13 +144,14 @@ def _list_entry(
     tree: Tree,
     waiting: list[tuple[str, str, tuple[int, int]]],
     *,
-    follow_links: bool,
+    as_read: bool,
 ) -> None:
     name, path = f"{folder}/{entry.name}", os.path.join(path, entry.name)
     try:
-        is_followed = follow_links and entry.is_symlink() and entry.is_file()
+        is_followed = as_read and entry.is_symlink() and entry.is_file()
         status = entry.stat(follow_symlinks=is_followed)
-        check_name(name)
+        if not as_read:
+            check_name(name)
     except FileNotFoundError:
         return  # deleted meanwhile
     except Untrue:

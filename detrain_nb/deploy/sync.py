@@ -255,11 +255,11 @@ class DataCheck:
         return f"{self.path}: {'the same' if self.is_same else 'not the same'} on {nodes}"
 
     def _rows(self) -> list[list[str]]:
-        differences = self.differences
-        return [
-            [name, f"{state.files:,}", f"{state.size_bytes:,}", state.checksum, ", ".join(differences[name])]
-            for name, state in self.states.items()
-        ]
+        rows = []
+        for (name, state), differences in zip(self.states.items(), self.differences.values()):
+            remark = ", ".join(differences) or _name_skipped(state, "not looked at")
+            rows.append([name, f"{state.files:,}", f"{state.size_bytes:,}", state.checksum, remark])
+        return rows
 
 
 def _differ(state: DataState, usual: DataState) -> list[str]:
@@ -277,9 +277,13 @@ def _differ(state: DataState, usual: DataState) -> list[str]:
     if state.names != usual.names and not words:
         words.append("other names or sizes")
     if state.num_skipped != usual.num_skipped:
-        links = "link to a folder" if state.num_skipped == 1 else "links to folders"
-        words.append(f"{state.num_skipped} {links}, elsewhere {usual.num_skipped}")
+        words.append(_name_skipped(state, f"elsewhere {usual.num_skipped}") or f"elsewhere {_name_skipped(usual)}")
     return words
+
+
+def _name_skipped(state: DataState, *more: str) -> str:
+    links = "link to a folder, or device" if state.num_skipped == 1 else "links to folders, or devices"
+    return ", ".join([f"{state.num_skipped} {links}", *more]) if state.num_skipped else ""
 
 
 def check(nodes: Sequence[Transport], path: str, *, folder: str = "") -> DataCheck:

@@ -903,11 +903,13 @@ def data_nodes(tmp_path: Path) -> list[FolderNode]:
         (node.work / "data" / "in").mkdir(parents=True)
         for number in range(100):
             (node.work / "data" / "in" / f"{number}.bin").write_bytes(bytes([number]) * 1000)
+        for name in (b"w\tx", b"w\t\xff"):  # that could not travel
+            (node.work / "data" / "in" / os.fsdecode(name)).write_bytes(name[:5].ljust(5))
         (node.work / "data" / "large.bin").write_bytes(b"a" * (1 << 20) + b"b" * (1 << 20) + b"c" * (1 << 20))
     return nodes
 
 
-SIZE = 100_000 + (3 << 20)
+SIZE = 100_010 + (3 << 20)
 
 
 def test_same_data_is_the_same(data_nodes: list[FolderNode]) -> None:
@@ -915,7 +917,7 @@ def test_same_data_is_the_same(data_nodes: list[FolderNode]) -> None:
     assert found.is_same and found.differences == {"n0": [], "n1": [], "n2": []}
     title, head, *rows = repr(found).splitlines()
     assert title == "data: the same on 3 nodes" and head.split() == ["node", "files", "bytes", "checksum"]
-    assert [row.split()[:3] for row in rows] == [[name, "101", f"{SIZE:,}"] for name in ("n0", "n1", "n2")]
+    assert [row.split()[:3] for row in rows] == [[name, "103", f"{SIZE:,}"] for name in ("n0", "n1", "n2")]
     assert len({row.split()[3] for row in rows}) == 1
     assert check(data_nodes, str(data_nodes[0].work / "data" / "large.bin")).states["n2"].files == 1
 
@@ -943,6 +945,10 @@ def link(data: Path) -> None:
     (data / "more").symlink_to("in")
 
 
+def change_odd_name(data: Path) -> None:
+    (data / "in" / "w\tx").write_bytes(b"other")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -950,7 +956,8 @@ def link(data: Path) -> None:
         (change_the_end, r"other contents: large\.bin"),
         (change_the_beginning, r"other contents: large\.bin"),
         (rename, r"other names or sizes"),
-        (link, r"1 link to a folder, elsewhere 0"),
+        (link, r"1 link to a folder, or device, elsewhere 0"),
+        (change_odd_name, r"other contents: 'in/w\\tx'"),
         (shutil.rmtree, r"missing"),
     ],
 )
@@ -964,6 +971,13 @@ def test_node_that_differs_is_named_with_what_differs(
     assert rows[0] == "data: not the same on 3 nodes"
     assert re.search(rf"^n1 .*{words}", rows[3])
     assert found.differences["n0"] == found.differences["n2"] == []
+
+
+def test_what_is_not_looked_at_is_said(data_nodes: list[FolderNode]) -> None:
+    for node in data_nodes:
+        link(node.work / "data")
+    found = check(data_nodes, "data")
+    assert found.is_same and repr(found).count("1 link to a folder, or device, not looked at") == 3
 
 
 def test_links_to_files_count_as_files(data_nodes: list[FolderNode], tmp_path: Path) -> None:
