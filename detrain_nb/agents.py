@@ -56,7 +56,7 @@ def start_agent(
     lock, agent = claim_folder(folder, uses=uses), None
     try:
         agent = subprocess.Popen(
-            [sys.executable, "-c", RUN_MODULE, AGENT_MODULE, str(folder), str(lock)],
+            [sys.executable, "-X", "utf8", "-c", RUN_MODULE, AGENT_MODULE, str(folder), str(lock)],
             cwd="/",  # nobody else's
             env={**os.environ, **(env or {})},  # not what C libraries have set beside it, as readline does
             stdin=subprocess.DEVNULL,

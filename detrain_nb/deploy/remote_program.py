@@ -185,7 +185,8 @@ def write_script(node: Node, source: str) -> bytes:
             "trap - EXIT",
         ]
     lines += [
-        f"exec {_quote_path(node.python)} -u /dev/fd/3 3<<'{_END_OF_PROGRAM}'",
+        # Names of files are UTF-8 whatever the locale there says; it stays as it is for what our program starts.
+        f"exec {_quote_path(node.python)} -X utf8 -u /dev/fd/3 3<<'{_END_OF_PROGRAM}'",
         _WITHOUT_ITS_FOLDER.format(source=source),
         _END_OF_PROGRAM,
         "",

@@ -138,6 +138,18 @@ def test_tree_goes_there_and_back_as_it_is(where: str, testbed: Testbed, tmp_pat
     assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["empty", "run.sh", "tree"]
 
 
+def test_locale_of_a_host_is_nothing_to_names_of_files(testbed: Testbed, home: Path, tmp_path: Path) -> None:
+    locale = "export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
+    (node,) = ssh_nodes(testbed, 1, setup=[locale], workdir=f"~/{home.name}/Grüße 世界")
+    source = make_tree(tmp_path / "ünï日")
+    with contextlib.closing(node.start_agent("test")):
+        for _ in range(2):  # on the agent's connection, and on one of its own
+            put(node, source)
+            get(node, source.name, tmp_path / "back")
+            node.leave()
+    assert describe(tmp_path / "back" / source.name) == describe(home / "Grüße 世界" / source.name) == describe(source)
+
+
 @pytest.mark.parametrize("where", ["SSH", "this machine"])
 def test_what_only_its_owner_could_read_stays_so(where: str, testbed: Testbed, tmp_path: Path) -> None:
     node = ssh_nodes(testbed, 1)[0] if where == "SSH" else LocalTransport()

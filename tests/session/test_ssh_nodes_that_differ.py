@@ -94,6 +94,21 @@ def nothing_starts(testbed: Testbed) -> Iterator[None]:
         assert testbed.output(host.name, "ls -d ~/.cache/detrain_nb/run/*/mine 2>/dev/null || true") == ""
 
 
+def test_ranks_of_a_host_whose_locale_has_no_utf_8_keep_it(
+    testbed_of_two: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "größe.txt").write_text("x")
+    (tmp_path / "größe.py").write_text("value = 7")
+    locale = "export LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"
+    nodes = ssh_nodes(testbed_of_two, 1, setup=[locale], workdir=f"~/{tmp_path.name}/Grüße")
+    with Session.start(1, nodes=nodes, device="cpu") as session:
+        code = "import os, sys\n(os.getcwdb().decode(), sorted(os.listdir(b'.')), sys.getfilesystemencoding())"
+        [(folder, names, encoding)] = session.run_cell(code).values.values()
+    assert folder.endswith(f"/{tmp_path.name}/Grüße") and encoding == "ascii"
+    assert names[-2:] == ["größe.py".encode(), "größe.txt".encode()]
+
+
 # ---- without IPython
 
 

@@ -131,12 +131,13 @@ class _Interpreter:
         self._interrupts.install()
         sys.argv = [""]  # as in any Python that nobody gave a script: a parser takes no option of the launcher
         session_folder = Path.cwd()
+        work_folder = os.fsdecode(config.folder.encode(errors="surrogateescape"))  # UTF-8, whatever the locale says
         if config.is_work_folder:
-            enter_users_folder(Path(config.folder))
+            enter_users_folder(Path(work_folder))
         else:
-            os.chdir(config.folder)
-        others = [path for path in sys.path if path not in ("", config.folder)]
-        sys.path[:] = [config.folder, "", *others]  # and, as in a notebook, the folder that %cd went to
+            os.chdir(work_folder)
+        others = [path for path in sys.path if path not in ("", work_folder)]
+        sys.path[:] = [work_folder, "", *others]  # and, as in a notebook, the folder that %cd went to
         self._device = self._set_device()
         self._seed()
         self._generation = Generation(
