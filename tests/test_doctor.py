@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 
+from detrain_nb import Session
 from detrain_nb.doctor import Cell, Report, examine, fix
-from detrain_nb.errors import SpecError
+from detrain_nb.errors import LaunchError, SpecError
 from detrain_nb.spec.node import Node
 from detrain_nb.spec.nodes_file import read_nodes, write_nodes
 
 from .testbed.fixtures import MakeTestbed
+from .testbed.nodes import ssh_nodes
 from .testbed.testbed import Link, Testbed
 
 pytestmark = pytest.mark.slow  # hosts that do not answer take their time
@@ -493,6 +495,21 @@ def test_little_room_and_small_shares_are_warnings(examine_liar: Callable[..., R
     assert "cannot be found out: Input/output error" in report.cell("/tmp", "h0").text
     assert "--shm-size" in report.cell("/dev/shm", "h0").advice
     assert "its cgroup allows 0.5" in report.cell("processors", "h0").text
+
+
+@pytest.mark.parametrize("mount", ["-o ro", "-o size=4k"], ids=["it cannot be written", "it is full"])
+def test_shared_memory_that_ranks_cannot_use_is_a_problem(mount: str, testbed: Testbed) -> None:
+    testbed.output("h0", f"mount -t tmpfs {mount} none /dev/shm")
+    try:
+        testbed.exec("h0", "head -c 9000 /dev/zero >/dev/shm/x")
+        report = _examine(testbed)
+        with pytest.raises(LaunchError, match=r"the ranks did not start: .*/dev/shm cannot be used \(.*mode=1777"):
+            Session.start(1, nodes=ssh_nodes(testbed, 1), device="cpu", sync=False)
+    finally:
+        testbed.output("h0", "umount /dev/shm")
+    assert [(problem.host, problem.check) for problem in report.problems if not problem.is_warning] == [
+        ("h0", "/dev/shm")
+    ]
 
 
 # ---- the ways between hosts

@@ -216,6 +216,9 @@ def _judge_tmp(host: Host, facts: HostFacts, group: _Group) -> Cell:
 
 
 def _judge_shm(host: Host, facts: HostFacts, group: _Group) -> Cell:
+    if isinstance(facts.shm, Fault) or not facts.shm.free_bytes:
+        text = facts.shm.text if isinstance(facts.shm, Fault) else "it is full"
+        return Cell(text, "bad", "ranks need a tmpfs there that they can write, with room in it (mode 1777)")
     return _judge_disk(facts.shm, _LITTLE_SHM_BYTES, "workers of a DataLoader need more: docker run --shm-size=8g")
 
 

@@ -8,7 +8,9 @@ start a thread or touch CUDA before the fork.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
+import multiprocessing
 import os
 import socket
 import sys
@@ -45,11 +47,25 @@ def run(argv: list[str]) -> None:
 
     from . import worker
 
+    _require_shared_memory()
     users_umask = os.umask(0o077)  # the engine's own folders are in the session's
     try:
         elastic_launch(read_config(argv), worker.main)(users_umask)
     except ChildFailedError as exc:
         sys.exit(str(exc))
+
+
+def _require_shared_memory() -> None:
+    """The engine makes semaphores there, and does not say where it cannot."""
+    try:
+        multiprocessing.get_context("fork").Lock()
+    except OSError as exc:
+        if exc.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        sys.exit(
+            f"/dev/shm cannot be used ({exc.strerror}): ranks need it to be a tmpfs that they can write, with room in "
+            "it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm, or docker run --shm-size=8g"
+        )
 
 
 def read_config(argv: list[str]) -> LaunchConfig:

@@ -95,7 +95,7 @@ def _look(order: dict[str, Any]) -> dict[str, Any]:
         "gpus": _look_at_gpus,
         "home": lambda: _look_at_disk(home),
         "tmp": lambda: _look_at_disk(os.environ.get("TMPDIR") or "/tmp"),
-        "shm": lambda: _look_at_disk("/dev/shm"),
+        "shm": _look_at_shared_memory,
         "folder": _look_at_folder,
         "memory": _look_at_memory,
         "processors": _look_at_processors,
@@ -279,6 +279,13 @@ def _ask_nvidia_smi() -> list[dict[str, Any]]:
 def _look_at_disk(path: str) -> dict[str, Any]:
     state = os.statvfs(path)
     return {"path": path, "total": state.f_blocks * state.f_frsize, "free": state.f_bavail * state.f_frsize}
+
+
+def _look_at_shared_memory() -> dict[str, Any]:
+    found = _look_at_disk("/dev/shm")
+    if not os.access("/dev/shm", os.W_OK | os.X_OK):
+        raise OSError("/dev/shm cannot be written")
+    return found
 
 
 def _look_at_folder() -> dict[str, Any]:
