@@ -359,6 +359,7 @@ def _facts(**fields: Any) -> dict[str, Any]:
         "python_version": [3, 12, 1],
         "system": "Linux 6.1 x86_64",
         "host": "far",
+        "descriptors": 1024,
         "reached_at": "",
         "torch": {"version": "2.9.1", "cuda": "12.8", "nccl": "2.27.5"},
         "ipython": {"version": "9.0"},
@@ -488,10 +489,12 @@ def test_little_room_and_small_shares_are_warnings(examine_liar: Callable[..., R
             shm={"path": "/dev/shm", "total": 64 << 20, "free": 64 << 20},
             memory={"total": 64 * GB, "available": 60 * GB, "limit": 10**8},
             processors={"count": 16, "usable": 16, "limit": 0.5},
+            descriptors=32,
         )
     )
     states = _states(report, "h0")
-    assert {states[check] for check in ("home", "/tmp", "/dev/shm", "memory", "processors")} == {"warning"}
+    checks = ("home", "/tmp", "/dev/shm", "memory", "processors", "open files")
+    assert {states[check] for check in checks} == {"warning"}
     assert "cannot be found out: Input/output error" in report.cell("/tmp", "h0").text
     assert "--shm-size" in report.cell("/dev/shm", "h0").advice
     assert "its cgroup allows 0.5" in report.cell("processors", "h0").text
@@ -510,6 +513,12 @@ def test_shared_memory_that_ranks_cannot_use_is_a_problem(mount: str, testbed: T
     assert [(problem.host, problem.check) for problem in report.problems if not problem.is_warning] == [
         ("h0", "/dev/shm")
     ]
+
+
+def test_few_open_files_are_a_warning(testbed: Testbed) -> None:
+    nodes = [node.model_copy(update={"setup": ("ulimit -Sn 32",)}) for node in _nodes(testbed)[:1]]
+    cell = _examine(testbed, nodes).cell("open files", "h0")
+    assert (cell.text, cell.state) == ("32 for a process", "warning") and "ulimit -n 1024" in cell.advice
 
 
 # ---- the ways between hosts

@@ -91,6 +91,7 @@ class HostFacts:
     system: str
     python: str
     python_version: tuple[int, int, int]
+    descriptors: int  # that a process may have open
     reached_at: str
     torch: Torch | Fault
     ipython: str | Fault
@@ -113,6 +114,7 @@ class HostFacts:
             system=said.text("system"),
             python=said.text("python", most=1000),
             python_version=(major, minor, micro),
+            descriptors=int(said.number("descriptors")),
             reached_at=said.text("reached_at"),
             torch=said.part("torch", lambda part: Torch(part.text("version"), part.text("cuda"), part.text("nccl"))),
             ipython=said.part("ipython", lambda part: part.text("version")),

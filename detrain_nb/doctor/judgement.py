@@ -28,6 +28,7 @@ _OLDEST_PYTHON = (3, 10)
 _LITTLE_DISK_BYTES = 1e9
 _LITTLE_SHM_BYTES = 512e6  # Docker's 64 MB are too few for the workers of a DataLoader, and for NCCL
 _LITTLE_MEMORY_BYTES = 1e9
+_FEW_DESCRIPTORS = 256
 _size = functools.partial(format_size, smallest="MB")
 _MUCH_GPU_MEMORY_BYTES = 2e9  # the driver itself takes some
 _MOST_CLOCK_OFFSET_S = 1.0
@@ -207,6 +208,13 @@ def _judge_processors(host: Host, facts: HostFacts, group: _Group) -> Cell:
     return Cell(text, "good")
 
 
+def _judge_descriptors(host: Host, facts: HostFacts, group: _Group) -> Cell:
+    text = f"{facts.descriptors:,} for a process"
+    if facts.descriptors < _FEW_DESCRIPTORS:
+        return Cell(text, "warning", f"a rank needs more: ulimit -n {4 * _FEW_DESCRIPTORS} in the setup lines")
+    return Cell(text, "good")
+
+
 def _judge_home(host: Host, facts: HostFacts, group: _Group) -> Cell:
     return _judge_disk(facts.home, _LITTLE_DISK_BYTES, "free some space there")
 
@@ -320,6 +328,7 @@ _OF_FACTS: Mapping[str, Callable[[Host, HostFacts, _Group], Cell]] = {
     "GPU use": _judge_gpu_use,
     "memory": _judge_memory,
     "processors": _judge_processors,
+    "open files": _judge_descriptors,
     "home": _judge_home,
     "/tmp": _judge_tmp,
     "/dev/shm": _judge_shm,

@@ -15,6 +15,7 @@ import os
 import platform
 import pwd
 import re
+import resource
 import signal
 import socket
 import stat
@@ -106,6 +107,7 @@ def _look(order: dict[str, Any]) -> dict[str, Any]:
         "python_version": list(sys.version_info[:3]),
         "system": " ".join((platform.system(), platform.release(), platform.machine())),
         "host": platform.node(),
+        "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 31),  # -1 is no limit
         "reached_at": "".join(os.environ.get("SSH_CONNECTION", "").split(" ")[2:3]),
     }
     answer.update(_all_at_once(parts, LOOK_LIMIT_S))
