@@ -212,6 +212,8 @@ def send_tree(talk: Talk, tree: Tree, progress: Progress) -> None:
                 continue
             except OSError as exc:
                 raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
+            if not file.size and _read(opened, 1, file) and not os.fstat(opened.fileno()).st_size:  # as in /proc
+                raise FilesError(f"{file.path} has contents, but no size: the system makes them up: copy what cat says")
             modes = {"executable": file.is_executable, "private": tree.is_private(file)}
             talk.say("file", name=file.name, size=file.size, **modes)
             _send_exactly(talk, opened, file, progress)
@@ -224,15 +226,19 @@ def _send_exactly(talk: Talk, opened: IO[bytes], file: File, progress: Progress)
     """So many bytes as were announced, also where the file has grown since."""
     left = file.size
     while left:
-        try:
-            data = opened.read(min(left, _CHUNK_BYTES))
-        except OSError as exc:
-            raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
+        data = _read(opened, min(left, _CHUNK_BYTES), file)
         if not data:
             raise FilesError(f"{file.path} became shorter while it was copied: copy it again")
         talk.send(data)
         left -= len(data)
         progress.advance(len(data))
+
+
+def _read(opened: IO[bytes], most: int, file: File) -> bytes:
+    try:
+        return opened.read(most)
+    except OSError as exc:
+        raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
 
 
 def open_listed(file: File) -> IO[bytes]:

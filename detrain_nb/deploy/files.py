@@ -112,13 +112,14 @@ def put(
     DetrainError with the node and the path when it cannot be done.
     """
     wanted, tree = _list_here(paths)
+    target = _check_path(target or ".")
     num_there = 0
     if node.shares_paths:
-        num_there = _leave_out_itself(tree, os.path.join(node.work_folder(folder), os.path.expanduser(target or "")))
+        num_there = _leave_out_itself(tree, os.path.join(node.work_folder(folder), os.path.expanduser(target)))
     kept = _leave_out_keys(tree)
     progress = Progress(_stoppable(on_progress, stop))
     with open_talk(node, stop=stop) as talk:
-        talk.say("put", base=node.work_folder(folder), target=target or ".")
+        talk.say("put", base=node.work_folder(folder), target=target)
         _check_outside(wanted, tree, str(talk.hear("ready").get("staging")))
         with _here():
             send_tree(talk, tree, progress)
@@ -144,14 +145,14 @@ def get(
     Each keeps its last name, and nothing is written but that and what is below it; one without (``.``, ``~``) gets the
     node's name. Raises as ``put``; WireError when what the node sends cannot be believed.
     """
-    wanted = [os.fspath(path) for path in _as_list(paths)]
+    wanted, folder = _as_list(paths), _check_path(os.fspath(folder) or ".")
     names = [posixpath.basename(posixpath.normpath(path)) for path in wanted]
     names = [label(node) if name in ("", ".", "..", "~") else name for name in names]
     _check_different(names, wanted)
     progress = Progress(_stoppable(on_progress, stop))
     with open_talk(node, stop=stop, patience=patience) as talk:
         talk.say("get", base=node.work_folder(work_folder), paths=wanted, names=names)
-        with _here(), TreeWriter(os.fspath(folder)) as writer:
+        with _here(), TreeWriter(folder) as writer:
             skipped = receive_tree(talk, writer, progress, roots=names)
     return Copied(progress.files, progress.size, *skipped)
 
@@ -274,10 +275,7 @@ def _here() -> Iterator[None]:
 
 def _list_here(paths: Paths) -> tuple[list[str], Tree]:
     """The full paths, and what is there. Raises: SpecError, also for a home: nobody means all that is in it."""
-    given = [os.fspath(path) for path in _as_list(paths)]
-    if "" in given:
-        raise SpecError("'' is no path: name files or folders")
-    wanted = [os.path.abspath(os.path.expanduser(path)) for path in given]
+    wanted = [os.path.abspath(os.path.expanduser(path)) for path in _as_list(paths)]
     for path in wanted:
         if holds_homes(path):
             raise SpecError(f"{path} is a home, or holds homes: name the files or folders in it that are meant")
@@ -336,11 +334,18 @@ def _leave_out_keys(tree: Tree) -> list[str]:
     return kept
 
 
-def _as_list(paths: Paths) -> list[str | os.PathLike[str]]:
+def _as_list(paths: Paths) -> list[str]:
     found = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not found:
         raise SpecError("no path was given: name files or folders")
-    return found
+    return [_check_path(os.fspath(path)) for path in found]
+
+
+def _check_path(path: str) -> str:
+    """Raises: SpecError."""
+    if not path or "\0" in path:
+        raise SpecError(f"{path!r} is no path: name files or folders")
+    return path
 
 
 def _check_different(names: Sequence[str], paths: Sequence[str]) -> None:

@@ -283,6 +283,24 @@ def test_home_as_a_whole_is_refused_before_it_is_listed(
     assert list(describe(tmp_path)) == ["home", "home/alice"]
 
 
+@pytest.mark.parametrize("path", ["", "a\0b"])
+def test_what_is_no_path_is_refused(path: str, tmp_path: Path) -> None:
+    node, here = LocalTransport(), str(tmp_path)
+    acts = [lambda: put(node, path, here), lambda: get(node, [path], here, work_folder=here)]
+    if path:
+        acts += [lambda: put(node, here, path), lambda: get(node, here, path)]
+    for act in acts:
+        with pytest.raises(SpecError, match="is no path: name files or folders"):
+            act()
+
+
+@pytest.mark.parametrize("act", [put, get])
+def test_file_with_contents_and_no_size_is_told(act: Callable[..., Copied], tmp_path: Path) -> None:
+    with pytest.raises(DetrainError, match="/status has contents, but no size: the system makes them up"):
+        act(LocalTransport(), f"/proc/{os.getpid()}/status", str(tmp_path))
+    assert describe(tmp_path) == {}
+
+
 def test_links_and_devices_are_neither_followed_nor_written(node: SshNode, home: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
