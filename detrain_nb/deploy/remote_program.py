@@ -34,6 +34,11 @@ _ANSWER_LIMIT_S = 60.0  # setup lines and a slow disk included
 _UPLOAD_LIMIT_S = 600.0
 _EXIT_LIMIT_S = 2.0
 _SETUP_FAILED = 93
+_WORDS_CHARS = 400  # of a last line: it may be our own program
+_LOOK_AT_LOGIN = (
+    "look whether the login files there (~/.bashrc, ~/.profile) read or close stdin or set PYTHONHOME, whether "
+    "sshd_config has a ForceCommand, and whether that python is one"
+)
 _END_OF_PROGRAM = "detrain_nb_end_of_program"
 # Before a program's first import: an old bash keeps it in /tmp, and Python would look for modules beside it, even for
 # what ``from __future__`` names.
@@ -145,7 +150,8 @@ class RemoteProgram:
         try:
             data = self._sock.recv(1 << 16)
         except TimeoutError as exc:
-            raise TransportError("our program there does not answer") from exc
+            advice = f": {_LOOK_AT_LOGIN}" if self._prologue is None else ""
+            raise TransportError(f"our program there does not answer{advice}") from exc
         except OSError as exc:
             raise self._why_ended() from exc
         if not data:
@@ -157,7 +163,8 @@ class RemoteProgram:
         status = self._stream.exit_status(limit_s=_EXIT_LIMIT_S)
         said = self._stream.stderr_tail() + (self._prologue or self._arrived.decode(errors="replace"))
         words = [line for line in said.splitlines() if line.strip()]
-        last = as_text(words[-1].strip()[:4096]) if words else "it said nothing"
+        fatal = [line for line in words if line.startswith("Fatal Python error")]  # more lines come after it
+        last = as_text((fatal or words)[-1].strip()[:_WORDS_CHARS]) if words else "it said nothing"
         self.close()
         if status == _SETUP_FAILED:
             return LaunchError(f"the setup lines failed: {last}")
@@ -168,7 +175,8 @@ class RemoteProgram:
         how = "the connection broke" if status is None else f"exit {status}"
         if self._prologue is not None:
             return TransportError(f"our program there ended ({how}): {last}")
-        return TransportError(f"{self._python} did not start our program{self._after} ({how}): {last}")
+        advice = "" if status is None else f"; {_LOOK_AT_LOGIN}"
+        return TransportError(f"{self._python} did not start our program{self._after} ({how}): {last}{advice}")
 
 
 def write_script(node: Node, source: str) -> bytes:

@@ -306,7 +306,7 @@ def test_own_name_of_a_host_does_not_matter(testbed: Testbed, own_name: str) -> 
     [
         ("python9", r"h1: python9: .*not found .*\(exit 127\): name another python"),
         ("/etc/passwd", r"h1: /etc/passwd: .*[Pp]ermission denied.*\(exit 126\): name another python"),
-        ("/bin/false", r"h1: /bin/false did not start our program \(exit 1\): it said nothing"),
+        ("/bin/false", r"h1: /bin/false did not start our program \(exit 1\): it said nothing; look whether"),
     ],
 )
 def test_python_that_is_none_is_said_and_nothing_is_left(testbed: Testbed, python: str, complaint: str) -> None:
@@ -346,6 +346,37 @@ def test_machine_that_is_named_twice_is_told(testbed: Testbed) -> None:
     with pytest.raises(SpecError, match=r"^(a and b|b and a) are one machine: name it once, with ranks = N"):
         Session.start(1, sync=False, nodes=nodes, device="cpu")
     assert not _ours(testbed, "h0")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("read -r line", "[Ss]yntax error"),
+        ("exec 0</dev/null", "it said nothing"),
+        ("export PYTHONHOME=/nonex", "Fatal Python error: "),
+    ],
+)
+def test_login_file_that_keeps_our_program_from_starting_is_pointed_at(
+    line: str, complaint: str, testbed: Testbed
+) -> None:
+    profile = testbed.path_home("h0") / ".bashrc"
+    profile.write_text(f"{line}\n")
+    (node,) = ssh_nodes(testbed, 1)
+    try:
+        with pytest.raises(DetrainError, match=rf"did not start our program .*{complaint}.*; look whether the login"):
+            node.start_agent("test")
+    finally:
+        profile.unlink()
+
+
+def test_what_shows_our_program_instead_of_running_it_is_cut_short(testbed: Testbed) -> None:
+    python = testbed.path_home("h0") / "no-python"
+    python.write_text("#!/bin/sh\nexec cat /dev/fd/3\n")
+    python.chmod(0o755)
+    (node,) = ssh_nodes(testbed, 1, python="~/no-python")
+    with pytest.raises(DetrainError, match=r"did not start our program .*whether that python is one$") as caught:
+        node.start_agent("test")
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.slow
