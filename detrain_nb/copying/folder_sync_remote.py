@@ -149,7 +149,7 @@ def _unpack(archive: IO[bytes], writer: TreeWriter, want: set[str], sent: dict[s
             digest = hashlib.sha256()
             with packed.open(info) as file:
                 pieces = _digested(file, digest.update)
-                writer.add_file(name, info.file_size, bool(mode & 0o100), pieces, is_private=is_owners_alone(mode))
+                writer.add_file(name, info.file_size, mode & 0o777, pieces)
             with opened_parent(writer.opened, name) as (parent, last):
                 _remove_compiled(parent, last)
                 status = os.stat(last, dir_fd=parent, follow_symlinks=False)

@@ -102,35 +102,34 @@ class TreeWriter:
             if os.path.samestat(named, os.fstat(self._opened_staging)):
                 os.rmdir(name, dir_fd=self.opened)
 
-    def open_staged(self, name: str, *, is_private: bool = True) -> IO[bytes]:
+    def open_staged(self, name: str, *, mode: int = 0o600) -> IO[bytes]:
         """Make a file in the staging folder: in ours, whatever has its name now."""
-        flags, mode = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if is_private else 0o666
-        handle = os.open(name, flags, mode, dir_fd=self._opened_staging)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        handle = os.open(name, flags, 0o600 | mode & 0o666, dir_fd=self._opened_staging)
         return os.fdopen(handle, "w+b")
 
-    def add_folder(self, name: str, *, is_private: bool = False) -> None:
-        with self._opened_parent(f"{name}/_", mode=0o700 if is_private else 0o777):
+    def add_folder(self, name: str, mode: int) -> None:
+        with self._opened_parent(f"{name}/_", mode=0o700 | mode):
             pass
 
     def has_folder(self, name: str) -> bool:
         """Whether one was made, or needed, for what has come."""
         return os.path.join(self.folder, *name.split("/")) in self._checked
 
-    def add_file(
-        self, name: str, size: int, is_executable: bool, pieces: Iterable[bytes], *, is_private: bool = False
-    ) -> None:
-        """``pieces`` have ``size`` bytes together. ``is_private``: for nobody but its owner, as it was."""
+    def add_file(self, name: str, size: int, mode: int, pieces: Iterable[bytes]) -> None:
+        """``pieces`` have ``size`` bytes together. ``mode``: its own before; nobody else may do more."""
         place = os.path.join(self.folder, name)
         self.check_room(name, size)
         self._count += 1
         part = f"{self._count}.part"
         try:
-            with self._explained(place), self.open_staged(part, is_private=is_private) as file:
+            with self._explained(place), self.open_staged(part, mode=mode) as file:
                 file.writelines(pieces)
                 file.flush()
                 status = os.fstat(file.fileno())
-                if (mode := _mode(status, is_executable, is_private)) != stat.S_IMODE(status.st_mode):
-                    os.fchmod(file.fileno(), mode)
+                if (wanted := _mode(status, mode)) != stat.S_IMODE(status.st_mode):
+                    with contextlib.suppress(*[PermissionError] * bool(mode & 0o077)):  # a file system without modes
+                        os.fchmod(file.fileno(), wanted)
             self._place(part, name)
         finally:
             with contextlib.suppress(OSError):
@@ -149,7 +148,7 @@ class TreeWriter:
             os.replace(staged, last, src_dir_fd=self._opened_staging, dst_dir_fd=parent)
 
     @contextlib.contextmanager
-    def _opened_parent(self, name: str, *, mode: int = 0o777) -> Iterator[tuple[int, str]]:
+    def _opened_parent(self, name: str, *, mode: int = 0o755) -> Iterator[tuple[int, str]]:
         """The folder that a name is in, opened, and the last part of the name; the folders on the way are made.
 
         None of them is a link: each is opened in the one before, as others may put a link in the place of one that has
@@ -211,12 +210,12 @@ class TreeWriter:
             raise FilesError(f"{place} cannot be written: {reason_of(exc)}") from exc
 
 
-def _mode(status: os.stat_result, is_executable: bool, is_private: bool) -> int:
-    """Of a file that came to be with ``status``."""
+def _mode(status: os.stat_result, before: int) -> int:
+    """Of a file that came to be with ``status``, and has had the mode ``before``."""
     mode = stat.S_IMODE(status.st_mode)
-    if is_executable:
+    if before & 0o100:
         mode |= (mode & 0o444) >> 2
-    return mode & 0o700 if is_private else mode
+    return mode & (0o700 | before)
 
 
 @contextlib.contextmanager
@@ -270,7 +269,7 @@ def receive_tree(
             name_chars += len(name)
             if name_chars > _MOST_NAME_CHARS:
                 raise Untrue(f"the names of its folders have more than {_MOST_NAME_CHARS} characters")
-            writer.add_folder(name, is_private=said.get("private") is True)
+            writer.add_folder(name, _read_mode(said))
         else:
             _receive_file(talk, writer, progress, name, said)
 
@@ -285,9 +284,13 @@ def _check_place(said: object, writer: TreeWriter, allowed: frozenset[str] | Non
     return name
 
 
+def _read_mode(said: dict[str, Any]) -> int:
+    mode = said.get("mode")
+    return mode & 0o777 if isinstance(mode, int) else 0o600
+
+
 def _receive_file(talk: Talk, writer: TreeWriter, progress: Progress, name: str, said: dict[str, Any]) -> None:
     size, left = as_size(said.get("size")), progress.total - progress.size
-    is_executable, is_private = said.get("executable") is True, said.get("private") is True
     if size > left:
         raise Untrue(f"{name!r} has {size} bytes, and {left} of those announced are left")
 
@@ -296,5 +299,5 @@ def _receive_file(talk: Talk, writer: TreeWriter, progress: Progress, name: str,
             yield data
             progress.advance(len(data))
 
-    writer.add_file(name, size, is_executable, counted(), is_private=is_private)
+    writer.add_file(name, size, _read_mode(said), counted())
     progress.end_file()

@@ -53,8 +53,7 @@ class File:
     name: str
     path: str
     size: int
-    is_executable: bool
-    is_private: bool
+    mode: int  # its permissions
     identity: tuple[int, int]  # its device and inode when it was listed
     mtime_ns: int
 
@@ -65,7 +64,7 @@ class Tree:
 
     files: list[File] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
-    private_folders: set[str] = field(default_factory=set)
+    folder_modes: dict[str, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     num_skipped: int = 0
 
@@ -74,15 +73,13 @@ class Tree:
         if len(self.skipped) < MOST_NAMED:
             self.skipped.append(path)
 
-    def note_private(self, folder: str, status: os.stat_result) -> None:
-        if is_owners_alone(status.st_mode):
-            self.private_folders.add(folder)
-
-    def is_private(self, file: File) -> bool:
-        """Nobody else could read it, by its own mode or by that of a folder: it may come into one that is there."""
-        parts = file.name.split("/")
-        above = ("/".join(parts[:end]) for end in range(1, len(parts)))
-        return file.is_private or (bool(self.private_folders) and not self.private_folders.isdisjoint(above))
+    def mode_of(self, file: File) -> int:
+        """Less what the folders on the way to it let nobody do: it may come into one that is there, and is open."""
+        mode, above = file.mode, file.name
+        while above := above.rpartition("/")[0]:
+            folder = self.folder_modes[above]
+            mode &= 0o700 | (folder & 0o010) * 7 | (folder & 0o001) * 7
+        return mode
 
 
 def is_owners_alone(mode: int) -> bool:
@@ -91,8 +88,7 @@ def is_owners_alone(mode: int) -> bool:
 
 
 def _file(name: str, path: str, status: os.stat_result) -> File:
-    modes = bool(status.st_mode & 0o100), is_owners_alone(status.st_mode)
-    return File(name, path, status.st_size, *modes, _identity(status), status.st_mtime_ns)
+    return File(name, path, status.st_size, status.st_mode & 0o777, _identity(status), status.st_mtime_ns)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -118,7 +114,7 @@ def list_tree(
             raise FilesError(f"{path}: {reason_of(exc)}") from exc
         if stat.S_ISDIR(status.st_mode):
             waiting.append((name, path, _identity(status)))
-            tree.note_private(name, status)
+            tree.folder_modes[name] = status.st_mode & 0o777
         elif stat.S_ISREG(status.st_mode):
             tree.files.append(_file(name, path, status))
         else:
@@ -159,7 +155,7 @@ def _list_entry(
         return
     if stat.S_ISDIR(status.st_mode):
         waiting.append((name, path, _identity(status)))
-        tree.note_private(name, status)
+        tree.folder_modes[name] = status.st_mode & 0o777
     elif stat.S_ISREG(status.st_mode):
         tree.files.append(_file(name, os.path.realpath(path) if is_followed else path, status))
     else:
@@ -202,7 +198,7 @@ def send_tree(talk: Talk, tree: Tree, progress: Progress) -> None:
     talk.say("tree", files=len(tree.files), folders=len(tree.folders), size=total)
     progress.begin(total)
     for name in tree.folders:
-        talk.say("folder", name=name, private=name in tree.private_folders)
+        talk.say("folder", name=name, mode=tree.folder_modes[name])
     for file in tree.files:
         with contextlib.ExitStack() as stack:
             try:
@@ -214,8 +210,7 @@ def send_tree(talk: Talk, tree: Tree, progress: Progress) -> None:
                 raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
             if not file.size and _read(opened, 1, file) and not os.fstat(opened.fileno()).st_size:  # as in /proc
                 raise FilesError(f"{file.path} has contents, but no size: the system makes them up: copy what cat says")
-            modes = {"executable": file.is_executable, "private": tree.is_private(file)}
-            talk.say("file", name=file.name, size=file.size, **modes)
+            talk.say("file", name=file.name, size=file.size, mode=tree.mode_of(file))
             _send_exactly(talk, opened, file, progress)
             progress.end_file()
     talk.say("end", skipped=tree.skipped, num_skipped=tree.num_skipped)

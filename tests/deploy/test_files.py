@@ -408,13 +408,13 @@ def test_link_in_the_place_of_a_folder_that_was_made_is_not_written_through(tmp_
     outside = tmp_path / "outside"
     (outside / "inner").mkdir(parents=True)
     with TreeWriter(str(tmp_path / "base")) as writer:
-        writer.add_file("tree/inner/1", 1, False, [b"1"])
+        writer.add_file("tree/inner/1", 1, 0o644, [b"1"])
         (tmp_path / "base" / "tree").rename(tmp_path / "base" / "aside")
         (tmp_path / "base" / "tree").symlink_to(outside)
         with pytest.raises(FilesError, match="base/tree cannot be written: "):
-            writer.add_file("tree/inner/2", 1, False, [b"2"])
+            writer.add_file("tree/inner/2", 1, 0o644, [b"2"])
         with pytest.raises(FilesError, match="base/tree cannot be written: "):
-            writer.add_folder("tree/other")
+            writer.add_folder("tree/other", 0o755)
     assert sorted(path.name for path in outside.rglob("*")) == ["inner"]
     assert not list((tmp_path / "base").glob(".detrain_nb*"))
 
@@ -436,8 +436,8 @@ def test_folder_in_the_place_of_the_staging_folder_is_not_used(tmp_path: Path) -
     secret.chmod(0o600)
     with TreeWriter(str(tmp_path / "base")) as writer:
         replaced = Replaced(writer, secret, ["1.part", "2.part", "archive"])
-        writer.add_file("run.sh", 1, True, [b"x"])
-        writer.add_file("own", 1, False, [b"x"], is_private=True)
+        writer.add_file("run.sh", 1, 0o755, [b"x"])
+        writer.add_file("own", 1, 0o600, [b"x"])
         with writer.open_staged("archive") as file:
             file.write(b"overwritten")
     assert (secret.read_text(), secret.stat().st_mode & 0o777) == ("key", 0o600)
@@ -505,6 +505,25 @@ def test_file_of_a_folder_that_only_its_owner_could_enter_stays_private(tmp_path
             assert (tmp_path / base / name).stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+@pytest.mark.parametrize("act", [put, get])
+def test_group_and_others_may_do_no_more_with_a_copy(act: Callable[..., Copied], umask: int, tmp_path: Path) -> None:
+    modes = {"d": 0o750, "d/script": 0o740, "d/x": 0o640, "d/y": 0o660, "d/open": 0o644, "e": 0o755, "e/z": 0o444}
+    for name, mode in modes.items():
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(exist_ok=True)
+        path.mkdir() if name in ("d", "e") else path.write_text("x")
+        path.chmod(mode)
+    before = os.umask(umask)
+    try:
+        act(LocalTransport(), str(tmp_path / "tree"), str(tmp_path / "copy"))
+    finally:
+        os.umask(before)
+    modes |= {"d/open": 0o640, "e/z": 0o644}  # one may come into a folder that is open; ours to write
+    found = {name: (tmp_path / "copy" / "tree" / name).stat().st_mode & 0o777 for name in modes}
+    assert found == {name: mode & ~umask for name, mode in modes.items()}
+
+
 def test_what_only_its_owner_may_read_is_so_from_its_first_byte(tmp_path: Path) -> None:
     modes = []
 
@@ -514,8 +533,8 @@ def test_what_only_its_owner_may_read_is_so_from_its_first_byte(tmp_path: Path) 
         yield b"key"
 
     with TreeWriter(str(tmp_path)) as writer:
-        writer.add_file("key", 3, False, pieces(), is_private=True)
-        writer.add_file("key.sh", 3, True, pieces(), is_private=True)
+        writer.add_file("key", 3, 0o600, pieces())
+        writer.add_file("key.sh", 3, 0o700, pieces())
     assert modes == [0o600, 0o600]
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("key", "key.sh")] == [0o600, 0o700]
 

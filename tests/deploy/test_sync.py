@@ -403,6 +403,16 @@ def test_file_that_is_made_private_is_private_there(root: Path, node: FolderNode
     assert packed == [["a", "c", "sub/b"], ["a", "sub/b"], ["a"]]
 
 
+def test_what_comes_is_for_others_to_write_under_no_umask(root: Path, node: FolderNode) -> None:
+    write(root, {"open/a.py": "a"})
+    before = os.umask(0)
+    try:
+        FolderSync(root).bring([node])
+    finally:
+        os.umask(before)
+    assert [(node.work / name).stat().st_mode & 0o777 for name in ("open", "open/a.py")] == [0o755, 0o644]
+
+
 def test_file_of_the_host_and_one_of_an_earlier_version_keep_their_modes(
     root: Path, node: FolderNode, packed: list[list[str]]
 ) -> None:
