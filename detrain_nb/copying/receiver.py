@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
+import platform
+import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
@@ -16,8 +19,9 @@ from typing import IO, Any
 
 from ..guarded import SEARCH
 from .json_lines import FilesError, Talk, Untrue, as_size, check_name, clean, reason_of
-from .sender import MOST_ENTRIES, MOST_NAMED, STAGING, Progress
+from .sender import MOST_ENTRIES, MOST_NAMED, STAGING, STAGING_NAME, Progress, is_guarded
 
+_STAGED = re.compile(r"archive|[0-9]+\.part")
 _MOST_NAME_CHARS = 1 << 27  # of the folders that are made, which are remembered
 
 
@@ -25,7 +29,8 @@ class TreeWriter:
     """Writes files and folders below ``folder``, which is made; through no link, and over no folder.
 
     What is not whole yet stands in the folder ``staging``.
-    On the way out nothing that is not whole is left, nor a folder that was made for it in vain.
+    On the way out nothing that is not whole is left, nor a folder that was made for it in vain; on the way in, what a
+    process that was killed has left is removed.
     """
 
     def __init__(self, folder: str) -> None:
@@ -41,6 +46,7 @@ class TreeWriter:
             self._make_folders(self.folder)
             self.opened = os.open(self.folder, SEARCH)
             self._make_staging()
+            self._remove_leftovers()
         except OSError as exc:
             self._remove_staging()
             self._close()
@@ -56,7 +62,7 @@ class TreeWriter:
 
     def _make_staging(self) -> None:
         """Raises: OSError, also when others have put something in its place before it was opened."""
-        name = f"{STAGING}{secrets.token_hex(8)}"
+        name = f"{STAGING}{_this_machine()}{secrets.token_hex(4)}"
         os.mkdir(name, 0o700, dir_fd=self.opened)
         self.staging = os.path.join(self.folder, name)
         try:
@@ -69,6 +75,22 @@ class TreeWriter:
             os.close(self._opened_staging)
             self._opened_staging = -1
             raise PermissionError(errno.EPERM, "somebody else has put a folder in the place of ours")
+        with contextlib.suppress(OSError):  # a file system without locks: it is not removed there either
+            _lock(self._opened_staging)
+
+    def _remove_leftovers(self) -> None:
+        """Of processes of this machine, in a folder where nobody else can have put them."""
+        found: list[str] = []
+        with contextlib.suppress(OSError):  # it need not be one that can be listed
+            found = os.listdir(self.folder)
+        for name in found:
+            is_one = name.startswith(STAGING + _this_machine()) and STAGING_NAME.fullmatch(name)
+            if is_one and is_guarded(os.path.join(self.folder, name)):
+                with contextlib.suppress(OSError), _opened_folder(name, self.opened) as left:
+                    staged = os.listdir(left)  # something, or it may be one that is not locked yet
+                    if staged and all(map(_STAGED.fullmatch, staged)):
+                        _lock(left)
+                        self._remove_opened(name, left)
 
     def _is_ours(self, opened: int) -> bool:
         """The folder is as it was made, not another one, perhaps of this user's too."""
@@ -93,13 +115,15 @@ class TreeWriter:
         """Empty the folder that was made, whatever has its name now: in a folder of a group others can rename it."""
         if self._opened_staging < 0:
             return
-        for name in os.listdir(self._opened_staging):
+        self._remove_opened(os.path.basename(self.staging), self._opened_staging)
+
+    def _remove_opened(self, name: str, opened: int) -> None:
+        for staged in os.listdir(opened):
             with contextlib.suppress(OSError):  # a folder that somebody has put there
-                os.unlink(name, dir_fd=self._opened_staging)
-        name = os.path.basename(self.staging)
+                os.unlink(staged, dir_fd=opened)
         with contextlib.suppress(OSError):
             named = os.stat(name, dir_fd=self.opened, follow_symlinks=False)
-            if os.path.samestat(named, os.fstat(self._opened_staging)):
+            if os.path.samestat(named, os.fstat(opened)):
                 os.rmdir(name, dir_fd=self.opened)
 
     def open_staged(self, name: str, *, mode: int = 0o600) -> IO[bytes]:
@@ -208,6 +232,31 @@ class TreeWriter:
             yield
         except OSError as exc:
             raise FilesError(f"{place} cannot be written: {reason_of(exc)}") from exc
+
+
+def _this_machine() -> str:
+    """And since when it runs: another one that has the same disk may not see what is locked here."""
+    boot = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read()
+    return hashlib.sha256(f"{platform.node()} {boot}".encode()).hexdigest()[:8]
+
+
+def _lock(folder: int) -> None:
+    """As long as it is open. Raises: OSError where another process has."""
+    import fcntl
+
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextlib.contextmanager
+def _opened_folder(name: str, parent: int) -> Iterator[int]:
+    """Raises: OSError, as for a link."""
+    opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
 
 
 def _mode(status: os.stat_result, before: int) -> int:

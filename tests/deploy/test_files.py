@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import zipfile
@@ -488,6 +489,30 @@ def test_other_folder_of_the_user_is_not_taken_for_the_staging_folder(
         pass
     [there] = tmp_path.glob(".detrain_nb-*")
     assert there.stat().st_mode & 0o777 == 0o775 and not list(there.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_what_a_killed_copy_has_left_goes_with_the_next_one(mode: int, tmp_path: Path) -> None:
+    """Where others can have put it there, it stays."""
+    there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(mode)
+    die = "import os, sys; from detrain_nb.copying.receiver import TreeWriter\n"
+    die += "with TreeWriter(sys.argv[1]) as writer: writer.open_staged('1.part'); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", die, str(there)], timeout=60)
+    (left,) = there.iterdir()
+    (there / "own").mkdir()
+    (there / "own" / "1.part").write_text("mine")
+    alike = left.name[:-1] + ("1" if left.name[-1] == "0" else "0")
+    for name, other in ((alike, "note"), (".detrain_nb-", "1.part")):
+        (there / name).mkdir(mode=0o700)  # not as ours are
+        (there / name / other).write_text("mine")
+    before = set(there.iterdir())
+    with TreeWriter(str(there)) as at_work, at_work.open_staged("1.part"):
+        with TreeWriter(str(there)) as writer:
+            writer.add_file("new", 1, 0o644, [b"x"])
+        assert Path(at_work.staging, "1.part").exists()
+    assert before - set(there.iterdir()) == ({left} if mode == 0o755 else set())
 
 
 def test_file_of_a_folder_that_only_its_owner_could_enter_stays_private(tmp_path: Path) -> None:
