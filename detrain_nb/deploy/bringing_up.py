@@ -188,6 +188,7 @@ def _ends_of(work: Mapping[Future[End], Transport], *, attached_to: str) -> list
     if failures:
         if not attached_to:
             _refuse_twins(list(work.values()))
+            _refuse_namesakes(list(work.values()), dict(failures))
         kinds = {type(exc) for _, exc in failures}
         words = "\n".join(f"{transport.name}: {exc}" for transport, exc in failures)
         if not {transport for transport, _ in failures} - {work[future] for future in others}:
@@ -210,6 +211,19 @@ def _refuse_twins(transports: Sequence[Transport]) -> None:
             )
         if account is not None:
             seen[account] = transport.name
+
+
+def _refuse_namesakes(transports: Sequence[Transport], failures: Mapping[Transport, DetrainError]) -> None:
+    """Raises: SpecError where a node has found the agent that was started just now on another, in the home of both."""
+    accounts = {each.name: each.account for each in transports if each not in failures}
+    names = {account[:2]: name for name, account in accounts.items() if isinstance(account, tuple)}
+    for transport, error in failures.items():
+        account = transport.account
+        if isinstance(error, SessionError) and isinstance(account, tuple) and account[:2] in names:
+            raise SpecError(
+                f"{names[account[:2]]} and {transport.name} share a home, and both have the host name {account[0]}: "
+                "give one another name, or a place of its own for our files: XDG_CACHE_HOME in its setup lines"
+            )
 
 
 def _ended_socket() -> socket.socket:

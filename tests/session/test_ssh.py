@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -339,6 +340,16 @@ def test_setup_lines_run_before_python_and_their_failure_is_told(testbed: Testbe
 def test_what_is_wrong_on_the_node_is_named(testbed: Testbed, fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(DetrainError, match=f"(?s){complaint}"):
         Session.start(1, sync=False, nodes=ssh_nodes(testbed, 1, **fields), device="cpu")
+
+
+def test_hosts_with_one_name_that_share_a_home_are_told(make_testbed: MakeTestbed) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:
+        testbed = make_testbed(2, share=[shared])
+        testbed.output("h0", "hostname twin")
+        testbed.output("h1", "hostname twin")
+        nodes = ssh_nodes(testbed, setup=(f"export XDG_CACHE_HOME={shared}",))
+        with pytest.raises(SpecError, match=r"share a home, and both have the host name twin: give one another name"):
+            Session.start(1, sync=False, nodes=nodes, device="cpu")
 
 
 def test_machine_that_is_named_twice_is_told(testbed: Testbed) -> None:
