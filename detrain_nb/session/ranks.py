@@ -144,13 +144,14 @@ class SessionRanks(SlotsOnly):
         Names, attributes and keys of dicts; each begins with what stands between ``start`` and ``position``.
         """
         check_text("code", code)
-        check_whole("position", position)
+        position = check_whole("position", position)
         answer = self._ask_idle(lambda rank, number: Complete([rank], number, code, position), limit_s, ranks)
         return safe_completions(answer, code=code, position=position) if isinstance(answer, Completions) else None
 
     def inspect(self, name: str, detail: int = 0, *, ranks: Ranks = None, limit_s: float = 1.0) -> str | None:
         """The help text of a name, by the first idle one of ``ranks``."""
         check_text("name", name)
+        detail = check_whole("detail", detail)
         answer = self._ask_idle(lambda rank, number: Inspect([rank], number, name, detail), limit_s, ranks)
         return answer.text[:_LONGEST_HELP] or None if isinstance(answer, Inspection) else None
 

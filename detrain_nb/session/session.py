@@ -203,6 +203,7 @@ class Session(SlotsOnly):
         cannot be reached.
         """
         check_session_name(name)
+        check_text("holder", holder)
         limits = checked_limits(limits)
         without = names_of(split_names(without), "without") if without else []
         if nodes is None:
@@ -296,9 +297,11 @@ class Session(SlotsOnly):
             check_number("timeout_s", timeout_s)
         if timeout_s is not None and not timeout_s > 0:  # a number that is none, too
             raise SpecError(f"timeout_s {timeout_s}: give more than 0 seconds")
+        number = 1 if number is None else check_whole("number", number, least=1)
+        first_line = check_whole("first_line", first_line, least=1)
         self._bring_changes(ranks, observer)
         return self._cells.run(
-            code, ranks, observer, at_least=number or 1, first_line=first_line, timeout_s=timeout_s, values=values
+            code, ranks, observer, at_least=number, first_line=first_line, timeout_s=timeout_s, values=values
         )
 
     def pull(self, names: str | Iterable[str], *, ranks: Ranks = None) -> dict[int, Any]:

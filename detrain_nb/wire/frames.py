@@ -11,11 +11,12 @@ import struct
 from collections.abc import Collection
 from typing import NamedTuple
 
-from ..errors import WireError
+from ..errors import SpecError, WireError
 from .json_text import parse_json
 from .messages import (
     MAX_BODY_BYTES,
     MAX_HEADER_BYTES,
+    MAX_ORDER_HEADER_BYTES,
     NUMBERS,
     Message,
     check_sizes,
@@ -61,6 +62,17 @@ def to_frame(message: Message) -> Frame:
     """Lay a message out; the frame has no number yet."""
     header, body = lay_out(message)
     return Frame(0, type(message), json.dumps(header, separators=(",", ":")).encode(), body)
+
+
+def require_readable(order: Message) -> None:
+    """Raises: SpecError for what no node would read: there it would end the connection, and the session."""
+    try:
+        frame = to_frame(order)
+        if len(frame.header) > MAX_ORDER_HEADER_BYTES:
+            raise WireError(f"it has {len(frame.header):,} bytes, at most {MAX_ORDER_HEADER_BYTES:,} are sent")
+        frame.message()
+    except (RecursionError, TypeError, ValueError, WireError) as exc:
+        raise SpecError(f"{type(order).__name__} cannot be sent: {exc}") from None
 
 
 class FrameReader:

@@ -39,7 +39,7 @@ from detrain_nb.session.running.start import require_room
 from detrain_nb.session.session import end_session
 from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.session.state.limits import Limits
-from detrain_nb.wire import Attached, Display, Interrupt, RunCell, parse_bundle
+from detrain_nb.wire import Attached, Display, Interrupt, Message, NewGeneration, RunCell, parse_bundle
 
 from .inside import link_of, state_of
 from .soon import assert_soon
@@ -1055,6 +1055,11 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
     [
         (lambda s: s.run_cell(None), "the cell None: give text"),
         (lambda s: s.run_cell("1", timeout_s="x"), "timeout_s 'x': give a number"),
+        (lambda s: s.run_cell("1", number="x"), "number 'x': give a whole number"),
+        (lambda s: s.run_cell("1", number=-5), "number -5: give a whole number, 1 or more"),
+        (lambda s: s.run_cell("1", first_line="x"), "first_line 'x': give a whole number"),
+        (lambda s: s.run_cell("1", number=1 << 60), "RunCell cannot be sent: RunCell.cell is a int"),
+        (lambda s: s.run_cell("#" * (17 << 20)), "RunCell cannot be sent: it has 17,8.* bytes, at most 16,777,216"),
         (lambda s: s.run_cell("1", ranks=1.5), r"1\.5 is no choice of ranks"),
         (lambda s: s.run_cell("1", ranks=["x"]), "'x' is no rank: give a whole number"),
         (lambda s: s.run_cell("1", ranks="0,,1"), "nothing stands before or behind a comma"),
@@ -1075,6 +1080,9 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: s.files.check_data(None), "path None: give text"),
         (lambda s: s.status(limit_s="x"), "limit_s 'x': give a number"),
         (lambda s: s.ranks.complete(None, 0), "code None: give text"),
+        (lambda s: s.ranks.inspect("x", "y"), "detail 'y': give a whole number"),
+        (lambda s: s.settings.check_collectives(1), "is_on 1: give True or False"),
+        (lambda s: s.settings.check_collectives("on"), "is_on 'on': give True or False"),
         (lambda s: s.ranks.inspect(5), "name 5: give text"),
         (lambda s: s.attach("x", limits=5), r"limits 5: give Limits\(...\)"),
         (lambda s: s.start(ranks=1, limits={"idle_s": 1}), r"give Limits\(...\)"),
@@ -1084,11 +1092,20 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: setattr(s.settings.limits, "idel_s", 1), "limit 'idel_s' is none: there are start_s, "),
         (lambda s: s.attach(None), "session name None"),
         (lambda s: s.attach(5), "session name 5"),
+        (lambda s: s.attach("x", holder=5), "holder 5: give text"),
     ],
 )
 def test_what_is_of_another_type_is_one_error_in_words(session: Session, call: Callable[[Any], Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         call(session)
+    assert session.run_cell("rank").values == {0: 0, 1: 1}
+
+
+@pytest.mark.parametrize("order", [NewGeneration([0, 1], 9, "on"), Interrupt(["0"], 1)])  # type: ignore[arg-type,list-item]
+def test_order_that_no_node_could_read_is_not_sent(session: Session, order: Message) -> None:
+    with pytest.raises(SpecError, match=r"cannot be sent: \w+\.\w+ is a "):
+        link_of(session).node_links[0].send(order)
+    assert session.run_cell("rank").values == {0: 0, 1: 1}
 
 
 @pytest.mark.parametrize("part", ["", "files", "log", "news", "ranks", "settings"])

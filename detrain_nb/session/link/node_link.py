@@ -44,6 +44,7 @@ from ...wire import (
     Received,
     Refused,
     Unfinished,
+    require_readable,
     to_frame,
 )
 from ..output.safe_output import one_line
@@ -137,10 +138,11 @@ class NodeLink:
         return self._link.sock
 
     def send(self, message: Message) -> None:
-        """Have the background thread send ``message``. Raises: TransportError.
+        """Have the background thread send ``message``. Raises: TransportError; SpecError where no node would read it.
 
         Not in the caller's thread: an interrupt there leaves unknown whether the node has taken it.
         """
+        require_readable(message)
         with self._sending:
             if self.is_closed:
                 raise TransportError("the node is gone")

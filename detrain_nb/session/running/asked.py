@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...errors import SpecError
 
-__all__ = ["check_mapping", "check_number", "check_paths", "check_text", "check_whole", "names_of"]
+__all__ = ["check_flag", "check_mapping", "check_number", "check_paths", "check_text", "check_whole", "names_of"]
 
 
 def names_of(names: str | Iterable[str], what: str = "names") -> list[str]:
@@ -25,16 +26,25 @@ def check_text(what: str, value: Any) -> None:
         raise SpecError(f"{what} {value!r}: give text, a str")
 
 
+def check_flag(what: str, value: Any) -> None:
+    """Raises: SpecError."""
+    if not isinstance(value, bool):
+        raise SpecError(f"{what} {value!r}: give True or False")
+
+
 def check_number(what: str, value: Any) -> None:
     """Raises: SpecError."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):  # numpy's have it too
         raise SpecError(f"{what} {value!r}: give a number")
 
 
-def check_whole(what: str, value: Any) -> None:
-    """Raises: SpecError."""
+def check_whole(what: str, value: Any, *, least: int | None = None) -> int:
+    """It, also one of numpy, as an int. Raises: SpecError."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise SpecError(f"{what} {value!r}: give a whole number")
+    if least is not None and value < least:
+        raise SpecError(f"{what} {value}: give a whole number, {least} or more")
+    return operator.index(value)
 
 
 def check_mapping(what: str, value: Any) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import CellInterrupted, DetrainError, RankError, SessionError, format_ranks
-from ...wire import CellDone, RunCell
+from ...wire import CellDone, RunCell, require_readable
 from ..diagnosis.diagnosis import describe_mismatch
 from ..recovery.process_groups import describe_new_groups
 from ..state.cell import Cell
@@ -48,7 +48,8 @@ class Cells:
         ``values`` brings those of the last expression here, where they can travel; no other cell of its ranks begins
         before. Raises: what Session.run_cell does.
         """
-        message = RunCell([], [], 0, code, first_line, is_replay)  # for which ranks, and its number, is not known yet
+        message = RunCell([], [], at_least, code, first_line, is_replay)  # which ranks, and number, is not known yet
+        require_readable(message)
         cell, message = self._begin(message, ranks, observer, at_least=at_least, values=values)
         try:
             self._execute(cell, message, timeout_s)

@@ -7,6 +7,7 @@ from typing import Any
 from ..link.rank_link import RankLink
 from ..recovery.process_groups import ProcessGroups, describe_new_groups
 from ..state.limits import Limits
+from .asked import check_flag
 
 __all__ = ["SessionSettings", "SlotsOnly"]
 
@@ -64,6 +65,7 @@ class SessionSettings(SlotsOnly):
 
         Groups that no cell uses are ended at once. Each collective then takes some milliseconds longer.
         """
+        check_flag("is_on", is_on)
         if is_on == self.checks_collectives:
             return ""
         self._groups.check(is_on)
