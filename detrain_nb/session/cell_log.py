@@ -14,7 +14,7 @@ from .running.core import Core, Ranks
 from .running.settings import SlotsOnly
 from .running.shown_again import ShownAgain, wait_until_shown
 from .state.cell import Cell
-from .state.cell_observer import CellObserver
+from .state.cell_observer import CellObserver, check_observer
 
 __all__ = ["SessionLog"]
 
@@ -75,6 +75,8 @@ class SessionLog(SlotsOnly):
         replayed: dict[int, DetrainError | None] = {}
         for earlier in self._state.history.to_replay(cells, ranks=chosen, running=self.running_cells):
             shown = observer(earlier.cell) if observer else None
+            if shown is not None:
+                check_observer(shown)
             replayed.setdefault(earlier.cell, None)
             first_line = earlier.first_line
             try:
@@ -113,6 +115,8 @@ class SessionLog(SlotsOnly):
         for message in self._output.read(cell):
             shown.give(message)
         shown.end(is_running=False)
+        if shown.cell.observers.failure:
+            raise shown.cell.observers.failure
         return shown.cell
 
     def follow(self, cell: int, observer: CellObserver, *, on_end: Callable[[Cell], None] | None = None) -> Cell:
@@ -141,7 +145,7 @@ class SessionLog(SlotsOnly):
             running.go_on_from(shown.cell)
             running.observers.add(observer)
             if on_end:
-                self._state.tell_end(running, on_end)
+                self._state.tell_end(running, partial(running.observers.call, observer, on_end))
             return running
 
     def unfollow(self, cell: int, observer: CellObserver) -> None:
@@ -163,6 +167,7 @@ class SessionLog(SlotsOnly):
 
     def _once_more(self, number: int, ranks: Ranks, observer: CellObserver) -> ShownAgain:
         """For the ranks as they were numbered when the cell ran."""
+        check_observer(observer)
         plan = self._core.plan_of(number)
         hosts = self._state.hosts if plan is self._state.plan else plan.node_names
         at_home = partial(self._state.is_at_home, node_of=None if plan is self._state.plan else plan.node_of)

@@ -44,7 +44,7 @@ from .running.settings import SlotsOnly
 from .running.start import RankStart, go_on, launch, place
 from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
-from .state.cell_observer import CellObserver
+from .state.cell_observer import CellObserver, check_observer
 from .state.limits import Limits, checked_limits
 from .state.overwritten import OF_ONE_RANK, describe_overwritten
 
@@ -299,6 +299,8 @@ class Session(SlotsOnly):
             raise SpecError(f"timeout_s {timeout_s}: give more than 0 seconds")
         number = 1 if number is None else check_whole("number", number, least=1)
         first_line = check_whole("first_line", first_line, least=1)
+        if observer is not None:
+            check_observer(observer)
         self._bring_changes(ranks, observer)
         return self._cells.run(
             code, ranks, observer, at_least=number, first_line=first_line, timeout_s=timeout_s, values=values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import os
 import re
@@ -1055,6 +1056,14 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
     [
         (lambda s: s.run_cell(None), "the cell None: give text"),
         (lambda s: s.run_cell("1", timeout_s="x"), "timeout_s 'x': give a number"),
+        (
+            lambda s: s.run_cell("1", observer=print),
+            "observer <.*print>: give .*: it lacks output, display",
+        ),
+        (lambda s: s.run_cell("1", observer=Watcher), "observer .*: give an object of .*: a class"),
+        (lambda s: s.log.show_again(1, 5), "observer 5: give an object"),
+        (lambda s: s.log.follow(1, None), "observer None: give an object"),
+        (lambda s: s.log.replay(0, observer=lambda number: 5), "observer 5: give an object"),
         (lambda s: s.run_cell("1", number="x"), "number 'x': give a whole number"),
         (lambda s: s.run_cell("1", number=-5), "number -5: give a whole number, 1 or more"),
         (lambda s: s.run_cell("1", first_line="x"), "first_line 'x': give a whole number"),
@@ -1106,6 +1115,51 @@ def test_order_that_no_node_could_read_is_not_sent(session: Session, order: Mess
     with pytest.raises(SpecError, match=r"cannot be sent: \w+\.\w+ is a "):
         link_of(session).node_links[0].send(order)
     assert session.run_cell("rank").values == {0: 0, 1: 1}
+
+
+class Failing(CellObserver):
+    """Fails in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "method"):
+            return lambda *args: 1 / 0
+        return super().__getattribute__(name)
+
+
+_SHOWS = "import IPython\nprint(1)\ndisplay(IPython.display.HTML('1'))\nIPython.display.clear_output()\nrank"
+
+
+@pytest.mark.parametrize("method", ["begin", "output", "display", "clear", "shown_so_far"])
+def test_observer_that_fails_costs_its_cell_alone(session: Session, method: str) -> None:
+    """Whoever shows a cell is the user's code: what it raises was told as the loss of the node."""
+    is_asked_later = method == "shown_so_far"  # perhaps only after the end
+    with contextlib.suppress(ZeroDivisionError) if is_asked_later else pytest.raises(ZeroDivisionError):
+        session.run_cell(_SHOWS, observer=Failing(method))
+    with pytest.raises(RankError) as told:
+        session.run_cell(f"{_SHOWS}\nraise KeyError", observer=Failing("output"))
+    assert isinstance(told.value.__cause__, ZeroDivisionError)
+    assert session.run_cell("rank").values == {0: 0, 1: 1}
+
+
+def test_follower_that_fails_leaves_the_cell_alone(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    follower, ended = Failing("output"), threading.Event()
+
+    def end(cell: object) -> None:
+        ended.set()
+        raise KeyError
+
+    running = _in_thread(session, "import time\ntime.sleep(1)\nprint(1)\nrank")
+    assert_soon(lambda: bool(session.log.running_cells))
+    (number,) = session.log.running_cells
+    session.log.follow(number, follower, on_end=end)
+    assert running().values == {0: 0, 1: 1}
+    assert ended.wait(5)
+    assert "which follows a cell, has failed" in caplog.text
+    with pytest.raises(ZeroDivisionError):
+        session.log.show_again(number, follower)
 
 
 @pytest.mark.parametrize("part", ["", "files", "log", "news", "ranks", "settings"])

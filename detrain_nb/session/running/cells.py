@@ -65,6 +65,8 @@ class Cells:
                 self._core.tell(cell.describe_overwritten(), None)
         self._raise_for(cell, story)
         self._state.history.end_well(cell.number)
+        if cell.observers.failure:
+            raise cell.observers.failure
 
     def _begin(
         self, message: RunCell, ranks: Ranks, observer: CellObserver | None, *, at_least: int, values: bool
@@ -126,7 +128,8 @@ class Cells:
             note = f"{silence}\n{story or describe_new_groups(stale, is_wanted=self._state.groups.is_wanted)}"
         else:
             note = "\n".join(filter(None, [mismatch, story or self._core.rescue.after_failure(cell)]))
-        raise (CellInterrupted if is_stopped else RankError)(errors, world_size=len(cell.ranks), note=note)
+        error = (CellInterrupted if is_stopped else RankError)(errors, world_size=len(cell.ranks), note=note)
+        raise error from cell.observers.failure
 
     def _mismatch(self, cell: Cell) -> str:
         """Which collectives were not the same on the ranks of ``cell``, in words."""
