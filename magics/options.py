@@ -18,7 +18,8 @@ from IPython.core.error import UsageError
 
 from ..deploy.kept import LONGEST_WARM_S
 from ..plan import MOST_RANKS
-from ..session.running.start import LARGEST_SEED, LONGEST_S
+from ..session.running.asked import LONGEST_S
+from ..session.running.start import LARGEST_SEED
 
 
 class HelpShown(Exception):

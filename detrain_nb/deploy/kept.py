@@ -122,7 +122,7 @@ class _KeptAgent:
 
 def check_warm(warm_s: float) -> None:
     """Raises: SpecError."""
-    if not isinstance(warm_s, (int, float)) or not 0 <= warm_s <= LONGEST_WARM_S:
+    if isinstance(warm_s, bool) or not isinstance(warm_s, (int, float)) or not 0 <= warm_s <= LONGEST_WARM_S:
         raise SpecError(f"warm_s {warm_s}: give a number of seconds, 0 to {LONGEST_WARM_S:.0f}, a day")
 
 

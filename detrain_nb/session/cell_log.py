@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError
+from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError, SpecError, short_ranks
 from ..wire import RanCell
 from .output.log import Logged
 from .running.asked import check_whole
@@ -88,11 +88,19 @@ class SessionLog(SlotsOnly):
         return replayed
 
     def text(self, cell: int, rank: int, stream: str = "stdout") -> str:
-        """All that one rank printed to one stream in ``cell``, free of control sequences."""
+        """All that one rank printed to one stream in ``cell``, free of control sequences.
+
+        Raises: SpecError for a cell, a rank or a stream that there is not.
+        """
+        self._require_known(cell)
+        self._core.choose(check_whole("rank", rank), plan=self._core.plan_of(cell))
+        if stream not in ("stdout", "stderr"):
+            raise SpecError(f"stream {stream!r} is neither stdout nor stderr")
         return self._output.text(cell, rank, stream)
 
     def read(self, cell: int) -> Iterator[Logged]:
-        """What the ranks said in ``cell``, in the order in which it arrived."""
+        """What the ranks said in ``cell``, in the order in which it arrived. Raises: SpecError where there is none."""
+        self._require_known(cell)
         return self._output.read(cell)
 
     @property
@@ -164,6 +172,12 @@ class SessionLog(SlotsOnly):
     def confirm_missed(self) -> None:
         """What was missed has been shown: no later notebook needs to see it."""
         self._state.confirm_missed()
+
+    def _require_known(self, cell: int) -> None:
+        check_whole("cell", cell)
+        known = {ran.cell for ran in self.cells}.union(self.printed, self._state.cells)
+        if cell not in known:
+            raise SpecError(f"no cell {cell} has run in this session: there are {short_ranks(known) or 'none'}")
 
     def _once_more(self, number: int, ranks: Ranks, observer: CellObserver) -> ShownAgain:
         """For the ranks as they were numbered when the cell ran."""

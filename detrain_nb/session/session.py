@@ -36,7 +36,7 @@ from .cell_log import SessionLog
 from .files import SessionFiles, current_folder
 from .news import SessionNews
 from .ranks import SessionRanks
-from .running.asked import check_mapping, check_number, check_text, check_whole, names_of
+from .running.asked import check_mapping, check_number, check_seconds, check_text, check_whole, names_of
 from .running.cells import Cells
 from .running.core import Core, Ranks
 from .running.results import CellResult
@@ -140,13 +140,15 @@ class Session(SlotsOnly):
         check_text("folder", os.fspath(folder) if isinstance(folder, os.PathLike) else folder or "")
         folder = os.path.abspath(folder or current_folder())
         transports = transports_to(nodes, ask_passphrase=ask_passphrase)
+        if group_timeout_s is not None:
+            check_seconds("group_timeout_s", group_timeout_s, is_more_than_0=True)
         usual_s = GROUP_TIMEOUT_S if len(transports) > 1 else 0.0
         timeout_s = usual_s if group_timeout_s is None else group_timeout_s
         how = RankStart(folder, env or {}, start, seed, init, linger_s, spool_limit_bytes, timeout_s)
         how.check()
         check_warm(warm_s)
         limits = checked_limits(limits)
-        name = check_session_name(name or f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}")
+        name = check_session_name(f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}" if name is None else name)
         files = SessionFiles(transports, folder, is_synced=sync)
         on_progress(_describe_connecting(transports))
         ends = bring_up_agents(transports, name)
@@ -294,9 +296,7 @@ class Session(SlotsOnly):
         if not code.strip():
             raise SpecError("the cell is empty: write the code to run below its first line")
         if timeout_s is not None:
-            check_number("timeout_s", timeout_s)
-        if timeout_s is not None and not timeout_s > 0:  # a number that is none, too
-            raise SpecError(f"timeout_s {timeout_s}: give more than 0 seconds")
+            check_seconds("timeout_s", timeout_s, is_more_than_0=True)
         number = 1 if number is None else check_whole("number", number, least=1)
         first_line = check_whole("first_line", first_line, least=1)
         if observer is not None:

@@ -1018,6 +1018,7 @@ def test_far_more_ranks_than_there_is_room_for_need_force(ranks: int, cpus: int,
         {"linger_s": -5},
         {"group_timeout_s": float("nan")},
         {"group_timeout_s": -1},
+        {"group_timeout_s": 0},
         {"seed": 1 << 70},
         {"warm_s": "x"},
     ],
@@ -1033,6 +1034,8 @@ def test_start_with_a_number_that_no_clock_or_generator_takes_is_refused(options
         {"nodes": [1]},
         {"nodes": 5},
         {"name": 5},
+        {"name": ""},
+        {"spool_limit_bytes": -1},
         {"device": 5},
         {"folder": 5},
         {"env": {"A": 1}},
@@ -1090,6 +1093,18 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: s.status(limit_s="x"), "limit_s 'x': give a number"),
         (lambda s: s.ranks.complete(None, 0), "code None: give text"),
         (lambda s: s.ranks.inspect("x", "y"), "detail 'y': give a whole number"),
+        (lambda s: setattr(s.settings, "hang_s", "abc"), "hang_s 'abc': give a number"),
+        (lambda s: setattr(s.settings, "hang_s", None), "hang_s None: give a number"),
+        (lambda s: setattr(s.settings, "hang_s", -1), "hang_s -1: give a number of seconds, 0 or more"),
+        (lambda s: setattr(s.settings, "warm_s", "abc"), "warm_s abc: give a number of seconds, 0 to 86400"),
+        (lambda s: setattr(s.settings, "warm_s", -3), "warm_s -3: give a number of seconds"),
+        (lambda s: setattr(s.settings, "stop_gap_s", "x"), "stop_gap_s 'x': give a number"),
+        (lambda s: s.log.text("a", 0), "cell 'a': give a whole number"),
+        (lambda s: s.log.text(999, 1), "no cell 999 has run in this session: there are 1-"),
+        (lambda s: s.log.read(999), "no cell 999 has run"),
+        (lambda s: s.log.text(1, 77), "77"),
+        (lambda s: s.log.text(1, "x"), "rank 'x': give a whole number"),
+        (lambda s: s.log.text(1, 0, "foo"), "stream 'foo' is neither stdout nor stderr"),
         (lambda s: s.settings.check_collectives(1), "is_on 1: give True or False"),
         (lambda s: s.settings.check_collectives("on"), "is_on 'on': give True or False"),
         (lambda s: s.ranks.inspect(5), "name 5: give text"),
@@ -1175,7 +1190,7 @@ def test_setting_that_is_none_is_an_error_that_says_where_they_stand(session: Se
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), 0, -1])
 def test_time_for_a_cell_is_more_than_none(session: Session, timeout_s: float) -> None:
-    with pytest.raises(SpecError, match="give more than 0 seconds"):
+    with pytest.raises(SpecError, match="give a number of seconds, more than 0"):
         session.run_cell("1", timeout_s=timeout_s)
 
 

@@ -9,7 +9,19 @@ from typing import Any
 
 from ...errors import SpecError
 
-__all__ = ["check_flag", "check_mapping", "check_number", "check_paths", "check_text", "check_whole", "names_of"]
+__all__ = [
+    "LONGEST_S",
+    "check_flag",
+    "check_mapping",
+    "check_number",
+    "check_paths",
+    "check_seconds",
+    "check_text",
+    "check_whole",
+    "names_of",
+]
+
+LONGEST_S = 1e8  # three years; above some number a clock of the system or of torch runs over
 
 
 def names_of(names: str | Iterable[str], what: str = "names") -> list[str]:
@@ -36,6 +48,14 @@ def check_number(what: str, value: Any) -> None:
     """Raises: SpecError."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):  # numpy's have it too
         raise SpecError(f"{what} {value!r}: give a number")
+
+
+def check_seconds(what: str, value: Any, *, is_more_than_0: bool = False) -> None:
+    """Raises: SpecError."""
+    check_number(what, value)
+    if not 0 <= value <= LONGEST_S or is_more_than_0 and not value:
+        least = "more than 0" if is_more_than_0 else "0 or more"
+        raise SpecError(f"{what} {value}: give a number of seconds, {least}, at most {LONGEST_S:.0f}")
 
 
 def check_whole(what: str, value: Any, *, least: int | None = None) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...deploy.kept import check_warm
 from ..link.rank_link import RankLink
 from ..recovery.process_groups import ProcessGroups, describe_new_groups
 from ..state.limits import Limits
-from .asked import check_flag
+from .asked import check_flag, check_seconds
 
 __all__ = ["SessionSettings", "SlotsOnly"]
 
@@ -39,6 +40,14 @@ class SessionSettings(SlotsOnly):
         self.hang_s = 5.0  # how long ranks wait for others before the cell says so
         self.stop_gap_s = 0.0  # from a stop to what it does: time for whoever restarts this process to say so
         self.warm_s = 0.0  # how long nodes keep what the ranks have imported, after a stop
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises: SpecError for what is no number of seconds."""
+        if name == "warm_s":
+            check_warm(value)
+        elif name in ("hang_s", "stop_gap_s"):
+            check_seconds(name, value)
+        super().__setattr__(name, value)
 
     @property
     def limits(self) -> Limits:

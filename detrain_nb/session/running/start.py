@@ -21,10 +21,9 @@ from ...wire import Attach, Attached, Launch, OpenStore, StartedCold, StoreOpene
 from ..output.safe_output import quote
 from ..state.requests import Request
 from ..state.session_state import agent_of
-from .asked import check_mapping, check_number, check_whole
+from .asked import check_mapping, check_seconds, check_whole
 from .core import Core
 
-LONGEST_S = 1e8  # three years; above some number a clock of the system or of torch runs over
 LARGEST_SEED = 1 << 62
 _TELL_GAP_S = 0.1
 _ALWAYS_FIT = 8  # ranks of a node, whatever it has
@@ -49,12 +48,10 @@ class RankStart:
 
     def check(self) -> None:
         """Raises: SpecError for what does not fit, SessionError where this process is a rank itself."""
-        for name, seconds in (("linger_s", self.linger_s), ("group_timeout_s", self.group_timeout_s)):
-            check_number(name, seconds)
-            if not 0 <= seconds <= LONGEST_S:
-                raise SpecError(f"{name} {seconds}: give a number of seconds, 0 or more, at most {LONGEST_S:.0f}")
+        check_seconds("linger_s", self.linger_s)
+        check_seconds("group_timeout_s", self.group_timeout_s)
         check_whole("seed", self.seed)
-        check_whole("spool_limit_bytes", self.spool_limit_bytes)
+        check_whole("spool_limit_bytes", self.spool_limit_bytes, least=0)
         check_mapping("env", self.env)
         if abs(self.seed) > LARGEST_SEED:
             raise SpecError(f"seed {self.seed}: give a number from -2**62 to 2**62")
