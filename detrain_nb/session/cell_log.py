@@ -22,9 +22,12 @@ _SHOWN_AT_ONCE_BYTES = 1 << 20  # of the log, before it is waited for whoever sh
 
 
 class SessionLog(SlotsOnly):
-    """That of one session; ``cells_before`` ran before an attach: what was shown of them then is not here."""
+    """The cells of a session, and what they printed."""
 
-    __slots__ = ("_cells", "_core", "_output", "_state", "cells_before")
+    __slots__ = {
+        **dict.fromkeys(("_cells", "_core", "_output", "_state")),
+        "cells_before": "The cells that ran before an attach: what was shown of them then is not here.",
+    }
 
     def __init__(self, core: Core, cells: Cells) -> None:
         self._core = core

@@ -28,9 +28,13 @@ def current_folder() -> str:
 
 
 class SessionFiles(SlotsOnly):
-    """The nodes of a session, by the transports that reach them; its ranks start in ``folder``, or its like."""
+    """The files of a session's nodes: copied there and back, compared, and those of ``folder`` kept the same."""
 
-    __slots__ = ("_elsewhere", "_sync", "_transports", "folder", "notices")
+    __slots__ = {
+        **dict.fromkeys(("_elsewhere", "_sync", "_transports")),
+        "folder": "The folder here whose files the nodes have; the ranks start in it, or its like.",
+        "notices": "Why changes in the folder do not go to the nodes.",
+    }
 
     def __init__(
         self, transports: Sequence[Transport], folder: str, *, is_synced: bool = False, takes_over: bool = True
@@ -70,6 +74,7 @@ class SessionFiles(SlotsOnly):
 
     @property
     def is_synced(self) -> bool:
+        """Changes in the folder go to the nodes before each cell."""
         return self._sync is not None
 
     def bring(self, names: Container[str] | None = None) -> list[str]:

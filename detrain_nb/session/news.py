@@ -9,7 +9,7 @@ __all__ = ["SessionNews"]
 
 
 class SessionNews(SlotsOnly):
-    """Of one session."""
+    """What the user of a session should know and no cell has said."""
 
     __slots__ = ("_state",)
 
@@ -18,11 +18,11 @@ class SessionNews(SlotsOnly):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Output that was lost, a full disk, a start that was cold."""
+        """What no cell has said: output that was lost, a full disk, a start that was cold."""
         return self._state.notices.all
 
     def pop_notices(self) -> list[str]:
-        """The same; whoever asks shows them, and they are gone."""
+        """Take the notices away: whoever asks shows them."""
         return self._state.notices.pop()
 
     def pop_losses(self) -> str:

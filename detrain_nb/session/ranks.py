@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ..errors import NodeLost, SessionError, format_ranks
@@ -30,7 +30,7 @@ WHERE_GAP_S = 0.1  # between two looks that tell who uses the processor
 
 
 class SessionRanks(SlotsOnly):
-    """Those of one session. ``len(session.ranks)`` is how many there are."""
+    """The ranks of a session: ``len(session.ranks)`` is how many, ``for rank in session.ranks`` goes over them."""
 
     __slots__ = ("_core", "_link", "_replaced", "_state")
 
@@ -43,9 +43,15 @@ class SessionRanks(SlotsOnly):
     def __len__(self) -> int:
         return self._state.world_size
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._state.ranks)
+
+    def __repr__(self) -> str:
+        return f"<{format_ranks(self)} of session {self._core.name!r}>" if len(self) else "<no ranks>"
+
     @property
     def plan(self) -> Plan:
-        """Their nodes and devices, and the backend."""
+        """The nodes and devices of the ranks, and the backend."""
         return self._state.plan
 
     def plan_of(self, cell: int) -> Plan:
@@ -54,7 +60,7 @@ class SessionRanks(SlotsOnly):
 
     @property
     def nodes(self) -> tuple[Node, ...] | None:
-        """The nodes that they run on, with as many ranks as each has; None for this machine."""
+        """The nodes that the ranks run on, with as many ranks as each has; None for this machine."""
         return self._core.nodes
 
     @property
@@ -82,7 +88,7 @@ class SessionRanks(SlotsOnly):
         return Whereabouts(core.name, verdicts, state.hosts, mismatch, describe_over(core))
 
     def interrupt(self, ranks: Ranks = None) -> None:
-        """Raise KeyboardInterrupt on those that run a cell. Does not wait."""
+        """Raise KeyboardInterrupt on those of ``ranks`` (all) that run a cell. Does not wait."""
         self._core.require_alive()
         chosen = self._core.choose(ranks)
         for cell in set(self._state.busy.values()):

@@ -40,7 +40,7 @@ from .running.asked import check_mapping, check_number, check_seconds, check_tex
 from .running.cells import Cells
 from .running.core import Core, Ranks
 from .running.results import CellResult
-from .running.settings import SlotsOnly
+from .running.settings import SessionSettings, SlotsOnly
 from .running.start import RankStart, go_on, launch, place
 from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
@@ -63,11 +63,20 @@ _MOST_HOSTS = 4  # by name
 class Session(SlotsOnly):
     """Ranks that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
 
-    __slots__ = ("_cells", "_core", "_ending", "files", "log", "name", "news", "not_ended", "ranks", "settings")
+    __slots__ = {
+        **dict.fromkeys(("_cells", "_core", "_ending")),
+        "files": "Files: copied to the nodes and back, compared there.",
+        "log": "The cells that were run: what they printed, shown, followed, run again.",
+        "name": "The name by which ``Session.attach`` finds the session.",
+        "news": "What the user should know and no cell has said.",
+        "not_ended": "The nodes that ``stop`` did not reach: their ranks end by themselves.",
+        "ranks": "The ranks: which there are and where, what they do; single ones are stopped, replaced.",
+        "settings": "What can be set while the session runs.",
+    }
 
     def __init__(self, core: Core, files: SessionFiles) -> None:
         self.name = core.name
-        self.not_ended: list[str] = []  # nodes that ``stop`` did not reach: their ranks end by themselves
+        self.not_ended: list[str] = []
         self._ending = threading.Lock()
         self._core = core
         self._cells = Cells(self._core)
@@ -76,6 +85,21 @@ class Session(SlotsOnly):
         self.log = SessionLog(self._core, self._cells)
         self.news = SessionNews(self._core.state)
         self.settings = self._core.settings
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises: AttributeError, which says where it is, if anywhere."""
+            groups = {
+                "ranks": SessionRanks,
+                "log": SessionLog,
+                "news": SessionNews,
+                "files": SessionFiles,
+                "settings": SessionSettings,
+            }
+            found = [of for of, group in groups.items() if name[0] != "_" and hasattr(group, name)]
+            where = f": it is session.{found[0]}.{name}" if found else ""
+            raise AttributeError(f"'Session' object has no attribute {name!r}{where}", name=name, obj=self)
 
     @classmethod
     def start(
@@ -100,7 +124,7 @@ class Session(SlotsOnly):
         warm_s: float = 0.0,
         force: bool = False,
         limits: Limits | None = None,
-        on_progress: Callable[[str], None] = lambda line: None,
+        on_progress: Callable[[str], None] | None = None,
     ) -> Session:
         """Start ``ranks`` ranks on this machine; by default one a GPU, else two on the CPU.
 
@@ -139,6 +163,7 @@ class Session(SlotsOnly):
             check_text(what, text)
         check_text("folder", os.fspath(folder) if isinstance(folder, os.PathLike) else folder or "")
         folder = os.path.abspath(folder or current_folder())
+        say = on_progress or _say_nothing
         transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         if group_timeout_s is not None:
             check_seconds("group_timeout_s", group_timeout_s, is_more_than_0=True)
@@ -150,7 +175,7 @@ class Session(SlotsOnly):
         limits = checked_limits(limits)
         name = check_session_name(f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}" if name is None else name)
         files = SessionFiles(transports, folder, is_synced=sync)
-        on_progress(_describe_connecting(transports))
+        say(_describe_connecting(transports))
         ends = bring_up_agents(transports, name)
         transports = [end.transport for end in ends]
         files.reach_by(transports)
@@ -165,10 +190,10 @@ class Session(SlotsOnly):
             asked = StartedWith(ranks, device, backend, init, sync, of_env, seed, start, linger_s, group_timeout_s)
             attached = place(core, ends, asked, is_here=nodes is None, force=force)
             if files.is_synced:
-                on_progress("bringing the files of the folder to the nodes")
+                say("bringing the files of the folder to the nodes")
             for words in [*files.notices, *files.bring()]:
                 core.state.notices.add(words)
-            launch(core, how, attached, say=on_progress)
+            launch(core, how, attached, say=say)
         except BaseException:
             session.stop(cold=True)
             raise
@@ -188,7 +213,7 @@ class Session(SlotsOnly):
         ask_passphrase: AskPassphrase | None = None,
         holder: str = "",
         limits: Limits | None = None,
-        on_progress: Callable[[str], None] = lambda line: None,
+        on_progress: Callable[[str], None] | None = None,
     ) -> Session:
         """Go on with a session that runs, after its notebook is gone or has detached.
 
@@ -212,8 +237,9 @@ class Session(SlotsOnly):
             transports = find_nodes(name, ask_passphrase=ask_passphrase)
         else:
             transports = transports_to(nodes, ask_passphrase=ask_passphrase)
+        say = on_progress or _say_nothing
         files = SessionFiles(transports, current_folder(), is_synced=sync, takes_over=False)
-        on_progress(_describe_connecting(transports))
+        say(_describe_connecting(transports))
         try:
             ends = attach_to_agents(transports, name, without=without)
         except SessionError:
@@ -227,7 +253,7 @@ class Session(SlotsOnly):
             leave_agents(ends)
             raise
         try:
-            go_on(core, steal=steal, say=on_progress)
+            go_on(core, steal=steal, say=say)
             core.note_down()
             session.log.cells_before = frozenset(ran.cell for ran in session.log.cells)
             for words in files.notices:
@@ -421,6 +447,10 @@ def _describe_orphans(orphans: Mapping[int, Iterable[str]]) -> str:
         f"one line, %broadcast MODEL,{name} -r {short_ranks(ranks)}"
         for name, ranks in ranks_of.items()
     )
+
+
+def _say_nothing(line: str) -> None:
+    pass
 
 
 def _describe_connecting(transports: Sequence[Transport]) -> str:

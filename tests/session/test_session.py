@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import html
+import inspect
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -1182,10 +1184,34 @@ def test_setting_that_is_none_is_an_error_that_says_where_they_stand(session: Se
     """``session.hang_s = 1``, ``session.settings.hang = 1``: a new attribute would be believed, and do nothing."""
     of = getattr(session, part) if part else session
     for name in ("hang", "idle_s") if part == "settings" else ("hang_s", "hosts"):
-        words = rf"\.{name} cannot be set: what can is hang_s, stop_gap_s, warm_s of session\.settings, and each of"
+        words = rf"\.{name} cannot be set: what can is hang_s, warm_s of session\.settings, and each of"
         with pytest.raises(AttributeError, match=words):
             setattr(of, name, 1)
         assert not hasattr(of, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("where", "ranks"), ("put", "files"), ("replay", "log"), ("notices", "news"), ("hang_s", "settings")],
+)
+def test_name_that_stands_in_a_group_is_said_with_it(session: Session, name: str, where: str) -> None:
+    with pytest.raises(AttributeError, match=rf": it is session\.{where}\.{name}$"):
+        getattr(session, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        _ = session.nothing
+
+
+def test_help_and_tab_show_what_is_for_the_user(session: Session) -> None:
+    assert list(session.ranks) == [0, 1]
+    assert repr(session.ranks) == f"<ranks 0-1 of session {session.name!r}>"
+    said = pydoc.plain(pydoc.render_doc(type(session)))
+    assert "lambda" not in said and "Files: copied to the nodes" in said
+    for group in (session.files, session.log, session.news, session.ranks, session.settings):
+        for name in (name for name in dir(group) if name[0] != "_"):
+            text = inspect.getdoc(getattr(type(group), name))
+            assert text and not text.startswith(("Of ", "Their ", "Those ", "The same")), f"{name}: {text}"
+    assert "complete" not in dir(session.ranks)
+    assert "stop_gap_s" not in dir(session.settings)
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), 0, -1])

@@ -13,6 +13,14 @@ from .asked import check_flag, check_seconds
 __all__ = ["SessionSettings", "SlotsOnly"]
 
 
+_CAN_BE_SET = {
+    "hang_s": "How long ranks wait for others before the cell says so.",
+    "warm_s": "How long nodes keep what the ranks have imported, after a stop.",
+}
+# What our own rooms use: Tab does not offer it.
+_FOR_OUR_OWN = {"bring", "complete", "next_cell", "pop_losses", "reach_by", "stop_gap_s"}
+
+
 class SlotsOnly:
     """What a session offers: a setting that is none, or stands elsewhere, is no new attribute of it."""
 
@@ -22,24 +30,29 @@ class SlotsOnly:
         try:
             object.__setattr__(self, name, value)
         except AttributeError:
-            names = ", ".join(known for known in SessionSettings.__slots__ if known[0] != "_")
-            what_can = f"{names} of session.settings, and each of session.settings.limits"
+            what_can = f"{', '.join(_CAN_BE_SET)} of session.settings, and each of session.settings.limits"
             raise AttributeError(f"{type(self).__name__}.{name} cannot be set: what can is {what_can}") from None
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _FOR_OUR_OWN]
 
 
 class SessionSettings(SlotsOnly):
-    """Those of one session, in seconds where that is in the name."""
+    """What of a session can be set while it runs: ``hang_s``, ``warm_s`` and each of ``limits``, in seconds."""
 
-    __slots__ = ("_groups", "_limits", "_process_groups", "_state", "hang_s", "stop_gap_s", "warm_s")
+    __slots__ = {
+        **dict.fromkeys(("_groups", "_limits", "_process_groups", "_state", "stop_gap_s")),
+        **_CAN_BE_SET,
+    }
 
     def __init__(self, link: RankLink, process_groups: ProcessGroups) -> None:
         self._limits = link.limits
         self._state = link.state
         self._groups = link.state.groups
         self._process_groups = process_groups
-        self.hang_s = 5.0  # how long ranks wait for others before the cell says so
+        self.hang_s = 5.0
         self.stop_gap_s = 0.0  # from a stop to what it does: time for whoever restarts this process to say so
-        self.warm_s = 0.0  # how long nodes keep what the ranks have imported, after a stop
+        self.warm_s = 0.0
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises: SpecError for what is no number of seconds."""
@@ -51,7 +64,7 @@ class SessionSettings(SlotsOnly):
 
     @property
     def limits(self) -> Limits:
-        """How long it waits for what, and how often it looks; each can be set."""
+        """How long the session waits for what, and how often it looks; each can be set."""
         return self._limits
 
     @property
