@@ -104,7 +104,8 @@ class DistributedMagics(Magics):
         args = self._parse_cell_line(prog, line)
         self._check_syntax(code)
         with told_when_interrupted(f"{prog}: the start of its session", NOTHING_RUNS):
-            session = self.holder.for_cell(getattr(args, "count", None), force=getattr(args, "force", False))
+            count, force = getattr(args, "count", None), getattr(args, "force", False)
+            session = self.holder.for_cell(count, args.ranks, force=force)
         number = session.log.next_cell(at_least=self._execution_count())
         chosen = session.ranks.choose(args.ranks)
         screen = screen_for(self._ipython)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import getpass
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,10 @@ from IPython.core.error import StdinNotImplementedError, UsageError
 from ..deploy.kept import drop_kept
 from ..deploy.known import StartedWith, known_sessions, note_left
 from ..errors import LaunchError, SessionError, TransportError, count_ranks
-from ..plan import DEVICES
+from ..plan import DEVICES, parse_ranks
 from ..session.session import LINGER_S, Session, end_session
 from .candidates import similar_nodes
-from .notebook import kernel_name, session_name
+from .notebook import connection_file, kernel_name, session_name
 from .options import Settings
 from .progress import redrawn_line
 from .waiting import describe_beside, describe_waiting, waiting_sessions
@@ -25,6 +26,7 @@ from .waiting import describe_beside, describe_waiting, waiting_sessions
 if TYPE_CHECKING:
     from ..spec.node import Node
 
+_NUMBERS = re.compile(r"[-\d,\s]+")  # of ranks; a name, or all, is not known before they are there
 STOP_GAP_S = 0.2  # a front end that restarts a kernel interrupts it, and says so 1 ms later; 180 on busy processors
 
 
@@ -117,7 +119,7 @@ class SessionHolder:
         self.settings = Settings.from_env()
         self._kernel = kernel_name(ipython)
         # of the notebook, or that which it had before a restart: its session's, unless told otherwise
-        self.name = _holder_left_by(self._kernel) or session_name(ipython.user_ns)
+        self.name = _holder_left_by(self._kernel) or session_name(ipython.user_ns, connection_file(ipython))
         self._started_with: StartOptions | None = None
         self._ended: Session | None = None  # perhaps its stop was interrupted, and goes on
 
@@ -264,7 +266,7 @@ class SessionHolder:
     def apply_settings(self, session: Session) -> str:
         """Have ``session`` keep to the settings; says when that of collectives holds, where it is another now."""
         session.settings.hang_s, session.settings.warm_s = self.settings.hang, self.settings.warm
-        return session.settings.check_collectives(self.settings.check == "on")
+        return session.settings.check_collectives(self.settings.check == "on") if session.is_alive else ""
 
     def detach(self) -> None:
         """Leave the session to a later notebook."""
@@ -314,10 +316,13 @@ class SessionHolder:
             raise UsageError("no session runs: start one with %%distributed or %distributed start")
         return self.session
 
-    def for_cell(self, count: int | None, *, force: bool = False) -> Session:
+    def for_cell(self, count: int | None, ranks: str | None = None, *, force: bool = False) -> Session:
         """The session, started if there is none. Raises: SessionError, UsageError for another number of ranks."""
         if self.session is None:
-            return self.start(self._wanted_by_cell(count, force=force))
+            wanted = self._wanted_by_cell(count, force=force)
+            if wanted.count and not wanted.nodes and ranks and _NUMBERS.fullmatch(ranks):
+                parse_ranks(ranks, world_size=wanted.count)  # before ranks are started that the cell is not for
+            return self.start(wanted)
         if not self.session.is_alive:
             raise self.session.failure or SessionError(
                 f"session {self.session.name!r} has ended: start another with %distributed restart"

@@ -11,24 +11,31 @@ from pathlib import Path
 from typing import Any
 
 
-def session_name(user_ns: dict[str, Any]) -> str:
-    """A name from the notebook's file, so that the same notebook finds its session again; else a unique one.
+def session_name(user_ns: dict[str, Any], kernel: str) -> str:
+    """A name from the notebook's file, so that the same notebook finds its session again; else from its ``kernel``'s.
 
+    Where there is neither, as in a terminal, a unique one.
     `detrain-nb run` says the file in DETRAIN_NB_NOTEBOOK, JupyterLab in JPY_SESSION_NAME, VS Code in a variable.
     """
     path = (
         os.environ.get("DETRAIN_NB_NOTEBOOK") or os.environ.get("JPY_SESSION_NAME") or user_ns.get("__vsc_ipynb_file__")
     )
     if not isinstance(path, str) or not path:
-        return f"kernel-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        digest = hashlib.sha256(kernel.encode()).hexdigest()[:12]
+        return f"kernel-{digest}" if kernel else f"kernel-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")[:40] or "notebook"
     return f"{stem}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
 
 
+def connection_file(ipython: Any) -> str:
+    """Of the kernel; the same after a restart. Empty in a terminal."""
+    app = getattr(getattr(ipython, "kernel", None), "parent", None)
+    return str(getattr(app, "abs_connection_file", ""))
+
+
 def kernel_name(ipython: Any) -> str:
     """Of the kernel, the same after a restart, though the notebook may have another name then; empty in a terminal."""
-    app = getattr(getattr(ipython, "kernel", None), "parent", None)
-    return Path(str(getattr(app, "connection_file", ""))).name
+    return Path(connection_file(ipython)).name
 
 
 def on_shutdown(ipython: Any, end: Callable[[], None], detach: Callable[[], None]) -> Callable[[], None]:

@@ -203,6 +203,17 @@ def test_restarted_kernel_finds_the_cell_running_and_all_it_printed(start_front:
     assert after == "[0] 2\n[1] 12\n"
 
 
+def test_killed_kernel_of_no_named_notebook_finds_its_session(start_front: Any) -> None:
+    """Where no front end says what the notebook is called, a kernel started again is known by its connection file."""
+    front = start_front("")
+    front.run("%%distributed -n 1\nx = 5")
+    front.kill()
+    assert _THERE.fullmatch(front.restart(now=True))
+    front.run("%distributed attach")
+    assert front.run("%%distributed\nprint(x)") == "[0] 5\n"
+    front.run("%distributed stop")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "pause", "seen"),

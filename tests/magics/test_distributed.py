@@ -420,6 +420,12 @@ def test_help_on_a_name_comes_from_the_ranks(kernel: Any) -> None:
 # ---- sessions and kernels
 
 
+def test_choice_of_ranks_that_there_will_not_be_starts_none(start_kernel: Any) -> None:
+    kernel = start_kernel()
+    assert "5" in kernel.run("%%distributed -n 2 -r 5\n1").error
+    assert "no session runs" in kernel.run("%distributed status").error
+
+
 @pytest.mark.slow
 def test_session_is_named_after_its_notebook(start_kernel: Any, runtime_folder: Path) -> None:
     kernel = start_kernel(JPY_SESSION_NAME="/home/x/My notebook (1).ipynb")
