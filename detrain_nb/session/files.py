@@ -6,7 +6,7 @@ import os
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import SpecError
+from ..errors import SessionError, SpecError
 from ..plan import split_names
 from ..transport import Transport
 from .running.asked import check_paths, check_text, names_of
@@ -145,10 +145,12 @@ class SessionFiles(SlotsOnly):
         from ..deploy.sync import check
 
         check_text("path", path)
-        return check(self._transports, path, folder=self.folder)
+        return check(self._choose(None), path, folder=self.folder)
 
     def _choose(self, nodes: str | Iterable[str] | None) -> list[Transport]:
-        """Nodes by their names, several with commas. Raises: SpecError."""
+        """Nodes by their names, several with commas. Raises: SpecError; SessionError where all have ended."""
+        if not self._transports:
+            raise SessionError("the session has ended: start another one")
         if nodes is None:
             return self._transports
         wanted = split_names(nodes) if isinstance(nodes, str) else names_of(nodes, "nodes")

@@ -98,8 +98,9 @@ class SessionRanks(SlotsOnly):
     def replace(self, ranks: Ranks) -> None:
         """Replace ``ranks`` by fresh ones: their variables are lost, those of the others are not. Does not wait.
 
-        Raises: SessionError for those of a lost node.
+        Raises: SessionError for those of a lost node; what ended the session.
         """
+        self._core.require_alive()
         chosen = self._core.choose(ranks)
         gone = {rank: end for rank, end in self._state.lost.items() if rank in chosen and is_gone(end)}
         if gone:

@@ -404,6 +404,7 @@ class Session(SlotsOnly):
             is_taken = [link.is_taken for link in links]  # perhaps in this very moment
             self._core.is_stopped = True  # after it was asked for: a stop in between leaves it to be asked for again
             atexit.unregister(self._end)
+            self.files.reach_by([])
             self.not_ended = [transports[node].name for node in left if transports[node].can_resume]
             if not self.not_ended and not any(is_taken):
                 forget(self.name)

@@ -833,8 +833,15 @@ def test_ended_session_says_so_and_its_results_stay() -> None:
     result = session.run_cell("print('printed')")
     session.stop()
     session.stop()
-    with pytest.raises(SessionError, match="has ended"):
-        session.run_cell("1")
+    for ask in (
+        lambda: session.run_cell("1"),
+        session.settings.check_collectives,
+        lambda: session.files.put(__file__, "/tmp/detrain_nb_never"),
+        lambda: session.files.check_data("/tmp"),
+        session.restart,
+    ):
+        with pytest.raises(SessionError, match="has ended"):
+            ask()
     assert not session.is_alive
     assert result[0].stdout == "printed\n"
 

@@ -44,7 +44,7 @@ class Core:
         self.state = self.link.state
         self.process_groups = ProcessGroups(self.link)
         self.rescue = Rescue(self.link, self.process_groups)
-        self.settings = SessionSettings(self.link, self.process_groups)
+        self.settings = SessionSettings(self.link, self.process_groups, self.require_alive)
         self.is_stopped = False
         self.is_left = False  # its ranks go on
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ...deploy.kept import check_warm
@@ -41,11 +42,12 @@ class SessionSettings(SlotsOnly):
     """What of a session can be set while it runs: ``hang_s``, ``warm_s`` and each of ``limits``, in seconds."""
 
     __slots__ = {
-        **dict.fromkeys(("_groups", "_limits", "_process_groups", "_state", "stop_gap_s")),
+        **dict.fromkeys(("_groups", "_limits", "_process_groups", "_require_alive", "_state", "stop_gap_s")),
         **_CAN_BE_SET,
     }
 
-    def __init__(self, link: RankLink, process_groups: ProcessGroups) -> None:
+    def __init__(self, link: RankLink, process_groups: ProcessGroups, require_alive: Callable[[], None]) -> None:
+        self._require_alive = require_alive
         self._limits = link.limits
         self._state = link.state
         self._groups = link.state.groups
@@ -86,8 +88,10 @@ class SessionSettings(SlotsOnly):
         """Compare collectives from the next process groups on, or no more; says in words when that is.
 
         Groups that no cell uses are ended at once. Each collective then takes some milliseconds longer.
+        Raises: what ended the session.
         """
         check_flag("is_on", is_on)
+        self._require_alive()
         if is_on == self.checks_collectives:
             return ""
         self._groups.check(is_on)
