@@ -40,7 +40,7 @@ from .running.asked import check_mapping, check_number, check_seconds, check_tex
 from .running.cells import Cells
 from .running.core import Core, Ranks
 from .running.results import CellResult
-from .running.settings import SessionSettings, SlotsOnly
+from .running.settings import SlotsOnly
 from .running.start import RankStart, go_on, launch, place
 from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
@@ -58,6 +58,7 @@ LINGER_S = 600.0
 GROUP_TIMEOUT_S = 600.0
 SPOOL_LIMIT_BYTES = 1 << 30
 _MOST_HOSTS = 4  # by name
+_GROUPS = ("ranks", "log", "news", "files", "settings")  # of what a session offers
 
 
 class Session(SlotsOnly):
@@ -90,14 +91,8 @@ class Session(SlotsOnly):
 
         def __getattr__(self, name: str) -> Any:
             """Raises: AttributeError, which says where it is, if anywhere."""
-            groups = {
-                "ranks": SessionRanks,
-                "log": SessionLog,
-                "news": SessionNews,
-                "files": SessionFiles,
-                "settings": SessionSettings,
-            }
-            found = [of for of, group in groups.items() if name[0] != "_" and hasattr(group, name)]
+            is_of_user = name[0] != "_" and name not in _GROUPS
+            found = [of for of in _GROUPS if is_of_user and hasattr(type(getattr(self, of)), name)]
             where = f": it is session.{found[0]}.{name}" if found else ""
             raise AttributeError(f"'Session' object has no attribute {name!r}{where}", name=name, obj=self)
 
@@ -163,7 +158,7 @@ class Session(SlotsOnly):
             check_text(what, text)
         check_text("folder", os.fspath(folder) if isinstance(folder, os.PathLike) else folder or "")
         folder = os.path.abspath(folder or current_folder())
-        say = on_progress or _say_nothing
+        say = on_progress or (lambda line: None)
         transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         if group_timeout_s is not None:
             check_seconds("group_timeout_s", group_timeout_s, is_more_than_0=True)
@@ -237,7 +232,7 @@ class Session(SlotsOnly):
             transports = find_nodes(name, ask_passphrase=ask_passphrase)
         else:
             transports = transports_to(nodes, ask_passphrase=ask_passphrase)
-        say = on_progress or _say_nothing
+        say = on_progress or (lambda line: None)
         files = SessionFiles(transports, current_folder(), is_synced=sync, takes_over=False)
         say(_describe_connecting(transports))
         try:
@@ -448,10 +443,6 @@ def _describe_orphans(orphans: Mapping[int, Iterable[str]]) -> str:
         f"one line, %broadcast MODEL,{name} -r {short_ranks(ranks)}"
         for name, ranks in ranks_of.items()
     )
-
-
-def _say_nothing(line: str) -> None:
-    pass
 
 
 def _describe_connecting(transports: Sequence[Transport]) -> str:
