@@ -142,7 +142,7 @@ class SessionCommands:
 
         has_left = False
         run = session.log.follow(number, live, on_end=show_end)
-        if run.is_over:
+        if run.is_cut_off:
             show_end(run)
         else:
             _show_errors(run, screen, world_size=plan.world_size, except_of=shown)
@@ -266,7 +266,7 @@ class SessionCommands:
 
     def _follow(self, session: Session, number: int, live: LiveCell) -> Cell:
         run = session.log.follow(number, live)
-        while run.running and not run.is_over:
+        while run.running and not run.is_cut_off:
             run.wait(0.5)
         return run
 

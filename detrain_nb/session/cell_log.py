@@ -133,7 +133,7 @@ class SessionLog(SlotsOnly):
     def follow(self, cell: int, observer: CellObserver, *, on_end: Callable[[Cell], None] | None = None) -> Cell:
         """Give ``observer`` all that was logged of a cell, as fast as it shows it, and from now on what comes.
 
-        Returns the cell as it runs, to ``wait`` for it, or as it ended, with ``is_over``. ``on_end`` is called in a
+        Returns the cell as it runs, to ``wait`` for it, or as it ended, with ``is_cut_off``. ``on_end`` is called in a
         background thread when one that still runs has ended.
         """
         reader = self._output.reader(cell)

@@ -17,7 +17,7 @@ from detrain_nb.wire import Message
 _NODE = Path(detrain_nb.__file__).parent / "node"
 _KINDS = {kind.__name__ for kind in Message.__subclasses__()}
 _TABLES = {
-    "agent/agent.py": {"_handlers"},
+    "agent/agent.py": {"_notebook_handlers"},
     "agent/snapshot.py": {"_notebook_handlers", "_rank_handlers"},
     "rank/worker.py": {"_agent_handlers", "_interpreter_handlers"},
     "cell/interpreter.py": {"_handlers", "_control_handlers"},

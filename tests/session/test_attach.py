@@ -438,7 +438,7 @@ print("nd\\nthree")
     with Session.attach(name) as session:
         observer = Observer()
         run = session.log.follow(1, observer)
-        assert run.wait(_LIMIT_S) or run.is_over
+        assert run.wait(_LIMIT_S) or run.is_cut_off
         assert observer.notices == [], "all that came before the kill was acknowledged"
         text = observer.text(0)
     assert sorted([text.replace("ü!\n", ""), "ü!\n" if "ü!\n" in text else ""]) == sorted(["énd\nthree\n", "ü!\n"])
@@ -453,7 +453,7 @@ def test_value_and_error_that_came_meanwhile_are_there(other: OtherProcess, name
     time.sleep(1.5)
     with Session.attach(name) as session:
         run = session.log.follow(1, Observer())
-        assert run.wait(_LIMIT_S) or run.is_over
+        assert run.wait(_LIMIT_S) or run.is_cut_off
         assert run.bundles() == {0: {"text/plain": "[0]"}}
         assert {rank: error.name for rank, error in run.errors().items()} == {1: "ZeroDivisionError"}
 
@@ -542,7 +542,7 @@ open("{tmp_path}/done", "w")
     with Session.attach(name) as session:
         observer = Observer()
         run = session.log.follow(1, observer)
-        assert run.wait(_LIMIT_S) or run.is_over
+        assert run.wait(_LIMIT_S) or run.is_cut_off
         at, lost = next((i, text) for i, (who, text) in enumerate(observer.shown) if "were lost" in text)
         assert re.search(r"about [0-9,]{9,} bytes of output were lost .* over its limit of 25,165,824 bytes", lost)
         before, after = (

@@ -132,7 +132,7 @@ class _Agent:
         self._ends_at: float | None = time.monotonic() + _ATTACH_LIMIT_S  # unless a notebook attaches before
         self._workers: dict[int, Link] = {}
         self._is_ending = False
-        self._handlers: dict[type[Message], Callable[[Any], None]] = {  # the rest is for the ranks
+        self._notebook_handlers: dict[type[Message], Callable[[Any], None]] = {  # the rest is for the ranks
             Acknowledge: self._acknowledge,
             OpenStore: self._open_store,
             Launch: self._launch,
@@ -363,7 +363,7 @@ class _Agent:
         check_sender(frame.kind, FROM_NOTEBOOK)
         message = frame.message()
         self._snapshot.take_from_notebook(message)
-        if handle := self._handlers.get(frame.kind):
+        if handle := self._notebook_handlers.get(frame.kind):
             handle(message)
         else:
             self._to_workers(message, frame.to_bytes())

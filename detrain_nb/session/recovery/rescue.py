@@ -51,7 +51,7 @@ class Rescue:
         story = self._begin(cell)
         try:
             self._press(1, story)
-            if not cell.wait(self._limits.free_s) and not cell.is_over:
+            if not cell.wait(self._limits.free_s) and not cell.is_cut_off:
                 cell.note_stop()
                 story.verdicts = self._judge(story)
         except KeyboardInterrupt:  # now somebody has
@@ -64,7 +64,7 @@ class Rescue:
     def _press_until_it_ends(self, story: _Story) -> None:
         cell = story.cell
         for _ in range(_PRESSES):
-            if not cell.running or cell.is_over:
+            if not cell.running or cell.is_cut_off:
                 return
             press = cell.press(at_most=_PRESSES)
             with contextlib.suppress(KeyboardInterrupt):  # the next press
@@ -140,7 +140,7 @@ class Rescue:
 
     def after_death(self, cell: Cell) -> None:
         """A rank of ``cell`` was lost: end its generation, and what the others still do."""
-        if cell.is_over:
+        if cell.is_cut_off:
             return
         with contextlib.suppress(KeyboardInterrupt):  # it is under way
             self._free(self._begin(cell))
@@ -153,7 +153,7 @@ class Rescue:
         cell = story.cell
         if press == 1:
             self._interrupt(cell)
-            if not cell.wait(self._limits.press_s) and not cell.is_over:
+            if not cell.wait(self._limits.press_s) and not cell.is_cut_off:
                 self._free_who_waits(story)
         elif press == 2:
             self._free(story)
@@ -175,7 +175,7 @@ class Rescue:
         """Look who waits; with nobody waiting, give those that compute some time."""
         cell = story.cell
         deadline = time.monotonic() + self._limits.compute_s
-        while cell.running and not cell.is_over:
+        while cell.running and not cell.is_cut_off:
             story.verdicts = self._judge(story)
             if any(verdict.waits for verdict in story.verdicts.values()):
                 self._free(story)
@@ -198,7 +198,7 @@ class Rescue:
         take what was sent for the earlier one; gloo ends the process where the sizes differ.
         """
         cell = story.cell
-        if story.has_ended_generation or cell.lost or cell.is_over:
+        if story.has_ended_generation or cell.lost or cell.is_cut_off:
             return
         if cell.running:
             self._unfinished.append(cell)
@@ -262,14 +262,14 @@ class _Story:
     def told(self) -> str:
         """In words; one line for each thing the user may have to do."""
         lines = []
-        is_open = not self.cell.is_over
+        is_open = not self.cell.is_cut_off
         if freed := [verdict for rank, verdict in self.freed.items() if not (is_open and rank in self.cell.running)]:
             lines.append(f"{_waited(freed)}: freed")
         if self.mismatch:
             lines.append(self.mismatch)
         if self.replaced:
             lines.append(f"{format_ranks(self.replaced)} did not stop in time and had to be replaced")
-        if self.cell.running and not self.cell.is_over:
+        if self.cell.running and not self.cell.is_cut_off:
             lines.append(self.describe_left())
         elif not self.replaced and not self.cell.lost:
             lines.append("all ranks stopped and kept their variables")

@@ -48,7 +48,7 @@ class CellExecution:
         cell, story = self._cell, ""
         try:
             self._link.send(self._message)
-            while not cell.wait(self._seconds_to_next_look(), or_loss=True) and not cell.is_over:
+            while not cell.wait(self._seconds_to_next_look(), or_loss=True) and not cell.is_cut_off:
                 if cell.lost:
                     break
                 failures = _failures(cell)

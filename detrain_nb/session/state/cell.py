@@ -48,7 +48,7 @@ class Cell:
             self.values_brought.set()
         self._outcomes: dict[int, CellDone | CellFailed | RankEnded] = {}
         self._presses = 0
-        self._is_over = False
+        self._is_cut_off = False
         self._lost_after_its_end: dict[int, RankEnded] = {}
         self._cleaners: dict[tuple[int, str], PieceCleaner] = {}
         self._bundles: dict[int, Bundle] = {}
@@ -64,9 +64,9 @@ class Cell:
         return self._presses
 
     @property
-    def is_over(self) -> bool:
+    def is_cut_off(self) -> bool:
         """Nothing more will come: the node is gone."""
-        return self._is_over
+        return self._is_cut_off
 
     @property
     def is_done(self) -> bool:
@@ -92,9 +92,9 @@ class Cell:
     def _wait_until(self, is_so: Callable[[], bool], limit_s: float) -> None:
         """Wait until ``is_so``, or nothing will come any more."""
         deadline = time.monotonic() + limit_s
-        while not is_so() and not self._is_over and (left_s := deadline - time.monotonic()) > 0:
+        while not is_so() and not self._is_cut_off and (left_s := deadline - time.monotonic()) > 0:
             self._news.clear()
-            if not is_so() and not self._is_over:
+            if not is_so() and not self._is_cut_off:
                 self._news.wait(left_s)
 
     @property
@@ -137,7 +137,7 @@ class Cell:
 
     def close(self) -> None:
         """Nothing more will come; whoever waits is told."""
-        self._is_over = True
+        self._is_cut_off = True
         self._news.set()
 
     def know_hosts(self, hosts: Mapping[int, str]) -> None:
@@ -152,7 +152,7 @@ class Cell:
             nonlocal question
             if question is None and self.observers:  # it was added since, and got what was logged before
                 question = self.observers.shown_so_far()
-            return question() if question else not self.running or self._is_over
+            return question() if question else not self.running or self._is_cut_off
 
         return is_shown
 

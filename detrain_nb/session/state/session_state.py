@@ -53,7 +53,7 @@ from .rank_deaths import advice, describe_end, describe_ends
 from .rank_owners import RankOwners
 from .requests import Request, Requests
 
-# What is shown as it is; the words of the others are cleaned where they are used.
+# The words of these are cleaned as they come; those of the others, where they are used.
 _OF_WORDS = (
     RequestFailed,
     GenerationReady,
@@ -147,6 +147,7 @@ class SessionState:
         self._told: dict[int, dict[int, list[RanCell | Unfinished]]] = {}  # by node that is being attached to, and cell
         self._left: set[int] = set()  # cells that an earlier notebook has left running: nobody waits for them
         self._on_end: dict[int, list[Callable[[Cell], None]]] = {}
+        # What a cell logs (``Logged``) is no part of it: see ``_take``.
         self._handlers: dict[type[Message], Callable[[Any, int, int], None]] = {
             RankEnded: lambda message, number, node: self._take_end_of_rank(
                 message, is_missed=node not in self._attached or self._is_missed(number, node)
