@@ -319,7 +319,7 @@ class Session(SlotsOnly):
         if timeout_s is not None:
             check_seconds("timeout_s", timeout_s, is_more_than_0=True)
         number = 1 if number is None else check_whole("number", number, least=1)
-        first_line = check_whole("first_line", first_line, least=1)
+        first_line = check_whole("first_line", first_line, least=0)
         if observer is not None:
             check_observer(observer)
         self._bring_changes(ranks, observer)

@@ -473,6 +473,7 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
     "evidence._TENSORS": (evidence._TENSORS.fullmatch, "Float[", ["1", ", ", "]Float[", "1], Float[", ".", "... (1"]),
     "rank_deaths._TIMED_OUT": (_as_silence, "timed out waiting ", ["timed out waiting for 1", "1", "t"]),
     "diagnosis._STANDARD_LIBRARY": (_as_frame, "/lib/python3.", ["/lib64/python3.1", "1", "/lib"]),
+    "diagnosis._NO_CALL": (lambda text: diagnosis._NO_CALL.sub("", text), "a", [" ", "\u3164", "a ", "a"]),
     "diagnosis._called_name": (diagnosis._called_name, "a", ["(", ")", "a(", " ", "."]),
     "session_state._last_words": (
         session_state._last_words,

@@ -334,7 +334,7 @@ def test_command_line_up_and_down_is_idempotent_and_leaves_nothing(make_testbed:
 
 
 def test_ttl_takes_everything_down(make_testbed: MakeTestbed) -> None:
-    other = make_testbed(1, link=Link(), ttl_s=0.5)
+    other = make_testbed(1, link=Link(), ttl_s=5)
     assert wait_until(lambda: is_gone(other))
 
 
