@@ -428,7 +428,8 @@ os.write(2, "ü".encode()[1:] + b"!\\n")
 print("nd\\nthree")
 """
     other.run(
-        "class Shows:\n    def output(self, *a): pass\n    def notice(self, text): pass\n"
+        "from detrain_nb.session.state.cell_observer import CellObserver\n"
+        "class Shows(CellObserver):\n    def output(self, *a): pass\n    def notice(self, text): pass\n"
         "    def waiting(self, text): pass\n    def shown_so_far(self): return lambda: True"
     )
     other.start(f"s.run_cell({code!r}, observer=Shows())")
@@ -582,7 +583,8 @@ open("{tmp_path}/done" + str(rank), "w")
         before, after, counts = second.run(f"""
 import psutil, zlib
 from detrain_nb import Session
-class Counts:
+from detrain_nb.session.state.cell_observer import CellObserver
+class Counts(CellObserver):
     def __init__(self): self.lines, self.sums = {{0: 0, 1: 0}}, {{0: 0, 1: 0}}
     def output(self, rank, stream, text):
         self.lines[rank] += text.count("\\n"); self.sums[rank] = zlib.crc32(text.encode(), self.sums[rank])
