@@ -35,7 +35,7 @@ _NOOP = DETRAIN_NB.on_all.replace("{code}", "pass")
 _OPEN_PING = """
 import json, time
 _session = get_ipython().find_line_magic("distributed").__self__.session
-_channels = [transport._connection._transport.open_session() for transport in _session._transports]
+_channels = [transport._connection._transport.open_session() for transport in _session._core.transports]
 for _channel in _channels:
     _channel.exec_command("cat")
 def _ping():
@@ -50,7 +50,7 @@ def _ping():
 """
 _PING = """
 import json, time
-_connection = get_ipython().find_line_magic("distributed").__self__.session._transports[0]._connection
+_connection = get_ipython().find_line_magic("distributed").__self__.session._core.transports[0]._connection
 _channel = _connection._transport.open_session()
 _channel.exec_command("cat")
 def _ping():
