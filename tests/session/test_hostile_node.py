@@ -47,7 +47,6 @@ from detrain_nb.plan import NodePlan, Plan
 from detrain_nb.session.diagnosis.diagnosis import HangWatch, describe_mismatch, judge
 from detrain_nb.session.diagnosis.evidence import gather
 from detrain_nb.session.diagnosis.where_report import Whereabouts
-from detrain_nb.session.link import node_link, rank_link
 from detrain_nb.session.link.rank_link import RankLink
 from detrain_nb.session.output.safe_output import safe_bundle, safe_completions
 from detrain_nb.session.running.start import _open_store
@@ -361,9 +360,8 @@ def test_what_nobody_asked_for_is_not_read_without_end(pair: Pair, message: Any)
     pair.assert_hung_up("it says more than it was asked for")
 
 
-def test_answers_to_what_was_asked_have_no_end(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_link, "_MOST_UNASKED_BYTES", 0)
-    link_of(pair.session).node_links[1]._unread_bytes = 0
+def test_answers_to_what_was_asked_have_no_end(pair: Pair) -> None:
+    pair.session.settings.limits.unasked_bytes = 0
     long = replace(IDLE, rank=1, stack=["x" * 1000] * 100)
     pair.bad.answers[Locate] = lambda message: [replace(long, request=message.request)]  # type: ignore[attr-defined]
     for _ in range(10):
@@ -573,13 +571,12 @@ def test_number_of_a_cell_that_a_node_makes_up_keeps_no_honest_node_out_later(cl
             assert not state_of(session).lost_nodes
 
 
-def test_cells_that_a_node_remembers_are_no_part_of_what_it_may_say_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_that_a_node_remembers_are_no_part_of_what_it_may_say_unasked() -> None:
     """There may be thousands, each with thousands of ranks."""
-    monkeypatch.setattr(node_link, "_MOST_UNASKED_BYTES", 1 << 11)
     good, other = FakeNode("good", 0), FakeNode("other", 1)
     ran = [RanCell([0], cell, "x", 1, False, [], False) for cell in range(1, 100)]
     good.answers[Attach] = lambda _: [*ran, RankUp(0, 1, 0, 2, 1, "good", "cpu", "2"), good.attached]
-    with _attached(good, other) as session:
+    with _attached(good, other, limits=Limits(unasked_bytes=1 << 11)) as session:
         assert session.log.cells == ran
         assert session.run_cell("1", ranks=0).ranks == (0,)
 
@@ -768,8 +765,7 @@ def test_node_that_sends_what_was_missed_in_drops_is_lost_alone() -> None:
         _assert_absent(session, "has sent too little of what was missed")
 
 
-def test_nodes_that_send_what_was_missed_in_twentieths_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_link, "_MOST_CATCH_UPS", 2)
+def test_nodes_that_send_what_was_missed_in_twentieths_have_one_deadline() -> None:
     good, bad, third = FakeNode("good", 0), FakeNode("bad", 1), FakeNode("third", 2)
 
     def step(node: FakeNode) -> None:
@@ -789,7 +785,7 @@ def test_nodes_that_send_what_was_missed_in_twentieths_have_one_deadline(monkeyp
     for node in (good, bad, third):
         node.answers[Attach] = lambda _, node=node: answer(node)
     began = time.monotonic()
-    with _attached(good, bad, third, limits=Limits(catch_up_s=1.0)) as session:
+    with _attached(good, bad, third, limits=Limits(catch_up_s=1.0, catch_up_all_s=2.0)) as session:
         assert time.monotonic() - began < 4
         lost = state_of(session).lost_nodes
         assert lost == {

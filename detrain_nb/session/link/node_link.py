@@ -61,9 +61,8 @@ _MOST_UNANSWERED = 6  # signs of life; files that go the same way may stand befo
 _SLOW_BYTES_PER_S = 10_000  # what is under way on a slow connection gives the node time
 _LONGEST_UNDER_WAY_S = 120.0  # but no more: each piece of 1 MB is answered
 _PIECE_BYTES = 1 << 16  # of output: so much is taken at once
-# What is said unasked is read up to so much; each rank that is told something may answer with so much, too.
-_MOST_UNASKED_BYTES, _ANSWER_BYTES = 32 << 20, 1 << 19
-_UNASKED = (Output, Display, ClearOutput, Piece, Received)  # these may come without end, and are quickly read
+_ANSWER_BYTES = 1 << 19  # of headers with which a rank may answer what it is told
+_WITHOUT_END = (Output, Display, ClearOutput, Piece, Received)  # what a cell says, quickly read
 _SHORT_BYTES = 1 << 12
 _REMEMBERED = (RanCell, Unfinished)  # what of these may come is counted by MessageChecks
 _GIVE_WAY_S = 0.001  # between two pieces: the locks that are let go of there are free for who waits for them
@@ -93,7 +92,7 @@ class NodeLink:
         self._counts = connect is not None
         self._sending = threading.Lock()
         self._moved = threading.Condition(self._sending)  # the node has taken something, or is gone
-        self._unread_bytes = _MOST_UNASKED_BYTES  # of headers that may still come
+        self._unread_bytes: int = limits.unasked_bytes  # of headers that may still come
         self._sent = 0  # the number of the last message, where they are counted
         self._unreceived: deque[tuple[int, bytes]] = deque()
         self._unreceived_bytes = 0
@@ -157,7 +156,7 @@ class NodeLink:
             self._link.add_bytes(to_frame(message).to_bytes())
             return
         answers_bytes = _ANSWER_BYTES * len(getattr(message, "ranks", ()))
-        self._unread_bytes = min(self._unread_bytes, _MOST_UNASKED_BYTES) + answers_bytes
+        self._unread_bytes = min(self._unread_bytes, self._limits.unasked_bytes) + answers_bytes
         number = 0
         if self._counts:
             self._sent = number = self._sent + 1
@@ -319,7 +318,7 @@ class NodeLink:
 
     def _take(self, frame: Frame) -> None:
         size_bytes = len(frame.header)
-        if frame.kind not in _REMEMBERED and (frame.kind not in _UNASKED or size_bytes > _SHORT_BYTES):
+        if frame.kind not in _REMEMBERED and (frame.kind not in _WITHOUT_END or size_bytes > _SHORT_BYTES):
             with self._sending:
                 self._unread_bytes -= size_bytes
             if self._unread_bytes < 0:

@@ -24,7 +24,6 @@ from .node_link import NodeLink
 
 _MOST_TURNS = 10  # of cells of other threads that a cell waits for
 _REFUSED_AGAIN_S = 5.0  # from one cell that was refused to the next of "run all"
-_MOST_CATCH_UPS = 10  # times ``catch_up_s``, for all nodes
 _TELL_AFTER_S = 0.1
 
 
@@ -107,7 +106,7 @@ class RankLink:
             if link.last_number >= enough:
                 deadline, enough = time.monotonic() + limit_s, link.last_number + step
             if time.monotonic() >= min(deadline, by):
-                took_s = limit_s if deadline <= by else _MOST_CATCH_UPS * limit_s
+                took_s = limit_s if deadline <= by else self.limits.catch_up_all_s
                 who = self.state.nodes[node] or f"session {self._session!r}"
                 raise CellTimeout(f"{who} has sent too little of what was missed in {took_s:g} s")
             if time.monotonic() >= tell_at:
@@ -122,7 +121,7 @@ class RankLink:
     @property
     def caught_up_by(self) -> float:
         """When all nodes together that are attached to now are to have sent what was missed."""
-        return time.monotonic() + _MOST_CATCH_UPS * self.limits.catch_up_s
+        return time.monotonic() + self.limits.catch_up_all_s
 
     def hang_up(self, node: int, reason: str) -> None:
         """Let go of a node, which is lost for this session."""

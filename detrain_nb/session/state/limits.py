@@ -21,7 +21,8 @@ class Limits:
     # the beginning and the end
     start_s: float = 120.0  # without a further rank that has come up
     attach_s: float = 30.0  # to a node that others can do without
-    catch_up_s: float = 60.0  # without a twentieth of what was missed; all of all nodes has ten times as long
+    catch_up_s: float = 60.0  # without a further twentieth of what a node says was missed
+    catch_up_all_s: float = 600.0  # until all nodes have sent all of it
     end_s: float = 8.0  # for what a stop ends
     close_s: float = 5.0
     last_words_s: float = 5.0  # for what a node that hung up has said, and was not read yet
@@ -52,6 +53,7 @@ class Limits:
     # the byte stream to a node
     alive_gap_s: float = ALIVE_GAP_S  # between two signs of life
     acknowledge_gap_s: float = 0.1
+    unasked_bytes: int = 32 << 20  # of headers that nobody asked for, beside those that may come without end
     full_bytes: int = 16 << 20  # of what is queued: an interrupt does not stand behind gigabytes
 
     def __setattr__(self, name: str, value: Any) -> None:
