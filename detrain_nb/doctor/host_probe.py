@@ -8,12 +8,14 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..deploy.remote_program import RemoteProgram, read_program
 from ..deploy.ssh_node import connect_to
 from ..errors import TransportError
+from ..node.ssh.rates import CHUNK_BYTES, find_rate
 from ..spec.node import Node
 from ..transport.ssh import AskPassphrase, SshConnection
 from .host_facts import HostFacts, Said
@@ -29,12 +31,7 @@ _REACH_LIMIT_S = 6.0  # packets may be lost on the way, and are sent again after
 _TRANSFER_LIMIT_S = 20.0
 _CLOCK_ROUNDS = 8
 _CLOCK_LIMIT_S = 0.5  # after which no further round begins
-_LONG_ENOUGH_S = 0.5
-_SETTLED_ROUND_TRIPS = 20
-_SETTLED_GAIN = 1.25
-_FIRST_BYTES = 1 << 16
 _MOST_BYTES = 1 << 28
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -136,30 +133,22 @@ class HostProbe:
     def measure_rate_from_here(self) -> float:
         """Bytes a second that arrive there from the notebook, measured as between hosts (probe.py)."""
         deadline = time.monotonic() + _TRANSFER_LIMIT_S
-        size, before = _FIRST_BYTES, 0.0
-        while True:
-            began = time.monotonic()
-            try:
-                said = self._send_bulk(size, deadline)
-            except TransportError:
-                self.close()
-                raise
-            now = time.monotonic()
-            took_s = now - began
-            seconds, counted = said.number("seconds", most=1e6), said.number("counted", most=size)
-            rate = counted / seconds if counted and seconds else size / took_s
-            has_settled = took_s > _SETTLED_ROUND_TRIPS * self._round_trip_s or rate < _SETTLED_GAIN * before
-            is_over = now + 2 * took_s > deadline or size * 2 > _MOST_BYTES
-            if is_over or (took_s >= _LONG_ENOUGH_S and has_settled):
-                return rate
-            size, before = size * 2, rate
+        send = partial(self._send_bulk, deadline=deadline)
+        try:
+            return find_rate(send, round_trip_s=self._round_trip_s, deadline=deadline, most_bytes=_MOST_BYTES)
+        except TransportError:
+            self.close()
+            raise
 
-    def _send_bulk(self, size: int, deadline: float) -> Said:
-        chunk = os.urandom(min(size, _CHUNK_BYTES))  # which nothing on the way can compress
+    def _send_bulk(self, size: int, *, deadline: float) -> float:
+        """Bytes a second, as the other side has counted them; 0 where it has not."""
+        chunk = os.urandom(min(size, CHUNK_BYTES))  # which nothing on the way can compress
         self._program.say(type="sink", size=size)
-        for start in range(0, size, _CHUNK_BYTES):
+        for start in range(0, size, CHUNK_BYTES):
             self._program.send(chunk[: size - start], limit_s=max(0.1, deadline - time.monotonic()))
-        return Said(self._program.hear("sink", limit_s=max(0.1, deadline - time.monotonic())))
+        said = Said(self._program.hear("sink", limit_s=max(0.1, deadline - time.monotonic())))
+        seconds, counted = said.number("seconds", most=1e6), said.number("counted", most=size)
+        return counted / seconds if counted and seconds else 0.0
 
     def fix(self) -> str:
         """Let it make our folder, or close it to others; what was done, empty when there was nothing to do."""

@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 
 from detrain_nb.node.ssh.addresses import list_addresses
+from detrain_nb.node.ssh.rates import CHUNK_BYTES, find_rate
 from detrain_nb.node.system.cgroups import Cgroup, find_groups, read_mounts
 from detrain_nb.node.system.proc_files import read
 
@@ -40,12 +41,7 @@ STALL_LIMIT_S = 6.0  # a transfer that has not moved for so long is over
 MOST_PEERS_AT_ONCE = 64
 PINGS = 5
 PINGS_LIMIT_S = 0.5
-CHUNK_BYTES = 1 << 20
-FIRST_BYTES = 1 << 16
 MOST_BYTES = 1 << 31
-LONG_ENOUGH_S = 0.5
-SETTLED_ROUND_TRIPS = 20
-SETTLED_GAIN = 1.25
 
 
 def main() -> None:
@@ -453,30 +449,21 @@ def _time_round_trip(sock: socket.socket, most: int) -> float:
 
 
 def _send(order: dict[str, Any]) -> dict[str, Any]:
-    """Bytes a second that arrive at another node, over one connection: ever more are sent, until it takes a while.
-
-    Where a round trip is long, until sending more is no faster too: TCP begins slowly.
-    """
+    """Bytes a second that arrive at another node, over one connection."""
     deadline = time.monotonic() + float(order["within_s"])
     chunk = memoryview(os.urandom(CHUNK_BYTES))  # which nothing on the way can compress
-    size, before = FIRST_BYTES, 0.0
     with _connect(order["peer"], STALL_LIMIT_S) as sock:
         sock.settimeout(STALL_LIMIT_S)
         round_trip_s = _time_round_trip(sock, 1)
-        while True:
-            began = time.monotonic()
+
+        def transfer(size: int) -> float:
             sock.sendall(struct.pack("!q", size))
             for start in range(0, size, CHUNK_BYTES):
                 sock.sendall(chunk[: min(CHUNK_BYTES, size - start)])
-            (rate,) = struct.unpack("!d", _receive(sock, 8))
-            now = time.monotonic()
-            took_s = now - began
-            rate = rate or size / took_s
-            has_settled = took_s > SETTLED_ROUND_TRIPS * round_trip_s or rate < SETTLED_GAIN * before
-            is_over = now + 2 * took_s > deadline or size * 2 > MOST_BYTES
-            if is_over or (took_s >= LONG_ENOUGH_S and has_settled):
-                return {"bytes_per_s": rate}
-            size, before = size * 2, rate
+            return float(struct.unpack("!d", _receive(sock, 8))[0])
+
+        rate = find_rate(transfer, round_trip_s=round_trip_s, deadline=deadline, most_bytes=MOST_BYTES)
+    return {"bytes_per_s": rate}
 
 
 def _connect(peer: dict[str, Any], limit_s: float) -> socket.socket:
