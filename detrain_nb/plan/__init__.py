@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .errors import SpecError, count_ranks, short_ranks
+from ..errors import SpecError, count_ranks, short_ranks
 
 __all__ = ["MOST_RANKS", "NodeOffer", "NodePlan", "Plan", "parse_ranks", "plan_nodes", "plan_one_node", "split_names"]
 
