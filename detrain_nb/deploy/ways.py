@@ -24,7 +24,7 @@ __all__ = ["ADVICE", "address_beside", "check_ways", "settle_here"]
 ADVICE = f"put a host first that all nodes reach, and leave {THIS_MACHINE} out"
 _BETWEEN_HOSTS = "a firewall between them has to let TCP through, on all ports above 1023"
 _WITHIN_S = 3.0
-_SLACK_S = 20.0  # for the others to come so far, and for a node that is slow
+_SLACK_S = 20.0
 _MOST_NAMED = 6
 _LONGEST_FAULT = 200
 _TOKEN_BYTES = 16
@@ -58,17 +58,24 @@ def address_beside(other: str, node: Node | None = None) -> tuple[str, str]:
     return choose_address(node or Node(host=THIS_MACHINE), have, reached_at=source, peer_address=source)
 
 
-def check_ways(transports: Sequence[Transport], addresses: Sequence[str], *, within_s: float = _WITHIN_S) -> None:
+def check_ways(
+    transports: Sequence[Transport],
+    addresses: Sequence[str],
+    *,
+    within_s: float = _WITHIN_S,
+    slack_s: float = _SLACK_S,
+) -> None:
     """Have each node connect once to each other, at the address in its place of ``addresses``, within ``within_s``.
 
-    For a moment each of them listens on a port of that address that the system picks.
+    For a moment each of them listens on a port of that address that the system picks. ``slack_s``: for a node to come
+    so far that it listens, and to answer.
     Raises: LaunchError with a line for each way that there is not, which names both ends; DetrainError.
     """
     meeting = threading.Barrier(len(transports))
     tokens = [secrets.token_hex(_TOKEN_BYTES) for _ in transports]
     ports = [0] * len(transports)
     numbers = {id(transport): number for number, transport in enumerate(transports)}
-    patience = Patience(silence_s=within_s + _SLACK_S, answer_s=within_s + _SLACK_S)
+    patience = Patience(silence_s=within_s + slack_s, answer_s=within_s + slack_s)
 
     def look(node: Transport, stop: Stop, _: OnProgress) -> dict[int, str]:
         number = numbers[id(node)]
@@ -98,7 +105,7 @@ def check_ways(transports: Sequence[Transport], addresses: Sequence[str], *, wit
     ]
     if missing:
         lines = [
-            f"{source.name} does not reach {target.name} at {at}: {fault}" for source, target, at, fault in missing
+            f"{label(source)} does not reach {label(target)} at {at}: {fault}" for source, target, at, fault in missing
         ]
         more = [f"and {len(lines) - _MOST_NAMED} more ways"] if len(lines) > _MOST_NAMED else []
         is_here = any(end.is_this_machine for source, target, *_ in missing for end in (source, target))
