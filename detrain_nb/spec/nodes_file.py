@@ -24,8 +24,13 @@ from typing import Any
 from ..documents import SUFFIXES, format_document, parse_content, read_text, suffix_of
 from ..errors import SpecError
 from ..guarded import can_others_write
+<<<<<<< HEAD
 from ..storage import locate, replace_file
 from .node import Node, default_name, parse_target
+=======
+from ..storage import replace_file
+from .node import OF_HOSTS, THIS_MACHINE, Node, default_name, describe_twice_here, parse_target
+>>>>>>> f251703d9f8c21c2fb80995293c94bef41e238ae
 
 _MOST_FAULTS = 20
 
@@ -54,9 +59,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
             nodes.append(Node(host=target.host, user=target.user, port=target.port, name=name))
         except SpecError as exc:
             faults += [f"{line}; a nodes file can name it" for line in str(exc).splitlines()]
-    _refuse(
-        faults or _find_twins(nodes, advice="leave out one, or give each a port of its own"), where=f"nodes {text!r}"
-    )
+    _refuse(faults or _find_twins(nodes, advice=_PORTS_APART), where=f"nodes {text!r}")
     return tuple(nodes)
 
 
@@ -69,7 +72,7 @@ def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
     _refuse(_build({"host": "any", **defaults})[1], where=f"{path}, defaults")
     nodes: list[Node] = []
     for number, table in enumerate(tables, 1):
-        node, lines = _build({**defaults, **table})
+        node, lines = _build({**_defaults_for(table, defaults), **table})
         faults += [f"{_label(number, table)}: {line}" for line in lines]
         nodes += [node] if node else []
     _refuse(faults or _find_twins(nodes, advice=_NAMES_APART), where=path)
@@ -121,6 +124,12 @@ def _take_apart(content: object) -> tuple[list[dict[str, Any]], dict[str, Any], 
     return tables, defaults, faults  # type: ignore[return-value]
 
 
+def _defaults_for(table: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that say how hosts are reached, and where things are there, do not hold for this machine."""
+    is_here = table.get("host", defaults.get("host")) == THIS_MACHINE
+    return {name: value for name, value in defaults.items() if not (is_here and name in OF_HOSTS)}
+
+
 def _build(fields: Mapping[str, Any]) -> tuple[Node | None, list[str]]:
     try:
         return Node(**fields), []
@@ -133,10 +142,13 @@ def _label(number: int, table: Mapping[str, Any]) -> str:
     return f"node {number} ({known[0]})" if known else f"node {number}"
 
 
+_PORTS_APART = "leave out one, or give each a port of its own"
 _NAMES_APART = "give each a name of its own; one machine is named once, with ranks = N for several ranks"
 
 
 def _find_twins(nodes: Sequence[Node], *, advice: str) -> list[str]:
+    if twice := describe_twice_here(nodes):
+        return [twice]
     numbers: dict[str, list[str]] = {}
     for number, node in enumerate(nodes, 1):
         numbers.setdefault(node.name, []).append(str(number))
