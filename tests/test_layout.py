@@ -565,7 +565,11 @@ FAULTS = {
     "a room above, relative": ("wire/link.py", "from .. import launch", "wire imports launch"),
     "a room above, from a folder": ("node/agent/agent.py", "from ...session import files", "node imports session"),
     "a room above, in a function": ("plan/nodes.py", "def f():\n    import detrain_nb.launch", "plan imports launch"),
-    "a room above, for types": ("plan/nodes.py", "if TYPE_CHECKING:\n    from ..launch import x", "plan imports launch"),
+    "a room above, for types": (
+        "plan/nodes.py",
+        "if TYPE_CHECKING:\n    from ..launch import x",
+        "plan imports launch",
+    ),
     "a room above, by name": (
         "plan/nodes.py",
         "from importlib import import_module as i\ni('detrain_nb.cli')",
@@ -596,7 +600,11 @@ FAULTS = {
     "a module of 3.11 on a node": ("node/agent/agent.py", "from tomllib import load", "tomllib.load is newer"),
     "a name of 3.11 on a node": ("plan/nodes.py", "from enum import StrEnum", "enum.StrEnum is newer"),
     "an attribute of 3.11 on a node": ("plan/nodes.py", "import datetime as d\nd.UTC", "datetime.UTC is newer"),
-    "a builtin of 3.11 on a node": ("plan/nodes.py", "def f(e):\n    ExceptionGroup('', [e])", "ExceptionGroup is newer"),
+    "a builtin of 3.11 on a node": (
+        "plan/nodes.py",
+        "def f(e):\n    ExceptionGroup('', [e])",
+        "ExceptionGroup is newer",
+    ),
     "a method of 3.11 on a node": ("plan/nodes.py", "def f(e):\n    e.add_note('')", "add_note is newer"),
     "fcntl in the session": ("session/files.py", "import fcntl", "fcntl does not exist on Windows"),
     "AF_UNIX in the transport": ("transport/a.py", "import socket\nF = socket.AF_UNIX", "does not exist on Windows"),
@@ -632,7 +640,10 @@ ALLOWED = {
     "torch for types": ("values.py", "if TYPE_CHECKING:\n    import torch\n    from typing import Self"),
     "torch in the launcher": ("node/rank/launcher.py", "from torch.distributed.elastic import agent"),
     "AF_UNIX in a function": ("transport/local.py", "import socket\ndef f():\n    return socket.AF_UNIX"),
-    "a newer name behind a version": ("plan/nodes.py", "import sys\nif sys.version_info >= (3, 11):\n    import tomllib"),
+    "a newer name behind a version": (
+        "plan/nodes.py",
+        "import sys\nif sys.version_info >= (3, 11):\n    import tomllib",
+    ),
     "newer things in the kernel": (
         "session/files.py",
         "import asyncio\nfrom typing import Self\nasyncio.TaskGroup",
