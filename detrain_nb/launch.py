@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from .guarded import RUN_MODULE
 from .plan import Plan
 
-__all__ = ["NodeLaunch", "RankConfig", "launch_node"]
+__all__ = ["NodeLaunch", "Program", "RankConfig", "Rendezvous", "launch_job", "launch_node"]
 
 WORKER_MODULE = "detrain_nb.node.rank.worker"
 LAUNCHER_MODULE = "detrain_nb.node.rank.launcher"
 RENDEZVOUS_BACKEND = "detrain-bound"
-RENDEZVOUS_HANDLER = "detrain_nb.node.rank.rendezvous:make_handler"
+JOB_BACKEND, ELASTIC_BACKEND = "detrain-job", "detrain-elastic"
+# Where torchrun finds our rendezvous, by the entry points of its group ``torchrun.handlers``.
+RENDEZVOUS_HANDLERS = {
+    RENDEZVOUS_BACKEND: "detrain_nb.node.rank.rendezvous:make_handler",
+}
 RANK_CONFIG_VARIABLE = "DETRAIN_NB_RANK_CONFIG"
 STORE_FD_VARIABLE = "DETRAIN_NB_STORE_FD"  # a bound socket that the agent hands to the launcher
+JOB_KEY_VARIABLE = "DETRAIN_NB_JOB_KEY"  # hex: the nodes of an elastic job know what they have written by it
+JOB_NODES_VARIABLE = "DETRAIN_NB_JOB_NODES"  # their names as a JSON list, by node rank
+JOB_END_VARIABLE = "DETRAIN_NB_JOB_END"  # the file in which a node's rendezvous writes why it has ended the ranks
 WARM_FD_VARIABLE = "DETRAIN_NB_WARM_FD"  # where the agent gives orders to its warm process
 GPUS_VARIABLE = "DETRAIN_NB_GPUS"  # which of the GPUs that the agent has counted: it writes CUDA_VISIBLE_DEVICES
 TERMINAL_COLUMNS, TERMINAL_ROWS = 80, 24  # what programs on a rank believe that they draw on
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"  # where the ranks of a session's only node listen
-_RENDEZVOUS_LIMIT_S = 120  # the other nodes may be slower to import torch
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,33 @@ class RankConfig:
 
 
 @dataclass(frozen=True)
+class Rendezvous:
+    """How the nodes of a launch find each other.
+
+    ``kind`` is one of ours ("detrain-bound" for sessions, "detrain-job", "detrain-elastic") or torchrun's "static" or
+    "c10d". ``endpoint`` is where node 0's store listens. The others may come ``timeout_s`` after it, and a node of
+    which nothing is heard for ``silence_s`` counts as lost.
+    """
+
+    kind: str
+    run_id: str
+    endpoint: tuple[str, int]
+    timeout_s: float = 120.0  # the other nodes may be slower to import torch
+    max_restarts: int = 0
+    silence_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank runs: a script or a module under Python, or a command; and its arguments."""
+
+    kind: str  # "script", "module", "command"
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class NodeLaunch:
-    """What the agent of a node starts: a command line and what to add to its environment."""
+    """What is started on a node: a command line and what to add to its environment."""
 
     argv: list[str]
     env: dict[str, str] = field(repr=False)  # it may hold secrets
@@ -74,14 +105,9 @@ def launch_node(
     ranks of this node reach the others through.
     """
     node = plan.nodes[node_rank]
-    address, port = store
+    rendezvous = Rendezvous(RENDEZVOUS_BACKEND, run_id, store)
     options = [
-        f"--nnodes={len(plan.nodes)}",
-        f"--nproc-per-node={len(node.ranks)}",
-        f"--rdzv-backend={RENDEZVOUS_BACKEND}",
-        f"--rdzv-endpoint={f'[{address}]' if ':' in address else address}:{port}",
-        f"--rdzv-id={run_id}",
-        f"--rdzv-conf=rank={node_rank},timeout={_RENDEZVOUS_LIMIT_S}",
+        *_write_options(rendezvous, nodes=len(plan.nodes), ranks=len(node.ranks), node_rank=node_rank),
         "--start-method=fork",
         "--monitor-interval=0.05",
         "--log-dir=torchelastic",  # in the session's folder, and gone with it
@@ -91,8 +117,7 @@ def launch_node(
     env = {
         # torch reads it at import, before the fork: no thread of OpenMP or OpenBLAS may exist then
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": f"={interface}",
+        **_listen_at(interface),
         # the flight recorder keeps the last collectives of a rank, on gloo too
         "TORCH_FR_BUFFER_SIZE": "128",  # a dump takes 25 us an entry, with the GIL held
         # our own watch ends a wait; what torch logs then, with its C++ stack, would stand in the cell
@@ -113,6 +138,97 @@ def launch_node(
         **config.to_env(),
     }
     return NodeLaunch([python, "-c", RUN_MODULE, module, *options], env)
+
+
+def launch_job(
+    rendezvous: Rendezvous,
+    program: Program,
+    *,
+    nodes: int | tuple[int, int],
+    ranks: int,
+    node_rank: int,
+    python: str,
+    interface: str = "",
+    local_address: str = "",
+    node_names: Sequence[str] = (),
+    key: str = "",
+    end_file: str = "",
+    options: Sequence[str] = (),
+    extra_env: Mapping[str, str] | None = None,
+) -> NodeLaunch:
+    """Write the command line of one node of a job: plain torchrun, with the user's program as its ranks.
+
+    ``nodes`` is how many there are, or how few and how many there may be. ``ranks`` are those of this node, which
+    reaches the others through ``interface`` and is reached at ``local_address``; empty: as torch finds them.
+    ``key`` is what nodes of an elastic job share, 32 bytes in hex. ``options`` are more of torchrun's own.
+    Raises: ValueError where they do not go together.
+    """
+    if not program.argv:
+        raise ValueError("the program is empty: name a script, a module or a command")
+    is_elastic = rendezvous.kind in (ELASTIC_BACKEND, "c10d")
+    if not is_elastic and not isinstance(nodes, int):
+        raise ValueError(f"the {rendezvous.kind} rendezvous takes a fixed number of nodes, not {nodes[0]}:{nodes[1]}")
+    if rendezvous.kind == JOB_BACKEND and rendezvous.max_restarts:
+        raise ValueError(f"max_restarts={rendezvous.max_restarts} needs the {ELASTIC_BACKEND} rendezvous")
+    is_ours = rendezvous.kind not in ("static", "c10d")
+    argv = [
+        # only where our code is must torchrun not import what lies in the job's folder
+        *((python, "-c", RUN_MODULE, "torch.distributed.run") if is_ours else (python, "-m", "torch.distributed.run")),
+        *_write_options(rendezvous, nodes=nodes, ranks=ranks, node_rank=node_rank),
+        *([f"--local-addr={local_address}"] if local_address else []),
+        *options,
+        *_write_program(program),
+    ]
+    env = {
+        "OMP_NUM_THREADS": "1",  # what torchrun would set, with a warning
+        "PYTHONUNBUFFERED": "1",
+        **(_listen_at(interface) if interface else {}),
+        **({JOB_KEY_VARIABLE: key} if key else {}),
+        **({JOB_NODES_VARIABLE: json.dumps(list(node_names))} if node_names else {}),
+        **({JOB_END_VARIABLE: end_file} if end_file else {}),
+        **(extra_env or {}),
+    }
+    return NodeLaunch(argv, env)
+
+
+def _write_options(
+    rendezvous: Rendezvous, *, nodes: int | tuple[int, int], ranks: int, node_rank: int
+) -> tuple[str, ...]:
+    """What torchrun must know of the nodes."""
+    address, port = rendezvous.endpoint
+    conf = {"timeout": round(rendezvous.timeout_s)}
+    if rendezvous.kind == ELASTIC_BACKEND:
+        conf = {"join_timeout": conf["timeout"], "is_host": int(node_rank == 0)}
+    if rendezvous.kind in (JOB_BACKEND, ELASTIC_BACKEND):
+        conf["silence"] = round(rendezvous.silence_s)
+    if rendezvous.kind in (JOB_BACKEND, RENDEZVOUS_BACKEND):
+        conf["rank"] = node_rank  # torchrun passes --node-rank on to its own static rendezvous alone
+    return (
+        f"--nnodes={nodes if isinstance(nodes, int) else ':'.join(map(str, nodes))}",
+        f"--nproc-per-node={ranks}",
+        *([f"--node-rank={node_rank}"] if rendezvous.kind == "static" else []),
+        f"--rdzv-backend={rendezvous.kind}",
+        f"--rdzv-endpoint={f'[{address}]' if ':' in address else address}:{port}",
+        f"--rdzv-id={rendezvous.run_id}",
+        "--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in conf.items()),
+        *([f"--max-restarts={rendezvous.max_restarts}"] if rendezvous.max_restarts else []),
+    )
+
+
+def _write_program(program: Program) -> list[str]:
+    """Name the program as torchrun takes it, whose parser eats one ``--`` and which fills in ``$`` in arguments."""
+    first, *arguments = program.argv
+    if program.kind == "script" and first.startswith("-"):  # Python would take it for an option
+        first = os.path.join(os.curdir, first)
+    kept = [argument.replace("$", "$$") for argument in arguments]
+    if program.kind == "command":
+        return ["--no-python", "--", first, *kept]
+    return [*(["-m"] if program.kind == "module" else []), "--", first.replace("$", "$$"), *kept]
+
+
+def _listen_at(interface: str) -> dict[str, str]:
+    """Where gloo and NCCL listen, and go out from."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def threads_per_rank(ranks: int, *, cpus: int) -> int:

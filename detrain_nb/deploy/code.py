@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from ..launch import RENDEZVOUS_BACKEND, RENDEZVOUS_HANDLER
+from ..launch import RENDEZVOUS_HANDLERS
 
 __all__ = ["ON_NODE", "CodeArchive", "ipython_code", "own_code", "pack_files"]
 
@@ -118,9 +118,10 @@ def _write_own_metadata() -> dict[str, bytes]:
         version = distribution("detrain_nb").version
     except PackageNotFoundError:  # a checkout that is only on the path
         version = "0"
+    handlers = [f"{backend} = {handler}" for backend, handler in RENDEZVOUS_HANDLERS.items()]
     texts = {
         "METADATA": f"Metadata-Version: 2.1\nName: detrain_nb\nVersion: {version}\n",
-        "entry_points.txt": f"[torchrun.handlers]\n{RENDEZVOUS_BACKEND} = {RENDEZVOUS_HANDLER}\n",
+        "entry_points.txt": "\n".join(["[torchrun.handlers]", *handlers, ""]),
     }
     return {f"detrain_nb-{version}.dist-info/{name}": text.encode() for name, text in texts.items()}
 

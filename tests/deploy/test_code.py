@@ -63,19 +63,20 @@ def test_own_code_says_where_torchrun_finds_its_rendezvous_as_an_installation_do
     _unpack(own_code(), tmp_path)
     script = """
 from importlib.metadata import entry_points, version
-[entry] = entry_points(group="torchrun.handlers")
-print(version("detrain_nb"), entry.name, entry.value)
+print(version("detrain_nb"))
+for entry in entry_points(group="torchrun.handlers"):
+    print(entry.name, entry.value)
 """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    [(name, value)] = project["entry-points"]["torchrun.handlers"].items()
-    assert _run_alone(tmp_path, script).split() == [project["version"], name, value]
+    handlers = [f"{name} {value}" for name, value in project["entry-points"]["torchrun.handlers"].items()]
+    assert _run_alone(tmp_path, script).splitlines() == [project["version"], *handlers]
 
 
 def test_own_code_imports_without_anything_else(tmp_path: Path) -> None:
     names = [name for name in _unpack(own_code(), tmp_path) if ".dist-info/" not in name]
     rooms = [name[: -len(".py")].replace("/", ".") for name in names if name.count("/") == 1]
     rooms.remove("detrain_nb.storage")  # which needs fsspec: torch brings it
-    modules = [*rooms, "detrain_nb.node.agent.agent", "detrain_nb.node.rank.worker", "detrain_nb.node.agent.gpus"]
+    modules = [*rooms, "detrain_nb.node.agent.agent", "detrain_nb.node.rank.worker", "detrain_nb.node.system.gpus"]
     script = f"from importlib import import_module\nfor name in {modules}: print(import_module(name).__file__)"
     for line in _run_alone(tmp_path, script).splitlines():
         assert Path(line).is_relative_to(tmp_path)
