@@ -1,4 +1,4 @@
-"""The names that a spec chooses from, and that torch's rooms make something of: the names alone, for who has no torch."""
+"""The names that a spec chooses from, for who has no torch: what they mean is in parallel/ and training/."""
 
 from __future__ import annotations
 

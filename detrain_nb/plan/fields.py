@@ -5,6 +5,7 @@ Whoever has other classes than dataclasses gives ``fields_of``, which names the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -71,13 +72,7 @@ def _conform(value: object, hint: Any, where: str) -> Any:
         return _conform_dataclass(value, hint, fields, where)
     origin, inner = get_origin(hint), get_args(hint)
     if _is_union(origin):
-        for each in inner:
-            if value is None or each is not type(None):
-                try:
-                    return _conform(value, each, where)
-                except SpecError as exc:
-                    error = exc
-        raise error
+        return _conform_to_one(value, hint, where)
     if origin is Literal and any(value == each and type(value) is type(each) for each in inner):
         return value
     if origin is tuple and isinstance(value, list | tuple):
@@ -85,9 +80,17 @@ def _conform(value: object, hint: Any, where: str) -> Any:
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if abs(value) < 1e300:  # a whole number may be larger than any float
             return float(value)
-    elif hint is type(None) or isinstance(hint, type):
-        if type(value) is hint:
-            return value
+    elif isinstance(hint, type) and type(value) is hint:
+        return value
+    raise SpecError(f"{where} {_show(value)}: give {_describe(hint)}")
+
+
+def _conform_to_one(value: object, hint: Any, where: str) -> Any:
+    for kind in _alternatives(hint):
+        if dataclass_fields(kind) is not None and isinstance(value, Mapping):
+            return _conform(value, kind, where)  # whose error names the field in it
+        with contextlib.suppress(SpecError):
+            return _conform(value, kind, where)
     raise SpecError(f"{where} {_show(value)}: give {_describe(hint)}")
 
 
@@ -211,13 +214,18 @@ def set_fields(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
     """Return ``data``, a tree of dicts, with the ``values`` of dotted names; what they stand instead of is left out."""
     changed = json.loads(json.dumps(data))
     for name, value in values.items():
-        for other in next(
-            (group for group in ONE_OF if name.startswith(tuple(f"{each}." for each in group)) or name in group), ()
-        ):
-            if other != name and not name.startswith(f"{other}."):
-                _table(changed, other).pop(other.rpartition(".")[2], None)
+        for other in _others_instead(name):
+            _table(changed, other).pop(other.rpartition(".")[2], None)
         _table(changed, name)[name.rpartition(".")[2]] = value
     return dict(changed)
+
+
+def _others_instead(name: str) -> list[str]:
+    """The fields that are not given beside the one of this name, or beside the one that it is in."""
+    for group in ONE_OF:
+        if any(name == each or name.startswith(f"{each}.") for each in group):
+            return [each for each in group if name != each and not name.startswith(f"{each}.")]
+    return []
 
 
 def _table(data: dict[str, Any], name: str) -> dict[str, Any]:

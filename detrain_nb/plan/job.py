@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..errors import SpecError
 from .choices import ActivationsKept, PrecisionName, SchedulerName, SyncAlgorithm
-from .fields import build, dataclass_fields, read_json, read_override, set_fields, split_overrides
+from .fields import build, read_json, read_override, set_fields, split_overrides
 
 __all__ = [
     "JOB_SPEC_VARIABLE",
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 JOB_SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"  # names the file of the job's spec
+_SECTIONS = ("parallelism.", "training.", "data.", "model.", "checkpoint.")  # a script's command line may change these
 _FORMAT = 1
 _LIMIT_BYTES = 1_000_000
 
@@ -157,8 +158,7 @@ class JobSpec:
 
         Raises: SpecError.
         """
-        sections = tuple(f"{name}." for name in dataclass_fields(JobSpec) or ())
-        found, _ = split_overrides(words, is_ours=lambda name: name.startswith(sections))
+        found, _ = split_overrides(words, is_ours=lambda name: name.startswith(_SECTIONS))
         values = {name: read_override(name, text, JobSpec, where="--") for name, text in found.items()}
         return build(JobSpec, set_fields(asdict(self), values), where="--") if values else self
 
