@@ -2,6 +2,7 @@
 
 DetrainError
 ├── SpecError (ValueError)            what was asked for cannot be: a field, a number, a name
+│   ├── FieldError                    fields of a spec cannot be; `faults` has each of them
 │   └── CellSyntaxError               a cell is not Python; nothing was sent
 ├── SessionError                      the session is not in a state for that: none runs, a rank is busy
 │   └── ForeignConnection             another user's process is connected to a process group
@@ -34,6 +35,8 @@ __all__ = [
     "CellSyntaxError",
     "CellTimeout",
     "DetrainError",
+    "FieldError",
+    "FieldFault",
     "ForeignConnection",
     "HostKeyError",
     "JobError",
@@ -71,6 +74,32 @@ class DetrainError(Exception):
 
 class SpecError(DetrainError, ValueError):
     """What was asked for cannot be."""
+
+
+@dataclass(frozen=True)
+class FieldFault:
+    """What is wrong with a field, and what to give: ``path`` as ``training.epochs``, ``said`` the rest of the line.
+
+    ``path`` is empty where it is about several fields, and ``said`` begins with a colon then.
+    """
+
+    path: str
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.path}{self.said}" if self.path else self.said.removeprefix(": ")
+
+    def below(self, path: str) -> FieldFault:
+        """The same, told of what has the field in its own field ``path``."""
+        return FieldFault(f"{path}.{self.path}" if self.path else path, self.said)
+
+
+class FieldError(SpecError):
+    """Fields of a spec that cannot be, each with its line."""
+
+    def __init__(self, faults: Iterable[FieldFault]) -> None:
+        self.faults = tuple(dict.fromkeys(faults))
+        super().__init__("\n".join(map(str, self.faults)))
 
 
 class CellSyntaxError(SpecError):

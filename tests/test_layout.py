@@ -91,7 +91,7 @@ class Rules:
     """The three blocks of docs/design.md. Rooms are named as in the second one: `wire`, `node`, `__init__`."""
 
     top_level: frozenset[str]  # "detrain_nb/", "magics/": folders end with a slash
-    in_package: frozenset[str]  # "plan/nodes.py", "node/"
+    in_package: frozenset[str]  # "plan/a.py", "node/"
     may_import: dict[str, frozenset[str]]  # transitive, the room itself included
     inside: dict[
         str, frozenset[str]
@@ -564,14 +564,14 @@ FAULTS = {
     "a room above": ("wire/a.py", "from detrain_nb.session import files", "wire imports session but may import errors"),
     "a room above, relative": ("wire/link.py", "from .. import launch", "wire imports launch"),
     "a room above, from a folder": ("node/agent/agent.py", "from ...session import files", "node imports session"),
-    "a room above, in a function": ("plan/nodes.py", "def f():\n    import detrain_nb.launch", "plan imports launch"),
+    "a room above, in a function": ("plan/a.py", "def f():\n    import detrain_nb.launch", "plan imports launch"),
     "a room above, for types": (
-        "plan/nodes.py",
+        "plan/a.py",
         "if TYPE_CHECKING:\n    from ..launch import x",
         "plan imports launch",
     ),
     "a room above, by name": (
-        "plan/nodes.py",
+        "plan/a.py",
         "from importlib import import_module as i\ni('detrain_nb.cli')",
         "plan imports",
     ),
@@ -598,14 +598,14 @@ FAULTS = {
     "any library in the agent": ("node/agent/agent.py", "from psutil import Process", "node may not import psutil"),
     "syntax of 3.11 on a node": ("wire/link.py", "try: pass\nexcept* OSError: pass", "does not parse as Python 3.10"),
     "a module of 3.11 on a node": ("node/agent/agent.py", "from tomllib import load", "tomllib.load is newer"),
-    "a name of 3.11 on a node": ("plan/nodes.py", "from enum import StrEnum", "enum.StrEnum is newer"),
-    "an attribute of 3.11 on a node": ("plan/nodes.py", "import datetime as d\nd.UTC", "datetime.UTC is newer"),
+    "a name of 3.11 on a node": ("plan/a.py", "from enum import StrEnum", "enum.StrEnum is newer"),
+    "an attribute of 3.11 on a node": ("plan/a.py", "import datetime as d\nd.UTC", "datetime.UTC is newer"),
     "a builtin of 3.11 on a node": (
-        "plan/nodes.py",
+        "plan/a.py",
         "def f(e):\n    ExceptionGroup('', [e])",
         "ExceptionGroup is newer",
     ),
-    "a method of 3.11 on a node": ("plan/nodes.py", "def f(e):\n    e.add_note('')", "add_note is newer"),
+    "a method of 3.11 on a node": ("plan/a.py", "def f(e):\n    e.add_note('')", "add_note is newer"),
     "fcntl in the session": ("session/files.py", "import fcntl", "fcntl does not exist on Windows"),
     "AF_UNIX in the transport": ("transport/a.py", "import socket\nF = socket.AF_UNIX", "does not exist on Windows"),
     "AF_UNIX, imported": ("transport/a.py", "from socket import AF_UNIX", "does not exist on Windows"),
@@ -641,7 +641,7 @@ ALLOWED = {
     "torch in the launcher": ("node/rank/launcher.py", "from torch.distributed.elastic import agent"),
     "AF_UNIX in a function": ("transport/local.py", "import socket\ndef f():\n    return socket.AF_UNIX"),
     "a newer name behind a version": (
-        "plan/nodes.py",
+        "plan/a.py",
         "import sys\nif sys.version_info >= (3, 11):\n    import tomllib",
     ),
     "newer things in the kernel": (
