@@ -29,7 +29,9 @@ def add_job_commands(commands: Any) -> None:
     group = commands.add_parser("jobs", help="scripts that run detached on all nodes: submit, follow, stop, fetch")
     actions = group.add_subparsers(metavar="ACTION", required=True)
 
-    submit = _add(actions, "submit", _submit, "start the job that a spec describes; it goes on when this shell is closed")
+    submit = _add(
+        actions, "submit", _submit, "start the job that a spec describes; it goes on when this shell is closed"
+    )
     add_spec(submit)
     submit.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end; its exit status")
     submit.add_argument("--dry-run", action="store_true", help="say what would run where, and which files would travel")
@@ -53,12 +55,19 @@ def add_job_commands(commands: Any) -> None:
     fetch.add_argument("--to", default=".", metavar="DIR", help="the folder to write into; default: this one")
     fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
 
-    execute = _add(actions, "exec", execute_on_nodes, "run a shell command on every node of a job, or of --nodes; the worst exit status")
+    execute = _add(
+        actions,
+        "exec",
+        execute_on_nodes,
+        "run a shell command on every node of a job, or of --nodes; the worst exit status",
+    )
     execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
     execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
     execute.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for it, default 600")
 
-    remove = _add(actions, "rm", _remove, "remove jobs that are over: their folders on the nodes, and what is known here")
+    remove = _add(
+        actions, "rm", _remove, "remove jobs that are over: their folders on the nodes, and what is known here"
+    )
     remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB)
     remove.add_argument("--older-than", type=float, metavar="DAYS", help="all that ended more than DAYS ago")
     remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
@@ -296,7 +305,9 @@ def _ask_passphrase(path: str) -> str | None:
 
 
 def _add(actions: Any, name: str, act: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=words, description=f"{words[0].upper()}{words[1:]}."
+    )
     parser.set_defaults(act=act)
     return parser
 

@@ -1,10 +1,10 @@
 """Scripts that run to their end on all nodes, detached: submitted, followed, stopped, and what they made fetched.
 
-    from detrain_nb.jobs import submit
+from detrain_nb.jobs import submit
 
-    job = submit("train.yaml")
-    job.attach()
-    job.fetch("*.pt", "models")
+job = submit("train.yaml")
+job.attach()
+job.fetch("*.pt", "models")
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ def test_state(said: list[NodeReport | DetrainError | None], state: str, exit_co
 
 def test_node_whose_own_rank_failed_says_why() -> None:
     followed = report("ended", 1, reason="node b failed", ended_at=1.0)
-    failed = report("ended", 3, failed_rank=2, last_lines=("ValueError: x",), reason="rank 2 exited with 3", ended_at=2.0)
+    failed = report(
+        "ended", 3, failed_rank=2, last_lines=("ValueError: x",), reason="rank 2 exited with 3", ended_at=2.0
+    )
     found = status(followed, failed)
     assert (found.exit_code, found.failed_node, found.failed_rank) == (3, "b", 2)
     with pytest.raises(JobFailed, match=r"exit 3.*rank 2 on b.*\n  \| ValueError: x"):

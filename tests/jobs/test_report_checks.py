@@ -65,7 +65,9 @@ def test_whatever_is_said_is_read_or_refused(said: dict[str, Any]) -> None:
             pass
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a//b", "a/../../b", "", ".", "x\n", "a/" * 200 + "b", 3, None])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a//b", "a/../../b", "", ".", "x\n", "a/" * 200 + "b", 3, None]
+)
 def test_name_of_an_artifact_stays_below_the_folder(name: object) -> None:
     with pytest.raises(Untrue):
         read_files({"files": [[name, 1, "0" * 64]]})
