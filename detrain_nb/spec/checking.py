@@ -42,7 +42,10 @@ def _check_rendezvous(spec: PipelineSpec) -> Iterator[Finding]:
     there = max(1, len(spec.nodes))
     for field, count in (("min_nodes", spec.rendezvous.min_nodes), ("max_nodes", spec.rendezvous.max_nodes)):
         if count is not None and count > there:
-            yield Finding(f"rendezvous.{field}", f"{count}, but there are {there} nodes: add nodes or lower it")
+            yield Finding(
+                f"rendezvous.{field}",
+                f"{count}, but the spec has {there} node{'s' if there > 1 else ''}: add nodes or lower it",
+            )
     if spec.rendezvous.is_elastic and spec.checkpoint is None:
         yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")
 
