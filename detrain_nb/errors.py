@@ -95,11 +95,11 @@ class FieldFault:
 
 
 class FieldError(SpecError):
-    """Fields of a spec that cannot be, each with its line."""
+    """Fields of a spec that cannot be, each with its line; ``where``: the file that they stand in."""
 
-    def __init__(self, faults: Iterable[FieldFault]) -> None:
+    def __init__(self, faults: Iterable[FieldFault], *, where: str = "") -> None:
         self.faults = tuple(dict.fromkeys(faults))
-        super().__init__("\n".join(map(str, self.faults)))
+        super().__init__("\n".join(f"{where}: {fault}" if where else str(fault) for fault in self.faults))
 
 
 class CellSyntaxError(SpecError):

@@ -20,7 +20,7 @@ from ..transport import Transport
 from .asking import on_all, talk_to
 from .report_checks import NodeFile, read_files
 
-__all__ = ["Fetched", "fetch"]
+__all__ = ["Fetched", "Place", "choose_places", "fetch"]
 
 OnSize = Callable[[int], object]
 _LIST_BYTES = 1 << 24
@@ -44,7 +44,9 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class Place:
+    """Where a file of a node goes."""
+
     file: NodeFile
     path: str  # below the folder here
 
@@ -64,7 +66,7 @@ def fetch(
     """
     root = Path(os.path.abspath(os.path.expanduser(folder)))
     listed = on_all(nodes, lambda index: _list_files(nodes[index], index, job, patterns))
-    wanted = _choose_places(nodes, listed)
+    wanted = choose_places([label(node) for node in nodes], listed)
     paths = sorted(each.path for of_node in wanted for each in of_node)
     if not paths:
         raise JobError(f"job {job} has no artifact that matches {name_some(list(patterns))}")
@@ -90,7 +92,7 @@ def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) 
     return files
 
 
-def _choose_places(nodes: Sequence[Transport], listed: Sequence[Sequence[NodeFile]]) -> list[list[_Wanted]]:
+def choose_places(names: Sequence[str], listed: Sequence[Sequence[NodeFile]]) -> list[list[Place]]:
     """Where the files of each node go: one that others have as well, but not the same, below the node's name."""
     digests: dict[str, set[str]] = {}
     folders: set[str] = set()
@@ -99,16 +101,18 @@ def _choose_places(nodes: Sequence[Transport], listed: Sequence[Sequence[NodeFil
             digests.setdefault(file.name, set()).add(file.digest)
             parts = file.name.split("/")
             folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts))}
-    taken: set[str] = set()
-    chosen: list[list[_Wanted]] = []
-    for node, files in zip(nodes, listed):
-        of_node: list[_Wanted] = []
+    taken: dict[str, str] = {}
+    chosen: list[list[Place]] = []
+    for name, files in zip(names, listed):
+        of_node: list[Place] = []
         for file in files:
             is_disputed = len(digests[file.name]) > 1 or file.name in folders
-            path = f"{label(node)}/{file.name}" if is_disputed else file.name
+            path = f"{name}/{file.name}" if is_disputed else file.name
+            while taken.get(path, file.digest) != file.digest:
+                path = f"{name}/{path}"
             if path not in taken:
-                taken.add(path)
-                of_node.append(_Wanted(file, path))
+                taken[path] = file.digest
+                of_node.append(Place(file, path))
         chosen.append(of_node)
     return chosen
 
@@ -118,14 +122,16 @@ def _check_room(root: Path, total: int) -> None:
     above = next(folder for folder in (root, *root.parents) if folder.exists())
     free = shutil.disk_usage(above).free
     if total > free:
-        raise SpecError(f"{format_size(total)} do not fit: {above} has {format_size(free)} free: name another folder with --to")
+        raise SpecError(
+            f"{format_size(total)} do not fit: {above} has {format_size(free)} free: name another folder with --to"
+        )
 
 
 def _fetch_of_node(
     node: Transport,
     index: int,
     job: str,
-    wanted: Sequence[_Wanted],
+    wanted: Sequence[Place],
     root: Path,
     *,
     there: list[str],

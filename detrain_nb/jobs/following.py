@@ -18,7 +18,7 @@ from ..transport import Transport
 from .asking import talk_to
 from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reportss
 
-__all__ = ["Follower", "LogLine", "Patience", "Wanted"]
+__all__ = ["FollowedFile", "Follower", "LogLine", "Patience", "Wanted"]
 
 _MOST_PIECE_BYTES = 1 << 22
 _MOST_FILES = 8192  # of a node
@@ -75,8 +75,8 @@ class Wanted:
 
 
 @dataclass
-class _File:
-    """How far a file has come."""
+class FollowedFile:
+    """A file as far as it has come: its bytes come in pieces, some of them again, and leave it as lines."""
 
     offset: int = 0
     rest: bytearray = field(default_factory=bytearray)  # of a line that has not ended
@@ -109,7 +109,7 @@ def _as_line(data: bytes) -> str:
 
 @dataclass
 class _NodeState:
-    files: dict[str, _File] = field(default_factory=dict)
+    files: dict[str, FollowedFile] = field(default_factory=dict)
     report: NodeReport | None = None
     failure: DetrainError | None = None
     is_done: bool = False
@@ -139,7 +139,9 @@ class Follower:
         self._on_metrics = on_metrics or (lambda line: None)
         self._patience = patience or Patience()
         self._states = {
-            index: _NodeState() for index in range(len(nodes)) if self._wanted.nodes is None or index in self._wanted.nodes
+            index: _NodeState()
+            for index in range(len(nodes))
+            if self._wanted.nodes is None or index in self._wanted.nodes
         }
         self._batches: queue.Queue[tuple[int, str, list[str]]] = queue.Queue(_MOST_BATCHES)
         self._is_stopped = threading.Event()
@@ -234,13 +236,17 @@ class Follower:
             if said["type"] == "status":
                 state.report = next((each for each in read_reports(said) if each.node_rank == index), state.report)
                 continue
-            name, offset, size = check_log_name(said.get("name")), as_size(said.get("offset")), as_size(said.get("size"))
+            name, offset, size = (
+                check_log_name(said.get("name")),
+                as_size(said.get("offset")),
+                as_size(said.get("size")),
+            )
             if size > _MOST_PIECE_BYTES:
                 raise Untrue(f"a piece of {size:,} bytes came: {_MOST_PIECE_BYTES:,} is the most")
             data = b"".join(talk.read(size))
             if name not in state.files and len(state.files) >= _MOST_FILES:
                 raise Untrue(f"more than {_MOST_FILES:,} files came")
-            file = state.files.setdefault(name, _File())
+            file = state.files.setdefault(name, FollowedFile())
             lines = file.take(offset, data)
             if self._wanted.wants(name):
                 self._put(index, name, lines)
@@ -253,4 +259,3 @@ class Follower:
                 return
             except queue.Full:
                 continue
-

@@ -149,7 +149,9 @@ class Job(ShownAsText):
             raise JobError("\n".join(map(str, failures)))
         return status
 
-    def restart(self, *, secrets: dict[str, str] | None = None, on_progress: Callable[[str], object] | None = None) -> Job:
+    def restart(
+        self, *, secrets: dict[str, str] | None = None, on_progress: Callable[[str], object] | None = None
+    ) -> Job:
         """Submit the same spec again as a new job, which goes on from the last checkpoint; a running one is stopped.
 
         Its source is what is there now. Raises: SpecError where a secret that it names is not set here.
@@ -242,7 +244,9 @@ class Job(ShownAsText):
         patience = Patience(lost_after_s=0) if wanted.is_once else None
         follower = Follower(nodes, self.id, wanted=wanted, on_line=on_line, on_metrics=on_metrics, patience=patience)
         said = follower.run(limit_s)
-        refused = [each for each in said.values() if isinstance(each, DetrainError) and isinstance(each.__cause__, Refused)]
+        refused = [
+            each for each in said.values() if isinstance(each, DetrainError) and isinstance(each.__cause__, Refused)
+        ]
         if refused and len(refused) == len(said):
             raise JobError("\n".join(map(str, refused)))
         if len(said) < len(nodes) or wanted.is_once:

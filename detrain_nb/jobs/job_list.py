@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ __all__ = ["find_job", "jobs", "running_job"]
 
 ASK_LIMIT_S = 3.0
 _MOST_SHOWN = 200
+_SUBMIT_LIMIT_S = 600.0  # another process may be at it: no node has it yet
 _MOST_ASKED = 100  # jobs of a node: their states fit into a line of the talk
 
 
@@ -107,12 +109,16 @@ def _note(
     said: dict[str, NodeReport | DetrainError | None] = {}
     for node_rank, key in enumerate(keys):
         answer = answers[key]
-        own = (each for each in answer if (each.id, each.node_rank) == (job, node_rank)) if isinstance(answer, list) else ()
+        own = (
+            (each for each in answer if (each.id, each.node_rank) == (job, node_rank))
+            if isinstance(answer, list)
+            else ()
+        )
         said[label(transports[key])] = answer if isinstance(answer, DetrainError) else next(iter(own), None)
     row = record.get(job)
     status = judge(job, row.name, said)
-    is_early = status.state == "not started" and row.state == "submitting"
-    if status.state != "unknown" and not (is_early and is_fresh(row)):
+    may_come = row.state == "submitting" and time.time() - row.updated_at < _SUBMIT_LIMIT_S
+    if status.state != "unknown" and not (status.state == "not started" and may_come):
         record.update(
             job, state=status.state, exit_code=status.exit_code, started_at=status.started_at, ended_at=status.ended_at
         )

@@ -6,12 +6,13 @@ Frozen dataclasses, arithmetic only: it runs in a notebook without torch, and on
 from __future__ import annotations
 
 from .batch import Batch, split_batch
+from .choices import SCHEDULES
 from .mesh import AXES, DATA_AXES, Mesh, resolve_axes
 from .nodes import DEVICES, MOST_RANKS, NodeOffer, NodePlan, Plan, plan_nodes, plan_one_node
 from .picture import RankRow
 from .pipeline import plan_pipeline
 from .ranks import parse_ranks, split_names
-from .stages import SCHEDULES, StageLayout
+from .stages import StageLayout
 
 __all__ = [
     "AXES",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..errors import SpecError
+from .choices import SCHEDULES
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _ONE_STAGE = ("GPipe", "1F1B")
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _NEED_AS_MANY_MICROBATCHES = ("1F1B", "DualPipeV")

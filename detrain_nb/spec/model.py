@@ -11,7 +11,17 @@ from ..errors import FieldError, FieldFault
 from ..plan.fields import nearest
 from ..text import printable
 
-_NOT_SHOWN = {"setup", "env", "arguments", "script_text", "secrets", "token", "url"}  # a secret may stand there
+_NOT_SHOWN = {
+    "setup",
+    "env",
+    "arguments",
+    "script_text",
+    "secrets",
+    "token",
+    "url",
+    "ref",
+    "nodes",
+}  # a secret may stand there
 _MOST_SHOWN = 60
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -15,7 +15,7 @@ _Word = Annotated[str, only(lambda text: bool(text.strip()) and is_one_line(text
 _Chunks = Annotated[
     tuple[Annotated[str, only(lambda text: bool(text) and is_one_line(text))], ...], BeforeValidator(as_set_of)
 ]
-URL = "a path or an fsspec URL, as s3://bucket/folder, on one line; what it needs to know of keys stays out of it"
+URL = "a path or an fsspec URL, as s3://bucket/folder, on one line; keys and passwords stay out of it"
 
 
 class _Stored(SpecModel):
@@ -37,10 +37,10 @@ class Checkpoint(SpecModel):
 
     url: Url = Field(description=URL)
     interval: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="steps between two checkpoints, 1 or more; none: one at the end"
+        default=None, description="a whole number, 1 or more: steps between two; none: one at the end"
     )
-    keep: Annotated[int, Field(ge=1)] | None = Field(
-        default=3, description="how many of the newest stay, 1 or more; none: all"
+    keep: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
+        default=3, description='a whole number, 1 or more: so many of the newest stay; or "all"'
     )
     resume: bool = Field(default=True, description="true or false: go on from the newest one that is there")
     asynchronous: bool = Field(default=False, description="true or false: train on while one is written")
@@ -59,16 +59,16 @@ class Rendezvous(SpecModel):
         default=0, description="a number from 1 to 65535; 0: the first node picks a free one"
     )
     timeout_s: Annotated[float, Field(ge=1, le=86400)] = Field(
-        default=600.0, description="seconds within which all nodes come, 1 to 86400"
+        default=600.0, description="seconds, 1 to 86400: within them all nodes come"
     )
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = Field(
-        default=0, description="how often all ranks begin anew when one fails, 0 to 1000"
+        default=0, description="a whole number, 0 to 1000: how often all ranks begin anew when one fails"
     )
     min_nodes: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="how many nodes suffice, 1 or more; none: all"
+        default=None, description="a whole number, 1 or more: so many nodes suffice; none: all"
     )
     max_nodes: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="how many nodes there can be, 1 or more; none: all"
+        default=None, description="a whole number, 1 or more: there can be so many nodes; none: all"
     )
 
     @model_validator(mode="after")
