@@ -24,13 +24,8 @@ from typing import Any
 from ..documents import SUFFIXES, format_document, parse_content, read_text, suffix_of
 from ..errors import SpecError
 from ..guarded import can_others_write
-<<<<<<< HEAD
 from ..storage import locate, replace_file
-from .node import Node, default_name, parse_target
-=======
-from ..storage import replace_file
 from .node import OF_HOSTS, THIS_MACHINE, Node, default_name, describe_twice_here, parse_target
->>>>>>> f251703d9f8c21c2fb80995293c94bef41e238ae
 
 _MOST_FAULTS = 20
 
@@ -59,7 +54,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
             nodes.append(Node(host=target.host, user=target.user, port=target.port, name=name))
         except SpecError as exc:
             faults += [f"{line}; a nodes file can name it" for line in str(exc).splitlines()]
-    _refuse(faults or _find_twins(nodes, advice=_PORTS_APART), where=f"nodes {text!r}")
+    _refuse(faults or find_twins(nodes, advice=_PORTS_APART), where=f"nodes {text!r}")
     return tuple(nodes)
 
 
@@ -75,7 +70,7 @@ def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
         node, lines = _build({**_defaults_for(table, defaults), **table})
         faults += [f"{_label(number, table)}: {line}" for line in lines]
         nodes += [node] if node else []
-    _refuse(faults or _find_twins(nodes, advice=_NAMES_APART), where=path)
+    _refuse(faults or find_twins(nodes), where=path)
     return tuple(nodes)
 
 
@@ -89,7 +84,7 @@ def write_nodes(
     """
     suffix, is_kept = suffix_of(path), False
     nodes = tuple(nodes)
-    _refuse(_find_twins(nodes, advice=_NAMES_APART) if nodes else ["no nodes to write"], where=path)
+    _refuse(find_twins(nodes) if nodes else ["no nodes to write"], where=path)
     text = _dump(nodes, suffix)
     target = Path(path)
     try:
@@ -106,7 +101,7 @@ def write_nodes(
 
 
 def _dump(nodes: Iterable[Node], suffix: str) -> str:
-    return format_document({"nodes": [_list_fields(node) for node in nodes]}, suffix)
+    return format_document({"nodes": [node.to_fields() for node in nodes]}, suffix)
 
 
 def _take_apart(content: object) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
@@ -143,10 +138,11 @@ def _label(number: int, table: Mapping[str, Any]) -> str:
 
 
 _PORTS_APART = "leave out one, or give each a port of its own"
-_NAMES_APART = "give each a name of its own; one machine is named once, with ranks = N for several ranks"
+NAMES_APART = "give each a name of its own; one machine is named once, with ranks = N for several ranks"
 
 
-def _find_twins(nodes: Sequence[Node], *, advice: str) -> list[str]:
+def find_twins(nodes: Sequence[Node], *, advice: str = NAMES_APART) -> list[str]:
+    """Say which of them have one name, or are one machine, and give ``advice``."""
     if twice := describe_twice_here(nodes):
         return [twice]
     numbers: dict[str, list[str]] = {}
@@ -161,10 +157,3 @@ def _refuse(faults: list[str], *, where: object) -> None:
     if faults:
         more = [f"and {len(faults) - _MOST_FAULTS} more"] if len(faults) > _MOST_FAULTS else []
         raise SpecError("\n".join([f"{where}: {fault}" for fault in faults[:_MOST_FAULTS]] + more))
-
-
-def _list_fields(node: Node) -> dict[str, Any]:
-    fields = node.model_dump(exclude_defaults=True)
-    if node.name == default_name(node.host):
-        del fields["name"]
-    return fields

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from .model import SpecModel
 from .node import Node
+from .nodes_file import find_twins
 from .parallelism import Parallelism
 from .places import Checkpoint, Data, Model, Rendezvous
 from .source import Source
@@ -31,13 +32,8 @@ _MOST_NODES = 10_000
 
 
 def _check_nodes(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-    places: dict[str, int] = {}
-    for index, node in enumerate(nodes):
-        if (first := places.setdefault(node.name, index)) != index:
-            raise ValueError(
-                f"[{first}] and [{index}] have the same name {node.name!r}: give each a name of its own; one machine "
-                "is named once, with ranks = N for several ranks"
-            )
+    if twins := find_twins(nodes):
+        raise ValueError("; ".join(twins))
     return nodes
 
 

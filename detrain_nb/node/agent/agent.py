@@ -63,7 +63,7 @@ from ...wire import (
 from ..system.loop import Loop
 from ..system.memory_room import free_memory_bytes
 from ..system.processes import lead_nowhere
-from .gpus import count_gpus, list_gpus, name_gpus
+from ..system.gpus import count_gpus, list_gpus, name_gpus
 from .kept import AgentProcess
 from .pace import Pace
 from .snapshot import Snapshot

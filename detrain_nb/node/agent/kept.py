@@ -20,7 +20,7 @@ from ..system.imported import ImportedFiles
 from ..system.loop import Loop
 from ..system.processes import adopt_orphans, drain, watch_children
 from ..system.surroundings import ImportedEnvironment, find_difference, read_starter
-from .gpus import list_gpus
+from ..system.gpus import list_gpus
 from .launching import Launching
 
 _libc = ctypes.CDLL(None)
