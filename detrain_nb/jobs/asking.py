@@ -34,7 +34,7 @@ def explained(node: Transport) -> Iterator[None]:
 
 @contextlib.contextmanager
 def talk_to(node: Transport, *, stop: Stop | None = None) -> Iterator[Talk]:
-    """The job service of one node; ``stop`` ends the talk. Raises: DetrainError, also for what goes wrong in the block."""
+    """The job service of one node; ``stop`` ends the talk. What goes wrong in the block raises DetrainError."""
     with open_job_talk(node, stop=stop) as talk:
         yield talk
 
