@@ -59,7 +59,9 @@ def _list_streams(folder: Path) -> Iterator[str]:
         with contextlib.suppress(OSError):
             names = sorted(os.listdir(folder / inner), key=lambda name: (len(name), name))
             paths = [f"{inner}/{name}" if inner else name for name in names]
-            yield from (path for path in paths if path.startswith(("rank-", "metrics/")) and STREAM_NAME.fullmatch(path))
+            yield from (
+                path for path in paths if path.startswith(("rank-", "metrics/")) and STREAM_NAME.fullmatch(path)
+            )
 
 
 def _check_offsets(said: object) -> dict[str, int]:

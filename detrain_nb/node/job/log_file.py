@@ -79,7 +79,9 @@ class BoundedLog:
                 self._parts[0][0].unlink(missing_ok=True)
             del self._parts[0]
         if is_first:
-            kept = f"the first {self._first_bytes} bytes are in {self._path.name}, the last {self._last_bytes} behind it"
+            kept = (
+                f"the first {self._first_bytes} bytes are in {self._path.name}, the last {self._last_bytes} behind it"
+            )
             self._write(f"\n[detrain_nb: a long log: {kept}]\n".encode())
 
     def _close(self) -> None:

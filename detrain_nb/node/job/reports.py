@@ -22,7 +22,9 @@ def report(talk: Talk, said: dict[str, Any]) -> None:
     if ids is None:
         folders = (folder for folder, _ in zip(list_job_folders(), range(_MOST_JOBS)))
     else:
-        folders = (folder for job in map(check_id, ids) for folder in list_job_folders(of=job) if folder.parent.name == job)
+        folders = (
+            folder for job in map(check_id, ids) for folder in list_job_folders(of=job) if folder.parent.name == job
+        )
     jobs: list[dict[str, Any]] = []
     room = LINE_BYTES // 2
     for folder in folders:
@@ -35,5 +37,3 @@ def report(talk: Talk, said: dict[str, Any]) -> None:
             break
         jobs.append(status)
     talk.say("status", jobs=jobs)
-
-
