@@ -12,6 +12,7 @@ import selectors
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -223,10 +224,19 @@ def label(node: Transport) -> str:
 @contextlib.contextmanager
 def open_talk(node: Transport, *, stop: Stop | None = None, patience: Patience = PATIENCE) -> Iterator[Talk]:
     """Run copying/remote_program.py on a node. What goes wrong in the block raises DetrainError with its name."""
+    with open_stream(node, node.run_files(), stop=stop, patience=patience) as talk:
+        yield talk
+
+
+@contextlib.contextmanager
+def open_stream(
+    node: Transport, stream: AbstractContextManager[socket.socket], *, stop: Stop | None, patience: Patience
+) -> Iterator[Talk]:
+    """Speak on a byte stream to a program of ours on a node. Raises: DetrainError with the name of the node."""
     host = label(node)
     with contextlib.ExitStack() as stack:
         try:
-            sock = stack.enter_context(node.run_files())
+            sock = stack.enter_context(stream)
         except DetrainError as exc:
             raise type(exc)(f"{host}: {exc}") from exc
         if stop:

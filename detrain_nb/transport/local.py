@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from ..agents import (
+    JOBS_MAGIC,
+    JOBS_MODULE,
     connect,
     live_agent,
     remove_dead_agent,
@@ -23,9 +25,12 @@ from ..agents import (
     start_agent,
     wait_for_pid,
 )
-from ..errors import SessionError
+from ..errors import LaunchError, SessionError
+from ..guarded import RUN_MODULE
 from ..plan import NodeOffer
 from .transport import AgentFolders
+
+_SERVICE_LIMIT_S = 10.0
 
 
 class LocalTransport:
@@ -94,6 +99,30 @@ class LocalTransport:
 
         return served_here()
 
+    @contextlib.contextmanager
+    def run_jobs(self) -> Iterator[socket.socket]:
+        """As a child of this process, which the jobs are not: they outlive it."""
+        if sys.platform != "linux":
+            raise LaunchError(f"jobs on this machine need Linux: {sys.platform} can drive nodes, not be one")
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                argv = [sys.executable, "-X", "utf8", "-c", RUN_MODULE, JOBS_MODULE]
+                service = subprocess.Popen(
+                    argv, cwd="/", stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+                )
+            try:
+                _skip_to(ours, JOBS_MAGIC)
+                yield ours
+            finally:
+                with contextlib.suppress(OSError):  # it has hung up
+                    ours.shutdown(socket.SHUT_RDWR)
+                try:
+                    service.wait(_SERVICE_LIMIT_S)
+                except subprocess.TimeoutExpired:
+                    service.kill()
+                    service.wait()
+
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
         """Wait until the agent has ended the session; kill it when it does not.
 
@@ -117,3 +146,18 @@ class LocalTransport:
         if self._agent is not None:
             with contextlib.suppress(RuntimeError):  # this process is ending itself
                 threading.Thread(target=self._agent.wait, name="detrain_nb agent", daemon=True).start()
+
+
+def _skip_to(sock: socket.socket, magic: bytes) -> None:
+    """Read what a program says first. Raises: LaunchError when it does not say that."""
+    sock.settimeout(_SERVICE_LIMIT_S)
+    said = b""
+    try:
+        while not said.endswith(magic):
+            data = sock.recv(1)
+            if not data or len(said) > len(magic):
+                raise LaunchError("the service of jobs ended at once: look at what this process prints to stderr")
+            said += data
+    except TimeoutError as exc:
+        raise LaunchError(f"the service of jobs did not come up within {_SERVICE_LIMIT_S:.0f} s") from exc
+    sock.settimeout(None)

@@ -27,6 +27,7 @@ SOURCE_NAME = "source"
 ARTIFACTS_NAME = "artifacts"
 METRICS_NAME = "metrics"
 SETUP_LOG, TORCHRUN_LOG, RUNNER_LOG = "setup.log", "torchrun.log", "runner.log"
+END_NAME = "end.txt"  # why the nodes have ended each other
 STREAM_NAME = re.compile(r"rank-\d{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-\d{1,6}\.jsonl")
 _MACHINE_FILES = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 _SOCKETS_FOLDER = ".jobs"  # no session: its name begins with a dot
@@ -96,6 +97,13 @@ def list_job_folders(*, of: str = "") -> Iterator[Path]:
         except OSError:  # it is being removed
             continue
         yield from (base / name / part for part in parts)
+
+
+def list_parts(job: str) -> list[Path]:
+    """The parts of one job on this machine. Raises: JobError when there are none."""
+    if folders := [folder for folder in list_job_folders(of=check_id(job)) if folder.parent.name == job]:
+        return folders
+    raise JobError(f"no job {job} is on this node: it was removed, or is on another one")
 
 
 def _moment(job: str) -> str:

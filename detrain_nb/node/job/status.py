@@ -8,10 +8,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
 from ...copying.json_lines import clean
 from ..system.processes import start_ticks
 from .folders import read_boot, read_bounded, write_whole
@@ -24,6 +25,15 @@ LOST, RESTARTED, UNREADABLE = "lost", "node restarted", "unreadable"
 LIVE = (PREPARING, RUNNING, STOPPING)
 _RESERVE_NAME = ".reserve"
 _RESERVE_BYTES = 1 << 16
+
+
+@cache
+def find_release() -> str:
+    """Of the code that this is: it travels with what says so."""
+    try:
+        return metadata.version("detrain_nb")
+    except metadata.PackageNotFoundError:
+        return "0"
 
 
 @dataclass
@@ -46,7 +56,7 @@ class Status:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     restarts: int = 0
     updated_at: float = 0.0
-    release: str = __version__
+    release: str = field(default_factory=find_release)
 
     def write(self, folder: Path) -> None:
         """Raises: OSError."""
@@ -110,7 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise JobError(f"{path.name} is damaged")
     if said["format"] > FORMAT:
         release = clean(said.get("release", "a later one"))[:40]
-        raise JobError(f"{path.name} was written by release {release}: this one ({__version__}) cannot read it")
+        raise JobError(f"{path.name} was written by release {release}: this one ({find_release()}) cannot read it")
     return said
 
 
