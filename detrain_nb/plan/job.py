@@ -14,16 +14,16 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..errors import SpecError
+from .batch import Batch
 from .choices import ActivationsKept, PrecisionName, SchedulerName, SyncAlgorithm
 from .fields import build, read_json, read_override, set_fields, split_overrides
 
 __all__ = [
     "JOB_SPEC_VARIABLE",
-    "JobBatch",
     "JobCheckpoint",
     "JobData",
     "JobModel",
@@ -95,7 +95,7 @@ class JobModel:
 
 @dataclass(frozen=True)
 class JobCheckpoint:
-    """Where checkpoints go, and after how many steps each."""
+    """Where checkpoints go, after how many steps each, and how many stay; ``keep`` None: all."""
 
     url: str
     interval: int | None = None
@@ -113,16 +113,6 @@ class JobNode:
 
 
 @dataclass(frozen=True)
-class JobBatch:
-    """How ``training.batch_size`` is shared out: by replica, then by microbatch."""
-
-    replicas: int
-    replica_size: int
-    microbatches: int
-    micro_size: int
-
-
-@dataclass(frozen=True)
 class JobSpec:
     """The spec of a job, resolved."""
 
@@ -132,11 +122,15 @@ class JobSpec:
     nodes: tuple[JobNode, ...] = ()
     parallelism: JobParallelism = JobParallelism()
     training: JobTraining = JobTraining()
-    batch: JobBatch | None = None
+    batch: Batch | None = None
     data: JobData | None = None
     model: JobModel | None = None
     checkpoint: JobCheckpoint | None = None
     artifacts: tuple[str, ...] = ("*.pt", "*.safetensors", "artifacts/")
+
+    def on(self, nodes: Sequence[JobNode], *, batch: Batch | None) -> JobSpec:
+        """Return it for the ranks of ``nodes``."""
+        return replace(self, nodes=tuple(nodes), world_size=sum(len(node.ranks) for node in nodes), batch=batch)
 
     def to_json(self) -> str:
         """Write it as JSON, which ``from_json`` reads as an equal one."""
