@@ -162,7 +162,9 @@ class Job(ShownAsText):
         gather_secrets(spec, secrets)  # before anything is stopped
         self.stop()
         nodes = self.nodes if any(isinstance(node, Transport) for node in self.nodes) else None
-        return submit(spec.resumed(), name=self.name, secrets=secrets, on_progress=on_progress, nodes=nodes)
+        if spec.checkpoint is not None:
+            spec = spec.with_overrides({"checkpoint.resume": True})
+        return submit(spec, name=self.name, secrets=secrets, on_progress=on_progress, nodes=nodes)
 
     def fetch(
         self,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..copying.json_lines import Untrue
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
 from ..errors import DetrainError, JobError
@@ -39,7 +38,7 @@ def jobs(
     record: Record | None = None,
     ask_passphrase: AskPassphrase | None = None,
 ) -> JobList:
-    """List the newest jobs. Those that are not over are asked after, for ``limit_s`` in all; of others the age counts."""
+    """List the newest jobs; those that are not over are asked after, for ``limit_s`` in all."""
     record = record or Record()
     if ask:
         going = [row.id for row in record.summaries(limit=limit) if row.state not in OVER]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -138,7 +139,7 @@ def describe_seconds(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     units = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))
-    for (size, unit), (small, small_unit) in zip(units, units[1:]):
+    for (size, unit), (small, small_unit) in itertools.pairwise(units):
         if whole >= size:
             rest = whole % size // small
             return f"{whole // size} {unit}" + (f" {rest} {small_unit}" if rest else "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..plan import Plan
-from ..text import format_size, name_some
+from ..text import format_size
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -58,12 +58,12 @@ class Submission:
 
 def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
     """Say what submitting ``spec`` would do. Raises: SpecError."""
-    from ..launch import JOB_BACKEND, ELASTIC_BACKEND, Program, Rendezvous, launch_job
+    from ..launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 
     plan = spec.plan()
     rendezvous = spec.rendezvous
     kind = ELASTIC_BACKEND if rendezvous.is_elastic else JOB_BACKEND
-    first = spec.nodes[0].host if len(plan.nodes) > 1 and spec.nodes else "127.0.0.1"
+    first = spec.nodes[0].address or spec.nodes[0].host if len(plan.nodes) > 1 else "127.0.0.1"
     meeting = Rendezvous(
         kind,
         rendezvous.id or spec.name,
@@ -71,12 +71,14 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
         timeout_s=rendezvous.timeout_s,
         max_restarts=rendezvous.max_restarts,
     )
+    first_word, *words = *source.program, *spec.program_arguments(plan)
+    program = Program("module", tuple(words)) if first_word == "-m" else Program("script", (first_word, *words))
     commands = {}
     for node_rank, node in enumerate(plan.nodes):
         python = spec.nodes[node_rank].python if spec.nodes else "python3"
         launched = launch_job(
             meeting,
-            _program(source),
+            program,
             nodes=(rendezvous.min_nodes or len(plan.nodes), rendezvous.max_nodes or len(plan.nodes))
             if rendezvous.is_elastic
             else len(plan.nodes),

@@ -16,6 +16,7 @@ __all__ = [
     "NodeFacts",
     "NodeFile",
     "NodeReport",
+    "check_different",
     "check_log_name",
     "clean_line",
     "read_facts",
@@ -124,8 +125,14 @@ def read_files(said: Mapping[str, Any]) -> list[NodeFile]:
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise Untrue(f"{clean(digest)[:80]!r} is no SHA-256")
         files.append(NodeFile(check_name(name), as_size(size), digest))
-    names = [file.name for file in files]
-    if len(set(names)) < len(names):
+    return check_different(files)
+
+
+def check_different(files: list[NodeFile]) -> list[NodeFile]:
+    """All files that a node has told so far. Raises: Untrue where they are too many, or two have one name."""
+    if len(files) > _MOST_FILES:
+        raise Untrue(f"more than {_MOST_FILES:,} files came: ask for fewer by a pattern")
+    if len({file.name for file in files}) < len(files):
         raise Untrue("a name stands twice among the files")
     return files
 

@@ -11,7 +11,7 @@ import os
 import secrets as random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, overload
 
 from ..copying.json_lines import FilesError, Talk
@@ -19,9 +19,9 @@ from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
 from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
-from ..plan import NodeOffer, Plan
+from ..plan import Plan
 from ..transport import Transport
-from .asking import explained, on_all, talks_to, try_on_all
+from .asking import on_all, talks_to, try_on_all
 from .job import Job
 from .preview import Submission, preview
 from .record import Record
@@ -187,8 +187,7 @@ class _Submitting:
     def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
         """Raises: SpecError, LaunchError where the nodes do not go together."""
         _check_same_torch(self._transports, facts)
-        offers = [_offer(node, said) for node, said in zip(self._transports, facts)]
-        return self.spec.plan(offers)
+        return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
         """What each node is to run; the port of the store is not known yet."""
@@ -210,7 +209,7 @@ class _Submitting:
             JobOrder(
                 id=job,
                 name=self.spec.name,
-                argv=tuple(self.source.program),
+                argv=(*self.source.program, *self.spec.program_arguments(plan)),
                 node_rank=node_rank,
                 nodes=tuple(label(each) for each in self._transports),
                 ranks=node.ranks,
@@ -280,10 +279,6 @@ def _make_id(name: str) -> str:
 def _ask_facts(talk: Talk) -> NodeFacts:
     talk.say("facts")
     return read_facts(talk.hear("facts"))
-
-
-def _offer(node: Transport, facts: NodeFacts) -> NodeOffer:
-    return node.offer(facts.gpus)
 
 
 def _check_same_torch(nodes: Sequence[Transport], facts: Sequence[NodeFacts]) -> None:
