@@ -138,11 +138,9 @@ def resolve_submodule(parent: GitUrl, text: str) -> GitUrl:
     found = parse_git_url(text)
     if found.place != parent.place or parent.scheme == "file":
         where = found.host or "this machine's files"
-        where, above = found.host or "files of this machine", parent.host or "files of this machine"
-        raise SpecError(
-            f"a submodule comes from {where}, its repository from {above}: only submodules of the same host, scheme and "
-            "port are fetched"
-        )
+        where, above = (each.host or "files of this machine" for each in (found, parent))
+        only = "only those of the same host, scheme and port are fetched"
+        raise SpecError(f"a submodule comes from {where}, its repository from {above}: {only}")
     return found
 
 

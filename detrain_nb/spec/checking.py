@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import SpecError
 from .findings import Finding, findings_of
 from .notebook import check_python, script_of_notebook
+from .pipeline_fields import PipelineFields
 from .planning import plan_spec, program_arguments
 from .source import Source
-
-if TYPE_CHECKING:
-    from .pipeline import PipelineSpec
 
 _MOST_BYTES = 50_000_000
 
 
-def check_spec(spec: PipelineSpec) -> list[Finding]:
+def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
     found = list(_check_source(spec.source))
     try:
@@ -38,13 +35,14 @@ def _check_source(source: Source) -> Iterator[Finding]:
         yield Finding("source.git.url", "a token is sent, and nothing hides it on the way: give https://", "warning")
 
 
-def _check_rendezvous(spec: PipelineSpec) -> Iterator[Finding]:
+def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
     there = max(1, len(spec.nodes))
+    nodes = f"{there} node{'s' if there > 1 else ''}"
     for field, count in (("min_nodes", spec.rendezvous.min_nodes), ("max_nodes", spec.rendezvous.max_nodes)):
         if count is not None and count > there:
             yield Finding(
                 f"rendezvous.{field}",
-                f"{count}, but the spec has {there} node{'s' if there > 1 else ''}: add nodes or lower it",
+                f"{count}, but the spec has {nodes}: add nodes or lower it",
             )
     if spec.rendezvous.is_elastic and spec.checkpoint is None:
         yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")

@@ -111,9 +111,8 @@ def make_scheduler(
         return _made_scheduler(scheduler, optimizer)
     name = (scheduler or "constant").lower()
     if name not in SCHEDULERS:
-        raise SpecError(
-            f"there is no scheduler {scheduler!r}: choose one of {', '.join(SCHEDULERS)}, or give an object"
-        )
+        there = ", ".join(SCHEDULERS)
+        raise SpecError(f"there is no scheduler {scheduler!r}: choose one of {there}, or give an object")
     if decay_steps is not None and name != "wsd":
         raise SpecError(f"decay_steps={decay_steps} is of 'wsd', and the scheduler is {scheduler!r}")
     if scheduler is None and warmup_steps == 0:
