@@ -10,6 +10,7 @@ from typing import Any
 
 from ...copying.json_lines import Talk, as_size, check_name
 from .folders import METRICS_NAME, SETUP_LOG, STREAM_NAME, TORCHRUN_LOG, find_job_folder
+from .last_metrics import last_metrics
 from .log_file import read_log
 from .order import JobError, check_id, check_number
 from .status import is_live, read_status
@@ -26,7 +27,7 @@ def follow(talk: Talk, said: dict[str, Any], *, wait: Callable[[float], bool]) -
     while True:
         status = read_status(folder)  # before the files: what it printed before it ended is there then
         if (state := repr((status["state"], status.get("ranks"), status.get("restarts")))) != shown:
-            talk.say("status", jobs=[status])
+            talk.say("status", jobs=[{**status, "metrics": last_metrics(folder)}])
             shown = state
         has_sent = [_send_more(talk, folder, name, offsets) for name in _list_streams(folder) if wants(name)]
         if any(has_sent):
