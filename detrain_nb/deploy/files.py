@@ -230,9 +230,17 @@ def open_talk(node: Transport, *, stop: Stop | None = None, patience: Patience =
 
 @contextlib.contextmanager
 def open_stream(
-    node: Transport, stream: AbstractContextManager[socket.socket], *, stop: Stop | None, patience: Patience
+    node: Transport,
+    stream: AbstractContextManager[socket.socket],
+    *,
+    stop: Stop | None,
+    patience: Patience,
+    answers_while_told: bool = False,
 ) -> Iterator[Talk]:
-    """Speak on a byte stream to a program of ours on a node. Raises: DetrainError with the name of the node."""
+    """Speak on a byte stream to a program of ours on a node. Raises: DetrainError with the name of the node.
+
+    ``answers_while_told``: what comes while something is sent is not only its failure.
+    """
     host = label(node)
     with contextlib.ExitStack() as stack:
         try:
@@ -246,7 +254,7 @@ def open_stream(
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(sock, selectors.EVENT_READ)
         try:
-            has_come = lambda: bool(selector.select(0))  # noqa: E731
+            has_come = lambda: not answers_while_told and bool(selector.select(0))  # noqa: E731
             yield Talk(reader, _Sender(sock), has_come=has_come, patience_s=patience.answer_s)
         except Untrue as exc:
             raise WireError(f"{host}: {exc}") from exc

@@ -22,5 +22,5 @@ def open_job_talk(node: Transport, *, stop: Stop | None = None, patience: Patien
 
     What goes wrong in the block raises DetrainError with the name of the node.
     """
-    with open_stream(node, node.run_jobs(), stop=stop, patience=patience) as talk:
+    with open_stream(node, node.run_jobs(), stop=stop, patience=patience, answers_while_told=True) as talk:
         yield talk

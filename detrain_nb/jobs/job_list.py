@@ -93,7 +93,11 @@ def _ask_after(ids: Iterable[str], record: Record, *, limit_s: float, ask_passph
             talk.say("status", ids=wanted)
             return read_reports(talk.hear("status", most_bytes=STATUS_BYTES))
 
-    answers = dict(zip(keys, try_on_all(nodes, ask, limit_s=limit_s))) if nodes else {}
+    try:
+        answers = dict(zip(keys, try_on_all(nodes, ask, limit_s=limit_s))) if nodes else {}
+    finally:
+        for node in nodes:
+            node.leave()
     for job, of_job in parts.items():
         _note(job, of_job, transports, answers, record)
 

@@ -92,7 +92,7 @@ def submit(
     Raises: SpecError for what cannot be, JobError where a job of that name runs, DetrainError with a line for each node
     that failed. Nothing runs then.
     """
-    spec = _read(spec, name)
+    spec = _read(spec, name, nodes)
     source = plan_source(spec)
     if dry_run:
         return preview(spec, source)
@@ -110,17 +110,32 @@ def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -
     return {name: known[name] for name in spec.secrets}
 
 
-def _read(spec: PipelineSpec | str | os.PathLike[str], name: str | None) -> PipelineSpec:
+def _read(
+    spec: PipelineSpec | str | os.PathLike[str], name: str | None, nodes: Sequence[Node | Transport] | None
+) -> PipelineSpec:
+    """Raises: SpecError."""
     from ..spec import PipelineSpec, worst
 
     if isinstance(spec, (str, os.PathLike)):
         spec = PipelineSpec.load(os.fspath(spec))
-    if name is not None:
-        spec = spec.with_overrides({"name": name})
+    overrides: dict[str, object] = {} if name is None else {"name": name}
+    if nodes is not None:
+        described = [node.node if isinstance(node, Transport) else node for node in nodes]
+        overrides["nodes"] = [node.to_fields() for node in described if node is not None]
+    spec = spec.with_overrides({**overrides, **_full_paths(spec)})
     findings = spec.check()
     if worst(findings) == "error":
         raise SpecError("\n".join(str(each) for each in findings if each.severity == "error"))
     return spec
+
+
+def _full_paths(spec: PipelineSpec) -> dict[str, object]:
+    """What stands here by a relative path: a restart may come from another folder."""
+    kind = spec.source.kind
+    path = getattr(spec.source, kind)
+    if kind not in ("script", "notebook", "path") or "://" in path:
+        return {}
+    return {f"source.{kind}": os.path.abspath(os.path.expanduser(path))}
 
 
 @dataclass
@@ -142,7 +157,10 @@ class _Submitting:
         self._transports = transports_to(nodes or None, ask_passphrase=self.ask_passphrase)
         self._refuse_running()
         job = _make_id(self.spec.name)
-        self._note_down(job, nodes)
+        listed = json.dumps([node.to_fields() for node in self.spec.nodes])
+        self.record.add(
+            job, name=self.spec.name, nodes=listed, spec=json.dumps(self.spec.to_dict()), state="submitting"
+        )
         try:
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
             with talks_to(self._transports) as talks:
@@ -156,11 +174,13 @@ class _Submitting:
         except BaseException as exc:
             with contextlib.suppress(DetrainError):
                 self.record.update(job, state="not started", ended_at=time.time(), exit_code=None)
+            for transport in self._transports:
+                transport.leave()
             if isinstance(exc, FilesError):  # of a talk, outside of what names its node
                 raise DetrainError(str(exc)) from exc
             raise
         self.record.update(job, state="running", started_at=time.time())
-        return Job(job, self.spec.name, nodes, record=self.record, ask_passphrase=self.ask_passphrase)
+        return Job(job, self.spec.name, self._transports, record=self.record)
 
     # ---- before any node is asked
 
@@ -173,14 +193,6 @@ class _Submitting:
                 f"job {running} runs already: stop it first (detrain-nb jobs stop {running}), or give another name "
                 "with --name"
             )
-
-    def _note_down(self, job: str, nodes: Sequence[Node | Transport]) -> None:
-        from ..spec.node import Node
-
-        described = [node if isinstance(node, Node) else node.node for node in nodes]
-        listed = [node.model_dump(mode="json", exclude_defaults=True) if node else None for node in described]
-        spec = json.dumps(self.spec.to_dict())
-        self.record.add(job, name=self.spec.name, nodes=json.dumps(listed), spec=spec, state="submitting")
 
     # ---- on the nodes
 

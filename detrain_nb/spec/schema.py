@@ -18,6 +18,8 @@ def make_schema() -> str:
     """Return the schema as the text of its file."""
     schema = PipelineSpec.model_json_schema()
     schema["properties"]["$schema"] = {"type": "string", "description": "the address or path of this schema"}
+    for model in (schema, *schema["$defs"].values()):  # of a docstring an editor shows what the class is
+        model["description"] = model["description"].partition("\n\n")[0]
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A pipeline of detrain_nb"}
     return json.dumps({**head, **{name: schema[name] for name in schema if name not in head}}, indent=2) + "\n"
 

@@ -59,6 +59,7 @@ class LocalTransport:
     def __init__(self, node: Node | None = None) -> None:
         self.node = node
         self.name = node.name if node else ""
+        self.place: object = ("this machine", node)
         is_usual = node is None or node.python == type(node).model_fields["python"].default
         self.python = sys.executable if is_usual or node is None else os.path.expanduser(node.python)
         self._agent: subprocess.Popen[bytes] | None = None
@@ -69,11 +70,6 @@ class LocalTransport:
     def env(self) -> dict[str, str]:
         """Those variables that the node is to have, as they are now; the agent had the others when it was started."""
         return {name: os.environ[name] for name in self.node.env if name in os.environ} if self.node else {}
-
-    @property
-    def place(self) -> object:
-        """This machine, as it was described."""
-        return "this machine", self.node
 
     @property
     def torch(self) -> str:
@@ -120,8 +116,8 @@ class LocalTransport:
 
     def offer(self, gpus: int) -> NodeOffer:
         """All there is, and what the user wants of it."""
-        there = tuple(range(gpus))
-        return NodeOffer(self.name, there, self.node.devices, self.node.ranks) if self.node else NodeOffer("", there)
+        wanted = (self.node.devices, self.node.ranks) if self.node else ()
+        return NodeOffer(self.name, tuple(range(gpus)), *wanted)
 
     def work_folder(self, folder: str) -> str:
         """The node's ``workdir``, into which nothing is brought; else the same folder."""

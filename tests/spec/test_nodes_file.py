@@ -84,7 +84,11 @@ FAULTS = {
         ["node 1 (-x): host '-x': give a host name", "node 2 (b): host is missing: give "],
     ),
     "a default": ("n.toml", '[defaults]\nport = 0\n[[nodes]]\nhost = "a"', ["defaults: port 0: give "]),
-    "an unknown field": ("n.toml", '[[nodes]]\nhost = "a"\nusername = "b"', ["node 1 (a): username is no field: did you mean 'user'"]),
+    "an unknown field": (
+        "n.toml",
+        '[[nodes]]\nhost = "a"\nusername = "b"',
+        ["node 1 (a): username is no field: did you mean 'user'"],
+    ),
     "twins": (
         "n.json",
         '[{"host": "a"}, {"host": "b"}, {"host": "a", "port": 22}]',
