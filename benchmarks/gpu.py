@@ -42,7 +42,7 @@ sys.path[:0] = [path for path in (str(_CHECKOUT), str(_HERE)) if path not in sys
 from gpu_check import FAILED, FOR_A_SESSION, FOR_LAYOUTS, NOT_POSSIBLE, PASSED, Check, Notes, NotPossible, Place  # noqa: E402
 from report import describe_machine  # noqa: E402
 
-from detrain_nb.node.agent.gpus import count_gpus  # noqa: E402
+from detrain_nb.node.system.gpus import count_gpus  # noqa: E402
 from detrain_nb.node.system.processes import adopt_orphans, descendants, end_descendants  # noqa: E402
 
 _RESULTS = _HERE / "results"

@@ -6,6 +6,8 @@ DetrainError
 │   └── CellSyntaxError               a cell is not Python; nothing was sent
 ├── SessionError                      the session is not in a state for that: none runs, a rank is busy
 │   └── ForeignConnection             another user's process is connected to a process group
+├── JobError                          a job is not in a state for that, or there is none of that name
+│   └── JobFailed                     a job did not succeed
 ├── LaunchError                       the ranks of a node could not be started
 ├── TransportError                    a node cannot be reached, or its channel broke
 │   ├── HostKeyError                  a host shows a key that is not known, or revoked
@@ -37,6 +39,8 @@ __all__ = [
     "FieldFault",
     "ForeignConnection",
     "HostKeyError",
+    "JobError",
+    "JobFailed",
     "LaunchError",
     "NodeLost",
     "NotFinite",
@@ -117,6 +121,14 @@ class SessionError(DetrainError):
 
 class ForeignConnection(SessionError):
     """A process of another user of the machine is connected to a process group, which was not used."""
+
+
+class JobError(DetrainError):
+    """A job is not in a state for what was asked, or there is none of that name."""
+
+
+class JobFailed(JobError):
+    """A job did not succeed."""
 
 
 class LaunchError(DetrainError):

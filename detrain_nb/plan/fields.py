@@ -153,7 +153,7 @@ def read_override(
             raise SpecError(f"{told!r} is no field: {name.rpartition('.')[0]} has none")
     if text is None:
         if bool not in _alternatives(hint):
-            raise SpecError(f"{told}: a value is missing, give {_describe(hint)}")
+            raise SpecError(f"{told}: no value, give {_describe(hint)}; {told}=... where it begins with --")
         return True
     return parse_text(text, hint, where=told)
 

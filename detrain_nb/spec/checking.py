@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import SpecError
+from ..text import name_some
 from .findings import Finding, findings_of
 from .notebook import check_python, script_of_notebook
-from .planning import plan_spec, program_arguments
+from .pipeline_fields import PipelineFields
+from .planning import plan_spec
 from .source import Source
-
-if TYPE_CHECKING:
-    from .pipeline import PipelineSpec
 
 _MOST_BYTES = 50_000_000
 
 
-def check_spec(spec: PipelineSpec) -> list[Finding]:
+def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    found = list(_check_source(spec.source))
+    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec)]
+
+
+def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
+    """A node that says neither ``ranks`` nor which GPUs has one rank for each GPU: how many, is not known here."""
     try:
-        program_arguments(spec, plan_spec(spec, gpus={}))
+        plan_spec(spec, gpus={})
     except SpecError as exc:
-        found += findings_of(exc, field="parallelism" if str(exc).startswith("mesh") else "")
-    return [*found, *_check_rendezvous(spec)]
+        field = "parallelism" if str(exc).startswith("mesh") else ""
+        open_nodes = [node.name for node in spec.nodes if node.devices == "auto" and node.ranks is None]
+        if open_nodes or not spec.nodes:
+            where = f"node{'s'[: len(open_nodes) > 1]} {name_some(open_nodes)}" if open_nodes else "this machine"
+            yield Finding(field, f"{exc}; unless {where} {'have' if len(open_nodes) > 1 else 'has'} GPUs", "warning")
+        else:
+            yield from findings_of(exc, field=field)
 
 
 def _check_source(source: Source) -> Iterator[Finding]:
@@ -38,11 +45,15 @@ def _check_source(source: Source) -> Iterator[Finding]:
         yield Finding("source.git.url", "a token is sent, and nothing hides it on the way: give https://", "warning")
 
 
-def _check_rendezvous(spec: PipelineSpec) -> Iterator[Finding]:
+def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
     there = max(1, len(spec.nodes))
+    nodes = f"{there} node{'s' if there > 1 else ''}"
     for field, count in (("min_nodes", spec.rendezvous.min_nodes), ("max_nodes", spec.rendezvous.max_nodes)):
         if count is not None and count > there:
-            yield Finding(f"rendezvous.{field}", f"{count}, but there are {there} nodes: add nodes or lower it")
+            yield Finding(
+                f"rendezvous.{field}",
+                f"{count}, but the spec has {nodes}: add nodes or lower it",
+            )
     if spec.rendezvous.is_elastic and spec.checkpoint is None:
         yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")
 

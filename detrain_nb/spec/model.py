@@ -11,7 +11,8 @@ from ..errors import FieldError, FieldFault
 from ..plan.fields import nearest
 from ..text import printable
 
-_NOT_SHOWN = {"setup", "env", "arguments", "script_text", "secrets", "token", "url", "ref"}  # a secret may stand there
+# A secret may stand there, or it is long.
+_NOT_SHOWN = {"setup", "env", "arguments", "script_text", "secrets", "token", "url", "ref", "nodes"}
 _MOST_SHOWN = 60
 
 

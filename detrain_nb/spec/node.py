@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,9 @@ from ..text import split_target
 from .model import SpecModel, describe_field, show
 from .words import Lines, Path, Variables, is_node_name, is_path, only
 
+_OF_SSH = ("port", "user", "identity_file", "proxy_jump", "setup")
+THIS_MACHINE = "localhost"  # the host that is the notebook's machine itself
+OF_HOSTS = frozenset({*_OF_SSH, "address", "python", "workdir"})  # what the defaults of a file do not say of it
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 _IPV6 = re.compile(r"(?P<address>[0-9A-Fa-f:.]{2,45})(?:%[A-Za-z0-9._-]{1,32})?")
 _USER = re.compile(r"[A-Za-z0-9._@+][A-Za-z0-9._@+-]{0,127}")
@@ -58,7 +61,9 @@ def _check_jumps(text: str) -> str:
 
 
 class Node(SpecModel):
-    """One machine with sshd. What is None comes from the user's ssh config, or is found out on the node.
+    """One machine with sshd, or, as the host ``localhost``, that of the notebook, without SSH.
+
+    What is None comes from the user's ssh config, or is found out on the node.
 
     Raises: SpecError with one line per field that cannot be; so does a file or a command line with such a node.
     """
@@ -136,6 +141,20 @@ class Node(SpecModel):
             del fields["name"]
         return fields
 
+    @property
+    def is_this_machine(self) -> bool:
+        """It is the machine that this is read on, and nothing goes over SSH; ``127.0.0.1`` goes over SSH."""
+        return self.host == THIS_MACHINE
+
+    @model_validator(mode="after")
+    def _check_this_machine(self) -> Node:
+        if self.is_this_machine and (given := [field for field in _OF_SSH if getattr(self, field)]):
+            raise ValueError(
+                f"{THIS_MACHINE} is this machine itself, without SSH: leave out {', '.join(given)}, or name it "
+                "127.0.0.1 to go over SSH"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_ranks(self) -> Node:
         if self.ranks is not None and isinstance(self.devices, tuple) and self.ranks != len(self.devices):
@@ -149,6 +168,12 @@ def default_name(host: str) -> str:
     if _is_ipv6(host):
         return "ip6-" + re.sub("[:%]", "-", host)
     return host if _HOST.fullmatch(host) else ""
+
+
+def describe_twice_here(nodes: Iterable[Node]) -> str:
+    """What is wrong where several of ``nodes`` are this machine; empty where at most one is."""
+    here = [node.name for node in nodes if node.is_this_machine]
+    return f"{' and '.join(here)} are both this machine: name it once, with ranks = N" if len(here) > 1 else ""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..documents import SUFFIXES, format_document, parse_content, read_text, suf
 from ..errors import SpecError
 from ..guarded import can_others_write
 from ..storage import locate, replace_file
-from .node import Node, default_name, parse_target
+from .node import OF_HOSTS, THIS_MACHINE, Node, default_name, describe_twice_here, parse_target
 
 _MOST_FAULTS = 20
 
@@ -54,9 +54,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
             nodes.append(Node(host=target.host, user=target.user, port=target.port, name=name))
         except SpecError as exc:
             faults += [f"{line}; a nodes file can name it" for line in str(exc).splitlines()]
-    _refuse(
-        faults or _find_twins(nodes, advice="leave out one, or give each a port of its own"), where=f"nodes {text!r}"
-    )
+    _refuse(faults or find_twins(nodes, advice=_PORTS_APART), where=f"nodes {text!r}")
     return tuple(nodes)
 
 
@@ -69,10 +67,10 @@ def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
     _refuse(_build({"host": "any", **defaults})[1], where=f"{path}, defaults")
     nodes: list[Node] = []
     for number, table in enumerate(tables, 1):
-        node, lines = _build({**defaults, **table})
+        node, lines = _build({**_defaults_for(table, defaults), **table})
         faults += [f"{_label(number, table)}: {line}" for line in lines]
         nodes += [node] if node else []
-    _refuse(faults or _find_twins(nodes, advice=_NAMES_APART), where=path)
+    _refuse(faults or find_twins(nodes), where=path)
     return tuple(nodes)
 
 
@@ -86,7 +84,7 @@ def write_nodes(
     """
     suffix, is_kept = suffix_of(path), False
     nodes = tuple(nodes)
-    _refuse(_find_twins(nodes, advice=_NAMES_APART) if nodes else ["no nodes to write"], where=path)
+    _refuse(find_twins(nodes) if nodes else ["no nodes to write"], where=path)
     text = _dump(nodes, suffix)
     target = Path(path)
     try:
@@ -103,7 +101,7 @@ def write_nodes(
 
 
 def _dump(nodes: Iterable[Node], suffix: str) -> str:
-    return format_document({"nodes": [_list_fields(node) for node in nodes]}, suffix)
+    return format_document({"nodes": [node.to_fields() for node in nodes]}, suffix)
 
 
 def _take_apart(content: object) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
@@ -121,6 +119,12 @@ def _take_apart(content: object) -> tuple[list[dict[str, Any]], dict[str, Any], 
     return tables, defaults, faults  # type: ignore[return-value]
 
 
+def _defaults_for(table: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that say how hosts are reached, and where things are there, do not hold for this machine."""
+    is_here = table.get("host", defaults.get("host")) == THIS_MACHINE
+    return {name: value for name, value in defaults.items() if not (is_here and name in OF_HOSTS)}
+
+
 def _build(fields: Mapping[str, Any]) -> tuple[Node | None, list[str]]:
     try:
         return Node(**fields), []
@@ -133,10 +137,14 @@ def _label(number: int, table: Mapping[str, Any]) -> str:
     return f"node {number} ({known[0]})" if known else f"node {number}"
 
 
-_NAMES_APART = "give each a name of its own; one machine is named once, with ranks = N for several ranks"
+_PORTS_APART = "leave out one, or give each a port of its own"
+NAMES_APART = "give each a name of its own; one machine is named once, with ranks = N for several ranks"
 
 
-def _find_twins(nodes: Sequence[Node], *, advice: str) -> list[str]:
+def find_twins(nodes: Sequence[Node], *, advice: str = NAMES_APART) -> list[str]:
+    """Say which of them have one name, or are one machine, and give ``advice``."""
+    if twice := describe_twice_here(nodes):
+        return [twice]
     numbers: dict[str, list[str]] = {}
     for number, node in enumerate(nodes, 1):
         numbers.setdefault(node.name, []).append(str(number))
@@ -149,10 +157,3 @@ def _refuse(faults: list[str], *, where: object) -> None:
     if faults:
         more = [f"and {len(faults) - _MOST_FAULTS} more"] if len(faults) > _MOST_FAULTS else []
         raise SpecError("\n".join([f"{where}: {fault}" for fault in faults[:_MOST_FAULTS]] + more))
-
-
-def _list_fields(node: Node) -> dict[str, Any]:
-    fields = node.model_dump(exclude_defaults=True)
-    if node.name == default_name(node.host):
-        del fields["name"]
-    return fields

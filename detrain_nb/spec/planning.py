@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import SpecError
 from ..plan import NodeOffer, Plan, plan_pipeline
 from ..plan.fields import build
 from ..plan.job import JobNode, JobSpec
-
-if TYPE_CHECKING:
-    from .pipeline import PipelineSpec
+from .pipeline_fields import PipelineFields
 
 _RANKS_HERE = 2  # on the CPU, where no node is named
 
 
-def plan_spec(spec: PipelineSpec, *, gpus: Mapping[str, int | Sequence[int]]) -> Plan:
+def plan_spec(spec: PipelineFields, *, gpus: Mapping[str, int | Sequence[int]]) -> Plan:
     """Number the ranks; ``gpus`` are how many a node has, by its name, or their indices.
 
     A node that it does not name has the GPUs that the spec asks for. Raises: SpecError.
@@ -48,7 +46,7 @@ def plan_spec(spec: PipelineSpec, *, gpus: Mapping[str, int | Sequence[int]]) ->
     )
 
 
-def resolve_job(spec: PipelineSpec, plan: Plan) -> JobSpec:
+def resolve_job(spec: PipelineFields, plan: Plan) -> JobSpec:
     """Return what a script reads with `job_spec`: the spec with every axis and batch size as a number."""
     data: dict[str, Any] = spec.model_dump(
         mode="json", include={"name", "description", "training", "data", "model", "checkpoint", "artifacts"}
@@ -64,20 +62,15 @@ def resolve_job(spec: PipelineSpec, plan: Plan) -> JobSpec:
     return build(JobSpec, data, where="spec").on(nodes, batch=plan.batch)
 
 
-def program_arguments(spec: PipelineSpec, plan: Plan) -> tuple[str, ...]:
+def program_arguments(spec: PipelineFields, plan: Plan) -> tuple[str, ...]:
     """Return the arguments of the program; in the style of DeTrain its flags stand behind the user's.
 
     ``--gpu`` has 1 for each rank on a GPU and 0 for the others, ``--batch_size`` is that of a replica, and
-    ``--split_size`` the number of microbatches, which its help calls the number of parts. Raises: SpecError.
+    ``--split_size`` the number of microbatches, which its help calls the number of parts.
     """
     if spec.source.argument_style == "plain":
         return spec.source.arguments
     training = spec.training
-    if training.steps is not None:
-        raise SpecError(
-            f"training.steps {training.steps}: the arguments of DeTrain have epochs alone: give training.epochs, or "
-            'source.argument_style "plain"'
-        )
     flags: dict[str, Any] = {
         "--gpu": "_".join(str(int(rank in plan.cuda_ranks)) for rank in range(plan.world_size)),
         "--epochs": training.epochs,

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..agents import (
+    JOBS_MAGIC,
+    JOBS_MODULE,
     connect,
     live_agent,
     remove_dead_agent,
@@ -23,41 +27,63 @@ from ..agents import (
     start_agent,
     wait_for_pid,
 )
-from ..errors import SessionError
+from ..errors import LaunchError, SessionError
+from ..guarded import RUN_MODULE, make_users_folder
 from ..plan import NodeOffer
 from .transport import AgentFolders
 
+if TYPE_CHECKING:
+    from ..spec.node import Node
+
+_SERVICE_LIMIT_S = 10.0
+
 
 class LocalTransport:
-    """Brings up an agent on this machine and connects to it."""
+    """Brings up an agent on this machine and connects to it.
 
-    name = ""  # of the node: this machine has none
+    ``node`` is how the user described it, as ``localhost``; without one it has no name, and is the only one of its
+    session. Beside hosts it has an ``address`` that is not the loopback's, see deploy/ways.py.
+    """
+
     is_this_machine = True
     is_trusted = False  # nobody needs to say so
     can_resume = False
     shares_paths = True
-    python = sys.executable
     address = "127.0.0.1"
     interface = "lo"
-    torch = ""
-    place = "this machine"
-    node = None
     account: object = None
     contact: object = None
     folder_state: tuple[object, object] = ("", "")
     cache = ""
 
-    def __init__(self) -> None:
-        self.env: dict[str, str] = {}
+    def __init__(self, node: Node | None = None) -> None:
+        self.node = node
+        self.name = node.name if node else ""
+        self.place: object = ("this machine", node)
+        is_usual = node is None or node.python == type(node).model_fields["python"].default
+        self.python = sys.executable if is_usual or node is None else os.path.expanduser(node.python)
         self._agent: subprocess.Popen[bytes] | None = None
         self._pid = 0  # of an agent that another process started
         self._folder = Path()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Those variables that the node is to have, as they are now; the agent had the others when it was started."""
+        return {name: os.environ[name] for name in self.node.env if name in os.environ} if self.node else {}
+
+    @property
+    def torch(self) -> str:
+        """The version that this process has; empty where the ranks use another Python."""
+        with contextlib.suppress(PackageNotFoundError):
+            return version("torch") if self.python == sys.executable else ""
+        return ""
 
     def start_agent(self, session: str) -> socket.socket:
         """Start the agent of ``session`` and return a connected socket.
 
         Raises: LaunchError when it does not come up, SessionError when a session of that name runs already.
         """
+        self._make_workdir()
         self._folder = runtime_folder() / session
         self._agent, sock = start_agent(self._folder)
         return sock
@@ -74,25 +100,58 @@ class LocalTransport:
 
     def begin(self, session: str) -> AgentFolders:
         """In the folder that a fresh agent would have."""
+        self._make_workdir()
         self._folder = runtime_folder() / session
         return {"folder": str(self._folder), "work_folder": "", "uses": []}
+
+    def _make_workdir(self) -> None:
+        if self.node and self.node.workdir:
+            try:
+                make_users_folder(Path(self.work_folder("")))
+            except OSError as exc:
+                raise LaunchError(f"the workdir {self.node.workdir} cannot be used: {exc}") from exc
 
     def ask_meanwhile(self, work: Collection[Future[Any]]) -> None:
         """Nothing."""
 
     def offer(self, gpus: int) -> NodeOffer:
-        """All there is."""
-        return NodeOffer(self.name, tuple(range(gpus)))
+        """All there is, and what the user wants of it."""
+        wanted = (self.node.devices, self.node.ranks) if self.node else ()
+        return NodeOffer(self.name, tuple(range(gpus)), *wanted)
 
     def work_folder(self, folder: str) -> str:
-        """The same folder."""
-        return folder
+        """The node's ``workdir``, into which nothing is brought; else the same folder."""
+        return os.path.expanduser(self.node.workdir) if self.node and self.node.workdir else folder
 
     def run_files(self) -> AbstractContextManager[socket.socket]:
         """In a thread of this process."""
         from ..copying.served_here import served_here
 
         return served_here()
+
+    @contextlib.contextmanager
+    def run_jobs(self) -> Iterator[socket.socket]:
+        """As a child of this process, which the jobs are not: they outlive it."""
+        if sys.platform != "linux":
+            raise LaunchError(f"jobs on this machine need Linux: {sys.platform} can drive nodes, not be one")
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                argv = [sys.executable, "-X", "utf8", "-c", RUN_MODULE, JOBS_MODULE]
+                service = subprocess.Popen(
+                    argv, cwd="/", stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+                )
+            try:
+                _skip_to(ours, JOBS_MAGIC)
+                yield ours
+            finally:
+                with contextlib.suppress(OSError):  # it has hung up
+                    ours.shutdown(socket.SHUT_RDWR)
+                try:
+                    service.wait(_SERVICE_LIMIT_S)
+                except subprocess.TimeoutExpired:
+                    service.kill()
+                    service.wait()
 
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
         """Wait until the agent has ended the session; kill it when it does not.
@@ -117,3 +176,18 @@ class LocalTransport:
         if self._agent is not None:
             with contextlib.suppress(RuntimeError):  # this process is ending itself
                 threading.Thread(target=self._agent.wait, name="detrain_nb agent", daemon=True).start()
+
+
+def _skip_to(sock: socket.socket, magic: bytes) -> None:
+    """Read what a program says first. Raises: LaunchError when it does not say that."""
+    sock.settimeout(_SERVICE_LIMIT_S)
+    said = b""
+    try:
+        while not said.endswith(magic):
+            data = sock.recv(1)
+            if not data or len(said) > len(magic):
+                raise LaunchError("the service of jobs ended at once: look at what this process prints to stderr")
+            said += data
+    except TimeoutError as exc:
+        raise LaunchError(f"the service of jobs did not come up within {_SERVICE_LIMIT_S:.0f} s") from exc
+    sock.settimeout(None)

@@ -76,7 +76,7 @@ def test_own_code_imports_without_anything_else(tmp_path: Path) -> None:
     names = [name for name in _unpack(own_code(), tmp_path) if ".dist-info/" not in name]
     rooms = [name[: -len(".py")].replace("/", ".") for name in names if name.count("/") == 1]
     rooms.remove("detrain_nb.storage")  # which needs fsspec: torch brings it
-    modules = [*rooms, "detrain_nb.node.agent.agent", "detrain_nb.node.rank.worker", "detrain_nb.node.agent.gpus"]
+    modules = [*rooms, "detrain_nb.node.agent.agent", "detrain_nb.node.rank.worker", "detrain_nb.node.system.gpus"]
     script = f"from importlib import import_module\nfor name in {modules}: print(import_module(name).__file__)"
     for line in _run_alone(tmp_path, script).splitlines():
         assert Path(line).is_relative_to(tmp_path)

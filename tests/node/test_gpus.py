@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from detrain_nb.node.agent.gpus import name_gpus, read_visible
+from detrain_nb.node.system.gpus import name_gpus, read_visible
 
 
 @pytest.mark.parametrize(

@@ -349,3 +349,14 @@ def test_link_in_a_folder_of_others_is_replaced(tmp_path: Path) -> None:
 def test_plain_import_of_the_package_brings_no_pydantic() -> None:
     code = "import sys, detrain_nb; sys.exit('pydantic' in sys.modules or 'detrain_nb.spec' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=100).returncode == 0
+
+
+def test_defaults_of_hosts_do_not_hold_for_this_machine(tmp_path: Path) -> None:
+    of_hosts = 'user = "alice"\nport = 22\nidentity_file = "~/k"\nproxy_jump = "gate"\nsetup = "module load cuda"\n'
+    there = 'python = "/opt/bin/python"\nworkdir = "/scratch"\naddress = "10.0.0.1"\n'
+    of_all = 'ranks = 2\ndevices = "cpu"\nenv = ["TOKEN"]\n'
+    nodes = '[[nodes]]\nhost = "localhost"\n[[nodes]]\nhost = "gpu1"\n'
+    here, gpu1 = read_nodes(_write(tmp_path / "n.toml", f"[defaults]\n{of_hosts}{there}{of_all}{nodes}"))
+    assert here == Node(host="localhost", ranks=2, devices="cpu", env=["TOKEN"])
+    assert here.is_this_machine
+    assert (gpu1.user, gpu1.workdir, gpu1.is_this_machine) == ("alice", "/scratch", False)

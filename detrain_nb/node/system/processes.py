@@ -112,6 +112,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def start_ticks(pid: int) -> int:
+    """When a process was started, in ticks since the machine was: with its number it names it. 0 where none runs."""
+    fields = _stat_fields(str(pid))
+    return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else 0
+
+
 def memory_bytes(pid: int) -> int:
     """Resident memory of a process, 0 where it cannot be read."""
     return (read_number(f"/proc/{pid}/statm", r"\d+ ") or 0) * os.sysconf("SC_PAGE_SIZE")

@@ -13,7 +13,7 @@ from typing import Any
 
 from detrain_nb import Session
 from detrain_nb.errors import CellTimeout, RankError, RankLost
-from detrain_nb.node.agent.gpus import count_gpus
+from detrain_nb.node.system.gpus import count_gpus
 
 from .entry import on
 from .everything import ENTRIES, OF_TRANSFORMERS

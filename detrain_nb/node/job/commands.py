@@ -1,0 +1,106 @@
+"""One command of the user, run beside a job or without one; what it prints is sent while it does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from ...copying.json_lines import Talk
+from ..system.processes import descendants
+from .folders import ORDER_NAME, SOURCE_NAME, list_parts, read_bounded
+from .order import MOST_TEXT_CHARS, JobError, JobOrder, check_id, check_seconds
+
+TIMED_OUT = 124  # as timeout(1) has it
+_PIECE_BYTES = 1 << 16
+_LINGER_S = 0.3  # for what the command has left in the background, and still prints
+_LOOK_S = 1.0
+
+
+def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
+    """Run it in the folder of a job's ranks, else in the home; end it with the notebook, and after ``timeout_s``.
+
+    ``fd`` can be read when the notebook says something: that it has gone.
+    """
+    command = said.get("command")
+    if not isinstance(command, str) or not command.strip() or "\0" in command or len(command) > MOST_TEXT_CHARS:
+        raise JobError(f"a command of at most {MOST_TEXT_CHARS} characters was expected")
+    limit_s = said.get("timeout_s")
+    deadline = time.monotonic() + (1e9 if limit_s is None else check_seconds(limit_s))
+    process = subprocess.Popen(
+        [shutil.which("bash") or "sh", "-c", command],
+        cwd=_find_cwd(said.get("id")),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        bufsize=0,
+    )
+    is_over, ended = False, os.pidfd_open(process.pid)
+    try:
+        with contextlib.closing(_Output(process)) as output:
+            while not is_over and not select.select([ended], [], [], 0)[0]:
+                is_over = time.monotonic() > deadline
+                if select.select([fd], [], [], 0)[0]:
+                    talk.hear("enough")  # raises where the notebook has hung up
+                    is_over = True
+                output.send_to(talk, min(_LOOK_S, max(0.0, deadline - time.monotonic())), ended)
+            if is_over:
+                _end(process)
+            lingering = time.monotonic() + _LINGER_S
+            while output.is_open and time.monotonic() < lingering:
+                output.send_to(talk, max(0.0, lingering - time.monotonic()))
+    finally:
+        _end(process)  # before it is taken note of: until then its number is nobody else's
+        os.close(ended)
+    code = process.wait()
+    status = TIMED_OUT if is_over else code if code >= 0 else 128 - code
+    talk.say("exit", status=status, timed_out=is_over)
+
+
+class _Output:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self._file = process.stdout
+        self.is_open = True
+
+    def send_to(self, talk: Talk, limit_s: float, *ends: int) -> None:
+        """Send what there is within the time, or until one of ``ends`` can be read."""
+        sources: list[Any] = [*([self._file] if self.is_open else []), *ends]
+        if self._file not in select.select(sources, [], [], limit_s)[0]:
+            talk.tick()
+            return
+        data = os.read(self._file.fileno(), _PIECE_BYTES)
+        self.is_open = bool(data)
+        if data:
+            talk.say("output", size=len(data))
+            talk.send(data)
+            talk.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The command, its process group, and what has left that and is still below it."""
+    below = descendants(process.pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in below:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _find_cwd(job: object) -> Path:
+    """Raises: JobError."""
+    if job is None:
+        return Path.home()
+    folder = list_parts(check_id(job))[0]
+    order = JobOrder.from_json(read_bounded(folder / ORDER_NAME))
+    return Path(os.path.expanduser(order.workdir)) if order.workdir else folder / SOURCE_NAME

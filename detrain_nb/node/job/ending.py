@@ -1,0 +1,132 @@
+"""A job is stopped, or removed. Who is signalled is known by number and start time: a number alone may be another's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from ...copying.json_lines import Talk
+from ..system.proc_files import read
+from ..system.processes import start_ticks
+from .folders import find_job_folder, list_parts, read_bounded, remove_job_folder, write_whole
+from .order import JobError, check_id, check_number, check_seconds
+from .status import LOST, Exit, is_live, read_status
+
+MARK_VARIABLE = "DETRAIN_NB_JOB"  # in the environment of all that belongs to a job: its id and node rank
+GRACE_S = 30.0
+_STOP_NAME = "stop.json"
+_RUNNERS_LIMIT_S = 15.0  # after the grace: for what it writes
+_SWEEP_LIMIT_S = 5.0
+_TICK_S = 1.0
+
+
+def stop(talk: Talk, said: dict[str, Any]) -> None:
+    """End a job on this node: ask it, and after ``grace_s`` kill all of it. Says what it ``was``."""
+    job, grace_s = check_id(said.get("id")), check_seconds(said.get("grace_s", GRACE_S))
+    folders = _find_parts(job, said.get("node_rank"))
+    was = [read_status(folder)["state"] for folder in folders]
+    for folder in folders:
+        _ask(folder, grace_s)
+    for folder in folders:
+        _wait_and_kill(folder, grace_s, talk)
+    talk.say("stopped", was=was[0], states=was)
+
+
+def remove(talk: Talk, said: dict[str, Any]) -> None:
+    """Remove all files of a job that does not run. Raises: JobError."""
+    folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
+    if is_live(read_status(folder)):
+        raise JobError(f"job {folder.parent.name} runs: stop it first")
+    remove_job_folder(folder)
+    talk.say("removed")
+
+
+def read_grace(folder: Path) -> float:
+    """How long the runner gives its ranks when it is asked to stop."""
+    try:
+        return check_seconds(json.loads(read_bounded(folder / _STOP_NAME))["grace_s"])
+    except (OSError, ValueError, KeyError, TypeError, JobError):
+        return GRACE_S
+
+
+def _find_parts(job: str, node_rank: object) -> list[Path]:
+    if node_rank is not None:
+        return [find_job_folder(job, check_number(node_rank))]
+    return list_parts(job)
+
+
+def _ask(folder: Path, grace_s: float) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the runner has a time of its own
+        write_whole(folder / _STOP_NAME, json.dumps({"format": 1, "grace_s": grace_s}))
+    status = read_status(folder)
+    if is_live(status):
+        _signal(status, signal.SIGTERM)
+
+
+def _wait_and_kill(folder: Path, grace_s: float, talk: Talk) -> None:
+    """Wait until the runner has ended all; where it does not, or is gone, end what there is of the job."""
+    deadline = time.monotonic() + grace_s + _RUNNERS_LIMIT_S
+    while is_live(status := read_status(folder)):
+        if time.monotonic() >= deadline:
+            _signal(status, signal.SIGKILL)
+            break
+        _wait_for(status, min(_TICK_S, max(0.0, deadline - time.monotonic())))
+        talk.tick()
+    status = read_status(folder)
+    if not is_live(status) and status["state"] != LOST:
+        return
+    _sweep(f"{folder.parent.name}/{folder.name.rpartition('-')[2]}")
+    with contextlib.suppress(OSError):
+        Exit(128 + signal.SIGKILL, "stopped without its runner, which was gone or did not answer").write(folder)
+
+
+def _open_process(status: dict[str, Any]) -> int:
+    """A descriptor of the runner, which no other process can become. Raises: ProcessLookupError."""
+    descriptor = os.pidfd_open(status["pid"])
+    if start_ticks(status["pid"]) != status["pid_started"]:
+        os.close(descriptor)
+        raise ProcessLookupError
+    return descriptor
+
+
+def _signal(status: dict[str, Any], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = _open_process(status)
+        try:
+            signal.pidfd_send_signal(descriptor, number)
+        finally:
+            os.close(descriptor)
+
+
+def _wait_for(status: dict[str, Any], limit_s: float) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = _open_process(status)
+        try:
+            select.select([descriptor], [], [], limit_s)
+        finally:
+            os.close(descriptor)
+
+
+def _sweep(mark: str) -> None:
+    """Kill what is left of a job whose runner is gone: it is known by its environment, whatever its parents are."""
+    wanted = f"{MARK_VARIABLE}={mark}"
+    deadline = time.monotonic() + _SWEEP_LIMIT_S
+    while time.monotonic() < deadline:
+        marked = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _has(pid, wanted)]
+        found = [pid for pid in marked if start_ticks(pid)]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)  # SIGKILL is under way; the next pass sees who is left
+
+
+def _has(pid: str, wanted: str) -> bool:
+    return wanted in (read(f"/proc/{pid}/environ") or "").split("\0")

@@ -1,0 +1,151 @@
+"""What a job has made, for the notebook to fetch: files in the folder of its ranks, and in that for artifacts.
+
+Nothing outside of these is listed or read, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ...copying.json_lines import MOST_DEPTH, Failed, Talk, Untrue, as_size, check_name
+from .folders import ARTIFACTS_NAME, ORDER_NAME, SOURCE_NAME, find_job_folder, read_bounded
+from .order import JobError, JobOrder, check_id, check_number, check_texts
+
+USUAL_PATTERNS = ("*.pt", "*.safetensors", "artifacts/")
+_MOST_FILES = 100_000
+_FILES_OF_A_LINE = 500
+_PIECE_BYTES = 1 << 20
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
+    """Say name, size and SHA-256 of each, in messages of some hundred files; all but the last have ``more``."""
+    folder, order = _find_job(said)
+    patterns = check_texts(said.get("patterns") or []) or order.artifacts or USUAL_PATTERNS
+    listed: list[tuple[str, int, str]] = []
+    for name in _match(folder, order, patterns):
+        try:
+            size, digest = _digest(_open_artifact(folder, order, name), talk)
+        except (JobError, FileNotFoundError):  # removed meanwhile, or replaced
+            continue
+        listed.append((name, size, digest))
+        if len(listed) == _FILES_OF_A_LINE:
+            talk.say("files", files=listed, more=True)
+            listed = []
+    talk.say("files", files=listed, more=False)
+
+
+def send_artifact(talk: Talk, said: dict[str, Any]) -> None:
+    """Send what a file has from ``offset`` on. Raises: JobError, OSError."""
+    folder, order = _find_job(said)
+    offset = as_size(said.get("offset", 0))
+    with open(_open_artifact(folder, order, check_name(said.get("name"))), "rb") as file:
+        left = max(0, os.fstat(file.fileno()).st_size - offset)
+        file.seek(offset)
+        talk.say("file", size=left)
+        while left:
+            data = file.read(min(left, _PIECE_BYTES))
+            if not data:  # it was cut off meanwhile: what was promised cannot be kept
+                raise Failed("the file became shorter")
+            talk.send(data)
+            left -= len(data)
+
+
+def _find_job(said: dict[str, Any]) -> tuple[Path, JobOrder]:
+    folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
+    return folder, JobOrder.from_json(read_bounded(folder / ORDER_NAME))
+
+
+def _roots(folder: Path, order: JobOrder) -> list[Path]:
+    """Where artifacts are: below the job's own folder for them they have its name in front."""
+    return [Path(os.path.expanduser(order.workdir)) if order.workdir else folder / SOURCE_NAME]
+
+
+def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[str]:
+    seen: set[str] = set()
+    for root, prefix in (
+        *((root, "") for root in _roots(folder, order)),
+        (folder / ARTIFACTS_NAME, f"{ARTIFACTS_NAME}/"),
+    ):
+        for name in _walk(root):
+            full = prefix + name
+            if full not in seen and any(fits(full, pattern) for pattern in patterns):
+                seen.add(full)
+                yield full
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Regular files by relative name, no links, as many as can be looked at."""
+    num_files = 0
+    for path, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inner = os.path.relpath(path, root)
+        if inner.count("/") >= MOST_DEPTH:
+            folders.clear()
+        for name in sorted(names):
+            num_files += 1
+            if num_files > _MOST_FILES:
+                raise JobError(f"more than {_MOST_FILES} files are in {root}: name a folder of their own by workdir")
+            relative = name if inner == "." else f"{inner}/{name}"
+            try:
+                check_name(relative)
+                is_file = stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode)
+            except (Untrue, OSError):
+                continue
+            if is_file:
+                yield relative
+
+
+def fits(name: str, pattern: str) -> bool:
+    """As a user means it: ``*.pt`` in whatever folder, ``out/`` all below it, ``out/*.pt`` from the top."""
+    pattern = pattern.removeprefix("./")
+    if pattern.endswith("/"):
+        return fnmatchcase(name, f"{pattern}*")
+    return fnmatchcase(name, pattern) or ("/" not in pattern and fnmatchcase(name.rpartition("/")[2], pattern))
+
+
+def _open_artifact(folder: Path, order: JobOrder, name: str) -> int:
+    """Raises: JobError where there is no such file in either place, or it is a link, or below one."""
+    places = [(root, name) for root in _roots(folder, order)]
+    if name.startswith(f"{ARTIFACTS_NAME}/"):
+        places.append((folder, name))
+    for root, inner in places:
+        try:
+            return _open_below(root, inner)
+        except OSError:
+            continue
+    raise JobError(f"{name} is no file of this job")
+
+
+def _open_below(root: Path, name: str) -> int:
+    """Raises: OSError, also where a link is on the way."""
+    *parents, last = name.split("/")
+    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parents:
+            inner = os.open(part, _OPEN | os.O_DIRECTORY, dir_fd=at)
+            os.close(at)
+            at = inner
+        opened = os.open(last, _OPEN, dir_fd=at)
+    finally:
+        os.close(at)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise FileNotFoundError(name)
+    return opened
+
+
+def _digest(opened: int, talk: Talk) -> tuple[int, str]:
+    digest, size = hashlib.sha256(), 0
+    with open(opened, "rb", buffering=0) as file:
+        while data := file.read(_PIECE_BYTES):
+            digest.update(data)
+            size += len(data)
+            talk.tick()
+    return size, digest.hexdigest()

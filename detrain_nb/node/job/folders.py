@@ -1,0 +1,159 @@
+"""Where the jobs of this user are on this node: a folder each, whose files are a job's interface.
+
+Nodes may share the home: a folder names its machine and the job's node rank. Nothing here depends on locks of files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...agents import runtime_folder
+from ...guarded import describe, find_guest_parent
+from ..system.proc_files import read
+from ..system.processes import start_ticks
+from .order import JOB_ID, JobError, check_id
+
+ORDER_NAME = "order.json"
+SPEC_NAME = "spec.json"
+SOURCE_NAME = "source"
+ARTIFACTS_NAME = "artifacts"
+METRICS_NAME = "metrics"
+SETUP_LOG, TORCHRUN_LOG, RUNNER_LOG = "setup.log", "torchrun.log", "runner.log"
+END_NAME = "end.txt"  # why the nodes have ended each other
+STREAM_NAME = re.compile(r"rank-\d{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-\d{1,6}\.jsonl")
+_MACHINE_FILES = ("/etc/machine-id", "/var/lib/dbus/machine-id")
+_SOCKETS_FOLDER = ".jobs"  # no session: its name begins with a dot
+
+
+def jobs_folder() -> Path:
+    """The folder of this user's jobs, made if need be; nobody else can enter it. Raises: JobError."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    wanted = Path(base if os.path.isabs(base) else os.path.expanduser("~/.local/state"), "detrain_nb", "jobs")
+    folder = Path(os.path.realpath(wanted.parent.parent), *wanted.parts[-2:])
+    try:
+        if parent := find_guest_parent(folder):
+            raise JobError(
+                f"{folder}: others can put another one in its place, as they can write {describe(parent)}: "
+                "set XDG_STATE_HOME to a folder of your own"
+            )
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        for each in (folder.parent, folder):
+            make_private(each)
+    except OSError as exc:
+        raise JobError(f"the folder of jobs {folder} cannot be made: {exc.strerror}: set XDG_STATE_HOME") from exc
+    return folder
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only its user can enter, or find one. Raises: JobError, OSError."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+        raise JobError(f"{describe(folder, state)} is not a folder of this user: remove it")
+    if state.st_mode & 0o077:
+        raise JobError(f"{describe(folder, state)} is open to others: chmod 700 {folder}")
+
+
+def machine_id() -> str:
+    """A name for this machine among those that share the home, without telling what the system calls it."""
+    known = next((text.strip() for path in _MACHINE_FILES if (text := read(path))), "")
+    return hashlib.sha256(f"{known}\n{platform.node()}".encode()).hexdigest()[:12]
+
+
+def read_boot() -> str:
+    """What is another one after this machine, or this container, was started anew."""
+    return f"{(read('/proc/sys/kernel/random/boot_id') or '').strip()}/{start_ticks(1)}"
+
+
+def job_folder(job: str, node_rank: int) -> Path:
+    """Where one node's part of a job is, or would be. Raises: JobError."""
+    return jobs_folder() / check_id(job) / f"{machine_id()}-{node_rank}"
+
+
+def find_job_folder(job: str, node_rank: int) -> Path:
+    """Raises: JobError when this node has no such job."""
+    folder = job_folder(job, node_rank)
+    if not folder.is_dir():
+        raise JobError(f"no job {job} with node rank {node_rank} is on this node: it was removed, or is on another one")
+    return folder
+
+
+def list_job_folders(*, of: str = "") -> Iterator[Path]:
+    """The parts of jobs on this machine, the newest job first; ``of``: what the ids begin with."""
+    ours = re.compile(rf"{machine_id()}-\d{{1,6}}")
+    base = jobs_folder()
+    names = [name for name in os.listdir(base) if name.startswith(of) and JOB_ID.fullmatch(name)]
+    for name in sorted(names, key=_moment, reverse=True):
+        try:
+            parts = sorted(part for part in os.listdir(base / name) if ours.fullmatch(part))
+        except OSError:  # it is being removed
+            continue
+        yield from (base / name / part for part in parts)
+
+
+def list_parts(job: str) -> list[Path]:
+    """The parts of one job on this machine. Raises: JobError when there are none."""
+    if folders := [folder for folder in list_job_folders(of=check_id(job)) if folder.parent.name == job]:
+        return folders
+    raise JobError(f"no job {job} is on this node: it was removed, or is on another one")
+
+
+def _moment(job: str) -> str:
+    """An id ends with the time at which it was made, and four digits that nobody guesses."""
+    return "-".join(job.rsplit("-", 3)[1:])
+
+
+def remove_job_folder(folder: Path) -> None:
+    """Remove a part of a job, at once for whoever looks, and the job with its last part. Raises: OSError."""
+    aside = Path(tempfile.mkdtemp(prefix=".removed-", dir=folder.parent.parent))
+    try:
+        os.rename(folder, aside / folder.name)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    try:
+        folder.parent.rmdir()
+    except OSError:  # other nodes have their parts there
+        pass
+
+
+def socket_path(folder: Path) -> Path:
+    """Where the runner of a job listens for its ranks: a short path, on a disk of this machine. Raises: LaunchError."""
+    base = runtime_folder() / _SOCKETS_FOLDER
+    base.mkdir(mode=0o700, exist_ok=True)
+    return base / hashlib.sha256(f"{folder.parent.name}/{folder.name}".encode()).hexdigest()[:20]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all. Raises: OSError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(draft, "w", encoding="utf-8", opener=_open_private) as file:
+            file.write(text)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_bounded(path: Path, *, most_bytes: int = 1 << 20) -> str:
+    """Raises: OSError, JobError for one that is larger, or no file."""
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(opened, "rb") as file:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise JobError(f"{path} is no file")
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise JobError(f"{path} has more than {most_bytes} bytes")
+    return data.decode("utf-8", errors="replace")
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,0 +1,123 @@
+"""What the runner of a job starts: the setup lines, then torchrun; and the variables that both get."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...guarded import RUN_MODULE
+from ...launch import (
+    JOB_BACKEND,
+    RENDEZVOUS_BACKEND,
+    RENDEZVOUS_HANDLERS,
+    NodeLaunch,
+    Program,
+    Rendezvous,
+    launch_job,
+)
+from ...metrics import FOLDER_VARIABLE
+from ..system.gpus import list_gpus, name_gpus
+from ..system.surroundings import PER_SESSION_VARIABLES
+from .ending import MARK_VARIABLE
+from .folders import ARTIFACTS_NAME, END_NAME, METRICS_NAME, SOURCE_NAME, SPEC_NAME
+from .order import JobOrder
+
+RANK_MODULE = "detrain_nb.node.job.rank"
+
+SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"
+ARTIFACTS_VARIABLE = "DETRAIN_NB_ARTIFACTS"
+_SETUP_NAME = "setup.sh"
+_OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD")
+_OF_A_KERNEL = {"MPLBACKEND", "JPY_PARENT_PID", "JPY_SESSION_NAME"}  # a rank draws into files
+_READ_BYTES = 1 << 22
+
+
+def mark_of(order: JobOrder) -> str:
+    """What MARK_VARIABLE is in all processes of this part of a job."""
+    return f"{order.id}/{order.node_rank}"
+
+
+def first_environment(order: JobOrder, folder: Path, secrets: Mapping[str, str]) -> dict[str, str]:
+    """What the setup lines get, and torchrun with what they have changed of it."""
+    dropped = PER_SESSION_VARIABLES - {"CUDA_VISIBLE_DEVICES"} | _OF_A_KERNEL
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    own_path = env.get("PYTHONPATH", "")  # our code may be there
+    env.update(order.env)
+    if order.device == "cpu":
+        env.setdefault("CUDA_VISIBLE_DEVICES", "")
+    elif order.gpus is not None and "CUDA_VISIBLE_DEVICES" not in order.env:
+        env["CUDA_VISIBLE_DEVICES"] = name_gpus(",".join(map(str, order.gpus)), list_gpus())
+    source = str(folder / SOURCE_NAME) if order.workdir else ""  # else the ranks start there
+    paths = [own_path, env.get("PYTHONPATH", "") if "PYTHONPATH" in order.env else "", source]
+    if path := os.pathsep.join(filter(None, paths)):
+        env["PYTHONPATH"] = path
+    return {
+        **env,
+        **secrets,
+        MARK_VARIABLE: mark_of(order),
+        SPEC_VARIABLE: str(folder / SPEC_NAME),
+        FOLDER_VARIABLE: str(folder / METRICS_NAME),
+        ARTIFACTS_VARIABLE: str(folder / ARTIFACTS_NAME),
+    }
+
+
+def torchrun_command(order: JobOrder, folder: Path, store: tuple[str, int], key: str) -> NodeLaunch:
+    """The command line of this node, whose ranks tell the runner what they print."""
+    python, asked = order.python or sys.executable, order.rendezvous
+    kind = JOB_BACKEND if JOB_BACKEND in RENDEZVOUS_HANDLERS else RENDEZVOUS_BACKEND
+    rendezvous = Rendezvous(
+        kind,
+        asked.run_id or order.id,
+        store,
+        timeout_s=asked.timeout_s,
+        max_restarts=asked.max_restarts,
+        silence_s=order.silence_s,
+    )
+    first, *arguments = order.argv
+    if not first.startswith("-"):  # a script: where the source is, wherever the ranks start
+        first = str(folder / SOURCE_NAME / first) if order.workdir else first
+    program = Program("command", (python, "-c", RUN_MODULE, RANK_MODULE, python, first, *arguments))
+    return launch_job(
+        rendezvous,
+        program,
+        nodes=len(order.nodes),
+        ranks=len(order.ranks),
+        node_rank=order.node_rank,
+        python=python,
+        interface=order.interface,
+        local_address=order.address,
+        node_names=order.nodes,
+        key=key,
+        end_file=str(folder / END_NAME),
+        options=(f"--log-dir={folder / 'torchelastic'}",),
+    )
+
+
+@dataclass
+class SetupCommand:
+    """A shell that runs the lines; what they have made of their environment is written to ``told``."""
+
+    argv: list[str]
+    told: int
+
+    def read_environment(self) -> dict[str, str]:
+        """Empty where the lines did not come to their end: one may have been ``exit 0``."""
+        data = os.pread(self.told, _READ_BYTES, 0)
+        pairs = (os.fsdecode(line).partition("=") for line in data.split(b"\0") if b"=" in line)
+        return {name: value for name, _, value in pairs if name and name not in _OF_THE_SHELL}
+
+
+@contextlib.contextmanager
+def setup_command(lines: tuple[str, ...], folder: Path) -> Iterator[SetupCommand]:
+    """Write the lines as a script, which ends with the first that fails. Raises: OSError."""
+    path, told = folder / _SETUP_NAME, os.memfd_create("environment")  # secrets are in it: never in a file
+    try:
+        path.write_text("\n".join(["set -e", *lines, f"env -0 >/proc/self/fd/{told}", ""]), encoding="utf-8")
+        yield SetupCommand([shutil.which("bash") or "sh", str(path)], told)
+    finally:
+        os.close(told)

@@ -1,0 +1,137 @@
+"""A log that does not fill a disk: what came first and what came last is kept, in files that begin where they say.
+
+``rank-0.log`` has the beginning. What comes after it is in ``rank-0.log.OFFSET``, where OFFSET is how many bytes came
+before; the oldest of these are removed. An offset counts all that was written, so that who follows sees what was cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+FIRST_BYTES = 10_000_000
+LAST_BYTES = 1_000_000_000
+_PARTS = 16  # of what is kept of the end
+_DIGITS = 18
+_TAIL_BYTES = 1 << 16
+_LINE_CHARS = 1000
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class BoundedLog:
+    """One that is written. A disk that refuses loses the bytes, not the job: what was lost is said when it can be."""
+
+    def __init__(self, path: Path, *, first_bytes: int = FIRST_BYTES, last_bytes: int = LAST_BYTES) -> None:
+        self._path = path
+        self._first_bytes, self._last_bytes = first_bytes, last_bytes
+        self._part_bytes = max(1, last_bytes // _PARTS)
+        self._size = 0  # of all that was written
+        self._room = first_bytes  # in the file that is open
+        self._parts: list[tuple[Path, int]] = []  # behind the first file, each with where it begins
+        self._file = -1
+        self._num_lost, self._why_lost = 0, ""
+
+    def write(self, data: bytes) -> None:
+        if self._says_losses():
+            self._write(data)
+        else:
+            self._num_lost += len(data)
+
+    def close(self) -> None:
+        self._says_losses()
+        self._close()
+
+    def _says_losses(self) -> bool:
+        """Nothing was lost, or it stands in the log now."""
+        if lost := self._num_lost:
+            self._num_lost = 0
+            self._write(
+                f"\n[detrain_nb: {lost} bytes of output could not be written here: {self._why_lost}]\n".encode()
+            )
+            if self._num_lost:
+                self._num_lost = lost
+                return False
+        return True
+
+    def _write(self, data: bytes) -> None:
+        waiting = memoryview(data)
+        try:
+            while waiting:
+                if not self._room:
+                    self._begin_part()
+                if self._file < 0:
+                    self._file = os.open(self._parts[-1][0] if self._parts else self._path, _FLAGS, 0o600)
+                written = os.write(self._file, waiting[: self._room])
+                self._size += written
+                self._room -= written
+                waiting = waiting[written:]
+        except OSError as exc:
+            self._num_lost += len(waiting)
+            self._why_lost = exc.strerror or str(exc)
+            self._close()
+
+    def _begin_part(self) -> None:
+        self._close()
+        is_first = not self._parts
+        path = self._path.with_name(f"{self._path.name}.{self._size:0{_DIGITS}d}")
+        self._file = os.open(path, _FLAGS, 0o600)
+        self._parts.append((path, self._size))
+        self._room = self._part_bytes
+        while len(self._parts) > 1 and self._size - self._parts[1][1] >= self._last_bytes:
+            with contextlib.suppress(OSError):
+                self._parts[0][0].unlink(missing_ok=True)
+            del self._parts[0]
+        if is_first:
+            kept = f"its first {self._first_bytes} bytes and its last {self._last_bytes} are kept"
+            self._write(f"\n[detrain_nb: a long log: {kept}]\n".encode())
+
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def read_log(path: Path, offset: int, most: int) -> tuple[int, bytes]:
+    """Read from ``offset``; returns where what was read begins, later where something was cut. Empty at the end.
+
+    A file that was removed meanwhile was cut.
+    """
+    for begin, part in _list_parts(path):
+        try:
+            opened = os.open(part, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            at = max(offset, begin)
+            if data := os.pread(opened, most, at - begin):
+                return at, data
+        finally:
+            os.close(opened)
+    return offset, b""
+
+
+def last_lines(path: Path, number: int) -> tuple[str, ...]:
+    """The last lines of a log, not all of those that are very long."""
+    parts = list(_list_parts(path))
+    data = b""
+    for _, part in reversed(parts):
+        with contextlib.suppress(OSError), open(part, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES + len(data)))
+            data = file.read(_TAIL_BYTES) + data
+        if len(data) >= _TAIL_BYTES:
+            break
+    lines = data.decode("utf-8", errors="replace").rstrip().splitlines()
+    return tuple(line[-_LINE_CHARS:] for line in lines[-number:])
+
+
+def _list_parts(path: Path) -> list[tuple[int, Path]]:
+    """The files of a log, with where each begins."""
+    name = re.compile(rf"{re.escape(path.name)}(?:\.(\d{{{_DIGITS}}}))?")
+    try:
+        found = [(match, entry) for entry in os.listdir(path.parent) if (match := name.fullmatch(entry))]
+    except OSError:
+        return []
+    return sorted((int(match[1] or 0), path.with_name(entry)) for match, entry in found)

@@ -1,0 +1,147 @@
+"""What a job prints, into its logs; and what its ranks say of themselves (rank.py): one loop for all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...agents import is_same_user
+from ..system.loop import Loop
+from .folders import socket_path
+from .log_file import BoundedLog
+from .rank import MOST_SAID_BYTES, SOCKET_VARIABLE
+
+_PIECE_BYTES = 1 << 18
+_DRAIN_LIMIT_S = 10.0
+_MOST_RANKS = 4096  # of one node
+
+
+@dataclass
+class RankOutcome:
+    """One start of one rank. ``exit_code`` is negative after a signal, None as long as it runs, or was killed."""
+
+    rank: int
+    local_rank: int
+    restart: int
+    pid: int
+    exit_code: int | None = None
+    ended_at: float = 0.0  # of time.monotonic(), which all processes of a machine share
+
+
+class Outputs:
+    """All that the runner reads from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loop = Loop()
+        self.outcomes: list[RankOutcome] = []
+        self._folder = folder
+        self._logs: dict[str, BoundedLog] = {}
+        self._pipes: set[int] = set()
+        self._path = socket_path(folder)
+        self._path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(self._path))
+        self._listener.listen(_MOST_RANKS)
+        self._said: dict[socket.socket, RankOutcome] = {}
+        self._has_news = False
+        self.loop.add(self._listener.fileno(), self._accept)
+
+    def environment(self) -> dict[str, str]:
+        """What a rank needs to find us."""
+        return {SOCKET_VARIABLE: str(self._path)}
+
+    def add(self, pipe: int, log: str) -> None:
+        """Write to ``log`` what comes by ``pipe``, which is ours from now on."""
+        self._pipes.add(pipe)
+        self.loop.add(pipe, lambda: self._read(pipe, log))
+
+    @property
+    def restarts(self) -> int:
+        """How often the ranks of this node were started again."""
+        return max((outcome.restart for outcome in self.outcomes), default=0)
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Those of the last start, for status.json."""
+        last = [outcome for outcome in self.outcomes if outcome.restart == self.restarts]
+        last.sort(key=lambda outcome: outcome.rank)
+        return [{"rank": each.rank, "pid": each.pid, "exit_code": each.exit_code} for each in last]
+
+    def take_news(self) -> bool:
+        """Something has changed in what `ranks` says."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
+
+    def close(self) -> None:
+        """Read what is left when all that could write has ended."""
+        deadline = time.monotonic() + _DRAIN_LIMIT_S
+        self._path.unlink(missing_ok=True)
+        self.loop.remove(self._listener.fileno())
+        self._listener.close()
+        while (self._pipes or self._said) and time.monotonic() < deadline:
+            self.loop.once(deadline)
+        for log in self._logs.values():
+            log.close()
+
+    # ---- reading
+
+    def _read(self, pipe: int, log: str) -> None:
+        if data := os.read(pipe, _PIECE_BYTES):
+            if log not in self._logs:
+                self._logs[log] = BoundedLog(self._folder / log)
+            self._logs[log].write(data)
+            return
+        self.loop.remove(pipe)
+        self._pipes.discard(pipe)
+        os.close(pipe)
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        if not is_same_user(sock):
+            sock.close()
+            return
+        self.loop.add(sock.fileno(), lambda: self._begin(sock))
+
+    def _begin(self, sock: socket.socket) -> None:
+        """A rank says which it is, and hands over what it prints to."""
+        fds: list[int] = []
+        try:
+            data, fds, _, _ = socket.recv_fds(sock, MOST_SAID_BYTES, 1)
+            said = json.loads(data)
+            numbers = [_number(said[name]) for name in ("rank", "local_rank", "restart", "pid")]
+            pipe = fds.pop()
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            self._forget(sock)
+            for fd in fds:
+                os.close(fd)
+            return
+        outcome = RankOutcome(*numbers)
+        self.outcomes = [each for each in self.outcomes if each.restart >= outcome.restart - 1] + [outcome]
+        self._said[sock] = outcome
+        self._has_news = True
+        self.add(pipe, f"rank-{outcome.rank}.log")
+        self.loop.add(sock.fileno(), lambda: self._note_end(sock))
+
+    def _note_end(self, sock: socket.socket) -> None:
+        outcome = self._said.pop(sock)
+        outcome.ended_at = time.monotonic()
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            said = json.loads(sock.recv(MOST_SAID_BYTES))
+            outcome.exit_code, outcome.ended_at = int(said["ended"]), float(said["at"])
+        self._has_news = True
+        self._forget(sock)
+
+    def _forget(self, sock: socket.socket) -> None:
+        self.loop.remove(sock.fileno())
+        sock.close()
+
+
+def _number(said: object) -> int:
+    if type(said) is not int or not 0 <= said < 1 << 31:
+        raise ValueError("no number")
+    return said

@@ -1,0 +1,191 @@
+"""The runner of a job on one node: setup lines, then torchrun; it writes what they print, and how the job ended.
+
+It is detached from whoever started it. Nothing that it has started outlives it, nor the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...launch import STORE_FD_VARIABLE
+from ..system.own_files import PACKAGE
+from ..system.processes import (
+    adopt_orphans,
+    descendants,
+    die_with_parent,
+    drain,
+    end_descendants,
+    lead_nowhere,
+    watch_children,
+)
+from .ending import read_grace
+from .folders import ORDER_NAME, SETUP_LOG, SOURCE_NAME, TORCHRUN_LOG, read_bounded
+from .launching import first_environment, setup_command, torchrun_command
+from .order import JobOrder
+from .outputs import Outputs
+from .status import ENDED, RUNNING, STOPPING, Exit, Reserve, Status
+from .verdict import judge
+
+_READY = b"ready\n"
+_TOUCH_S = 6 * 3600.0
+
+
+def main() -> None:
+    """Run the job whose folder is named; secrets come by standard input."""
+    folder, store = Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else -1
+    order = JobOrder.from_json(read_bounded(folder / ORDER_NAME))
+    given = json.loads(sys.stdin.buffer.read())
+    runner = Runner(folder, order, given, store)
+    os.write(1, _READY)
+    lead_nowhere(0, 1)
+    runner.run()
+
+
+class Runner:
+    """One per node of a job."""
+
+    def __init__(self, folder: Path, order: JobOrder, given: Mapping[str, Any], store: int) -> None:
+        self._folder, self._order, self._given, self._store = folder, order, given, store
+        self._kill_at: float | None = None
+        self._is_told = False  # what runs has been asked to end
+        self._touch_at = 0.0
+        adopt_orphans()
+        self._children = watch_children()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask_to_stop)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._outputs = Outputs(folder)
+        self._outputs.loop.add(self._children, self._note_ends)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reserve = Reserve(folder)
+        self._status = Status(order.id, order.name, order.node_rank, order.node, world_size=order.world_size)
+        self._status.write(folder)
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self._kill_at is not None
+
+    def run(self) -> None:
+        """Run it to its end, and say how that was."""
+        try:
+            ended = self._run()
+        except OSError as exc:
+            ended = Exit(127, f"{exc.filename or 'the runner'}: {exc.strerror or exc}")
+        end_descendants()
+        self._outputs.close()
+        self._reserve.release()
+        self._reserve.write(ended)
+        self._status.state, self._status.ended_at = ENDED, ended.ended_at
+        self._status.exit_code, self._status.reason = ended.exit_code, ended.reason
+        self._reserve.write(self._status)
+
+    def _run(self) -> Exit:
+        order, folder = self._order, self._folder
+        env = first_environment(order, folder, self._given["secrets"])
+        cwd = self._find_cwd()
+        if order.setup:
+            with setup_command(order.setup, folder) as setup:
+                code = self._run_command(setup.argv, env, SETUP_LOG, cwd, [setup.told])
+                env = setup.read_environment() or env
+            if code or self._is_stopped:
+                return judge(self._outputs, code, folder=folder, log=SETUP_LOG, stopped=self._is_stopped)
+        self._status.state = STOPPING if self._is_stopped else RUNNING
+        self._write_status()
+        address, port = self._given["store"]
+        launch = torchrun_command(order, folder, (address, port), self._given["key"])
+        env = {**launch.env, **env, **self._outputs.environment()}
+        handed = []
+        if self._store >= 0:
+            handed, env[STORE_FD_VARIABLE] = [self._store], str(self._store)
+        code = self._run_command(launch.argv, env, TORCHRUN_LOG, cwd, handed)
+        return judge(self._outputs, code, folder=folder, log=TORCHRUN_LOG, stopped=self._is_stopped)
+
+    def _find_cwd(self) -> Path:
+        """Raises: OSError."""
+        if not self._order.workdir:
+            return self._folder / SOURCE_NAME
+        folder = Path(os.path.expanduser(self._order.workdir))
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _run_command(self, argv: list[str], env: Mapping[str, str], log: str, cwd: Path, handed: list[int]) -> int:
+        """Run to its end; 128 + n after signal n. Raises: OSError."""
+        ours = os.getpid()
+        read, write = os.pipe()
+        with open(write, "wb", buffering=0) as output:
+            self._outputs.add(read, log)
+            self._process = process = subprocess.Popen(
+                argv,
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=handed,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(ours),  # noqa: PLW1509  there is one thread
+            )
+        self._is_told = False
+        while (code := process.poll()) is None:
+            self._outputs.loop.once(self._next_moment())
+            self._see_to_stop(process)
+            if self._outputs.take_news():
+                self._status.ranks, self._status.restarts = self._outputs.ranks(), self._outputs.restarts
+                self._write_status()
+        self._process = None
+        return code if code >= 0 else 128 - code
+
+    def _next_moment(self) -> float:
+        if time.time() >= self._touch_at:  # our code is removed where nobody has used it for long
+            self._touch_at = time.time() + _TOUCH_S
+            with contextlib.suppress(OSError):
+                os.utime(os.path.dirname(PACKAGE))
+        limit = time.monotonic() + _TOUCH_S
+        return limit if self._kill_at is None else min(limit, self._kill_at)
+
+    def _write_status(self) -> None:
+        self._reserve.write(self._status)
+
+    # ---- stopping
+
+    def _ask_to_stop(self, *_: object) -> None:
+        """In a signal's handler: the loop wakes up by it."""
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + read_grace(self._folder)
+
+    def _see_to_stop(self, process: subprocess.Popen[bytes]) -> None:
+        if self._kill_at is None:
+            return
+        if not self._is_told:
+            self._is_told = True
+            self._status.state = STOPPING
+            self._write_status()
+            with contextlib.suppress(ProcessLookupError):  # torchrun passes it on to its ranks
+                os.killpg(process.pid, signal.SIGTERM)
+        if time.monotonic() >= self._kill_at:
+            for pid in descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            self._kill_at = time.monotonic() + 0.5  # who was being started has escaped
+
+    def _note_ends(self) -> None:
+        """Children whose parents have ended are ours, and nobody else takes note of their ends."""
+        drain(self._children)
+        ours = self._process.pid if self._process else 0
+        look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid != ours:
+                os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+if __name__ == "__main__":
+    main()

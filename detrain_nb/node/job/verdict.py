@@ -1,0 +1,55 @@
+"""How a job ended on a node, and whose fault that was."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from .folders import END_NAME, TORCHRUN_LOG
+from .log_file import last_lines
+from .outputs import Outputs, RankOutcome
+from .status import Exit
+
+_LAST_LINES = 20
+STOPPED = 128 + signal.SIGTERM
+
+
+def judge(outputs: Outputs, code: int, *, folder: Path, log: str, stopped: bool) -> Exit:
+    """Say how it ended; ``code`` is that of what ran, which wrote to ``log``."""
+    if stopped:
+        return Exit(STOPPED, "stopped")
+    if code == 0:
+        return Exit(0)
+    if log != TORCHRUN_LOG:
+        return Exit(code, f"the setup {_say(code)}", last_lines=last_lines(folder / log, _LAST_LINES))
+    if told := _read_told(folder):
+        return Exit(code, told)
+    if first := _find_first(outputs):
+        code = first.exit_code or 0
+        code = code if code >= 0 else 128 - code
+        lines = last_lines(folder / f"rank-{first.rank}.log", _LAST_LINES)
+        return Exit(code, f"rank {first.rank} {_say(code)}", first.rank, lines)
+    return Exit(code, f"torchrun {_say(code)}", last_lines=last_lines(folder / log, _LAST_LINES))
+
+
+def _find_first(outputs: Outputs) -> RankOutcome | None:
+    """Of the last start the first rank that failed: those after it were ended, or missed it."""
+    failed = [each for each in outputs.outcomes if each.exit_code and each.restart == outputs.restarts]
+    return min(failed, key=lambda each: each.ended_at, default=None)
+
+
+def _read_told(folder: Path) -> str:
+    """Why the nodes have ended each other, where another one was the first."""
+    try:
+        return (folder / END_NAME).read_text(encoding="utf-8", errors="replace").strip()[:1000]
+    except OSError:
+        return ""
+
+
+def _say(code: int) -> str:
+    if code <= 128:
+        return f"exited with {code}"
+    try:
+        return f"was ended by {signal.Signals(code - 128).name}"
+    except ValueError:
+        return f"exited with {code}"
