@@ -136,16 +136,9 @@ def _submit_job(args: argparse.Namespace) -> Job:
 def _read_spec(args: argparse.Namespace) -> PipelineSpec:
     from ..spec import PipelineSpec
 
-    spec = PipelineSpec.load(args.spec)
-    values: dict[str, Any] = dict(args.fields)
-    if args.name is not None:
-        values["name"] = args.name
-    spec = spec.with_overrides(values) if values else spec
-    if args.nodes is not None:
-        from ..spec.nodes_file import parse_nodes
-
-        spec = spec.on_nodes(parse_nodes(args.nodes))
-    return spec
+    words = [f"--{field}" if text is None else f"--{field}={text}" for field, text in args.fields.items()]
+    words += [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field)) is not None]
+    return PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides(words))
 
 
 def _follow(job: Job) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ..agents import JOBS_MAGIC
 from ..copying.json_lines import SLOWEST_BYTES_PER_S
 from ..copying.remote_program import MAGIC as FILES_MAGIC
 from ..errors import LaunchError, TransportError
@@ -30,13 +31,20 @@ from .remote_program import RemoteProgram, read_program
 if TYPE_CHECKING:
     from .code import CodeArchive
 
-__all__ = ["RUN_FILES", "BootstrappedNode"]
+__all__ = ["RUN_FILES", "RUN_JOBS", "BootstrappedNode"]
 
 _MAGIC = b"\ndetrain-nb bootstrap 1\n"
 RUN_FILES = """\
 import sys
 sys.path[:0] = [{code!r}]
 from detrain_nb.copying.remote_program import main
+main()
+"""
+RUN_JOBS = """\
+import os, sys
+sys.path[:0] = [{code!r}]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [{code!r}, os.environ.get("PYTHONPATH")]))
+from detrain_nb.node.job.service import main
 main()
 """
 _UNPACK_LIMIT_S = 60.0
@@ -216,6 +224,40 @@ class BootstrappedNode(ABC, Generic[_Connection]):
                 program.skip_to(FILES_MAGIC)
             stack.callback(program.close)
             yield program.take_socket()
+
+    @contextlib.contextmanager
+    def run_jobs(self) -> Iterator[socket.socket]:
+        """Run node/job/service.py there; gives the byte stream to it.
+
+        The connection stays for the next one, until the node is left. Raises: LaunchError, TransportError.
+        """
+        with self._connecting:
+            program = self._start_jobs()
+        try:
+            yield program.take_socket()
+        finally:
+            program.close()
+
+    def _start_jobs(self) -> RemoteProgram:
+        connection = self._connection
+        if connection is not None and connection.is_alive:
+            source = RUN_JOBS.format(code=posixpath.join(self.cache, self._digests[0]))
+            with contextlib.suppress(TransportError):
+                return RemoteProgram.start(source, magic=JOBS_MAGIC, node=self.node, connection=connection)
+        self._hang_up()
+        connection = self._connect()
+        try:
+            self._admit(connection)
+            program = self._start_bootstrap(connection)
+            facts = self.facts = NodeFacts.read(program.hear("facts"))
+            self._settle(facts, connection, "jobs")
+            self._digests = _go_on(facts, program, type="jobs")
+            program.skip_to(JOBS_MAGIC)
+        except BaseException:
+            connection.close()
+            raise
+        self._connection = connection
+        return program
 
     def _settle(self, facts: NodeFacts, connection: _Connection, session: str) -> None:
         self.python = facts.python

@@ -12,6 +12,7 @@ import selectors
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -223,10 +224,27 @@ def label(node: Transport) -> str:
 @contextlib.contextmanager
 def open_talk(node: Transport, *, stop: Stop | None = None, patience: Patience = PATIENCE) -> Iterator[Talk]:
     """Run copying/remote_program.py on a node. What goes wrong in the block raises DetrainError with its name."""
+    with open_stream(node, node.run_files(), stop=stop, patience=patience) as talk:
+        yield talk
+
+
+@contextlib.contextmanager
+def open_stream(
+    node: Transport,
+    stream: AbstractContextManager[socket.socket],
+    *,
+    stop: Stop | None,
+    patience: Patience,
+    answers_while_told: bool = False,
+) -> Iterator[Talk]:
+    """Speak on a byte stream to a program of ours on a node. Raises: DetrainError with the name of the node.
+
+    ``answers_while_told``: what comes while something is sent is not only its failure.
+    """
     host = label(node)
     with contextlib.ExitStack() as stack:
         try:
-            sock = stack.enter_context(node.run_files())
+            sock = stack.enter_context(stream)
         except DetrainError as exc:
             raise type(exc)(f"{host}: {exc}") from exc
         if stop:
@@ -236,7 +254,7 @@ def open_talk(node: Transport, *, stop: Stop | None = None, patience: Patience =
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(sock, selectors.EVENT_READ)
         try:
-            has_come = lambda: bool(selector.select(0))  # noqa: E731
+            has_come = lambda: not answers_while_told and bool(selector.select(0))  # noqa: E731
             yield Talk(reader, _Sender(sock), has_come=has_come, patience_s=patience.answer_s)
         except Untrue as exc:
             raise WireError(f"{host}: {exc}") from exc

@@ -14,11 +14,10 @@ from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, TransportError, WireError
 from ..transport import Transport
 
-__all__ = ["ANSWER_LIMIT_S", "Outcome", "explained", "on_all", "talk_to", "talks_to", "try_on_all"]
+__all__ = ["ANSWER_LIMIT_S", "explained", "on_all", "talk_to", "talks_to", "try_on_all"]
 
 ANSWER_LIMIT_S = 60.0
 _Result = TypeVar("_Result")
-Outcome = _Result | DetrainError
 
 
 @contextlib.contextmanager
@@ -34,7 +33,7 @@ def explained(node: Transport) -> Iterator[None]:
 
 @contextlib.contextmanager
 def talk_to(node: Transport, *, stop: Stop | None = None) -> Iterator[Talk]:
-    """The job service of one node; ``stop`` ends the talk. Raises: DetrainError, also for what goes wrong in the block."""
+    """The job service of one node; ``stop`` ends the talk. What goes wrong in the block raises DetrainError."""
     with open_job_talk(node, stop=stop) as talk:
         yield talk
 
@@ -76,25 +75,25 @@ def try_on_all(
         with explained(nodes[index]):
             return act(index)
 
+    work: list[Future[_Result]] = []
     pool = ThreadPoolExecutor(max(1, len(nodes)), thread_name_prefix="detrain_nb job")
     try:
-        work = [pool.submit(run, index) for index in range(len(nodes))]
+        work += [pool.submit(run, index) for index in range(len(nodes))]
         if limit_s is None:
             for node in nodes:
                 node.ask_meanwhile(work)
         wait(work, limit_s)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    return [_outcome_of(future, node, limit_s) for future, node in zip(work, nodes)]
-
-
-def _outcome_of(future: Future[_Result], node: Transport, limit_s: float | None) -> _Result | DetrainError:
-    if not future.done():
-        return TransportError(f"{label(node)}: it did not answer within {limit_s or 0:g} s")
-    try:
-        return future.result()
-    except DetrainError as exc:  # anything else is our own fault
-        return exc
+    outcomes: list[_Result | DetrainError] = []
+    for future, node in zip(work, nodes):
+        try:
+            outcomes.append(future.result(0))
+        except TimeoutError:
+            outcomes.append(TransportError(f"{label(node)}: it did not answer within {limit_s or 0:g} s"))
+        except DetrainError as exc:  # anything else is our own fault
+            outcomes.append(exc)
+    return outcomes
 
 
 class _Arrivals:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from ..copying.json_lines import Talk, Untrue, as_size
 from ..deploy.files import Stop, label
 from ..errors import DetrainError, SpecError
 from ..transport import Transport
-from .asking import try_on_all, talk_to
+from .asking import talk_to, try_on_all
 from .following import LogLine
 from .report_checks import clean_line, read_number
 

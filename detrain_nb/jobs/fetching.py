@@ -1,4 +1,4 @@
-"""What a job has made, from all its nodes into a folder here: only below it, only what was asked for, each file whole."""
+"""What a job has made, from all its nodes into a folder: only below it, only what was asked for, each file whole."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from pathlib import Path
 from ..copying.json_lines import FilesError, Talk, Untrue, as_size, reason_of
 from ..deploy.files import OnProgress, Stop, label, on_every
 from ..errors import DetrainError, JobError, SpecError
-from ..node.job.files import matches
+from ..node.job.files import fits
 from ..text import format_size, name_some
 from ..transport import Transport
 from .asking import on_all, talk_to
-from .report_checks import NodeFile, read_files
+from .report_checks import NodeFile, check_different, read_files
 
 __all__ = ["Fetched", "Place", "choose_places", "fetch"]
 
 OnSize = Callable[[int], object]
-_LIST_BYTES = 1 << 24
 _CHUNK_BYTES = 1 << 18
 _DIGEST_CHARS = 16  # of the name of a part
 
@@ -85,8 +84,13 @@ def fetch(
 def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) -> list[NodeFile]:
     with talk_to(node) as talk:
         talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns))
-        files = read_files(talk.hear("files", most_bytes=_LIST_BYTES))
-    unasked = next((file.name for file in files if not matches(file.name, patterns)), None)
+        files: list[NodeFile] = []
+        has_more = True
+        while has_more:
+            said = talk.hear("files")
+            files = check_different([*files, *read_files(said)])
+            has_more = said.get("more") is True
+    unasked = next((file.name for file in files if not any(fits(file.name, each) for each in patterns)), None)
     if unasked is not None:
         raise DetrainError(f"{label(node)}: it offers {unasked}, which was not asked for")
     return files

@@ -1,4 +1,4 @@
-"""The logs of all nodes of a job, followed at once: a link that breaks is made again, and nothing is lost or said twice."""
+"""The logs of all nodes, followed at once: a link that breaks is made again, and nothing is lost or said twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import DetrainError, NodeLost
 from ..metrics import read_metrics_line
 from ..transport import Transport
 from .asking import talk_to
-from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reportss
+from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reports
 
 __all__ = ["FollowedFile", "Follower", "LogLine", "Patience", "Wanted"]
 
@@ -30,7 +30,7 @@ _RANK_OF = re.compile(r"(?:metrics/)?rank-([0-9]+)\.")
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of a job, clean of what controls a terminal. ``source`` is a rank, "setup", "torchrun", or "" for our words.
+    """A line of a job, clean of what controls a terminal. ``source``: a rank, "setup", "torchrun", or "" for ours.
 
     ``node`` is empty where the job has one node.
     """

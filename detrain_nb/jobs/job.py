@@ -19,7 +19,7 @@ from .execution import Executed, execute
 from .fetching import Fetched, fetch
 from .following import Follower, LogLine, Patience, Wanted
 from .job_status import JobStatus, judge
-from .record import Record
+from .record import Changes, Record
 from .report_checks import STATUS_BYTES, NodeReport, read_reports
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Job", "JobLog", "OnLine"]
+__all__ = ["Job", "JobLog", "OnLine", "note_down"]
 
 OnLine = Callable[[LogLine], object]
 _STATUS_LIMIT_S = 30.0
@@ -57,7 +57,8 @@ class Job(ShownAsText):
         ask_passphrase: AskPassphrase | None = None,
     ) -> None:
         """No ``nodes``: the job runs on this machine."""
-        self.id, self.name, self.nodes = job_id, name, tuple(nodes)
+        self.id, self.name = job_id, name
+        self._nodes = tuple(nodes)
         self._record = record
         self._ask_passphrase = ask_passphrase
         self._reached: list[Transport] = []
@@ -75,7 +76,7 @@ class Job(ShownAsText):
     def __str__(self) -> str:
         row = self._record.get(self.id)
         code = "" if row.exit_code is None else f", exit {row.exit_code}"
-        where = ", ".join(node.name for node in self.nodes) or "this machine"
+        where = ", ".join(map(label, self._transports()))
         return f"job {self.id}: {row.state}{code}, on {where}"
 
     # ---- how it is
@@ -161,8 +162,18 @@ class Job(ShownAsText):
         spec = self.spec
         gather_secrets(spec, secrets)  # before anything is stopped
         self.stop()
-        nodes = self.nodes if any(isinstance(node, Transport) for node in self.nodes) else None
-        return submit(spec.resumed(), name=self.name, secrets=secrets, on_progress=on_progress, nodes=nodes)
+        nodes = [node for node in self._nodes if isinstance(node, Transport)] or None
+        if spec.checkpoint is not None:
+            spec = spec.with_overrides({"checkpoint.resume": True})
+        return submit(
+            spec,
+            name=self.name,
+            secrets=secrets,
+            on_progress=on_progress,
+            nodes=nodes,
+            record=self._record,
+            ask_passphrase=self._ask_passphrase,
+        )
 
     def fetch(
         self,
@@ -210,9 +221,14 @@ class Job(ShownAsText):
 
     # ---- its nodes
 
+    def close(self) -> None:
+        """Leave its nodes; the job goes on. What is asked later connects anew."""
+        for transport in self._reached:
+            transport.leave()
+
     def _transports(self) -> list[Transport]:
         if not self._reached:
-            self._reached = transports_to(list(self.nodes) or None, ask_passphrase=self._ask_passphrase)
+            self._reached = transports_to(list(self._nodes) or None, ask_passphrase=self._ask_passphrase)
         return self._reached
 
     def _positions(self, node: str | None) -> list[int] | None:
@@ -257,14 +273,21 @@ class Job(ShownAsText):
         """Judge what the nodes say, and note it down."""
         status = judge(self.id, self.name, {label(node): each for node, each in zip(self._transports(), said)})
         if status.state != "unknown":
-            self._record.update(
-                self.id,
-                state=status.state,
-                exit_code=status.exit_code,
-                started_at=status.started_at,
-                ended_at=status.ended_at,
-            )
+            note_down(status, self._record)
         return status
+
+
+def note_down(status: JobStatus, record: Record) -> None:
+    """Keep how a job is for who cannot ask its nodes."""
+    known: Changes = {
+        "state": status.state,
+        "exit_code": status.exit_code,
+        "started_at": status.started_at,
+        "ended_at": status.ended_at,
+    }
+    if status.metrics:
+        known["metrics"] = json.dumps(dict(status.metrics))
+    record.update(status.id, **known)
 
 
 def _place_of(line: LogLine) -> tuple[str, int, int]:

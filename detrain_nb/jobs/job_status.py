@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ class JobStatus(ShownAsText):
     last_lines: tuple[str, ...] = ()
     started_at: float | None = None
     ended_at: float | None = None
+    metrics: Mapping[str, int | float | str] | None = None
     reports: Mapping[str, NodeReport] = field(default_factory=dict)
     silent: Mapping[str, str] = field(default_factory=dict)
 
@@ -101,6 +103,7 @@ def judge(job: str, name: str, said: Mapping[str, NodeReport | DetrainError | No
         last_lines=failed.last_lines if failed else (),
         started_at=min(starts, default=None),
         ended_at=max(ends, default=None) if is_over else None,
+        metrics=next((each.metrics for each in reports.values() if each.metrics), None),
         reports=reports,
         silent={**silent, **missing},
     )
@@ -138,7 +141,7 @@ def describe_seconds(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     units = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))
-    for (size, unit), (small, small_unit) in zip(units, units[1:]):
+    for (size, unit), (small, small_unit) in itertools.pairwise(units):
         if whole >= size:
             rest = whole % size // small
             return f"{whole // size} {unit}" + (f" {rest} {small_unit}" if rest else "")

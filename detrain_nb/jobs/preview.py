@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..plan import Plan
-from ..text import format_size, name_some
+from ..text import format_size
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -30,6 +30,7 @@ class Submission:
     setup: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    repository: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -48,6 +49,8 @@ class Submission:
         lines += [f"setup on every node: {line}" for line in self.setup]
         if self.secrets:
             lines.append(f"secrets from the environment here: {', '.join(self.secrets)}")
+        if self.repository:
+            return [*lines, f"every node fetches {self.repository}", *(f"warning: {each}" for each in self.warnings)]
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         lines.append(f"{count}, {format_size(self.size_bytes)}, would travel, but for those that are there:")
         lines += [f"  {name}  {format_size(size)}" for name, size in self.files[:_MOST_FILES]]
@@ -58,12 +61,12 @@ class Submission:
 
 def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
     """Say what submitting ``spec`` would do. Raises: SpecError."""
-    from ..launch import JOB_BACKEND, ELASTIC_BACKEND, Program, Rendezvous, launch_job
+    from ..launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 
     plan = spec.plan()
     rendezvous = spec.rendezvous
     kind = ELASTIC_BACKEND if rendezvous.is_elastic else JOB_BACKEND
-    first = spec.nodes[0].host if len(plan.nodes) > 1 and spec.nodes else "127.0.0.1"
+    first = spec.nodes[0].address or spec.nodes[0].host if len(plan.nodes) > 1 else "127.0.0.1"
     meeting = Rendezvous(
         kind,
         rendezvous.id or spec.name,
@@ -71,12 +74,14 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
         timeout_s=rendezvous.timeout_s,
         max_restarts=rendezvous.max_restarts,
     )
+    first_word, *words = *source.program, *spec.program_arguments(plan)
+    program = Program("module", tuple(words)) if first_word == "-m" else Program("script", (first_word, *words))
     commands = {}
     for node_rank, node in enumerate(plan.nodes):
         python = spec.nodes[node_rank].python if spec.nodes else "python3"
         launched = launch_job(
             meeting,
-            _program(source),
+            program,
             nodes=(rendezvous.min_nodes or len(plan.nodes), rendezvous.max_nodes or len(plan.nodes))
             if rendezvous.is_elastic
             else len(plan.nodes),
@@ -92,5 +97,6 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
         tuple((file.name, file.size) for file in source.files),
         tuple(spec.source.setup),
         tuple(spec.secrets),
-        tuple(str(each) for each in spec.check() if each.severity == "warning"),
+        (*(str(each) for each in spec.check() if each.severity == "warning"), *source.notices),
+        "" if source.git is None else str(source),
     )

@@ -16,6 +16,7 @@ __all__ = [
     "NodeFacts",
     "NodeFile",
     "NodeReport",
+    "check_different",
     "check_log_name",
     "clean_line",
     "read_facts",
@@ -33,6 +34,8 @@ _MOST_JOBS = 10_000
 _MOST_RANKS = 1 << 16
 _MOST_LINES = 100
 _MOST_GPUS = 1024
+_MOST_METRICS = 32
+_MOST_WORD_CHARS = 80
 _MOST_FILES = 100_000
 _MOST_CHARS = 4096
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -55,6 +58,7 @@ class NodeReport:
     restarts: int = 0
     started_at: float | None = None
     ended_at: float | None = None
+    metrics: Mapping[str, int | float | str] | None = None  # the last
 
     @property
     def is_over(self) -> bool:
@@ -111,6 +115,7 @@ def read_report(said: object) -> NodeReport:
         restarts=read_number(said.get("restarts", 0)),
         started_at=_time(said.get("started_at")),
         ended_at=_time(said.get("ended_at")),
+        metrics=_metrics(said.get("metrics")),
     )
 
 
@@ -124,8 +129,14 @@ def read_files(said: Mapping[str, Any]) -> list[NodeFile]:
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise Untrue(f"{clean(digest)[:80]!r} is no SHA-256")
         files.append(NodeFile(check_name(name), as_size(size), digest))
-    names = [file.name for file in files]
-    if len(set(names)) < len(names):
+    return check_different(files)
+
+
+def check_different(files: list[NodeFile]) -> list[NodeFile]:
+    """All files that a node has told so far. Raises: Untrue where they are too many, or two have one name."""
+    if len(files) > _MOST_FILES:
+        raise Untrue(f"more than {_MOST_FILES:,} files came: ask for fewer by a pattern")
+    if len({file.name for file in files}) < len(files):
         raise Untrue("a name stands twice among the files")
     return files
 
@@ -164,6 +175,18 @@ def clean_line(line: str) -> str:
     """A line that a rank printed, for a terminal or a page: tabs stay, colours and what moves a cursor do not."""
     line = _TERMINAL.sub("", line.rstrip("\r").rpartition("\r")[2])
     return "".join(char if char.isprintable() or char == "\t" else "?" for char in line)
+
+
+def _metrics(said: object) -> dict[str, int | float | str] | None:
+    """Numbers by name, and short texts; what is more than a list shows is left out."""
+    if said is None:
+        return None
+    if not isinstance(said, dict):
+        raise Untrue("metrics by name were expected")
+    named = [(clean(name)[:_MOST_WORD_CHARS], value) for name, value in said.items()][:_MOST_METRICS]
+    numbers = {name: value for name, value in named if type(value) in (int, float) and abs(value) < 1e300}
+    texts = {name: clean(value)[:_MOST_WORD_CHARS] for name, value in named if isinstance(value, str)}
+    return {**numbers, **texts}
 
 
 def _rank(said: object) -> int:

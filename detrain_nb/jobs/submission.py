@@ -11,23 +11,25 @@ import os
 import secrets as random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, overload
 
 from ..copying.json_lines import FilesError, Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
+from ..deploy.ways import check_ways, settle_here
 from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
-from ..plan import NodeOffer, Plan
+from ..plan import Plan
 from ..transport import Transport
-from .asking import explained, on_all, talks_to, try_on_all
+from .asking import on_all, talks_to, try_on_all
 from .job import Job
 from .preview import Submission, preview
 from .record import Record
 from .report_checks import NodeFacts, read_facts, read_port
 from .shipping import ship
 from .source import ShippedSource, plan_source
+from .submitting import submitting
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -92,7 +94,7 @@ def submit(
     Raises: SpecError for what cannot be, JobError where a job of that name runs, DetrainError with a line for each node
     that failed. Nothing runs then.
     """
-    spec = _read(spec, name)
+    spec = _read(spec, name, nodes)
     source = plan_source(spec)
     if dry_run:
         return preview(spec, source)
@@ -110,17 +112,32 @@ def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -
     return {name: known[name] for name in spec.secrets}
 
 
-def _read(spec: PipelineSpec | str | os.PathLike[str], name: str | None) -> PipelineSpec:
+def _read(
+    spec: PipelineSpec | str | os.PathLike[str], name: str | None, nodes: Sequence[Node | Transport] | None
+) -> PipelineSpec:
+    """Raises: SpecError."""
     from ..spec import PipelineSpec, worst
 
     if isinstance(spec, (str, os.PathLike)):
         spec = PipelineSpec.load(os.fspath(spec))
-    if name is not None:
-        spec = spec.with_overrides({"name": name})
+    overrides: dict[str, object] = {} if name is None else {"name": name}
+    if nodes is not None:
+        described = [node.node if isinstance(node, Transport) else node for node in nodes]
+        overrides["nodes"] = [node.to_fields() for node in described if node is not None]
+    spec = spec.with_overrides({**overrides, **_full_paths(spec)})
     findings = spec.check()
     if worst(findings) == "error":
         raise SpecError("\n".join(str(each) for each in findings if each.severity == "error"))
     return spec
+
+
+def _full_paths(spec: PipelineSpec) -> dict[str, object]:
+    """What stands here by a relative path: a restart may come from another folder."""
+    kind = spec.source.kind
+    path = getattr(spec.source, kind)
+    if kind not in ("script", "notebook", "path") or "://" in path:
+        return {}
+    return {f"source.{kind}": os.path.abspath(os.path.expanduser(path))}
 
 
 @dataclass
@@ -137,30 +154,42 @@ class _Submitting:
     on_progress: Say | None
 
     def run(self) -> Job:
+        with submitting(self.spec.name):
+            return self._run()
+
+    def _run(self) -> Job:
         secrets = gather_secrets(self.spec, self.given)
         nodes = list(self.spec.nodes if self.nodes is None else self.nodes)
         self._transports = transports_to(nodes or None, ask_passphrase=self.ask_passphrase)
         self._refuse_running()
         job = _make_id(self.spec.name)
-        self._note_down(job, nodes)
+        listed = json.dumps([node.to_fields() for node in self.spec.nodes])
+        self.record.add(
+            job, name=self.spec.name, nodes=listed, spec=json.dumps(self.spec.to_dict()), state="submitting"
+        )
         try:
+            for notice in self.source.notices:
+                self._say(f"note: {notice}")
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
             with talks_to(self._transports) as talks:
                 facts = on_all(self._transports, lambda index: _ask_facts(talks[index]))
+                self._check_together(facts)
                 plan = self._plan(facts)
                 self.record.update(job, world_size=plan.world_size)
                 self._say("sending what has changed of the source")
-                ready = on_all(self._transports, lambda index: ship(talks[index], self.source, storage=self.storage))
+                ready = on_all(self._transports, lambda index: self._ship(talks[index], secrets))
                 orders = self._orders(job, plan)
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
             with contextlib.suppress(DetrainError):
                 self.record.update(job, state="not started", ended_at=time.time(), exit_code=None)
+            for transport in self._transports:
+                transport.leave()
             if isinstance(exc, FilesError):  # of a talk, outside of what names its node
                 raise DetrainError(str(exc)) from exc
             raise
         self.record.update(job, state="running", started_at=time.time())
-        return Job(job, self.spec.name, nodes, record=self.record, ask_passphrase=self.ask_passphrase)
+        return Job(job, self.spec.name, self._transports, record=self.record)
 
     # ---- before any node is asked
 
@@ -174,21 +203,30 @@ class _Submitting:
                 "with --name"
             )
 
-    def _note_down(self, job: str, nodes: Sequence[Node | Transport]) -> None:
-        from ..spec.node import Node
-
-        described = [node if isinstance(node, Node) else node.node for node in nodes]
-        listed = [node.model_dump(mode="json", exclude_defaults=True) if node else None for node in described]
-        spec = json.dumps(self.spec.to_dict())
-        self.record.add(job, name=self.spec.name, nodes=json.dumps(listed), spec=spec, state="submitting")
-
     # ---- on the nodes
 
-    def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
+    def _check_together(self, facts: Sequence[NodeFacts]) -> None:
         """Raises: SpecError, LaunchError where the nodes do not go together."""
-        _check_same_torch(self._transports, facts)
-        offers = [_offer(node, said) for node, said in zip(self._transports, facts)]
-        return self.spec.plan(offers)
+        nodes = self._transports
+        _check_same_torch(nodes, facts)
+        if len(nodes) == 1:
+            return
+        accounts = [node.account for node in nodes]
+        for node in nodes:
+            if node.account is not None and accounts.count(node.account) > 1:
+                raise SpecError(f"{label(node)} is the same machine as another node: name it once, with ranks = N")
+        settle_here(nodes)
+        if any(node.is_this_machine for node in nodes):
+            self._say("looking whether the nodes reach each other")
+            check_ways(nodes, [node.address for node in nodes])
+
+    def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
+        """Raises: SpecError where the nodes have not what the spec wants."""
+        return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
+
+    def _ship(self, talk: Talk, secrets: Mapping[str, str]) -> str:
+        environment = {**(self.given or {}), **secrets}
+        return ship(talk, self.source, storage=self.storage, environment=environment)
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
         """What each node is to run; the port of the store is not known yet."""
@@ -210,7 +248,7 @@ class _Submitting:
             JobOrder(
                 id=job,
                 name=self.spec.name,
-                argv=tuple(self.source.program),
+                argv=(*self.source.program, *self.spec.program_arguments(plan)),
                 node_rank=node_rank,
                 nodes=tuple(label(each) for each in self._transports),
                 ranks=node.ranks,
@@ -280,10 +318,6 @@ def _make_id(name: str) -> str:
 def _ask_facts(talk: Talk) -> NodeFacts:
     talk.say("facts")
     return read_facts(talk.hear("facts"))
-
-
-def _offer(node: Transport, facts: NodeFacts) -> NodeOffer:
-    return node.offer(facts.gpus)
 
 
 def _check_same_torch(nodes: Sequence[Transport], facts: Sequence[NodeFacts]) -> None:

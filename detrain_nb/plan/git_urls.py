@@ -63,7 +63,11 @@ def parse_git_url(text: str) -> GitUrl:
     Raises: SpecError for all else: for what has git run a program (``ext::``), is an option, or has a password in it.
     """
     shown = printable(text[:200])
-    if not text or len(text) > _MOST_CHARS or any(_is_odd(char) for char in text):
+    if (
+        not text
+        or len(text) > _MOST_CHARS
+        or any(_is_odd(char) for char in (text.replace(" ", "") if text.startswith("/") else text))
+    ):
         raise SpecError(f"git url {_hide_user(shown)!r}: give 1 to {_MOST_CHARS} characters, no space or backslash")
     if text.startswith("-"):
         raise SpecError(f"git url {shown!r} begins with -, which git takes for an option")
@@ -138,11 +142,9 @@ def resolve_submodule(parent: GitUrl, text: str) -> GitUrl:
     found = parse_git_url(text)
     if found.place != parent.place or parent.scheme == "file":
         where = found.host or "this machine's files"
-        where, above = found.host or "files of this machine", parent.host or "files of this machine"
-        raise SpecError(
-            f"a submodule comes from {where}, its repository from {above}: only submodules of the same host, scheme and "
-            "port are fetched"
-        )
+        where, above = (each.host or "files of this machine" for each in (found, parent))
+        only = "only those of the same host, scheme and port are fetched"
+        raise SpecError(f"a submodule comes from {where}, its repository from {above}: {only}")
     return found
 
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..agents import (
+    JOBS_MAGIC,
+    JOBS_MODULE,
     connect,
     live_agent,
     remove_dead_agent,
@@ -26,12 +28,14 @@ from ..agents import (
     wait_for_pid,
 )
 from ..errors import LaunchError, SessionError
-from ..guarded import make_users_folder
+from ..guarded import RUN_MODULE, make_users_folder
 from ..plan import NodeOffer
 from .transport import AgentFolders
 
 if TYPE_CHECKING:
     from ..spec.node import Node
+
+_SERVICE_LIMIT_S = 10.0
 
 
 class LocalTransport:
@@ -55,6 +59,7 @@ class LocalTransport:
     def __init__(self, node: Node | None = None) -> None:
         self.node = node
         self.name = node.name if node else ""
+        self.place: object = ("this machine", node)
         is_usual = node is None or node.python == type(node).model_fields["python"].default
         self.python = sys.executable if is_usual or node is None else os.path.expanduser(node.python)
         self._agent: subprocess.Popen[bytes] | None = None
@@ -65,11 +70,6 @@ class LocalTransport:
     def env(self) -> dict[str, str]:
         """Those variables that the node is to have, as they are now; the agent had the others when it was started."""
         return {name: os.environ[name] for name in self.node.env if name in os.environ} if self.node else {}
-
-    @property
-    def place(self) -> object:
-        """This machine, as it was described."""
-        return "this machine", self.node
 
     @property
     def torch(self) -> str:
@@ -116,8 +116,8 @@ class LocalTransport:
 
     def offer(self, gpus: int) -> NodeOffer:
         """All there is, and what the user wants of it."""
-        there = tuple(range(gpus))
-        return NodeOffer(self.name, there, self.node.devices, self.node.ranks) if self.node else NodeOffer("", there)
+        wanted = (self.node.devices, self.node.ranks) if self.node else ()
+        return NodeOffer(self.name, tuple(range(gpus)), *wanted)
 
     def work_folder(self, folder: str) -> str:
         """The node's ``workdir``, into which nothing is brought; else the same folder."""
@@ -128,6 +128,30 @@ class LocalTransport:
         from ..copying.served_here import served_here
 
         return served_here()
+
+    @contextlib.contextmanager
+    def run_jobs(self) -> Iterator[socket.socket]:
+        """As a child of this process, which the jobs are not: they outlive it."""
+        if sys.platform != "linux":
+            raise LaunchError(f"jobs on this machine need Linux: {sys.platform} can drive nodes, not be one")
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                argv = [sys.executable, "-X", "utf8", "-c", RUN_MODULE, JOBS_MODULE]
+                service = subprocess.Popen(
+                    argv, cwd="/", stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
+                )
+            try:
+                _skip_to(ours, JOBS_MAGIC)
+                yield ours
+            finally:
+                with contextlib.suppress(OSError):  # it has hung up
+                    ours.shutdown(socket.SHUT_RDWR)
+                try:
+                    service.wait(_SERVICE_LIMIT_S)
+                except subprocess.TimeoutExpired:
+                    service.kill()
+                    service.wait()
 
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
         """Wait until the agent has ended the session; kill it when it does not.
@@ -152,3 +176,18 @@ class LocalTransport:
         if self._agent is not None:
             with contextlib.suppress(RuntimeError):  # this process is ending itself
                 threading.Thread(target=self._agent.wait, name="detrain_nb agent", daemon=True).start()
+
+
+def _skip_to(sock: socket.socket, magic: bytes) -> None:
+    """Read what a program says first. Raises: LaunchError when it does not say that."""
+    sock.settimeout(_SERVICE_LIMIT_S)
+    said = b""
+    try:
+        while not said.endswith(magic):
+            data = sock.recv(1)
+            if not data or len(said) > len(magic):
+                raise LaunchError("the service of jobs ended at once: look at what this process prints to stderr")
+            said += data
+    except TimeoutError as exc:
+        raise LaunchError(f"the service of jobs did not come up within {_SERVICE_LIMIT_S:.0f} s") from exc
+    sock.settimeout(None)

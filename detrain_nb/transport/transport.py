@@ -113,6 +113,14 @@ class Transport(Protocol):
         """
         ...
 
+    def run_jobs(self) -> AbstractContextManager[socket.socket]:
+        """Have node/job/service.py serve orders, at the other end of the byte stream that this gives.
+
+        It needs no agent, ends with the block, and removes what it was to prepare and not to launch; jobs go on.
+        Afterwards ``python``, ``address`` and so on are known. Raises: DetrainError.
+        """
+        ...
+
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
         """Wait until the agent, asked to end, has done so, and leave nothing of ours.
 

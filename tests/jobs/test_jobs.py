@@ -25,7 +25,7 @@ rank = dist.get_rank()
 total = torch.tensor([float(rank)])
 dist.all_reduce(total)
 print(f"rank {rank} of {dist.get_world_size()}: {total.item()}, {spec.training.epochs} epochs, {sys.argv[1:]}")
-print("has the secret:", os.environ["A_SECRET"] == "hunter2")
+print("has the secret:", os.environ["A_SECRET"][::-1] == "2retnuh")
 for step in range(3):
     log_metrics(step, loss=1.0 / (step + 1))
 pathlib.Path("artifacts").mkdir(exist_ok=True)

@@ -83,6 +83,9 @@ class FakeNode:
     def run_files(self) -> AbstractContextManager[socket.socket]:
         raise TransportError(f"{self.name} has no files")
 
+    def run_jobs(self) -> AbstractContextManager[socket.socket]:
+        raise TransportError(f"{self.name} has no jobs")
+
     def offer(self, gpus: int) -> NodeOffer:
         return NodeOffer(self.name, tuple(range(gpus)))
 

@@ -60,10 +60,10 @@ from ...wire import (
     check_sender,
     to_frame,
 )
+from ..system.gpus import count_gpus, list_gpus, name_gpus
 from ..system.loop import Loop
 from ..system.memory_room import free_memory_bytes
 from ..system.processes import lead_nowhere
-from ..system.gpus import count_gpus, list_gpus, name_gpus
 from .kept import AgentProcess
 from .pace import Pace
 from .snapshot import Snapshot

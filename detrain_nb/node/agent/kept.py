@@ -16,11 +16,11 @@ from ...agents import claim_folder, remove_dead_agent, require_private
 from ...errors import DetrainError, LaunchError, SessionError, WireError
 from ...guarded import make_users_folder
 from ...wire import Begin, Begun, Kept, LauncherEnded, Link
+from ..system.gpus import list_gpus
 from ..system.imported import ImportedFiles
 from ..system.loop import Loop
 from ..system.processes import adopt_orphans, drain, watch_children
 from ..system.surroundings import ImportedEnvironment, find_difference, read_starter
-from ..system.gpus import list_gpus
 from .launching import Launching
 
 _libc = ctypes.CDLL(None)

@@ -120,7 +120,7 @@ def _make_folder(order: JobOrder) -> Path:
             except FileExistsError as exc:
                 raise JobError(f"the job {order.id} is on this node already: submit it under a new id") from exc
             on_failure.callback(remove_job_folder, folder)
-            for inner in (SOURCE_NAME, ARTIFACTS_NAME, METRICS_NAME):
+            for inner in (ARTIFACTS_NAME, METRICS_NAME):
                 (folder / inner).mkdir(mode=0o700)
             write_whole(folder / ORDER_NAME, order.to_json())
             write_whole(folder / SPEC_NAME, json.dumps(order.spec))
@@ -144,11 +144,13 @@ def _alone() -> Iterator[None]:
 
 
 def _lay_out(source: object, folder: Path, talk: Talk) -> None:
-    """Put the job's source in its place. Raises: JobError, OSError."""
+    """Put the job's source in its place; without one that is an empty folder. Raises: FilesError, OSError."""
     if source:
         from .sources import lay_out
 
         lay_out(source, folder / SOURCE_NAME, talk)
+    else:
+        (folder / SOURCE_NAME).mkdir(mode=0o700)
 
 
 def _bind(address: str) -> socket.socket:

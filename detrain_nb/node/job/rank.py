@@ -45,8 +45,8 @@ def main() -> None:
             print(f"{sys.argv[1]} cannot be started: {exc.strerror}", file=sys.stderr, flush=True)
             _say(runner, ended=127, at=time.monotonic())
             sys.exit(127)
-        for number in early:
-            program.send_signal(number)
+        for missed in early:
+            program.send_signal(missed)
         code = program.wait()
         _say(runner, ended=code, at=time.monotonic())
     _end_as(code)

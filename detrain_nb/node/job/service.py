@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from io import BufferedReader
 from typing import Any, TypeAlias, cast
 
-from ...agents import LaunchError
+from ...agents import JOBS_MAGIC
 from ...copying.json_lines import Failed, FilesError, Talk, Untrue
+from ...errors import LaunchError
 from .commands import execute
 from .ending import remove, stop
 from .facts import tell_facts
@@ -23,8 +24,8 @@ from .files import list_artifacts, send_artifact
 from .following import follow
 from .preparing import Preparing
 from .reports import report
+from .sources import handle_source
 
-MAGIC = b"\ndetrain-nb jobs 1\n"
 _ORDER_BYTES = 1 << 22
 
 _Handler: TypeAlias = Callable[[Talk, dict[str, Any]], None]
@@ -34,7 +35,7 @@ def main() -> None:
     """Serve what comes by standard input, until that ends."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
-    sys.stdout.buffer.write(MAGIC)
+    sys.stdout.buffer.write(JOBS_MAGIC)
     sys.stdout.buffer.flush()
     serve(Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer), fd=0)
 
@@ -82,6 +83,7 @@ def _has_come(fd: int, limit_s: float) -> bool:
 
 _HANDLERS: Mapping[str, _Handler] = {
     "facts": tell_facts,
+    "source": handle_source,
     "status": report,
     "stop": stop,
     "remove": remove,

@@ -1,6 +1,6 @@
 """The first of our code on a node: sent as text to the node's Python, says what is there, unpacks what is missing, and
-becomes the attach program, or copying/remote_program.py. Standard library only; nothing newer than Python 3.7 before
-it has said what it is.
+becomes the attach program, copying/remote_program.py, or node/job/service.py. Standard library only; nothing newer than
+Python 3.7 before it has said what it is.
 
 What it says are lines of JSON on stdout, behind a line that nothing else prints; what it is told are lines of JSON on
 stdin. See deploy/bootstrapped_node.py. A notebook that comes back to many nodes waits for all of them to have done
@@ -55,6 +55,13 @@ def main() -> None:
         from detrain_nb.copying.remote_program import main as serve_files
 
         serve_files()
+    elif order["type"] == "jobs":
+        from detrain_nb.node.job.service import main as serve_jobs
+
+        os.environ["PYTHONPATH"] = os.pathsep.join([code[0], *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.utime(code[0])  # it counts as used for a month; a job that takes longer says so itself
+        os.close(hold)
+        serve_jobs()
     else:
         from detrain_nb.node.ssh import attach
 

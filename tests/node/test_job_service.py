@@ -1,0 +1,250 @@
+"""Jobs of real torchrun ranks on one node, by the service that notebooks talk to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from detrain_nb.copying.json_lines import Failed
+from detrain_nb.errors import DetrainError
+from detrain_nb.node.job.folders import machine_id
+from detrain_nb.node.job.order import JobOrder
+
+from .jobs_here import Followed, launch, make_order, own_folders, prepare, status_of, talk_here
+
+_SECRET = "a-secret-of-the-test"
+_FAILS = """
+import json, os, sys, time
+rank = os.environ["RANK"]
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}: {os.environ['FROM_SETUP']} {os.environ['FROM_ORDER']}")
+print("to stderr", file=sys.stderr)
+assert os.environ["TOKEN"] == "a-secret-" + "of-the-test" and "DETRAIN_NB_JOB_SOCKET" not in os.environ
+from detrain_nb import log_metrics
+log_metrics(1, loss=0.5)
+os.makedirs("out"); open(f"out/model-{rank}.pt", "wb").write(b"weights of " + rank.encode())
+open(os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], f"made-{rank}"), "w").write("x" * 100)
+os.symlink("/etc/passwd", f"link-{rank}.pt")
+if rank == "1":
+    sys.exit(3)
+time.sleep(100)
+""".replace('os.makedirs("out")', 'os.makedirs("out", exist_ok=True)')
+
+
+@dataclass
+class Ran:
+    order: JobOrder
+    followed: Followed
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def jobs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    base = tmp_path_factory.mktemp("jobs")
+    base.chmod(0o700)
+    with own_folders(base) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def failed(jobs_folder: Path) -> Ran:
+    """A job of two ranks of which the second exits with 3."""
+    order = make_order(
+        _FAILS,
+        name="fails",
+        ranks=(0, 1),
+        world_size=2,
+        setup=("echo setting up", "export FROM_SETUP='a b'"),
+        env={"FROM_ORDER": "c"},
+        secret_names=("TOKEN",),
+    )
+    with talk_here() as talk:
+        launch(talk, order, secrets={"TOKEN": _SECRET})
+        followed = Followed(order).begin(talk).to_end(talk)
+    return Ran(order, followed, jobs_folder / order.id / f"{machine_id()}-0")
+
+
+def test_rank_that_fails_gives_the_job_its_exit_code_and_its_last_lines(failed: Ran) -> None:
+    job = failed.followed.job
+    assert (job["state"], job["exit_code"], job["failed_rank"]) == ("ended", 3, 1)
+    assert job["reason"] == "rank 1 exited with 3"
+    assert job["last_lines"] == ["rank 1 of 2: a b c", "to stderr"]
+    written = json.loads((failed.folder / "exit.json").read_text())
+    assert {name: job[name] for name in written} == written
+
+
+def test_output_of_each_rank_of_the_setup_and_of_torchrun_is_in_its_own_log(failed: Ran) -> None:
+    data = failed.followed.data
+    assert data["setup.log"] == b"setting up\n"
+    assert data["rank-0.log"] == b"rank 0 of 2: a b c\nto stderr\n"
+    assert b"ChildFailedError" in data["torchrun.log"]
+    assert json.loads(data["metrics/rank-1.jsonl"])["loss"] == 0.5
+    assert data["rank-0.log"] == (failed.folder / "rank-0.log").read_bytes()
+
+
+def test_files_of_a_job_are_its_users_alone_and_hold_no_secret(failed: Ran) -> None:
+    for folder in (failed.folder, failed.folder.parent, failed.folder.parent.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    files = [path for path in failed.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert len(files) > 10
+    assert not [path for path in files if _SECRET.encode() in path.read_bytes()]
+
+
+def test_artifacts_are_listed_and_read_from_where_a_fetch_stood(failed: Ran) -> None:
+    where = {"id": failed.order.id, "node_rank": 0}
+    with talk_here() as talk:
+        talk.say("artifacts", **where, patterns=[])
+        said = talk.hear("files")
+        assert [name for name, *_ in said["files"]] == [
+            *("out/model-0.pt", "out/model-1.pt", "artifacts/made-0", "artifacts/made-1")
+        ], "a link is none of them"
+        assert not said["more"]
+        name, size, _ = said["files"][1]
+        assert size == len(b"weights of 1")
+        talk.say("read", **where, name=name, offset=8)
+        assert b"".join(talk.read(talk.hear("file")["size"])) == b"of 1"
+
+
+@pytest.mark.parametrize("name", ["link-0.pt", "../order.json", "/etc/passwd", "out", "nothing.pt", "a\nb"])
+def test_no_file_but_an_artifact_is_read(failed: Ran, name: str) -> None:
+    with pytest.raises(DetrainError), talk_here() as talk:
+        talk.say("read", id=failed.order.id, node_rank=0, name=name, offset=0)
+        talk.hear("file")
+
+
+def test_command_runs_where_the_ranks_did(failed: Ran) -> None:
+    with talk_here() as talk:
+        talk.say("exec", command="echo out >&2; ls out; exit 7", id=failed.order.id, timeout_s=20)
+        printed = b""
+        while (said := talk.hear("output", "exit"))["type"] == "output":
+            printed += b"".join(talk.read(said["size"]))
+        assert (printed, said["status"]) == (b"out\nmodel-0.pt\nmodel-1.pt\n", 7)
+
+
+def test_command_that_takes_too_long_is_ended_with_what_it_started(jobs_folder: Path) -> None:
+    with talk_here() as talk:
+        talk.say("exec", command="sleep 1000 & echo $!; sleep 1000", timeout_s=0.5)
+        pid = int(b"".join(talk.read(talk.hear("output")["size"])))
+        assert talk.hear("exit") == {"type": "exit", "status": 124, "timed_out": True}
+        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
+        assert not psutil.pid_exists(pid)
+
+
+# ---- a job that runs
+
+_RUNS = """
+import os, signal, subprocess, sys, time
+if os.environ["RANK"] == "0":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    print("child", child.pid, flush=True)
+for number in range(1000):
+    print("line", number, flush=True)
+    time.sleep(0.02)
+"""
+
+
+def _alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def _child_of(followed: Followed) -> int:
+    return int(followed.data["rank-0.log"].split()[1])
+
+
+def test_job_that_runs_is_followed_again_stopped_and_removed(jobs_folder: Path) -> None:
+    order = make_order(_RUNS, name="runs", ranks=(0, 1), world_size=2)
+    with talk_here() as talk:
+        launch(talk, order)
+        followed = Followed(order).begin(talk).until(talk, b"line 5\n", name="rank-0.log")
+    # the notebook has gone, and comes back
+    with talk_here() as talk:
+        before = dict(followed.data)
+        followed.begin(talk).until(talk, b"line 15\n", name="rank-0.log")
+        assert followed.data["rank-0.log"].startswith(before["rank-0.log"])
+        lines = followed.data["rank-0.log"].decode().splitlines()[1:]
+        assert lines[:16] == [f"line {number}" for number in range(16)], "nothing twice, nothing missing"
+        assert followed.job["state"] == "running"
+        pids = [followed.job["pid"], *(rank["pid"] for rank in followed.job["ranks"]), _child_of(followed)]
+        assert _alive(pids) == pids
+        with pytest.raises(Failed, match=f"job {order.id} runs: stop it first"):
+            talk.say("remove", id=order.id, node_rank=0)
+            talk.hear("removed")
+        with pytest.raises(Failed, match=f"a job named runs runs already on this node: {order.id}"):
+            prepare(talk, make_order("0", name="runs"))
+        prepare(talk, make_order("0", name="runs-2"))  # its id begins with the same letters
+        talk.say("stop", id=order.id, grace_s=20)
+        assert talk.hear("stopped")["was"] == "running"
+        assert _alive(pids) == []
+        job = status_of(talk, order)
+        assert (job["state"], job["exit_code"], job["reason"]) == ("ended", 143, "stopped")
+        talk.say("stop", id=order.id, grace_s=20)
+        assert talk.hear("stopped")["was"] == "ended"
+        rest = Followed(order, followed.offsets).begin(talk).to_end(talk)
+        assert rest.begins["rank-0.log"] == followed.offsets["rank-0.log"]
+        talk.say("remove", id=order.id, node_rank=0)
+        talk.hear("removed")
+    assert not (jobs_folder / order.id).exists()
+
+
+def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(jobs_folder: Path) -> None:
+    order = make_order(_RUNS, name="lost")
+    with talk_here() as talk:
+        launch(talk, order)
+        followed = Followed(order).begin(talk).until(talk, b"line 1\n", name="rank-0.log")
+        (rank,) = followed.job["ranks"]
+        child = _child_of(followed)
+        os.kill(followed.job["pid"], signal.SIGKILL)
+        assert Followed(order).begin(talk).to_end(talk).job["state"] == "lost"
+        psutil.wait_procs([psutil.Process(rank["pid"])] if psutil.pid_exists(rank["pid"]) else [], timeout=10)
+        assert _alive([rank["pid"], child]) == [child], "ranks end with the runner; what has left them does not"
+        talk.say("stop", id=order.id, grace_s=5)
+        assert talk.hear("stopped")["was"] == "lost"
+        assert _alive([child]) == []
+        assert status_of(talk, order)["exit_code"] == 137
+
+
+def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) -> None:
+    order = make_order("print('never')")
+    with talk_here() as talk:
+        assert prepare(talk, order) > 0
+        assert status_of(talk, order)["state"] == "preparing"
+    assert not (jobs_folder / order.id).exists()
+
+
+def test_secret_that_did_not_come_is_named(jobs_folder: Path) -> None:
+    with talk_here() as talk, pytest.raises(Failed, match="the secrets B did not come"):
+        prepare(talk, make_order("0", secret_names=("A", "B")), secrets={"A": "1"})
+
+
+def _fields(**fields: Any) -> dict[str, Any]:
+    return {**make_order("0").to_dict(), **fields}
+
+
+@pytest.mark.parametrize(
+    ("order", "complaint"),
+    [
+        (_fields(format=2), "the order has format 2 and this node knows format 1: use the same release"),
+        (_fields(id="../x"), "id: '../x' is no id of a job"),
+        (_fields(env={"A=B": "c"}), "env: 'A=B' is no name of a variable"),
+        (_fields(address="192.0.2.1"), "no socket can be bound on 192.0.2.1"),
+        (5, "the order is no object"),
+    ],
+)
+def test_order_that_cannot_be_is_refused_and_the_service_goes_on(
+    jobs_folder: Path, order: object, complaint: str
+) -> None:
+    before = sorted(jobs_folder.glob("*"))
+    with talk_here() as talk:
+        with pytest.raises(Failed, match=complaint):
+            talk.say("prepare", order=order, source="")
+            talk.hear("prepared")
+        talk.say("status", ids=None)
+        assert isinstance(talk.hear("status")["jobs"], list)
+    assert sorted(jobs_folder.glob("*")) == before
