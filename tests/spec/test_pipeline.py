@@ -389,7 +389,7 @@ def test_schema_takes_what_the_models_take_and_no_unknown_field() -> None:
 
 def test_spec_prints_as_a_document_that_a_notebook_shows_as_text() -> None:
     spec = _spec(description="<b>")
-    assert str(spec) == "name: mnist\ndescription: \"<b>\"\nsource:\n  script_text: print(1)\n"
+    assert str(spec) == 'name: mnist\ndescription: "<b>"\nsource:\n  script_text: print(1)\n'
     assert "&lt;b&gt;" in spec._repr_html_()
 
 
