@@ -187,21 +187,19 @@ def test_cells_of_a_notebook_become_the_script(exporter: str, recorder: str, tmp
     spec = _spec(source={"script_text": None, "notebook": str(path)}, nodes=[{"host": "first", "python": recorder}])
     seen = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path / "node").seen
     assert seen and Path(seen.program[0]).name == "my notebook.py"
-    assert Path(seen.program[0]).read_text() == "import torch\n\na = 1\n"
+    assert Path(seen.program[0]).read_text() == "# Cell 2\nimport torch\n\n\n# Cell 4\na = 1\n"
     path.write_text(json.dumps({"cells": [cell("a = 1\n%time b", "job")]}))
-    with pytest.raises(
-        SpecError, match=r"notebook\.ipynb: cell 1 is no plain Python: line 2: .*a script has no magics"
-    ):
+    with pytest.raises(SpecError, match=r"notebook\.ipynb, cell 1, line 2: is not Python: a script has no magics"):
         _export(exporter, spec)
     path.write_text(json.dumps({"cells": [cell("a = 1")]}))
-    with pytest.raises(SpecError, match=r"none of its 1 cells is code with the tag 'job': tag those to run"):
+    with pytest.raises(SpecError, match=r"notebook\.ipynb: no code cell has the tag 'job'"):
         _export(exporter, spec)
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It has a branch, a tag and a commit, each with another text in its script; and a hook that must not run."""
-    folder = tmp_path_factory.mktemp("repositories") / "my repo"
+    folder = tmp_path_factory.mktemp("repositories") / "it's"
     (folder / "a 'b'").mkdir(parents=True)
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for command in (["init", "-q", "-b", "main"],):
