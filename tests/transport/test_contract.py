@@ -16,8 +16,10 @@ import pytest
 
 import detrain_nb
 from detrain_nb.deploy.files import get, put
+from detrain_nb.deploy.jobs import open_job_talk
 from detrain_nb.deploy.sync import check
 from detrain_nb.errors import DetrainError, SessionError
+from detrain_nb.node.job.order import JobOrder
 from detrain_nb.plan import NodeOffer
 from detrain_nb.transport import Transport
 from detrain_nb.wire import (
@@ -36,6 +38,7 @@ from .conftest import MakeTransport
 
 _LIMIT_S = 20.0
 _END_LIMIT_S = 8.0
+_JOB = "import os, sys; from detrain_nb import log_metrics; print('rank', os.environ['RANK']); sys.exit(3)"
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +115,34 @@ def test_nobody_asks_a_transport_what_it_has() -> None:
     sources = [path for room in ("transport", "deploy", "session", "doctor") for path in (package / room).rglob("*.py")]
     assert len(sources) > 50
     assert not [path for path in sources if probe.search(path.read_text(encoding="utf-8"))]
+
+
+def test_job_is_prepared_launched_and_followed_to_its_end(
+    make_transport: MakeTransport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks find our code there."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # of this machine
+    transport = make_transport()
+    order = JobOrder(f"contract-20260102-030405-{uuid.uuid4().hex[:4]}", "contract", ("-c", _JOB))
+    with open_job_talk(transport) as talk:
+        talk.say("prepare", order=order.to_dict(), source="")
+        port = talk.hear("prepared")["port"]
+        talk.say("launch", store=["127.0.0.1", port], key="")
+        talk.hear("launched")
+    assert transport.python and transport.address
+    with open_job_talk(transport) as talk:  # the stream that launched it is closed
+        talk.say("follow", id=order.id, node_rank=0, offsets={})
+        printed = b""
+        while (said := talk.hear("data", "status", "end"))["type"] != "end":
+            if said["type"] == "status":
+                (job,) = said["jobs"]
+            elif said["name"] == "rank-0.log":
+                printed += b"".join(talk.read(said["size"]))
+            else:
+                list(talk.read(said["size"]))
+        assert (printed, job["state"], job["exit_code"]) == (b"rank 0\n", "ended", 3)
+        talk.say("remove", id=order.id, node_rank=0)
+        talk.hear("removed")
 
 
 def test_files_go_there_and_back(make_transport: MakeTransport, tmp_path: Path) -> None:

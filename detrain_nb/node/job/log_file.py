@@ -34,17 +34,26 @@ class BoundedLog:
         self._num_lost, self._why_lost = 0, ""
 
     def write(self, data: bytes) -> None:
-        if self._num_lost:
-            self._write(self._notice_of_loss())
-            if self._num_lost:  # it could not be said
-                self._num_lost += len(data)
-                return
-        self._write(data)
+        if self._says_losses():
+            self._write(data)
+        else:
+            self._num_lost += len(data)
 
     def close(self) -> None:
-        if self._num_lost:
-            self._write(self._notice_of_loss())
+        self._says_losses()
         self._close()
+
+    def _says_losses(self) -> bool:
+        """Nothing was lost, or it stands in the log now."""
+        if lost := self._num_lost:
+            self._num_lost = 0
+            self._write(
+                f"\n[detrain_nb: {lost} bytes of output could not be written here: {self._why_lost}]\n".encode()
+            )
+            if self._num_lost:
+                self._num_lost = lost
+                return False
+        return True
 
     def _write(self, data: bytes) -> None:
         waiting = memoryview(data)
@@ -63,10 +72,6 @@ class BoundedLog:
             self._why_lost = exc.strerror or str(exc)
             self._close()
 
-    def _notice_of_loss(self) -> bytes:
-        lost, self._num_lost = self._num_lost, 0
-        return f"\n[detrain_nb: {lost} bytes of output could not be written here: {self._why_lost}]\n".encode()
-
     def _begin_part(self) -> None:
         self._close()
         is_first = not self._parts
@@ -79,9 +84,7 @@ class BoundedLog:
                 self._parts[0][0].unlink(missing_ok=True)
             del self._parts[0]
         if is_first:
-            kept = (
-                f"the first {self._first_bytes} bytes are in {self._path.name}, the last {self._last_bytes} behind it"
-            )
+            kept = f"its first {self._first_bytes} bytes and its last {self._last_bytes} are kept"
             self._write(f"\n[detrain_nb: a long log: {kept}]\n".encode())
 
     def _close(self) -> None:

@@ -84,18 +84,20 @@ def read_status(folder: Path, *, boot: Callable[[], str] = read_boot) -> dict[st
 
     ``boot`` says which life of the machine this is.
     """
+    known = {"id": folder.parent.name, "node_rank": int(folder.name.rpartition("-")[2])}
     try:
-        status = _read(folder / STATUS_NAME)
-        if status.get("state") in LIVE:
+        status = {"name": "", **_read(folder / STATUS_NAME), **known}
+        if status.get("state") not in (*LIVE, ENDED):
+            raise JobError(f"{STATUS_NAME} is damaged")
+        if status["state"] in LIVE:
             status["state"] = _judge(status, boot())
         if status["state"] not in LIVE and (folder / EXIT_NAME).exists():
             ended = _read(folder / EXIT_NAME)
             status |= {"state": ENDED, **{name: ended.get(name) for name in _EXIT_FIELDS}}
         return status
     except (OSError, JobError) as exc:
-        known = {"id": folder.parent.name, "node_rank": int(folder.name.rpartition("-")[2]), "name": ""}
         why = str(exc) if isinstance(exc, JobError) else f"{folder.name}: {exc.strerror}"
-        return {**known, "state": UNREADABLE, "reason": why}
+        return {**known, "name": "", "state": UNREADABLE, "reason": why}
 
 
 def is_live(status: dict[str, Any]) -> bool:

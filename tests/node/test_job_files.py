@@ -1,0 +1,309 @@
+"""The files that are a job's interface: its order, its status, its logs, and the artifacts among them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from detrain_nb.copying.json_lines import Talk, Untrue
+from detrain_nb.node.job.files import list_artifacts, send_artifact
+from detrain_nb.node.job.folders import (
+    find_job_folder,
+    job_folder,
+    jobs_folder,
+    list_job_folders,
+    machine_id,
+    remove_job_folder,
+)
+from detrain_nb.node.job.log_file import BoundedLog, last_lines, read_log
+from detrain_nb.node.job.order import JobError, JobOrder, JobRendezvous
+from detrain_nb.node.job.status import Exit, Reserve, Status, is_live, read_status
+
+from ..full_disk import files_end_at
+from .jobs_here import make_order, own_folders
+
+# ---- orders
+
+_TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
+_NUMBERS = st.integers(0, 1000)
+_ORDERS = st.builds(
+    JobOrder,
+    id=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}", fullmatch=True),
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True),
+    argv=st.lists(_TEXTS, min_size=1, max_size=4).map(tuple),
+    nodes=st.lists(_TEXTS, min_size=1, max_size=3).map(tuple),
+    ranks=st.lists(_NUMBERS, max_size=4).map(tuple),
+    world_size=_NUMBERS,
+    python=_TEXTS,
+    workdir=_TEXTS,
+    env=st.dictionaries(st.from_regex(r"[A-Z_]{1,9}", fullmatch=True), _TEXTS, max_size=3),
+    setup=st.lists(_TEXTS, max_size=3).map(tuple),
+    gpus=st.none() | st.lists(_NUMBERS, max_size=4).map(tuple),
+    rendezvous=st.builds(JobRendezvous, kind=st.sampled_from(["fixed", "elastic"]), port=st.integers(0, 65535)),
+    silence_s=st.floats(0, 1e6),
+)
+
+
+@given(_ORDERS)
+def test_an_order_is_the_same_after_it_was_written(order: JobOrder) -> None:
+    assert JobOrder.from_json(order.to_json()) == order
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(make_order("0").to_dict())), _JSON)
+@example("node_rank", 1)
+@example("argv", [])
+def test_an_order_is_taken_as_it_is_or_refused_in_words(name: str, value: Any) -> None:
+    said = {**make_order("0").to_dict(), name: value}
+    try:
+        order = JobOrder.from_dict(said)
+    except JobError as exc:
+        assert len(str(exc)) < 300
+    else:
+        assert json.loads(order.to_json())[name] == value or name in ("rendezvous", "format", "silence_s")
+
+
+def test_what_a_later_release_adds_to_an_order_is_passed_over() -> None:
+    order = make_order("0")
+    assert JobOrder.from_dict({**order.to_dict(), "colour": "red"}) == order
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "[]", '{"format": 1}', " " * (1 << 21)])
+def test_what_is_no_order_is_refused(text: str) -> None:
+    with pytest.raises(JobError):
+        JobOrder.from_json(text)
+
+
+# ---- logs
+
+
+@given(st.lists(st.binary(max_size=60), max_size=40), st.integers(1, 100), st.integers(16, 100))
+@settings(deadline=None)
+def test_log_keeps_what_came_first_and_last_and_says_where_it_goes_on(
+    pieces: list[bytes], first_bytes: int, last_bytes: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rank-0.log"
+        log = BoundedLog(path, first_bytes=first_bytes, last_bytes=last_bytes)
+        for piece in pieces:
+            log.write(piece)
+        log.close()
+        found: dict[int, int] = {}  # each byte by its place
+        offset, data = read_log(path, 0, 7)
+        while data:
+            assert offset >= len(found) and not found.keys() & range(offset, offset + len(data))
+            found.update(enumerate(data, offset))
+            offset, data = read_log(path, offset + len(data), 7)
+        size = max(found, default=-1) + 1
+        written = b"".join(pieces)
+        if len(written) <= first_bytes:
+            assert bytes(found.values()) == written
+            return
+        notice_bytes = size - len(written)
+        assert notice_bytes == len(
+            f"\n[detrain_nb: a long log: its first {first_bytes} bytes and its last {last_bytes} are kept]\n"
+        )
+        whole = written[:first_bytes] + b"?" * notice_bytes + written[first_bytes:]
+        assert set(range(first_bytes)) <= found.keys(), "the beginning"
+        assert set(range(max(first_bytes, size - last_bytes), size)) <= found.keys(), "the end"
+        assert len(found) <= first_bytes + 2 * last_bytes + notice_bytes
+        assert all(found[at] == whole[at] for at in found if not first_bytes <= at < first_bytes + notice_bytes)
+
+
+def test_last_lines_of_a_log_in_several_files(tmp_path: Path) -> None:
+    log = BoundedLog(tmp_path / "rank-0.log", first_bytes=20, last_bytes=160)
+    log.write(b"".join(b"line %d\n" % number for number in range(100)))
+    log.close()
+    assert last_lines(tmp_path / "rank-0.log", 3) == ("line 97", "line 98", "line 99")
+    assert last_lines(tmp_path / "rank-1.log", 3) == ()
+
+
+def test_full_disk_costs_output_which_is_said_when_there_is_room_again(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    log = BoundedLog(path)
+    log.write(b"first\n")
+    with files_end_at(10):
+        log.write(b"0123456789\n")
+        log.write(b"lost\n")
+    log.write(b"last\n")
+    log.close()
+    notice = b"\n[detrain_nb: 12 bytes of output could not be written here: File too large]\n"
+    assert path.read_bytes() == b"first\n0123" + notice + b"last\n"
+
+
+# ---- states
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "job-1" / "machine-0"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _write_status(folder: Path, **fields: Any) -> None:
+    Status("job-1", "job", 0, **fields).write(folder)
+
+
+def test_state_of_a_job_is_what_is_so_not_what_it_said_last(folder: Path) -> None:
+    _write_status(folder, state="running")
+    assert read_status(folder)["state"] == "running", "this process is there"
+    assert read_status(folder, boot=lambda: "another/1")["state"] == "node restarted"
+    _write_status(folder, state="running", pid_started=1)
+    assert read_status(folder)["state"] == "lost", "another process has its number"
+    _write_status(folder, state="running", pid=1 << 22)
+    assert read_status(folder)["state"] == "lost"
+    Exit(3, "rank 1 exited with 3", 1, ("a", "b"), ended_at=5.0).write(folder)
+    status = read_status(folder)
+    assert (status["state"], status["exit_code"], status["failed_rank"]) == ("ended", 3, 1)
+    assert (status["ended_at"], status["last_lines"]) == (5.0, ["a", "b"])
+    assert not is_live(status)
+    assert read_status(folder, boot=lambda: "another/1")["state"] == "ended", "before that"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"format": 2, "release": "9.9", "state": "running"}', "was written by release 9.9: this one"),
+        ("{", "status.json is damaged"),
+        ("[]", "status.json is damaged"),
+        ('{"format": 1', "status.json is damaged"),
+        ("[" * 100_000, "status.json is damaged"),
+        (" " * (2 << 20), "has more than 1048576 bytes"),
+        ('{"format": 1}', "status.json is damaged"),
+        ('{"format": 1, "state": 5}', "status.json is damaged"),
+    ],
+)
+def test_status_that_cannot_be_read_says_why(folder: Path, text: str, reason: str) -> None:
+    (folder / "status.json").write_text(text)
+    status = read_status(folder)
+    assert (status["state"], status["id"], status["node_rank"]) == ("unreadable", "job-1", 0)
+    assert reason in status["reason"]
+
+
+def test_full_disk_leaves_room_for_the_last_words_of_a_job(folder: Path) -> None:
+    reserve = Reserve(folder)
+    with files_end_at(0):
+        reserve.write(Exit(3))  # in vain
+    assert not (folder / "exit.json").exists() and not list(folder.glob(".*")), "the reserve was given up"
+    reserve.write(Exit(3))
+    assert read_exit(folder) == 3
+
+
+def read_exit(folder: Path) -> object:
+    return json.loads((folder / "exit.json").read_text())["exit_code"]
+
+
+# ---- folders
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Path]:
+    tmp_path.chmod(0o700)
+    with own_folders(tmp_path) as folder:
+        yield folder
+
+
+def test_folder_of_jobs_that_others_can_enter_is_refused(jobs: Path) -> None:
+    assert jobs_folder() == jobs
+    jobs.chmod(0o755)
+    with pytest.raises(JobError, match=r"is open to others: chmod 700"):
+        jobs_folder()
+
+
+def test_state_home_that_is_a_relative_path_is_passed_over(jobs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "state")
+    monkeypatch.setenv("HOME", str(jobs.parents[2]))
+    assert jobs_folder() == jobs.parents[2] / ".local/state/detrain_nb/jobs"
+
+
+def test_jobs_of_this_machine_are_listed_the_newest_first_beside_those_of_others(jobs: Path) -> None:
+    ids = ["b-20260102-030405-aaaa", "a-20260102-030406-aaaa", "c-20250102-030405-aaaa"]
+    for job in ids:
+        for part in (f"{machine_id()}-0", "000000000000-1"):
+            (jobs_folder() / job / part).mkdir(parents=True)
+    (jobs / "not an id").mkdir()
+    assert [folder.parent.name for folder in list_job_folders()] == [ids[1], ids[0], ids[2]]
+    remove_job_folder(job_folder(ids[0], 0))
+    assert (jobs / ids[0] / "000000000000-1").is_dir(), "another machine's"
+    with pytest.raises(JobError, match="no job b-20260102-030405-aaaa with node rank 0 is on this node"):
+        find_job_folder(ids[0], 0)
+
+
+@pytest.mark.parametrize("job", ["..", "a/b", "", ".hidden", "a" * 97, 5, None])
+def test_id_that_leads_elsewhere_is_none(jobs: Path, job: Any) -> None:
+    with pytest.raises(JobError, match="is no id of a job"):
+        job_folder(job, 0)
+
+
+# ---- artifacts
+
+
+class _Notebook:
+    """What was said, without anybody to say it to."""
+
+    def __init__(self) -> None:
+        self.said = b""
+
+    def write(self, data: bytes) -> None:
+        self.said += data
+
+    def flush(self) -> None: ...
+
+
+@pytest.fixture
+def job(jobs: Path) -> JobOrder:
+    order = make_order("0")
+    folder = jobs_folder() / order.id / f"{machine_id()}-0"
+    for inner in ("source/out/deep", "artifacts", "source/.git"):
+        (folder / inner).mkdir(parents=True)
+    (folder / "order.json").write_text(order.to_json())
+    for name in ("a.pt", "out/b.pt", "out/deep/c.txt", "train.py", ".git/d.pt"):
+        (folder / "source" / name).write_text(name)
+    (folder / "artifacts/e").write_text("e")
+    (folder / "source/link.pt").symlink_to("/etc/passwd")
+    (folder / "source/up").symlink_to(folder)
+    os.mkfifo(folder / "source/pipe.pt")
+    return order
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        ([], ["a.pt", "out/b.pt", "artifacts/e"]),
+        (["*.pt"], ["a.pt", "out/b.pt"]),
+        (["out/"], ["out/b.pt", "out/deep/c.txt"]),
+        (["./out/*.pt"], ["out/b.pt"]),
+        (["*"], ["a.pt", "train.py", "out/b.pt", "out/deep/c.txt", "artifacts/e"]),
+        (["../*", "/etc/*", "up/*", "order.json"], []),
+    ],
+)
+def test_patterns_name_files_of_the_job_alone(job: JobOrder, patterns: list[str], names: list[str]) -> None:
+    notebook = _Notebook()
+    list_artifacts(Talk(None, notebook), {"id": job.id, "node_rank": 0, "patterns": patterns})  # type: ignore[arg-type]
+    assert [name for name, *_ in json.loads(notebook.said)["files"]] == names
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["link.pt", "up/order.json", "../order.json", "pipe.pt", "out", "artifacts/../order.json", "", "/etc/passwd"],
+)
+def test_what_is_no_file_of_the_job_is_not_sent(job: JobOrder, name: str) -> None:
+    notebook = _Notebook()
+    with pytest.raises((JobError, Untrue)):
+        send_artifact(Talk(None, notebook), {"id": job.id, "node_rank": 0, "name": name})  # type: ignore[arg-type]
+    assert notebook.said == b""
