@@ -85,16 +85,15 @@ def try_on_all(
         wait(work, limit_s)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    return [_outcome_of(future, node, limit_s) for future, node in zip(work, nodes)]
-
-
-def _outcome_of(future: Future[_Result], node: Transport, limit_s: float | None) -> _Result | DetrainError:
-    if not future.done():
-        return TransportError(f"{label(node)}: it did not answer within {limit_s or 0:g} s")
-    try:
-        return future.result()
-    except DetrainError as exc:  # anything else is our own fault
-        return exc
+    outcomes: list[_Result | DetrainError] = []
+    for future, node in zip(work, nodes):
+        try:
+            outcomes.append(future.result(0))
+        except TimeoutError:
+            outcomes.append(TransportError(f"{label(node)}: it did not answer within {limit_s or 0:g} s"))
+        except DetrainError as exc:  # anything else is our own fault
+            outcomes.append(exc)
+    return outcomes
 
 
 class _Arrivals:

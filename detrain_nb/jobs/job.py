@@ -19,7 +19,7 @@ from .execution import Executed, execute
 from .fetching import Fetched, fetch
 from .following import Follower, LogLine, Patience, Wanted
 from .job_status import JobStatus, judge
-from .record import Record
+from .record import Changes, Record
 from .report_checks import STATUS_BYTES, NodeReport, read_reports
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Job", "JobLog", "OnLine"]
+__all__ = ["Job", "JobLog", "OnLine", "note_down"]
 
 OnLine = Callable[[LogLine], object]
 _STATUS_LIMIT_S = 30.0
@@ -273,14 +273,21 @@ class Job(ShownAsText):
         """Judge what the nodes say, and note it down."""
         status = judge(self.id, self.name, {label(node): each for node, each in zip(self._transports(), said)})
         if status.state != "unknown":
-            self._record.update(
-                self.id,
-                state=status.state,
-                exit_code=status.exit_code,
-                started_at=status.started_at,
-                ended_at=status.ended_at,
-            )
+            note_down(status, self._record)
         return status
+
+
+def note_down(status: JobStatus, record: Record) -> None:
+    """Keep how a job is for who cannot ask its nodes."""
+    known: Changes = {
+        "state": status.state,
+        "exit_code": status.exit_code,
+        "started_at": status.started_at,
+        "ended_at": status.ended_at,
+    }
+    if status.metrics:
+        known["metrics"] = json.dumps(dict(status.metrics))
+    record.update(status.id, **known)
 
 
 def _place_of(line: LogLine) -> tuple[str, int, int]:

@@ -12,11 +12,12 @@ from ..deploy.files import label
 from ..errors import DetrainError, JobError
 from ..transport import Transport
 from .asking import talk_to, try_on_all
-from .job import Job
+from .job import Job, note_down
 from .job_status import OVER, judge
-from .record import Record
+from .record import JobSummary, Record
 from .report import JobList
 from .report_checks import STATUS_BYTES, NodeReport, read_reports
+from .submitting import is_being_submitted
 
 if TYPE_CHECKING:
     from ..spec.node import Node
@@ -26,7 +27,7 @@ __all__ = ["find_job", "jobs", "running_job"]
 
 ASK_LIMIT_S = 3.0
 _MOST_SHOWN = 200
-_SUBMIT_LIMIT_S = 600.0  # another process may be at it: no node has it yet
+_SUBMIT_LIMIT_S = 600.0  # of another machine that shares the record
 _MOST_ASKED = 100  # jobs of a node: their states fit into a line of the talk
 
 
@@ -89,9 +90,15 @@ def _ask_after(ids: Iterable[str], record: Record, *, limit_s: float, ask_passph
 
     def ask(index: int) -> list[NodeReport]:
         wanted = [job for job, of_job in parts.items() if keys[index] in of_job]
+        reports: list[NodeReport] = []
         with talk_to(nodes[index]) as talk:
-            talk.say("status", ids=wanted)
-            return read_reports(talk.hear("status", most_bytes=STATUS_BYTES))
+            while wanted:
+                talk.say("status", ids=wanted)
+                said = talk.hear("status", most_bytes=STATUS_BYTES)
+                reports += (more := read_reports(said))
+                told = {each.id for each in more}
+                wanted = [job for job in wanted if job not in told] if told and said.get("more") is True else []
+        return reports
 
     try:
         answers = dict(zip(keys, try_on_all(nodes, ask, limit_s=limit_s))) if nodes else {}
@@ -120,11 +127,17 @@ def _note(
         said[label(transports[key])] = answer if isinstance(answer, DetrainError) else next(iter(own), None)
     row = record.get(job)
     status = judge(job, row.name, said)
-    may_come = row.state == "submitting" and time.time() - row.updated_at < _SUBMIT_LIMIT_S
-    if status.state != "unknown" and not (status.state == "not started" and may_come):
-        record.update(
-            job, state=status.state, exit_code=status.exit_code, started_at=status.started_at, ended_at=status.ended_at
-        )
+    if status.state == "unknown" or (status.state == "not started" and _may_come(row)):
+        return
+    note_down(status, record)
+
+
+def _may_come(row: JobSummary) -> bool:
+    """Another process is at it, and no node has it yet."""
+    if row.state != "submitting":
+        return False
+    is_at_it = is_being_submitted(row.name)
+    return time.time() - row.updated_at < _SUBMIT_LIMIT_S if is_at_it is None else is_at_it
 
 
 def _key_of(transport: Transport) -> str:

@@ -35,6 +35,7 @@ class JobStatus(ShownAsText):
     last_lines: tuple[str, ...] = ()
     started_at: float | None = None
     ended_at: float | None = None
+    metrics: Mapping[str, int | float | str] | None = None
     reports: Mapping[str, NodeReport] = field(default_factory=dict)
     silent: Mapping[str, str] = field(default_factory=dict)
 
@@ -102,6 +103,7 @@ def judge(job: str, name: str, said: Mapping[str, NodeReport | DetrainError | No
         last_lines=failed.last_lines if failed else (),
         started_at=min(starts, default=None),
         ended_at=max(ends, default=None) if is_over else None,
+        metrics=next((each.metrics for each in reports.values() if each.metrics), None),
         reports=reports,
         silent={**silent, **missing},
     )

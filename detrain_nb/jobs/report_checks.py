@@ -34,6 +34,8 @@ _MOST_JOBS = 10_000
 _MOST_RANKS = 1 << 16
 _MOST_LINES = 100
 _MOST_GPUS = 1024
+_MOST_METRICS = 32
+_MOST_WORD_CHARS = 80
 _MOST_FILES = 100_000
 _MOST_CHARS = 4096
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -56,6 +58,7 @@ class NodeReport:
     restarts: int = 0
     started_at: float | None = None
     ended_at: float | None = None
+    metrics: Mapping[str, int | float | str] | None = None  # the last
 
     @property
     def is_over(self) -> bool:
@@ -112,6 +115,7 @@ def read_report(said: object) -> NodeReport:
         restarts=read_number(said.get("restarts", 0)),
         started_at=_time(said.get("started_at")),
         ended_at=_time(said.get("ended_at")),
+        metrics=_metrics(said.get("metrics")),
     )
 
 
@@ -171,6 +175,18 @@ def clean_line(line: str) -> str:
     """A line that a rank printed, for a terminal or a page: tabs stay, colours and what moves a cursor do not."""
     line = _TERMINAL.sub("", line.rstrip("\r").rpartition("\r")[2])
     return "".join(char if char.isprintable() or char == "\t" else "?" for char in line)
+
+
+def _metrics(said: object) -> dict[str, int | float | str] | None:
+    """Numbers by name, and short texts; what is more than a list shows is left out."""
+    if said is None:
+        return None
+    if not isinstance(said, dict):
+        raise Untrue("metrics by name were expected")
+    named = [(clean(name)[:_MOST_WORD_CHARS], value) for name, value in said.items()][:_MOST_METRICS]
+    numbers = {name: value for name, value in named if type(value) in (int, float) and abs(value) < 1e300}
+    texts = {name: clean(value)[:_MOST_WORD_CHARS] for name, value in named if isinstance(value, str)}
+    return {**numbers, **texts}
 
 
 def _rank(said: object) -> int:

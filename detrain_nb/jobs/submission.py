@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from ..copying.json_lines import FilesError, Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
+from ..deploy.ways import check_ways, settle_here
 from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
 from ..plan import Plan
@@ -28,6 +29,7 @@ from .record import Record
 from .report_checks import NodeFacts, read_facts, read_port
 from .shipping import ship
 from .source import ShippedSource, plan_source
+from .submitting import submitting
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -152,6 +154,10 @@ class _Submitting:
     on_progress: Say | None
 
     def run(self) -> Job:
+        with submitting(self.spec.name):
+            return self._run()
+
+    def _run(self) -> Job:
         secrets = gather_secrets(self.spec, self.given)
         nodes = list(self.spec.nodes if self.nodes is None else self.nodes)
         self._transports = transports_to(nodes or None, ask_passphrase=self.ask_passphrase)
@@ -165,6 +171,7 @@ class _Submitting:
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
             with talks_to(self._transports) as talks:
                 facts = on_all(self._transports, lambda index: _ask_facts(talks[index]))
+                self._check_together(facts)
                 plan = self._plan(facts)
                 self.record.update(job, world_size=plan.world_size)
                 self._say("sending what has changed of the source")
@@ -196,9 +203,23 @@ class _Submitting:
 
     # ---- on the nodes
 
-    def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
+    def _check_together(self, facts: Sequence[NodeFacts]) -> None:
         """Raises: SpecError, LaunchError where the nodes do not go together."""
-        _check_same_torch(self._transports, facts)
+        nodes = self._transports
+        _check_same_torch(nodes, facts)
+        if len(nodes) == 1:
+            return
+        accounts = [node.account for node in nodes]
+        for node in nodes:
+            if node.account is not None and accounts.count(node.account) > 1:
+                raise SpecError(f"{label(node)} is the same machine as another node: name it once, with ranks = N")
+        settle_here(nodes)
+        if any(node.is_this_machine for node in nodes):
+            self._say("looking whether the nodes reach each other")
+            check_ways(nodes, [node.address for node in nodes])
+
+    def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
+        """Raises: SpecError where the nodes have not what the spec wants."""
         return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:

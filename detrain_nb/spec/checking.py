@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import SpecError
+from ..text import name_some
 from .findings import Finding, findings_of
 from .notebook import check_python, script_of_notebook
 from .pipeline_fields import PipelineFields
-from .planning import plan_spec, program_arguments
+from .planning import plan_spec
 from .source import Source
 
 _MOST_BYTES = 50_000_000
@@ -17,12 +18,21 @@ _MOST_BYTES = 50_000_000
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    found = list(_check_source(spec.source))
+    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec)]
+
+
+def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
+    """A node that says neither ``ranks`` nor which GPUs has one rank for each GPU: how many, is not known here."""
     try:
-        program_arguments(spec, plan_spec(spec, gpus={}))
+        plan_spec(spec, gpus={})
     except SpecError as exc:
-        found += findings_of(exc, field="parallelism" if str(exc).startswith("mesh") else "")
-    return [*found, *_check_rendezvous(spec)]
+        field = "parallelism" if str(exc).startswith("mesh") else ""
+        open_nodes = [node.name for node in spec.nodes if node.devices == "auto" and node.ranks is None]
+        if open_nodes or not spec.nodes:
+            where = f"node{'s'[: len(open_nodes) > 1]} {name_some(open_nodes)}" if open_nodes else "this machine"
+            yield Finding(field, f"{exc}; unless {where} {'have' if len(open_nodes) > 1 else 'has'} GPUs", "warning")
+        else:
+            yield from findings_of(exc, field=field)
 
 
 def _check_source(source: Source) -> Iterator[Finding]:

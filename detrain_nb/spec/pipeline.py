@@ -70,5 +70,5 @@ class PipelineSpec(PipelineFields):
         return resolve_job(self, plan)
 
     def program_arguments(self, plan: Plan) -> tuple[str, ...]:
-        """Return the arguments of the script, in the style that the source says. Raises: SpecError."""
+        """Return the arguments of the script, in the style that the source says."""
         return program_arguments(self, plan)

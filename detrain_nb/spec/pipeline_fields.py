@@ -78,6 +78,15 @@ class PipelineFields(SpecModel):
     rendezvous: Rendezvous = Field(default=Rendezvous(), description="a table: endpoint, port, timeout_s, ...")
 
     @model_validator(mode="after")
+    def _check_style(self) -> Self:
+        if self.source.argument_style == "detrain" and self.training.steps is not None:
+            raise ValueError(
+                f"training.steps {self.training.steps}: the arguments of DeTrain have epochs alone: give "
+                'training.epochs, or source.argument_style "plain"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_variables(self) -> Self:
         if both := [name for name in self.secrets if name in self.env]:
             raise ValueError(f"{both[0]} stands in env and in secrets: leave it out of env, whose values are stored")

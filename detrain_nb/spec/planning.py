@@ -66,16 +66,11 @@ def program_arguments(spec: PipelineFields, plan: Plan) -> tuple[str, ...]:
     """Return the arguments of the program; in the style of DeTrain its flags stand behind the user's.
 
     ``--gpu`` has 1 for each rank on a GPU and 0 for the others, ``--batch_size`` is that of a replica, and
-    ``--split_size`` the number of microbatches, which its help calls the number of parts. Raises: SpecError.
+    ``--split_size`` the number of microbatches, which its help calls the number of parts.
     """
     if spec.source.argument_style == "plain":
         return spec.source.arguments
     training = spec.training
-    if training.steps is not None:
-        raise SpecError(
-            f"training.steps {training.steps}: the arguments of DeTrain have epochs alone: give training.epochs, or "
-            'source.argument_style "plain"'
-        )
     flags: dict[str, Any] = {
         "--gpu": "_".join(str(int(rank in plan.cuda_ranks)) for rank in range(plan.world_size)),
         "--epochs": training.epochs,

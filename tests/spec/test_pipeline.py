@@ -142,6 +142,15 @@ def test_mesh_that_does_not_fit_says_ranks_and_nodes() -> None:
     assert [(each.field, each.severity) for each in spec.check()] == [("parallelism", "error")]
 
 
+def test_node_that_may_have_gpus_makes_a_misfit_a_warning() -> None:
+    spec = _spec(parallelism={"tp": 8}, nodes=[{"host": "a"}, {"host": "b", "ranks": 4}])
+    (finding,) = spec.check()
+    assert finding.severity == "warning"
+    assert str(finding).endswith("but nodes a, b offer 5: add nodes or lower tp; unless node a has GPUs")
+    assert spec.plan(gpus={"a": 4, "b": 4}).world_size == 8
+    assert _spec(parallelism={"tp": 8}).check()[0].severity == "warning"
+
+
 def test_plan_has_gpus_that_the_spec_asks_for_or_that_were_found() -> None:
     spec = _spec(nodes=[Node(host="a", devices=[1, 3]), Node(host="b"), Node(host="c", devices="cpu", ranks=3)])
     plan = spec.plan()
@@ -190,9 +199,8 @@ def test_arguments_in_the_style_of_detrain_stand_behind_the_users() -> None:
         "--model_name=mnist",
         "--split_size=5",
     )
-    steps = spec.with_overrides({"training.steps": 5})
-    with pytest.raises(SpecError, match=r"training\.steps 5: the arguments of DeTrain have epochs alone"):
-        steps.program_arguments(steps.plan())
+    with pytest.raises(SpecError, match=r"^training\.steps 5: the arguments of DeTrain have epochs alone"):
+        spec.with_overrides({"training.steps": 5})
 
 
 # Findings
