@@ -94,5 +94,5 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
         tuple((file.name, file.size) for file in source.files),
         tuple(spec.source.setup),
         tuple(spec.secrets),
-        tuple(str(each) for each in spec.check() if each.severity == "warning"),
+        (*(str(each) for each in spec.check() if each.severity == "warning"), *source.notices),
     )

@@ -175,7 +175,10 @@ class _Submitting:
                 plan = self._plan(facts)
                 self.record.update(job, world_size=plan.world_size)
                 self._say("sending what has changed of the source")
-                ready = on_all(self._transports, lambda index: ship(talks[index], self.source, storage=self.storage))
+                ready = on_all(
+                    self._transports,
+                    lambda index: ship(talks[index], self.source, storage=self.storage, environment=secrets),
+                )
                 orders = self._orders(job, plan)
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
