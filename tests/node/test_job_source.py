@@ -177,7 +177,7 @@ def test_bytes_of_a_file_are_never_taken_for_an_order(tmp_path: Path, monkeypatc
 
     thread = threading.Thread(target=serve_jobs)
     thread.start()
-    with ours, ours.makefile("rb") as reader, ours.makefile("wb") as writer:
+    with ours, ours.makefile("rb") as reader, ours.makefile("wb", buffering=0) as writer:
         with pytest.raises(Failed, match="cannot be written to"):
             ship(Talk(reader, writer), {"x": order + b"\n"})
         assert not reader.read()  # it has hung up
