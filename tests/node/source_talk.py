@@ -35,7 +35,7 @@ def source_talk(cache: Path, *, limits: GitLimits | None = None, limit_s: float 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        with ours.makefile("rb") as reader, ours.makefile("wb") as writer:
+        with ours.makefile("rb") as reader, ours.makefile("wb", buffering=0) as writer:
             yield Talk(reader, writer)
     finally:
         with contextlib.suppress(OSError):
