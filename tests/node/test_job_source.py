@@ -22,7 +22,7 @@ from detrain_nb.node.job.service import serve
 from detrain_nb.node.job.sources import lay_out
 
 from .git_host import GitHost, commit, git, git_host
-from .source_talk import source_talk
+from .source_talk import Sender, source_talk
 
 TOKEN = "tok-3n-s3cret"
 MONTHS_S = 60 * 86400
@@ -177,9 +177,9 @@ def test_bytes_of_a_file_are_never_taken_for_an_order(tmp_path: Path, monkeypatc
 
     thread = threading.Thread(target=serve_jobs)
     thread.start()
-    with ours, ours.makefile("rb") as reader, ours.makefile("wb", buffering=0) as writer:
+    with ours, ours.makefile("rb") as reader:
         with pytest.raises(Failed, match="cannot be written to"):
-            ship(Talk(reader, writer), {"x": order + b"\n"})
+            ship(Talk(reader, Sender(ours)), {"x": order + b"\n"})
         thread.join(20)
         assert not thread.is_alive()  # it has hung up
     assert not ran.exists()
