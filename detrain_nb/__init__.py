@@ -13,16 +13,29 @@ if TYPE_CHECKING:
     from detrain_nb.magics import current_session
 
     from .metrics import log_metrics, read_metrics
+    from .plan.job import JobSpec, job_spec
     from .session.running.results import CellResult, RankResult
     from .session.session import Session
 
-__all__ = ["CellResult", "RankResult", "Session", "__version__", "current_session", "log_metrics", "read_metrics"]
+__all__ = [
+    "CellResult",
+    "JobSpec",
+    "RankResult",
+    "Session",
+    "__version__",
+    "current_session",
+    "job_spec",
+    "log_metrics",
+    "read_metrics",
+]
 
 _HOMES = {
     "CellResult": ".session.running.results",
+    "JobSpec": ".plan.job",
     "RankResult": ".session.running.results",
     "Session": ".session.session",
     "current_session": ".magics",
+    "job_spec": ".plan.job",
     "log_metrics": ".metrics",
     "read_metrics": ".metrics",
 }

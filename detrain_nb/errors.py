@@ -2,9 +2,12 @@
 
 DetrainError
 ├── SpecError (ValueError)            what was asked for cannot be: a field, a number, a name
+│   ├── FieldError                    fields of a spec cannot be; `faults` has each of them
 │   └── CellSyntaxError               a cell is not Python; nothing was sent
 ├── SessionError                      the session is not in a state for that: none runs, a rank is busy
 │   └── ForeignConnection             another user's process is connected to a process group
+├── JobError                          a job is not in a state for that, or there is none of that name
+│   └── JobFailed                     a job did not succeed
 ├── LaunchError                       the ranks of a node could not be started
 ├── TransportError                    a node cannot be reached, or its channel broke
 │   ├── HostKeyError                  a host shows a key that is not known, or revoked
@@ -32,8 +35,12 @@ __all__ = [
     "CellSyntaxError",
     "CellTimeout",
     "DetrainError",
+    "FieldError",
+    "FieldFault",
     "ForeignConnection",
     "HostKeyError",
+    "JobError",
+    "JobFailed",
     "LaunchError",
     "NodeLost",
     "NotFinite",
@@ -69,6 +76,32 @@ class SpecError(DetrainError, ValueError):
     """What was asked for cannot be."""
 
 
+@dataclass(frozen=True)
+class FieldFault:
+    """What is wrong with a field, and what to give: ``path`` as ``training.epochs``, ``said`` the rest of the line.
+
+    ``path`` is empty where it is about several fields, and ``said`` begins with a colon then.
+    """
+
+    path: str
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.path}{self.said}" if self.path else self.said.removeprefix(": ")
+
+    def below(self, path: str) -> FieldFault:
+        """The same, told of what has the field in its own field ``path``."""
+        return FieldFault(f"{path}.{self.path}" if self.path else path, self.said)
+
+
+class FieldError(SpecError):
+    """Fields of a spec that cannot be, each with its line; ``where``: the file that they stand in."""
+
+    def __init__(self, faults: Iterable[FieldFault], *, where: str = "") -> None:
+        self.faults = tuple(dict.fromkeys(faults))
+        super().__init__("\n".join(f"{where}: {fault}" if where else str(fault) for fault in self.faults))
+
+
 class CellSyntaxError(SpecError):
     """A cell is not Python; nothing was sent."""
 
@@ -88,6 +121,14 @@ class SessionError(DetrainError):
 
 class ForeignConnection(SessionError):
     """A process of another user of the machine is connected to a process group, which was not used."""
+
+
+class JobError(DetrainError):
+    """A job is not in a state for what was asked, or there is none of that name."""
+
+
+class JobFailed(JobError):
+    """A job did not succeed."""
 
 
 class LaunchError(DetrainError):

@@ -64,6 +64,32 @@ def make_users_folder(folder: Path) -> None:
     os.close(_open_users_folder(folder, is_made=True))
 
 
+def state_folder() -> Path:
+    """The folder of what is kept of this user for months, made if need be; as `make_private_folder`."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return make_private_folder(
+        Path(base if os.path.isabs(base) else os.path.expanduser("~/.local/state"), "detrain_nb")
+    )
+
+
+def make_private_folder(folder: Path) -> Path:
+    """Make a folder that only its user can enter, or find one; return its path, without links above it.
+
+    Raises: OSError, also for one that others can enter, or put another one in the place of.
+    """
+    folder = Path(os.path.realpath(folder.parent), folder.name)
+    if guest := find_guest_parent(folder):
+        raise PermissionError(f"others can put another one in the place of {folder}: they can write {describe(guest)}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or (hasattr(os, "getuid") and not _is_own(state, folder)):
+        raise PermissionError(f"{describe(folder, state)} is not a folder of this user: remove it")
+    if hasattr(os, "getuid") and state.st_mode & 0o077:
+        raise PermissionError(f"{describe(folder, state)} is open to others: chmod 700 {folder}")
+    return folder
+
+
 def enter_users_folder(folder: Path) -> None:
     """Make it the current folder; it may have been exchanged since it was made. Raises: as `make_users_folder`."""
     opened = _open_users_folder(folder, is_made=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import SpecError
 
-__all__ = ["FOLDER_VARIABLE", "log_metrics", "read_metrics"]
+__all__ = ["FOLDER_VARIABLE", "log_metrics", "read_metrics", "read_metrics_line"]
 
 FOLDER_VARIABLE = "DETRAIN_NB_METRICS"
 _USUAL_FOLDER = "metrics"
@@ -87,12 +87,19 @@ def _texts_of(file: Path) -> Iterator[str]:
 
 def _lines_of(file: Path) -> Iterator[dict[str, Any]]:
     for text in _texts_of(file):
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("rank"), int):
-            yield {name: _number(value) for name, value in line.items()}
+        if line := read_metrics_line(text):
+            yield line
+
+
+def read_metrics_line(text: str) -> dict[str, Any] | None:
+    """What ``log_metrics`` has written as one line; None where it is not whole, or something else."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("rank"), int):
+        return {name: _number(value) for name, value in line.items()}
+    return None
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -111,11 +111,14 @@ def _in_list(word: str, names: Iterable[str], *, prefix: str = "") -> list[str]:
 
 def _hosts_and_files(word: str) -> list[str]:
     """Hosts of ~/.ssh/config, with or without a user; nodes files, unless a list of hosts was begun."""
+    from ..spec.node import THIS_MACHINE  # pydantic takes its time
+
     user, at, _ = word.rpartition(",")[2].rpartition("@")
     found: list[str] = []
     if not any(slash in word for slash in {"/", os.sep}):
         with contextlib.suppress(OSError, DetrainError):  # there are still files
-            found = _in_list(word, list_hosts(Path.home() / ".ssh" / "config"), prefix=f"{user}{at}")
+            found = [] if at else _in_list(word, [THIS_MACHINE])
+            found += _in_list(word, list_hosts(Path.home() / ".ssh" / "config"), prefix=f"{user}{at}")
     return found if at or "," in word else [*found, *_files(word, suffixes=_NODES_FILES)]
 
 

@@ -39,6 +39,7 @@ DEBIAN = {
 # SECURITY.md, or the tree against the design.
 NEVER_RERUN = {
     "parallel",
+    "plan",
     "training",
     "examples",
     "test_agents.py",

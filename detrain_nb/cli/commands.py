@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..errors import DetrainError, SpecError
+from .job_commands import SPEC_SUFFIXES, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
 from .notebook_run import FAILED, NotebookRun
 
@@ -22,7 +23,14 @@ _WRONG_USE = 2  # what a signal ended has 128 + its number, as in a shell
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    args = _command_parser().parse_args(argv)
+    words, fields, command = split_command(sys.argv[1:] if argv is None else argv)
+    parser = _command_parser()
+    args = parser.parse_args(words)
+    if fields and not hasattr(args, "spec"):
+        parser.error(f"--{next(iter(fields))}: only a command with a spec takes its fields")
+    if command and args.act is not execute_on_nodes:
+        parser.error(f"-- {command[0]}: only jobs exec takes a command")
+    args.fields, args.command = fields, command
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
@@ -44,16 +52,22 @@ def _command_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     run = commands.add_parser(
         "run",
-        help="execute a notebook, its output appearing here as it comes",
-        description="Execute a notebook in its own folder, with this Python. Its output appears here as it comes.",
+        help="execute a notebook, or the job of a spec, its output appearing here as it comes",
+        description="Execute a notebook in its own folder, with this Python, or submit the spec of a job and follow it "
+        "to its end. What is printed appears here as it comes; the exit status is that of the notebook, or the job.",
     )
-    run.add_argument("notebook", type=Path, metavar="NOTEBOOK")
+    run.add_argument("spec", metavar="FILE", help="a notebook, .ipynb, or a spec, .json, .toml or .yaml")
     run.add_argument("--output", type=Path, metavar="PATH", help="the executed notebook; default: NAME.executed.ipynb")
     run.add_argument("--timeout", type=_seconds, metavar="S", help="end when a cell takes longer than S seconds")
     run.add_argument("--kernel", metavar="NAME", help="a Jupyter kernel by name, instead of this Python")
+    run.add_argument("--name", metavar="NAME", help="the job's name, in place of the spec's")
+    run.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
+    run.add_argument("--storage", metavar="URL", help="where the source of the job travels by, as s3://bucket/folder")
     run.set_defaults(act=_run)
     sessions = commands.add_parser("sessions", help="list the running sessions of this user on this machine")
     sessions.set_defaults(act=_list_sessions)
+    add_job_commands(commands)
+    add_doctor(commands)
     return parser
 
 
@@ -92,6 +106,11 @@ def _is_kept(path: Path) -> bool:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.spec.lower().endswith(SPEC_SUFFIXES):
+        return run_spec(args)
+    if args.fields:
+        raise SpecError(f"--{next(iter(args.fields))}: {args.spec} is no spec: it has no fields to set")
+    args.notebook = Path(args.spec)
     notebook = read_notebook(args.notebook, is_any_kernel=args.kernel is not None)
     mode = args.notebook.stat().st_mode
     output: Path = args.output or args.notebook.with_name(f"{args.notebook.stem}.executed.ipynb")

@@ -40,6 +40,10 @@ class Failed(FilesError):
     """The other side has said that it cannot go on, or has hung up."""
 
 
+class Refused(Failed):
+    """The other side has said why it cannot go on."""
+
+
 class Overdue(Failed):
     """The other side does not come to an end, be it silent, slow, or always still at it."""
 
@@ -145,7 +149,7 @@ class Talk:
         if not isinstance(said, dict):
             raise Untrue("what came is not what our program says")
         if said.get("type") == "failed":
-            raise Failed(clean(said.get("text")))
+            raise Refused(clean(said.get("text")))
         return said
 
     def _receive(self, deadline: float, most: int, complaint: str) -> bytes:

@@ -1,4 +1,7 @@
-"""Files on a node: one order of the notebook is served, by a program beside the agent, or a thread (served_here.py)."""
+"""Files on a node, and its ways to others: one order of the notebook is served.
+
+That is done by a program beside the agent, or a thread (served_here.py).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from .folder_sync_remote import sync
 from .json_lines import Failed, FilesError, Talk, reason_of
 from .receiver import TreeWriter, receive_tree
 from .sender import File, Progress, list_tree, open_listed, send_tree
+from .ways import meet
 
 MAGIC = b"\ndetrain-nb files 1\n"
 SAMPLE_FILES = 64
@@ -140,4 +144,4 @@ def _digest_ends(file: File) -> str:
     return digest.hexdigest()
 
 
-_HANDLERS: Mapping[str, _Handler] = {"put": _put, "get": _get, "check": _check}
+_HANDLERS: Mapping[str, _Handler] = {"put": _put, "get": _get, "check": _check, "meet": meet}

@@ -12,6 +12,7 @@ from ..errors import DetrainError, LaunchError, SessionError, SpecError
 from ..transport import Transport
 from .ending import end_unused
 from .kept import begin_on_kept
+from .ways import check_ways, settle_here
 
 __all__ = ["End", "attach_to_agents", "bring_up_agents", "give_up_agents", "leave_agents"]
 
@@ -42,7 +43,10 @@ def bring_up_agents(transports: Sequence[Transport], session: str) -> list[End]:
     try:
         reached = [end.transport for end in ends]
         _check_same_torch(reached)
+        settle_here(reached)
         _check_addresses(reached)
+        if len(reached) > 1 and any(transport.is_this_machine for transport in reached):
+            check_ways(reached, [transport.address for transport in reached])
     except BaseException:
         give_up_agents(ends)
         raise

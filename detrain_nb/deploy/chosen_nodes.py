@@ -35,6 +35,8 @@ def check_session_name(name: str) -> str:
 def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) -> list[Transport]:
     """How ``nodes`` are reached: a nodes file, hosts as in ``alice@gpu1,gpu2:2222``, nodes; None is this machine.
 
+    So is ``localhost``, which may stand among others.
+
     Raises: SpecError.
     """
     if nodes is None:
@@ -45,6 +47,8 @@ def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) 
         nodes = parse_nodes(nodes) if isinstance(nodes, str) else read_nodes(nodes)
     if not isinstance(nodes, Iterable):
         raise SpecError(f"nodes {nodes!r}: give a nodes file, hosts as in alice@gpu1,gpu2:2222, or a list of nodes")
+    from ..spec.node import describe_twice_here
+
     nodes = list(nodes)
     if not nodes:
         raise SpecError("no node was given: name a nodes file, or hosts")
@@ -53,6 +57,8 @@ def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) 
     names = [transport.name for transport in transports]
     if twice := [name for name in names if names.count(name) > 1]:
         raise SpecError(f"nodes have the same name {twice[0]!r}: give each a name of its own")
+    if twice_here := describe_twice_here(nodes_of(transports)):
+        raise SpecError(twice_here)
     return transports
 
 
@@ -60,6 +66,8 @@ def _transport_to(node: Node | Transport, questions: Questions | None) -> Transp
     from ..spec.node import Node
     from .ssh_node import SshNode
 
+    if isinstance(node, Node) and node.is_this_machine:
+        return LocalTransport(node)
     if isinstance(node, Node):
         return SshNode(node, questions=questions)
     if not isinstance(node, Transport):

@@ -26,13 +26,13 @@ from .code import pack_files
 from .ignoring import GIT_FILE, OWN_FILE, Rules, cannot_read, extend, is_left_out, read_rules_above
 from .private import is_private
 
-__all__ = ["FileState", "Manifest", "list_folder", "name_hidden", "pack"]
+__all__ = ["NEVER_TRAVELS", "FileState", "Manifest", "list_folder", "name_hidden", "pack"]
 
-_NEVER = frozenset({".git", "__pycache__", ".venv", ".ipynb_checkpoints", "node_modules"})
+NEVER_TRAVELS = frozenset({".git", "__pycache__", ".venv", ".ipynb_checkpoints", "node_modules"})
 _MOST_TRIED, _TRIES_TO_COMPILE = 50_000_000, 500  # patterns against names: 15 s; as much time as one takes to compile
 _MOST_ENTRIES = 100_000  # a home folder has more: looking at them all would hold up the first cell
 _SETTLED_NS = 2_000_000_000  # a file may change twice within the steps of its file system's clock; FAT's are of 2 s
-_WAYS_OUT = f"list what the ranks do not need in {OWN_FILE}, which is written as {GIT_FILE}, or give --no-sync"
+_WAYS_OUT = f"list what the ranks do not need in {OWN_FILE}, which is written as {GIT_FILE}"
 
 
 class FileState(NamedTuple):
@@ -62,12 +62,13 @@ def list_folder(
     most_entries: int = _MOST_ENTRIES,
     settled_ns: int = _SETTLED_NS,
     kept: list[str] | None = None,
+    way_out: str = ", or give --no-sync",
 ) -> Manifest:
     """List the files below ``root`` that travel. A file that has not changed since the last call is not read again.
 
     ``top`` is where ``root`` led at first: others may put a link to another folder in the place of one above it.
     A symbolic link counts as what it points to, if that is below ``root``; other links do not travel. ``kept`` gets
-    the files and folders that stay here for their names alone (deploy/private.py).
+    the files and folders that stay here for their names alone (deploy/private.py). ``way_out`` ends the errors.
     Raises: SpecError when it is too much, or a file cannot be read.
     """
     if not os.path.isdir(root):
@@ -75,14 +76,14 @@ def list_folder(
     there = os.path.realpath(root)
     if (top := top or there) != there:
         raise SpecError(f"{root} leads to {there} now, and led to {top}: nothing of it goes to the nodes")
-    found = sorted(_walk(top, most_entries, [] if kept is None else kept))
+    found = sorted(_walk(top, most_entries, [] if kept is None else kept, way_out))
     total_bytes = sum(status.st_size for _, _, status in found)
     if total_bytes > limit_bytes:
         largest = sorted(found, key=lambda item: -item[2].st_size)[:5]
         names = ", ".join(f"{name} {_format_size(status.st_size)}" for name, _, status in largest)
         raise SpecError(
             f"the folder {root} has {_format_size(total_bytes)} for each node, more than {_format_size(limit_bytes)}; "
-            f"the largest files are {names}: {_WAYS_OUT}"
+            f"the largest files are {names}: {_WAYS_OUT}{way_out}"
         )
     now_ns = time.time_ns()
     manifest: Manifest = {}
@@ -178,7 +179,7 @@ class _Folder(NamedTuple):
     is_theirs: bool = False  # it is reached through a link that another user made
 
 
-def _walk(top: str, most_entries: int, kept: list[str]) -> Iterator[tuple[str, str, os.stat_result]]:
+def _walk(top: str, most_entries: int, kept: list[str], way_out: str) -> Iterator[tuple[str, str, os.stat_result]]:
     """Yield name, path and status of the files that travel."""
     above, outer = read_rules_above(Path(top))
     trusted = {0, os.stat(top).st_uid, *([os.geteuid()] if hasattr(os, "geteuid") else [])}
@@ -189,7 +190,9 @@ def _walk(top: str, most_entries: int, kept: list[str]) -> Iterator[tuple[str, s
         entries = _scan(folder)
         entries_seen += len(entries)
         if entries_seen > most_entries:
-            raise SpecError(f"the folder {top} has more than {most_entries} files: work in a smaller one, {_WAYS_OUT}")
+            raise SpecError(
+                f"the folder {top} has more than {most_entries} files: work in a smaller one, {_WAYS_OUT}{way_out}"
+            )
         rules = extend(folder.rules, folder.path, above + folder.prefix, {entry.name for entry in entries})
         fresh = rules.num_patterns - folder.rules.num_patterns
         tried += fresh * _TRIES_TO_COMPILE + (rules.num_patterns - outer.num_patterns) * len(entries)
@@ -233,14 +236,14 @@ def _scan(folder: _Folder) -> list[os.DirEntry[str]]:
 
 def _look_at(entry: os.DirEntry[str], name: str, parent: str, top: str) -> tuple[str, os.stat_result | None]:
     """Return the real path of an entry and what it is; None for what never travels, or is gone."""
-    if entry.name.lower() in _NEVER:  # .GIT is .git where case is none
+    if entry.name.lower() in NEVER_TRAVELS:  # .GIT is .git where case is none
         return "", None
     real = os.path.join(parent, entry.name)
     if entry.is_symlink():
         real = os.path.realpath(entry.path)
         if not os.path.exists(entry.path) or not real.startswith(os.path.join(top, "")):
             return "", None
-        if not _NEVER.isdisjoint(Path(real.lower()).relative_to(top.lower()).parts):
+        if not NEVER_TRAVELS.isdisjoint(Path(real.lower()).relative_to(top.lower()).parts):
             return "", None
     try:
         return real, entry.stat()

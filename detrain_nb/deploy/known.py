@@ -91,6 +91,8 @@ def known_sessions() -> dict[str, KnownSession]:
     """By name. One on nodes may have ended meanwhile: who attaches to it is told."""
     found = {path.stem: known for path in sorted(_folder().glob("*.json")) if (known := _read(path))}
     for name, pid in running_sessions().items():
+        if name in found and any(node.is_this_machine for node in found[name].nodes):
+            continue  # beside others, or with a description
         found[name] = _known_by(_load(_local_file(name)), holder_of(name), pid=pid)
     return found
 
@@ -111,7 +113,7 @@ def session_names() -> list[str]:
 
 
 def remember(session: str, nodes: Sequence[Node], *, holder: str, started: StartedWith | None = None) -> None:
-    """Note down on which nodes ``session`` runs, none is this machine, and how it was started.
+    """Note down on which nodes ``session`` runs, of none this machine alone, and how it was started.
 
     Where ``started`` is None, what an earlier call has noted of it stays. A folder or disk that takes no file is no
     reason to end a session: it is not known to a later notebook then.

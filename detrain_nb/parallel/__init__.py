@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..plan import SCHEDULES
 from .costs.partitioner import Partition, StageNode, partition
 from .costs.profiler import ModelProfile, Unit, profile
 from .deferred import deferred, materialize
@@ -14,7 +15,7 @@ from .parallelize import parallelize
 from .pictures import draw_mesh, draw_partition, show_mesh
 from .rank_memory import DryRun
 from .stages.pipeline import PipelineStages
-from .stages.schedules import SCHEDULES, Schedule, WrittenSchedule, stages_of_rank
+from .stages.schedules import Schedule, WrittenSchedule, stages_of_rank
 from .stages.splitter import Split, split
 from .stages.timeline import Timeline, timeline
 from .tensor.apply import apply_tensor_plan, from_saved_order, to_saved_order

@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import SpecError
+from ..plan import DATA_AXES
 from .blocks import StandIn, blocks_of
 from .costs.block_use import BlockUse
 from .replicated import replicate_scalars
 from .second_runs import SecondRuns
 from .stages.schedules import Schedule
 
-DATA_AXES = ("dp_replicate", "dp_shard")
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 REMATERIALIZATIONS = ("none", "selective", "full")
 

@@ -21,13 +21,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SpecError
+from ..plan import resolve_axes
 from .arguments import require_model, require_sizes, require_whole
 from .costs.partitioner import StageNode
 from .costs.profiler import ExampleInputs, ModelProfile, profile
 from .data_parallel import resolve_sharding
 from .limits import require_read_as_attributes, require_unasked, require_unwritten
 from .losses import Loss
-from .mesh import make_mesh, resolve_axes
+from .mesh import make_mesh
 from .parallelize import (
     dtype_of,
     lay_out_all,

@@ -1,19 +1,16 @@
-"""Ranks laid out on named axes: which of them hold the stages, the replicas and the shards of one model."""
+"""Ranks laid out on named axes, with a process group on each; plan/mesh.py says where a rank is."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import SessionError, SpecError
+from ..plan import resolve_axes
 from .arguments import require_sizes
-
-# From the outermost to the innermost: neighbouring ranks, on one node as a rule, are those that say most to each other.
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 
 
 def make_mesh(
@@ -57,37 +54,6 @@ def require_there(kind: str, *, told_as: str) -> None:
     if kind not in there:
         why = "this rank has no GPU that torch can use" if kind == "cuda" else "that is no device for a model here"
         raise SpecError(f"{told_as}, and {why}: there is {' and '.join(there)}")
-
-
-def resolve_axes(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Return the size of every axis that is given, in the order of ``AXES``, with -1 replaced by what is left.
-
-    Without any axis all ranks are on ``dp_shard``; beside ``dp_replicate`` it is there too, so that FSDP2, which wants
-    both, can do what DDP cannot. Raises: SpecError.
-    """
-    if unknown := [axis for axis in sizes if axis not in AXES]:
-        raise SpecError(f"{unknown[0]!r} is no axis of a mesh: there are {', '.join(AXES)}")
-    ordered = {axis: sizes[axis] for axis in AXES if axis in sizes} or {"dp_shard": -1}
-    text = " x ".join(f"{axis}={size}" for axis, size in ordered.items())
-    if wrong := [axis for axis, size in ordered.items() if size < 1 and size != -1]:
-        raise SpecError(f"mesh {text}: {wrong[0]} is a number of ranks, 1 or more, or -1 for what is left")
-    open_axes = [axis for axis, size in ordered.items() if size == -1]
-    if len(open_axes) > 1:
-        raise SpecError(f"mesh {text}: only one axis can be -1, not both {' and '.join(open_axes)}")
-    known = math.prod(size for size in ordered.values() if size != -1)
-    if open_axes and world_size % known:
-        raise SpecError(
-            f"mesh {text}: {world_size} ranks do not divide by {known}: change the number of ranks or an axis"
-        )
-    if open_axes:
-        ordered[open_axes[0]] = world_size // known
-    elif known != world_size:
-        change = "add ranks, or lower" if known > world_size else "use fewer ranks, or raise"
-        largest = max(ordered, key=ordered.__getitem__)
-        raise SpecError(f"mesh {text} needs {known} ranks, and there are {world_size}: {change} {largest}")
-    if ordered.get("dp_replicate", 1) > 1:
-        ordered.setdefault("dp_shard", 1)
-    return {axis: ordered[axis] for axis in AXES if axis in ordered}
 
 
 def replica_number(groups: Sequence[dist.ProcessGroup]) -> int:

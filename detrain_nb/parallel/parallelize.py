@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
+from ..plan import AXES
 from .arguments import require_mesh, require_model, require_names, require_whole
 from .blocks import names_of_blocks
 from .costs.block_use import BlockUse, block_use_unseen
@@ -30,7 +31,7 @@ from .limits import (
     require_unwritten,
 )
 from .losses import Loss, require_apart, require_no_parameters
-from .mesh import AXES, replica_number, require_there, usual_device
+from .mesh import replica_number, require_there, usual_device
 from .microbatches import lists_in
 from .model import Arrangement, ParallelModel
 from .recording import takes_gradients

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..plan import resolve_axes
 from ..text import table_lines
 from .costs.partitioner import Partition
-from .mesh import resolve_axes
 
 _MOST_ROWS = _MOST_COLUMNS = 32
 _COLOURS = ("#7fa3cc", "#f1b26e", "#8cc084", "#e58f8f", "#b6a0d1", "#c4a78d")  # of places on the outermost axis

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..errors import SpecError
 from ..text import split_target
+from .model import SpecModel, describe_field, show
+from .words import Lines, Path, Variables, is_node_name, is_path, only
 
+_OF_SSH = ("port", "user", "identity_file", "proxy_jump", "setup")
+THIS_MACHINE = "localhost"  # the host that is the notebook's machine itself
+OF_HOSTS = frozenset({*_OF_SSH, "address", "python", "workdir"})  # what the defaults of a file do not say of it
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 _IPV6 = re.compile(r"(?P<address>[0-9A-Fa-f:.]{2,45})(?:%[A-Za-z0-9._-]{1,32})?")
 _USER = re.compile(r"[A-Za-z0-9._@+][A-Za-z0-9._@+-]{0,127}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_LIKE_RANKS = re.compile(r"[0-9_-]+|all")  # what plan.parse_ranks reads, and what looks like it
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _USER_IN_BRACKETS = re.compile(r"\[([^]]+)@([^]@]+)\](.*)")
-_NOT_SHOWN = {"setup", "env"}  # a line or a value there may hold a secret
-_MOST_SHOWN = 60
-
-
-def _only(is_right: Callable[[str], object]) -> AfterValidator:
-    def check(text: str) -> str:
-        if not is_right(text):
-            raise ValueError
-        return text
-
-    return AfterValidator(check)
 
 
 def _is_ipv6(text: str) -> bool:
@@ -49,7 +39,7 @@ def _is_host(text: str) -> bool:
     return bool(_HOST.fullmatch(text)) or _is_ipv6(text)
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
     """What consists of numbers is an address that there can be, and none that stands for all."""
     if not text.replace(".", "").isdigit() and ":" not in text:
         return _is_host(text)
@@ -59,22 +49,8 @@ def _is_address(text: str) -> bool:
         return False
 
 
-def _is_name(text: str) -> bool:
-    return bool(_NAME.fullmatch(text)) and not _LIKE_RANKS.fullmatch(text.lower())
-
-
-def _is_path(text: str) -> bool:
-    """A path goes into an argv: it may have spaces, but no control characters, and is no option."""
-    return bool(text.strip()) and not text.startswith("-") and _is_one_line(text)
-
-
 def _is_workdir(text: str) -> bool:
-    return text.startswith(("/", "~")) and _is_path(text)
-
-
-def _is_one_line(text: str, *, allowed: str = "") -> bool:
-    """No control characters, no ends of lines, nothing that UTF-8 cannot write."""
-    return not any(unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"} for char in text if char not in allowed)
+    return text.startswith(("/", "~")) and is_path(text)
 
 
 def _check_jumps(text: str) -> str:
@@ -84,49 +60,45 @@ def _check_jumps(text: str) -> str:
     return ",".join(jumps)
 
 
-_Path = Annotated[str, _only(_is_path)]
+class Node(SpecModel):
+    """One machine with sshd, or, as the host ``localhost``, that of the notebook, without SSH.
 
-
-class Node(BaseModel):
-    """One machine with sshd. What is None comes from the user's ssh config, or is found out on the node.
+    What is None comes from the user's ssh config, or is found out on the node.
 
     Raises: SpecError with one line per field that cannot be; so does a file or a command line with such a node.
     """
 
-    # The description of a field says what to give: the errors are made of it.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
-
-    name: Annotated[str, _only(_is_name)] = Field(
+    name: Annotated[str, only(is_node_name)] = Field(
         default="",  # the host's
         description="letters, digits and . _ -, at most 63, the first no sign; 'all', 1 or 0-3 would mean ranks",
     )
-    host: Annotated[str, _only(_is_host)] = Field(
+    host: Annotated[str, only(_is_host)] = Field(
         description="a host name, a Host of your ssh config or an address; user and port are apart"
     )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(default=None, description="a number from 1 to 65535")
-    user: Annotated[str, _only(_USER.fullmatch)] | None = Field(
+    user: Annotated[str, only(_USER.fullmatch)] | None = Field(
         default=None, description="a user of letters, digits and . _ @ + -"
     )
-    identity_file: _Path | None = Field(default=None, description="the path of a private key")
+    identity_file: Path | None = Field(default=None, description="the path of a private key")
     proxy_jump: Annotated[str, AfterValidator(_check_jumps)] | None = Field(
         default=None, description='the hosts to go through, "[user@]host[:port]", several with commas'
     )
-    address: Annotated[str, _only(_is_address)] | None = Field(
+    address: Annotated[str, only(is_address)] | None = Field(
         default=None, description="the address or host name at which the other nodes reach this one"
     )
     devices: Literal["auto", "cpu"] | tuple[int, ...] = Field(
         default="auto", description='"auto", "cpu", or the indices of GPUs, each once, as [0, 1]'
     )
     ranks: Annotated[int, Field(ge=1)] | None = Field(default=None, description="a number of ranks, at least 1")
-    python: _Path = Field(default="python3", description="the path or name of a Python on the node, on one line")
-    workdir: Annotated[str, _only(_is_workdir)] | None = Field(
+    python: Path = Field(default="python3", description="the path or name of a Python on the node, on one line")
+    workdir: Annotated[str, only(_is_workdir)] | None = Field(
         default=None, description="a folder on the node that starts with / or ~"
     )
-    setup: tuple[str, ...] = Field(
+    setup: Lines = Field(
         default=(),
         description='lines for the shell that starts Python, as "module load cuda" or a list, without control codes',
     )
-    env: tuple[str, ...] = Field(
+    env: Variables = Field(
         default=(),
         description='a list of names of environment variables, each once, as ["HF_TOKEN"]: values stay out of it',
     )
@@ -136,15 +108,12 @@ class Node(BaseModel):
     latency_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         default=None, description="milliseconds, at least 0"
     )
-
-    if not TYPE_CHECKING:  # a type checker sees the fields
-
-        def __init__(self, /, **fields: Any) -> None:
-            try:
-                super().__init__(**fields)
-            except ValidationError as exc:
-                lines = [_describe_fault(fault) for fault in exc.errors(include_url=False)]
-                raise SpecError("\n".join(dict.fromkeys(lines))) from None
+    memory_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="gigabytes of memory, of a GPU where the ranks use GPUs, more than 0"
+    )
+    relative_speed: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="how fast a rank there is beside others, as 1.0 and 0.5, more than 0"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -165,29 +134,26 @@ class Node(BaseModel):
             raise ValueError
         return tuple(value)
 
-    @field_validator("setup", mode="before")
-    @classmethod
-    def _read_setup(cls, value: object) -> tuple[str, ...]:
-        texts = (value,) if isinstance(value, str) else value
-        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-            raise ValueError
-        lines = [line.removesuffix("\r") for text in texts for line in text.split("\n")]
-        if not all(_is_one_line(line, allowed="\t") for line in lines):
-            raise ValueError
-        while lines and not lines[-1].strip():
-            lines.pop()
-        while lines and not lines[0].strip():
-            lines.pop(0)
-        return tuple(lines)
+    def to_fields(self) -> dict[str, Any]:
+        """Return what is not as by default, as a document has it; the name where it is not the host's."""
+        fields = super().to_fields()
+        if self.name == default_name(self.host):
+            del fields["name"]
+        return fields
 
-    @field_validator("env", mode="before")
-    @classmethod
-    def _read_env(cls, value: object) -> tuple[str, ...]:
-        if not isinstance(value, list | tuple) or len(set(map(repr, value))) < len(value):
-            raise ValueError
-        if not all(isinstance(name, str) and _VARIABLE.fullmatch(name) for name in value):
-            raise ValueError
-        return tuple(value)
+    @property
+    def is_this_machine(self) -> bool:
+        """It is the machine that this is read on, and nothing goes over SSH; ``127.0.0.1`` goes over SSH."""
+        return self.host == THIS_MACHINE
+
+    @model_validator(mode="after")
+    def _check_this_machine(self) -> Node:
+        if self.is_this_machine and (given := [field for field in _OF_SSH if getattr(self, field)]):
+            raise ValueError(
+                f"{THIS_MACHINE} is this machine itself, without SSH: leave out {', '.join(given)}, or name it "
+                "127.0.0.1 to go over SSH"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Node:
@@ -202,6 +168,12 @@ def default_name(host: str) -> str:
     if _is_ipv6(host):
         return "ip6-" + re.sub("[:%]", "-", host)
     return host if _HOST.fullmatch(host) else ""
+
+
+def describe_twice_here(nodes: Iterable[Node]) -> str:
+    """What is wrong where several of ``nodes`` are this machine; empty where at most one is."""
+    here = [node.name for node in nodes if node.is_this_machine]
+    return f"{' and '.join(here)} are both this machine: name it once, with ranks = N" if len(here) > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -223,32 +195,9 @@ def parse_target(text: str) -> Target:
     user, host, port, has_brackets = split_target(text)
     if not (_is_ipv6(host) if has_brackets else _HOST.fullmatch(host)):
         advice = f"write [{text}]" if _is_ipv6(text) else "give [user@]host[:port], an IPv6 address in brackets"
-        raise SpecError(f"{_show(text)} is no host: {advice}")
+        raise SpecError(f"{show(text)} is no host: {advice}")
     if user is not None and not _USER.fullmatch(user):
-        raise SpecError(f"{_show(text)}: user {_show(user)}: give {_describe_field('user')}")
+        raise SpecError(f"{show(text)}: user {show(user)}: give {describe_field(Node, 'user')}")
     if port is not None and (len(port) > 5 or not 1 <= int(port) <= 65535):
-        raise SpecError(f"{_show(text)}: port {port}: give {_describe_field('port')}")
+        raise SpecError(f"{show(text)}: port {port}: give {describe_field(Node, 'port')}")
     return Target(host, user, int(port) if port else None)
-
-
-def _describe_fault(fault: Mapping[str, Any]) -> str:
-    """Say in one line what is wrong with which field, and what to give."""
-    reason = str(fault.get("ctx", {}).get("error", ""))
-    if not fault["loc"]:
-        return reason
-    field = str(fault["loc"][0])
-    if fault["type"] == "extra_forbidden":
-        return f"{_show(field)} is no field: there are {', '.join(Node.model_fields)}"
-    if fault["type"] == "missing":
-        return f"{field} is missing: give {_describe_field(field)}"
-    value = "" if field in _NOT_SHOWN else f" {_show(fault['input'])}"
-    return f"{field}{value}: {reason or f'give {_describe_field(field)}'}"
-
-
-def _describe_field(field: str) -> str:
-    return Node.model_fields[field].description or ""
-
-
-def _show(value: object) -> str:
-    text = repr(value)  # which escapes what does not print
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from ..errors import SpecError
+from ..plan.choices import SCHEDULERS
 from .arguments import number_of, whole_number
-
-SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 def make_optimizer(
@@ -111,8 +110,9 @@ def make_scheduler(
     if not is_named:
         return _made_scheduler(scheduler, optimizer)
     name = (scheduler or "constant").lower()
-    if name not in SCHEDULES:
-        raise SpecError(f"there is no scheduler {scheduler!r}: choose one of {', '.join(SCHEDULES)}, or give an object")
+    if name not in SCHEDULERS:
+        there = ", ".join(SCHEDULERS)
+        raise SpecError(f"there is no scheduler {scheduler!r}: choose one of {there}, or give an object")
     if decay_steps is not None and name != "wsd":
         raise SpecError(f"decay_steps={decay_steps} is of 'wsd', and the scheduler is {scheduler!r}")
     if scheduler is None and warmup_steps == 0:
@@ -150,7 +150,7 @@ def _made_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
     if inspect.isclass(scheduler) or not hasattr(scheduler, "step"):
         if not callable(scheduler):
             raise SpecError(
-                f"scheduler={str(scheduler)[:60]!r} is a {name}: choose one of {', '.join(SCHEDULES)}, or give a "
+                f"scheduler={str(scheduler)[:60]!r} is a {name}: choose one of {', '.join(SCHEDULERS)}, or give a "
                 "function of the optimizer"
             )
         try:

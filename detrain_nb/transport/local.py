@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -10,8 +11,9 @@ import threading
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..agents import (
     JOBS_MAGIC,
@@ -26,43 +28,62 @@ from ..agents import (
     wait_for_pid,
 )
 from ..errors import LaunchError, SessionError
-from ..guarded import RUN_MODULE
+from ..guarded import RUN_MODULE, make_users_folder
 from ..plan import NodeOffer
 from .transport import AgentFolders
+
+if TYPE_CHECKING:
+    from ..spec.node import Node
 
 _SERVICE_LIMIT_S = 10.0
 
 
 class LocalTransport:
-    """Brings up an agent on this machine and connects to it."""
+    """Brings up an agent on this machine and connects to it.
 
-    name = ""  # of the node: this machine has none
+    ``node`` is how the user described it, as ``localhost``; without one it has no name, and is the only one of its
+    session. Beside hosts it has an ``address`` that is not the loopback's, see deploy/ways.py.
+    """
+
     is_this_machine = True
     is_trusted = False  # nobody needs to say so
     can_resume = False
     shares_paths = True
-    python = sys.executable
     address = "127.0.0.1"
     interface = "lo"
-    torch = ""
-    place = "this machine"
-    node = None
     account: object = None
     contact: object = None
     folder_state: tuple[object, object] = ("", "")
     cache = ""
 
-    def __init__(self) -> None:
-        self.env: dict[str, str] = {}
+    def __init__(self, node: Node | None = None) -> None:
+        self.node = node
+        self.name = node.name if node else ""
+        self.place: object = ("this machine", node)
+        is_usual = node is None or node.python == type(node).model_fields["python"].default
+        self.python = sys.executable if is_usual or node is None else os.path.expanduser(node.python)
         self._agent: subprocess.Popen[bytes] | None = None
         self._pid = 0  # of an agent that another process started
         self._folder = Path()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Those variables that the node is to have, as they are now; the agent had the others when it was started."""
+        return {name: os.environ[name] for name in self.node.env if name in os.environ} if self.node else {}
+
+    @property
+    def torch(self) -> str:
+        """The version that this process has; empty where the ranks use another Python."""
+        with contextlib.suppress(PackageNotFoundError):
+            return version("torch") if self.python == sys.executable else ""
+        return ""
 
     def start_agent(self, session: str) -> socket.socket:
         """Start the agent of ``session`` and return a connected socket.
 
         Raises: LaunchError when it does not come up, SessionError when a session of that name runs already.
         """
+        self._make_workdir()
         self._folder = runtime_folder() / session
         self._agent, sock = start_agent(self._folder)
         return sock
@@ -79,19 +100,28 @@ class LocalTransport:
 
     def begin(self, session: str) -> AgentFolders:
         """In the folder that a fresh agent would have."""
+        self._make_workdir()
         self._folder = runtime_folder() / session
         return {"folder": str(self._folder), "work_folder": "", "uses": []}
+
+    def _make_workdir(self) -> None:
+        if self.node and self.node.workdir:
+            try:
+                make_users_folder(Path(self.work_folder("")))
+            except OSError as exc:
+                raise LaunchError(f"the workdir {self.node.workdir} cannot be used: {exc}") from exc
 
     def ask_meanwhile(self, work: Collection[Future[Any]]) -> None:
         """Nothing."""
 
     def offer(self, gpus: int) -> NodeOffer:
-        """All there is."""
-        return NodeOffer(self.name, tuple(range(gpus)))
+        """All there is, and what the user wants of it."""
+        wanted = (self.node.devices, self.node.ranks) if self.node else ()
+        return NodeOffer(self.name, tuple(range(gpus)), *wanted)
 
     def work_folder(self, folder: str) -> str:
-        """The same folder."""
-        return folder
+        """The node's ``workdir``, into which nothing is brought; else the same folder."""
+        return os.path.expanduser(self.node.workdir) if self.node and self.node.workdir else folder
 
     def run_files(self) -> AbstractContextManager[socket.socket]:
         """In a thread of this process."""

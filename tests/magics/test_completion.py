@@ -96,7 +96,7 @@ def test_hosts_and_nodes_files_stand_for_nodes(tab: _Tab, command: str, between:
     found = tab(f"%distributed {command} --nodes{between}")
     start = "--nodes=" if between == "=" else ""
     files = ["conf/", "gpus.json", "my\\ nodes.toml", "nodes.toml"]
-    assert found == sorted(start + name for name in _HOSTS + files)
+    assert found == sorted(start + name for name in [*_HOSTS, "localhost", *files])
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,9 @@ def test_hosts_and_nodes_files_stand_for_nodes(tab: _Tab, command: str, between:
         ("gp", ["gpu1", "gpu2", "gpus.json"]),
         ("alice@gp", ["alice@gpu1", "alice@gpu2"]),
         ("alice@", [f"alice@{host}" for host in _HOSTS]),
-        ("gpu1,", [f"gpu1,{host}" for host in _HOSTS if host != "gpu1"]),
+        ("gpu1,", sorted(f"gpu1,{host}" for host in [*_HOSTS, "localhost"] if host != "gpu1")),
+        ("localhost,gpu", ["localhost,gpu1", "localhost,gpu2"]),
+        ("lo", ["localhost"]),
         ("bob@gpu1,alice@g", ["bob@gpu1,alice@gpu2"]),
         ("gpu1,n", []),
         ("gpu-", []),

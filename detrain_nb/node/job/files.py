@@ -75,7 +75,7 @@ def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[s
     ):
         for name in _walk(root):
             full = prefix + name
-            if full not in seen and any(_fits(full, pattern) for pattern in patterns):
+            if full not in seen and any(fits(full, pattern) for pattern in patterns):
                 seen.add(full)
                 yield full
 
@@ -102,7 +102,7 @@ def _walk(root: Path) -> Iterator[str]:
                 yield relative
 
 
-def _fits(name: str, pattern: str) -> bool:
+def fits(name: str, pattern: str) -> bool:
     """As a user means it: ``*.pt`` in whatever folder, ``out/`` all below it, ``out/*.pt`` from the top."""
     pattern = pattern.removeprefix("./")
     if pattern.endswith("/"):

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...copying.json_lines import Talk, as_size, check_name
 from .folders import METRICS_NAME, STREAM_NAME, find_job_folder
+from .last_metrics import last_metrics
 from .log_file import read_log
 from .order import JobError, check_id, check_number
 from .status import is_live, read_status
@@ -22,13 +23,13 @@ def follow(talk: Talk, said: dict[str, Any], *, wait: Callable[[float], bool]) -
     """Send data and states; ``wait`` waits for some time, and says whether the notebook has said something."""
     folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
     offsets = _check_offsets(said.get("offsets") or {})
-    is_once, shown = said.get("once") is True, ""
+    is_once, shown, wants = said.get("once") is True, "", _read_wishes(said)
     while True:
         status = read_status(folder)  # before the files: what it printed before it ended is there then
         if (state := repr((status["state"], status.get("ranks"), status.get("restarts")))) != shown:
-            talk.say("status", jobs=[status])
+            talk.say("status", jobs=[{**status, "metrics": last_metrics(folder)}])
             shown = state
-        has_sent = [_send_more(talk, folder, name, offsets) for name in _list_streams(folder)]
+        has_sent = [_send_more(talk, folder, name, offsets) for name in _list_streams(folder) if wants(name)]
         if any(has_sent):
             talk.flush()
         elif is_once or not is_live(status):
@@ -61,6 +62,19 @@ def _list_streams(folder: Path) -> list[str]:
             names = sorted(os.listdir(folder / prefix), key=lambda name: (len(name), name))
             found += [prefix + name for name in names if STREAM_NAME.fullmatch(prefix + name)]
     return found
+
+
+def _read_wishes(said: dict[str, Any]) -> Callable[[str], bool]:
+    """Which files are wanted: those of one ``rank``; not ``logs`` or ``metrics`` where these are false."""
+    rank = said.get("rank")
+    of_rank = "" if rank is None else f"rank-{check_number(rank)}."
+    has_logs, has_metrics = said.get("logs") is not False, said.get("metrics") is not False
+
+    def wants(name: str) -> bool:
+        inner, is_metrics = name.removeprefix(f"{METRICS_NAME}/"), name.startswith(f"{METRICS_NAME}/")
+        return (has_metrics if is_metrics else has_logs) and inner.startswith(of_rank)
+
+    return wants
 
 
 def _check_offsets(said: object) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...copying.json_lines import LINE_BYTES, Talk
 from .folders import list_job_folders, list_parts
+from .last_metrics import last_metrics
 from .order import JobError, check_id
 from .status import read_status
 
@@ -34,14 +35,15 @@ def report(talk: Talk, said: dict[str, Any]) -> None:
     else:
         folders = (folder for job in map(check_id, ids) for folder in _parts_if_any(job))
     jobs: list[dict[str, Any]] = []
-    room = LINE_BYTES // 2
+    room, has_more = LINE_BYTES // 2, False
     for folder in folders:
         talk.tick()
         status = read_status(folder)
         if ids is None:
             status.pop("last_lines", None)
+        status["metrics"] = last_metrics(folder)
         room -= len(json.dumps(status))
-        if room < 0:
+        if has_more := room < 0 and bool(jobs):
             break
         jobs.append(status)
-    talk.say("status", jobs=jobs)
+    talk.say("status", jobs=jobs, more=has_more)

@@ -24,6 +24,7 @@ from .files import list_artifacts, send_artifact
 from .following import follow
 from .preparing import Preparing
 from .reports import report
+from .sources import handle_source
 
 _ORDER_BYTES = 1 << 22
 
@@ -82,6 +83,7 @@ def _has_come(fd: int, limit_s: float) -> bool:
 
 _HANDLERS: Mapping[str, _Handler] = {
     "facts": tell_facts,
+    "source": handle_source,
     "status": report,
     "stop": stop,
     "remove": remove,

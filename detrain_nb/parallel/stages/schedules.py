@@ -25,14 +25,13 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from ...errors import SpecError
+from ...plan.stages import StageLayout
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 _BACKWARD_AT_ONCE = ("1F1B", "DualPipeV")
-# Those that need at least as many microbatches as stages, and what has their stages where they have them, and does not.
-_NEED_AS_MANY_MICROBATCHES = {"1F1B": ScheduleGPipe, "DualPipeV": ScheduleZBVZeroBubble}
+# Those that need at least as many microbatches as stages, and what has their stages where there are fewer.
+_FOR_FEWER_MICROBATCHES = {"1F1B": ScheduleGPipe, "DualPipeV": ScheduleZBVZeroBubble}
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:
@@ -41,10 +40,7 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
         return schedule
     if schedule.lower().endswith(".csv"):
         return WrittenSchedule.read(schedule)
-    found = next((name for name in SCHEDULES if name.lower() == schedule.lower()), None)
-    if found is None:
-        raise SpecError(f"there is no schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}, or a file *.csv")
-    return Schedule(found)
+    return Schedule(schedule)
 
 
 def stages_of_rank(schedule: str | Schedule, *, rank: int, num_ranks: int, num_stages: int) -> tuple[int, ...]:
@@ -52,66 +48,21 @@ def stages_of_rank(schedule: str | Schedule, *, rank: int, num_ranks: int, num_s
     return find_schedule(schedule).stages_of_rank(rank, num_ranks=num_ranks, num_stages=num_stages)
 
 
-class Schedule:
-    """One that torch has. ``has_one_stage``: on each rank. ``is_zero_bubble``: its backward passes are in two parts.
+class Schedule(StageLayout):
+    """One that torch has. ``is_zero_bubble``: its backward passes are in two parts.
 
     ``keeps_sent``: what was sent is kept until the end of the step.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self._kind = get_schedule_class(name)
-        self.has_one_stage = issubclass(self._kind, PipelineScheduleSingle)
-        self.is_zero_bubble = name in _ZERO_BUBBLE
+        super().__init__(name)
+        self._kind = get_schedule_class(self.name)
+        self.is_zero_bubble = self.name in _ZERO_BUBBLE
         self.keeps_sent = issubclass(self._kind, (_PipelineScheduleRuntime, ScheduleGPipe))
-
-    def __str__(self) -> str:
-        return self.name
 
     def fingerprint(self) -> str:
         """Equal for those by which ranks can work together."""
         return self.name
-
-    def num_stages(self, num_ranks: int) -> int:
-        """How many a pipeline has where nobody says it. Raises: SpecError."""
-        return num_ranks if self.has_one_stage else 2 * num_ranks
-
-    def num_microbatches(self, num_stages: int) -> int:
-        """How many a batch is cut into where nobody says it."""
-        return 2 * num_stages
-
-    def require_microbatches(self, count: int, *, num_stages: int) -> None:
-        """Raises: SpecError where it cannot take so many."""
-        if count < 1:
-            raise SpecError(f"{count} microbatches: a batch is cut into 1 or more")
-        if self.name in _NEED_AS_MANY_MICROBATCHES and count < num_stages:
-            raise SpecError(
-                f"{self} needs at least as many microbatches as stages: {count} are fewer than {num_stages}"
-            )
-
-    def accepts(self, count: int, *, num_ranks: int) -> bool:
-        """Whether a batch may be cut into so many, of as many or fewer than are wanted."""
-        if self.name not in ("Interleaved1F1B", "InterleavedZeroBubble"):
-            return True
-        return count % max(1, count // num_ranks) == 0
-
-    def stages_of_rank(self, rank: int, *, num_ranks: int, num_stages: int) -> tuple[int, ...]:
-        """Raises: SpecError where so many stages do not go onto so many ranks."""
-        if self.has_one_stage and num_stages != num_ranks:
-            raise SpecError(
-                f"{self} has one stage on each rank: {num_stages} stages do not go onto {num_ranks} ranks; "
-                "Interleaved1F1B has several on each"
-            )
-        if num_stages % num_ranks:
-            raise SpecError(f"{num_stages} stages do not divide by {num_ranks} ranks: {self} needs as many on each")
-        if self.name in _V_SHAPED:
-            if num_stages != 2 * num_ranks:
-                needed = 2 * num_ranks
-                raise SpecError(
-                    f"{self} has two stages on each rank: {num_ranks} ranks need {needed}, not {num_stages}"
-                )
-            return rank, num_stages - 1 - rank
-        return tuple(range(rank, num_stages, num_ranks))
 
     def most_kept(self, stage: int, count: int, *, num_stages: int) -> int:
         """Of how many of ``count`` microbatches a stage keeps activations at most."""
@@ -120,8 +71,8 @@ class Schedule:
     def make(self, stages: Sequence[Any], count: int, loss: Callable[..., Any] | None) -> Any:
         """Return torch's object for these stages and so many microbatches. Gradients are added up, not scaled."""
         kind: Any = self._kind
-        if self.name in _NEED_AS_MANY_MICROBATCHES and count < stages[0].num_stages:
-            kind = _NEED_AS_MANY_MICROBATCHES[self.name]
+        if self.name in _FOR_FEWER_MICROBATCHES and count < stages[0].num_stages:
+            kind = _FOR_FEWER_MICROBATCHES[self.name]
         one_or_all = stages[0] if issubclass(kind, PipelineScheduleSingle) else list(stages)
         return kind(one_or_all, count, loss, scale_grads=False)
 

@@ -81,16 +81,17 @@ class RankStart:
         wanted_threads = self.env.get("OMP_NUM_THREADS") or own.get("OMP_NUM_THREADS", "")
         threads = int(wanted_threads) if wanted_threads.isdigit() else 0
         threads = threads or threads_per_rank(len(ranks), cpus=cpus)
+        folder = transport.work_folder(self.folder)
         config = RankConfig(
             agent_socket="agent.sock",
-            folder=transport.work_folder(self.folder),
+            folder=folder,
             device=node.device,
             backend=plan.backend,
             seed=self.seed,
             threads=threads,
             group_timeout_s=self.group_timeout_s,
             is_only_node=len(plan.nodes) == 1,
-            is_work_folder=not transport.is_this_machine,
+            is_work_folder=not transport.is_this_machine or folder != self.folder,
         )
         launch = launch_node(
             plan,

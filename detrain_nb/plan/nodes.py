@@ -1,14 +1,14 @@
-"""WHO does what: which ranks run on which node, on which device. Frozen dataclasses, arithmetic only."""
+"""Which ranks run on which node, on which device."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from .errors import SpecError, count_ranks, short_ranks
-
-__all__ = ["MOST_RANKS", "NodeOffer", "NodePlan", "Plan", "parse_ranks", "plan_nodes", "plan_one_node", "split_names"]
+from ..errors import SpecError, count_ranks
+from .batch import Batch
+from .mesh import Mesh
+from .picture import RankRow, draw_html, draw_text
 
 DEVICES = ("auto", "cpu", "cuda")
 MOST_RANKS = 1 << 16  # of one session
@@ -44,10 +44,17 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch, resolved: the nodes in order of node rank, and the group's backend."""
+    """A launch, resolved: the nodes in order of node rank, and the group's backend.
+
+    A pipeline's plan has a mesh too, and the batch of a step where its size was given; ``stages`` are those of every
+    place on the pp axis.
+    """
 
     nodes: tuple[NodePlan, ...]
     backend: str
+    mesh: Mesh | None = None
+    batch: Batch | None = None
+    stages: tuple[tuple[int, ...], ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -81,14 +88,47 @@ class Plan:
     def without(self, gone: Collection[int]) -> tuple[Plan, dict[int, int]]:
         """The plan of those that are left when ranks are ``gone``, numbered from 0 again; and the new number of each.
 
-        The nodes keep their positions; one may be left without ranks.
+        The nodes keep their positions; one may be left without ranks. No mesh fits what is left.
         """
         left = [rank for rank in range(self.world_size) if rank not in gone]
         number = {rank: new for new, rank in enumerate(left)}
         nodes = [
             replace(node, ranks=tuple(number[rank] for rank in node.ranks if rank in number)) for node in self.nodes
         ]
-        return replace(self, nodes=tuple(nodes)), number
+        return replace(self, nodes=tuple(nodes), mesh=None, batch=None, stages=()), number
+
+    def rank_rows(self) -> list[RankRow]:
+        """Say of every rank where it runs, where it is on the mesh, and which stages it has."""
+        return [
+            self._row(rank, node, number, local)
+            for number, node in enumerate(self.nodes)
+            for local, rank in enumerate(node.ranks)
+        ]
+
+    def _row(self, rank: int, node: NodePlan, number: int, local: int) -> RankRow:
+        device = node.device if node.device == "cpu" else f"{node.device}:{node.gpus[local] if node.gpus else local}"
+        places = self.mesh.coordinates(rank) if self.mesh else {}
+        stages = self.stages[places["pp"]] if self.stages else ()
+        return RankRow(rank, node.name, number, local, device, places, stages)
+
+    def __str__(self) -> str:
+        return draw_text(self.rank_rows(), axes=self._shown_axes, caption=self._caption)
+
+    def _repr_html_(self) -> str:
+        return draw_html(self.rank_rows(), axes=self._shown_axes, caption=self._caption)
+
+    @property
+    def _shown_axes(self) -> list[str]:
+        return [axis for axis, size in self.mesh.axes.items() if size > 1] if self.mesh else []
+
+    @property
+    def _caption(self) -> list[str]:
+        nodes = f" on {len(self.nodes)} nodes" if len(self.nodes) > 1 else ""
+        world = f"{count_ranks(self.world_size)}{nodes}, {self.device}, {self.backend}"
+        return [
+            *([f"mesh {self.mesh}: {world}"] if self._shown_axes else [world]),
+            *([str(self.batch)] if self.batch else []),
+        ]
 
 
 def plan_one_node(*, ranks: int | None, device: str, backend: str | None, gpus: int) -> Plan:
@@ -130,6 +170,8 @@ def plan_nodes(offers: Sequence[NodeOffer], *, device: str, backend: str | None,
         count = offer.ranks or ranks or max(1, len(chosen))
         if chosen and count > len(chosen):
             raise SpecError(f"{count} ranks on node {offer.name} need {count} GPUs, it has {_list(offer.gpus)}")
+        if first + count > MOST_RANKS:
+            raise SpecError(f"{first + count} ranks with those of node {offer.name}: {MOST_RANKS} at most go together")
         kind = "cuda" if chosen else "cpu"
         numbers = tuple(range(first, first + count))
         nodes.append(NodePlan(numbers, kind, offer.name, chosen[:count] if chosen else None))
@@ -159,65 +201,3 @@ def _list(gpus: tuple[int, ...]) -> str:
 
 def _default_backend(devices: set[str]) -> str:
     return "cpu:gloo,cuda:nccl" if "cuda" in devices else "gloo"
-
-
-def parse_ranks(
-    text: str | int | Iterable[int] | None, *, world_size: int, hosts: Mapping[str, tuple[int, ...]] | None = None
-) -> tuple[int, ...]:
-    """Resolve a choice of ranks: ``"0,2"``, ``"0-3"``, ``"-1"`` (the last), ``"all"``, a number, a list, None for all;
-    with ``hosts``, a name among them that is no such choice is the ranks there.
-
-    Returns the ranks in ascending order, each once. Raises: SpecError.
-    """
-    if text is None:
-        return tuple(range(world_size))
-    if isinstance(text, int):
-        chosen = [_one_rank(text, world_size)]
-    elif isinstance(text, str):
-        if "" in (parts := [part.strip() for part in text.split(",")]) and len(parts) > 1:
-            raise SpecError(
-                f"{text!r} is no choice of ranks: nothing stands before or behind a comma, give them like 0,2"
-            )
-        chosen = [rank for part in parts for rank in _part_of_ranks(part, world_size, hosts or {})]
-    elif isinstance(text, Iterable):
-        chosen = [_one_rank(rank, world_size) for rank in text]
-    else:
-        raise SpecError(f"{text!r} is no choice of ranks: give a number, a list of them, or text like 0,2 or 0-3")
-    if not chosen:
-        raise SpecError("no rank was chosen: give ranks like 0,2 or 0-3 or all")
-    return tuple(sorted(set(chosen)))
-
-
-def split_names(names: str | Iterable[str]) -> list[str]:
-    """Names as they are given: several with commas, or a list."""
-    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-
-
-def _part_of_ranks(part: str, world_size: int, hosts: Mapping[str, tuple[int, ...]]) -> list[int]:
-    if part == "all":
-        return list(range(world_size))
-    first, dash, last = part.partition("-") if not part.startswith("-") else (part, "", "")
-    try:
-        start, end = int(first), int(last) if dash else int(first)
-    except ValueError:
-        if part in hosts:
-            return list(hosts[part])
-        known = f", or a host: {', '.join(hosts)}" if hosts else ""
-        raise SpecError(f"{part!r} is no choice of ranks: give ranks like 0,2 or 0-3 or -1 or all{known}") from None
-    if not dash:
-        return [_one_rank(start, world_size)]
-    if end < start:
-        raise SpecError(f"{part!r} runs backwards: give {end}-{start}")
-    return [_one_rank(rank, world_size) for rank in range(start, end + 1)]
-
-
-def _one_rank(rank: int, world_size: int) -> int:
-    try:
-        rank = operator.index(rank)
-    except TypeError:
-        raise SpecError(f"{rank!r} is no rank: give a whole number") from None
-    if not -world_size <= rank < world_size:
-        raise SpecError(
-            f"rank {rank} is not there: the session has {count_ranks(world_size)}, {short_ranks(range(world_size))}"
-        )
-    return rank % world_size

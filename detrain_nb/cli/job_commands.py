@@ -1,0 +1,321 @@
+"""`detrain-nb jobs ...`, `detrain-nb run SPEC` and `detrain-nb doctor`: parse, call, print."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import getpass
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DetrainError, SpecError
+from ..text import format_size
+
+if TYPE_CHECKING:
+    from ..jobs import Job
+    from ..spec import PipelineSpec
+
+__all__ = ["SPEC_SUFFIXES", "add_doctor", "add_job_commands", "execute_on_nodes", "run_spec", "split_command"]
+
+SPEC_SUFFIXES = (".json", ".toml", ".yaml", ".yml")
+_OK, _FAILED = 0, 1
+_JOB = "the id of a job, its beginning, or a name: the newest job of that name"
+
+
+def add_job_commands(commands: Any) -> None:
+    """Add `jobs` and what can be done with them to the parser's commands."""
+    group = commands.add_parser("jobs", help="scripts that run detached on all nodes: submit, follow, stop, fetch")
+    actions = group.add_subparsers(metavar="ACTION", required=True)
+
+    submit = _add(
+        actions, "submit", _submit, "start the job that a spec describes; it goes on when this shell is closed"
+    )
+    add_spec(submit)
+    submit.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end; its exit status")
+    submit.add_argument("--dry-run", action="store_true", help="say what would run where, and which files would travel")
+
+    listed = _add(actions, "list", _list, "list the newest jobs, and ask the nodes of those that are not over, for 3 s")
+    listed.add_argument("--limit", type=_count, default=50, metavar="N", help="how many, default 50")
+
+    _add_job(actions, "show", _show, "how a job is, on every node")
+    logs = _add_job(actions, "logs", _logs, "print what a job has printed")
+    logs.add_argument("--follow", "-f", action="store_true", help="go on to its end")
+    logs.add_argument("--node", metavar="N", help="of one node, by its name or number")
+    logs.add_argument("--rank", type=int, metavar="R", help="of one rank")
+    _add_job(actions, "attach", _attach, "print what a job prints to its end; return its exit status")
+    stop = _add_job(actions, "stop", _stop, "end all ranks of a job")
+    stop.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds between SIGTERM and SIGKILL")
+    restart = _add_job(actions, "restart", _restart, "stop a job if it runs, and submit its spec again")
+    restart.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end")
+
+    fetch = _add_job(actions, "fetch", _fetch, "fetch what a job has made")
+    fetch.add_argument("pattern", nargs="*", metavar="PATTERN", help='as "*.pt"; default: the artifacts of its spec')
+    fetch.add_argument("--to", default=".", metavar="DIR", help="the folder to write into; default: this one")
+    fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
+
+    execute = _add(
+        actions,
+        "exec",
+        execute_on_nodes,
+        "run a shell command on every node of a job, or of --nodes; the worst exit status",
+    )
+    execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
+    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
+    execute.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for it, default 600")
+
+    remove = _add(
+        actions, "rm", _remove, "remove jobs that are over: their folders on the nodes, and what is known here"
+    )
+    remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB)
+    remove.add_argument("--older-than", type=float, metavar="DAYS", help="all that ended more than DAYS ago")
+    remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
+
+    check = _add(actions, "check", _check, "say what is wrong with a spec, without starting anything")
+    add_spec(check)
+
+
+def add_doctor(commands: Any) -> None:
+    """Add `doctor` to the parser's commands."""
+    doctor = commands.add_parser("doctor", help="can these hosts train together, and what to do if not")
+    doctor.add_argument("nodes", metavar="NODES", help="a nodes file, or hosts as in alice@gpu1,gpu2")
+    doctor.add_argument("--bandwidth", action="store_true", help="measure it too, between the hosts and to here")
+    doctor.set_defaults(act=_doctor)
+
+
+def add_spec(parser: argparse.ArgumentParser) -> None:
+    """Add what every command with a spec takes."""
+    parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, or its URL")
+    parser.add_argument("--name", metavar="NAME", help="the job's name, in place of the spec's")
+    parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
+    parser.add_argument("--storage", metavar="URL", help="where the source travels by, as s3://bucket/folder")
+    parser.epilog = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2"
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], dict[str, str | None], list[str]]:
+    """Take fields of a spec (``--training.epochs 2``) and what stands behind ``--`` out of a command line."""
+    from ..plan.fields import split_overrides
+
+    words, command = list(argv), []
+    if "--" in words:
+        at = words.index("--")
+        words, command = words[:at], words[at + 1 :]
+    fields, words = split_overrides(words, is_ours=lambda name: "." in name)
+    return words, fields, command
+
+
+def run_spec(args: argparse.Namespace) -> int:
+    """Submit a spec, follow the job, and return its exit status."""
+    return _follow(_submit_job(args))
+
+
+# ---- the commands
+
+
+def _submit(args: argparse.Namespace) -> int:
+    from ..jobs import submit
+
+    if args.dry_run:
+        print(submit(_read_spec(args), dry_run=True))
+        return _OK
+    job = _submit_job(args)
+    return _follow(job) if args.follow else _OK
+
+
+def _submit_job(args: argparse.Namespace) -> Job:
+    from ..jobs import submit
+
+    spec = _read_spec(args)
+    with _progress() as say:
+        job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=_ask_passphrase)
+    print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
+    return job
+
+
+def _read_spec(args: argparse.Namespace) -> PipelineSpec:
+    from ..spec import PipelineSpec
+
+    words = [f"--{field}" if text is None else f"--{field}={text}" for field, text in args.fields.items()]
+    words += [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field)) is not None]
+    return PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides(words))
+
+
+def _follow(job: Job) -> int:
+    """An interrupt ends only the following."""
+    try:
+        status = job.attach(_print_line)
+    except KeyboardInterrupt:
+        print(f"\ndetrain-nb: job {job.id} goes on: detrain-nb jobs attach {job.id}", file=sys.stderr)
+        raise
+    if status.exit_code != 0 or not status.is_over:
+        print(f"detrain-nb: {status}", file=sys.stderr)
+    return status.exit_status
+
+
+def _list(args: argparse.Namespace) -> int:
+    from ..jobs import jobs
+
+    print(jobs(limit=args.limit))
+    return _OK
+
+
+def _show(args: argparse.Namespace) -> int:
+    print(_find(args.job).show())
+    return _OK
+
+
+def _logs(args: argparse.Namespace) -> int:
+    job = _find(args.job)
+    if args.follow:
+        job.logs(node=args.node, rank=args.rank, follow=True, on_line=_print_line)
+    else:
+        job.logs(node=args.node, rank=args.rank, on_line=_print_line)
+    return _OK
+
+
+def _attach(args: argparse.Namespace) -> int:
+    return _follow(_find(args.job))
+
+
+def _stop(args: argparse.Namespace) -> int:
+    print(_find(args.job).stop(grace_s=args.grace))
+    return _OK
+
+
+def _restart(args: argparse.Namespace) -> int:
+    with _progress() as say:
+        job = _find(args.job).restart(on_progress=say)
+    print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
+    return _follow(job) if args.follow else _OK
+
+
+def _fetch(args: argparse.Namespace) -> int:
+    with _progress() as say:
+
+        def tell(files: int, done: int, total: int) -> None:
+            say(f"{files} files, {format_size(done)} of {format_size(total)}")
+
+        fetched = _find(args.job).fetch(args.pattern or None, args.to, anyway=args.anyway, on_progress=tell)
+    print(fetched)
+    return _OK
+
+
+def execute_on_nodes(args: argparse.Namespace) -> int:
+    """Run the command behind ``--`` on all nodes; return the worst exit status."""
+    from ..deploy.chosen_nodes import transports_to
+    from ..jobs import execute
+
+    if (args.job is None) == (args.nodes is None):
+        raise SpecError("name a job, or --nodes, whose nodes run the command")
+    if not args.command:
+        raise SpecError("no command was given: write it after --")
+    command = args.command[0] if len(args.command) == 1 else shlex.join(args.command)
+    if args.job is not None:
+        executed = _find(args.job).execute(command, timeout_s=args.timeout, on_line=_print_line)
+    else:
+        nodes = transports_to(args.nodes, ask_passphrase=_ask_passphrase)
+        executed = execute(nodes, command, timeout_s=args.timeout, on_line=_print_line)
+    for node, status in executed.statuses.items():
+        if isinstance(status, DetrainError):
+            print(f"detrain-nb: {status}", file=sys.stderr)
+        elif status and len(executed.statuses) > 1:
+            print(f"detrain-nb: {node}: exit {status}", file=sys.stderr)
+    return executed.status
+
+
+def _remove(args: argparse.Namespace) -> int:
+    from ..jobs import prune
+
+    if args.older_than is None and not args.jobs:
+        raise SpecError("name jobs, or --older-than DAYS")
+    failed = False
+    for wanted in args.jobs:
+        job = _find(wanted)
+        job.remove(anyway=args.anyway)
+        print(f"removed {job.id}")
+    if args.older_than is not None:
+
+        def tell(job: str, failure: DetrainError | None) -> None:
+            nonlocal failed
+            failed = failed or failure is not None
+            print(f"removed {job}" if failure is None else f"kept {job}: {failure}")
+
+        prune(args.older_than, on_job=tell, ask_passphrase=_ask_passphrase)
+    return _FAILED if failed else _OK
+
+
+def _check(args: argparse.Namespace) -> int:
+    from ..spec import worst
+
+    spec = _read_spec(args)
+    findings = spec.check()
+    print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
+    if worst(findings) == "error":
+        return _FAILED
+    print(spec.plan())
+    return _OK
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from ..doctor import examine
+
+    with _progress() as say:
+        report = examine(args.nodes, bandwidth=args.bandwidth, on_progress=say, ask_passphrase=_ask_passphrase)
+    print(report)
+    return _FAILED if report.problems else _OK
+
+
+# ---- what they share
+
+
+def _find(wanted: str) -> Job:
+    from ..jobs import find_job
+
+    return find_job(wanted, ask_passphrase=_ask_passphrase)
+
+
+def _print_line(line: object) -> None:
+    print(line, flush=True)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """One line that is written over, on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    try:
+        yield lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _ask_passphrase(path: str) -> str | None:
+    with contextlib.suppress(EOFError):
+        return getpass.getpass(f"passphrase of {path}: ") or None
+    return None
+
+
+def _add(actions: Any, name: str, act: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=words, description=f"{words[0].upper()}{words[1:]}."
+    )
+    parser.set_defaults(act=act)
+    return parser
+
+
+def _add_job(actions: Any, name: str, act: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
+    parser = _add(actions, name, act, words)
+    parser.add_argument("job", metavar="JOB", help=_JOB)
+    return parser
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
+    return count
+
+
+_count.__name__ = "number"  # argparse names it when the text is none

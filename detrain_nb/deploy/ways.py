@@ -1,0 +1,126 @@
+"""This machine as one node of several: at which address the others reach it, and whether all reach each other.
+
+Hosts are commonly beside each other in one network. The notebook's machine often is not: it reaches them, and a router
+or a firewall keeps them from reaching it. So nothing is launched there before each node has connected to each other.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Sequence
+
+from ..copying.json_lines import Untrue, clean
+from ..errors import LaunchError
+from ..node.ssh.addresses import list_addresses
+from ..spec.node import THIS_MACHINE, Node
+from ..transport import Transport
+from .files import OnProgress, Patience, Stop, label, on_every, open_talk
+from .node_facts import choose_address
+
+__all__ = ["ADVICE", "address_beside", "check_ways", "settle_here"]
+
+ADVICE = f"put a host first that all nodes reach, and leave {THIS_MACHINE} out"
+_BETWEEN_HOSTS = "a firewall between them has to let TCP through, on all ports above 1023"
+_WITHIN_S = 3.0
+_SLACK_S = 20.0
+_MOST_NAMED = 6
+_LONGEST_FAULT = 200
+_TOKEN_BYTES = 16
+
+
+def settle_here(transports: Sequence[Transport]) -> None:
+    """Give this machine its address beside the others, which have been reached. Raises: LaunchError."""
+    others = [transport.address for transport in transports if not transport.is_this_machine]
+    for transport in transports:
+        if transport.is_this_machine and others:
+            try:
+                transport.address, transport.interface = address_beside(others[0], transport.node)
+            except LaunchError as exc:
+                raise LaunchError(f"{label(transport)}: {exc}") from exc
+
+
+def address_beside(other: str, node: Node | None = None) -> tuple[str, str]:
+    """The address from which this machine reaches ``other``, an address too, and its interface; or the ``node``'s own.
+
+    Nothing is sent. Raises: LaunchError.
+    """
+    source = ""
+    if node is None or not node.address:
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as asked:
+                asked.connect((other, 9))  # of UDP: the kernel only looks for a route
+                source = asked.getsockname()[0]
+        except OSError as exc:
+            raise LaunchError(f"this machine has no way to {other} ({exc.strerror}): {ADVICE}") from exc
+    have = [(name, address) for name, address in list_addresses()]
+    return choose_address(node or Node(host=THIS_MACHINE), have, reached_at=source, peer_address=source)
+
+
+def check_ways(
+    transports: Sequence[Transport],
+    addresses: Sequence[str],
+    *,
+    within_s: float = _WITHIN_S,
+    slack_s: float = _SLACK_S,
+) -> None:
+    """Have each node connect once to each other, at the address in its place of ``addresses``, within ``within_s``.
+
+    For a moment each of them listens on a port of that address that the system picks. ``slack_s``: for a node to come
+    so far that it listens, and to answer.
+    Raises: LaunchError with a line for each way that there is not, which names both ends; DetrainError.
+    """
+    meeting = threading.Barrier(len(transports))
+    tokens = [secrets.token_hex(_TOKEN_BYTES) for _ in transports]
+    ports = [0] * len(transports)
+    numbers = {id(transport): number for number, transport in enumerate(transports)}
+    patience = Patience(silence_s=within_s + slack_s, answer_s=within_s + slack_s)
+
+    def look(node: Transport, stop: Stop, _: OnProgress) -> dict[int, str]:
+        number = numbers[id(node)]
+        others = [other for other in range(len(transports)) if other != number]
+        try:
+            with stop.watch(meeting.abort), open_talk(node, stop=stop, patience=patience) as talk:
+                talk.say("meet", address=addresses[number], token=tokens[number])
+                ports[number] = _as_port(talk.hear("listening").get("port"))
+                meeting.wait(patience.answer_s)
+                peers = [(addresses[other], ports[other], tokens[other]) for other in others]
+                talk.say("reach", peers=peers, within_s=within_s)
+                faults = _as_faults(talk.hear("reached").get("faults"), count=len(others))
+                meeting.wait(patience.answer_s)
+                talk.say("done")
+                talk.flush()
+        except threading.BrokenBarrierError:
+            return {}  # another node has failed, and says why; or none has come so far in time
+        except BaseException:
+            meeting.abort()
+            raise
+        return {other: fault for other, fault in zip(others, faults) if fault}
+
+    missing = [
+        (transports[source], transports[target], addresses[target], fault)
+        for source, faults in enumerate(on_every(transports, look))
+        for target, fault in faults.items()
+    ]
+    if missing:
+        lines = [
+            f"{label(source)} does not reach {label(target)} at {at}: {fault}" for source, target, at, fault in missing
+        ]
+        more = [f"and {len(lines) - _MOST_NAMED} more ways"] if len(lines) > _MOST_NAMED else []
+        is_here = any(end.is_this_machine for source, target, *_ in missing for end in (source, target))
+        raise LaunchError("\n".join([*lines[:_MOST_NAMED], *more, ADVICE if is_here else _BETWEEN_HOSTS]))
+    if meeting.broken:
+        raise LaunchError(f"the nodes did not come to listen for each other within {patience.answer_s:g} s: try again")
+
+
+def _as_port(said: object) -> int:
+    if type(said) is not int or not 0 < said < 1 << 16:
+        raise Untrue(f"{clean(said)[:40]!r} is no port")
+    return said
+
+
+def _as_faults(said: object, *, count: int) -> list[str]:
+    if not isinstance(said, list) or len(said) != count or not all(isinstance(fault, str) for fault in said):
+        raise Untrue(f"what it says of the ways to {count} nodes cannot be read")
+    return [clean(fault)[:_LONGEST_FAULT] for fault in said]

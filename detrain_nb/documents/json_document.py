@@ -1,0 +1,56 @@
+"""Documents in JSON: the standard library reads them; here a name may not stand twice in one object."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ..errors import SpecError
+from .content import say_syntax, say_twice
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]', re.DOTALL)
+
+
+class _Twice(ValueError):
+    """A name stands twice in one object."""
+
+
+def read(text: str) -> Any:
+    """Raises: SpecError, RecursionError."""
+    try:
+        return json.loads(text, object_pairs_hook=_refuse_twice)
+    except json.JSONDecodeError as exc:
+        raise SpecError(f"line {exc.lineno}, column {exc.colno}: {say_syntax(exc.msg)}") from None
+    except _Twice:
+        raise SpecError(_find_twice(text)) from None
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON's reader lets the last one win."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Twice
+    return found
+
+
+def _find_twice(text: str) -> str:
+    """Name the line of a name that stands twice; up to there, the text is JSON."""
+    names: list[set[str]] = []
+    before = ""
+    for token in _TOKEN.finditer(text):
+        if token[0] in "{[":
+            names.append(set())
+        elif token[0] in "}]":
+            names.pop()
+        elif token[0] == ":":
+            name: str = json.loads(before)
+            if name in names[-1]:
+                return f"line {text.count(chr(10), 0, token.start()) + 1}: {say_twice(name)}"
+            names[-1].add(name)
+        before = token[0]
+    raise AssertionError("no name stands twice")
+
+
+def write(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2) + "\n"

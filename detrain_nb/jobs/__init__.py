@@ -1,0 +1,37 @@
+"""Scripts that run to their end on all nodes, detached: submitted, followed, stopped, and what they made fetched.
+
+from detrain_nb.jobs import submit
+
+job = submit("train.yaml")
+job.attach()
+job.fetch("*.pt", "models")
+"""
+
+from __future__ import annotations
+
+from .execution import Executed, execute
+from .fetching import Fetched
+from .following import LogLine
+from .job import Job, JobLog
+from .job_list import find_job, jobs
+from .job_status import JobStatus
+from .preview import Submission
+from .pruning import prune
+from .report import JobList
+from .submission import submit
+
+__all__ = [
+    "Executed",
+    "Fetched",
+    "Job",
+    "JobList",
+    "JobLog",
+    "JobStatus",
+    "LogLine",
+    "Submission",
+    "execute",
+    "find_job",
+    "jobs",
+    "prune",
+    "submit",
+]

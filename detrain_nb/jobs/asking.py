@@ -1,0 +1,119 @@
+"""All nodes of a job asked at once: the talks with their job services, and what failed on which node."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from ..copying.json_lines import FilesError, Talk, Untrue
+from ..deploy.files import Stop, label
+from ..deploy.jobs import open_job_talk
+from ..errors import DetrainError, TransportError, WireError
+from ..transport import Transport
+
+__all__ = ["ANSWER_LIMIT_S", "explained", "on_all", "talk_to", "talks_to", "try_on_all"]
+
+ANSWER_LIMIT_S = 60.0
+_Result = TypeVar("_Result")
+
+
+@contextlib.contextmanager
+def explained(node: Transport) -> Iterator[None]:
+    """What goes wrong in the block is a DetrainError with the name of ``node``."""
+    try:
+        yield
+    except Untrue as exc:
+        raise WireError(f"{label(node)}: {exc}") from exc
+    except FilesError as exc:
+        raise DetrainError(f"{label(node)}: {exc}") from exc
+
+
+@contextlib.contextmanager
+def talk_to(node: Transport, *, stop: Stop | None = None) -> Iterator[Talk]:
+    """The job service of one node; ``stop`` ends the talk. What goes wrong in the block raises DetrainError."""
+    with open_job_talk(node, stop=stop) as talk:
+        yield talk
+
+
+@contextlib.contextmanager
+def talks_to(nodes: Sequence[Transport]) -> Iterator[list[Talk]]:
+    """The job services of all nodes; where one cannot be reached, none is held. Raises: DetrainError."""
+    arrivals, stop = _Arrivals(), Stop()
+    try:
+        yield on_all(nodes, lambda index: arrivals.enter(open_job_talk(nodes[index], stop=stop)))
+    except BaseException:
+        stop.ask()
+        stop.insist()
+        raise
+    finally:
+        arrivals.close()
+
+
+def on_all(nodes: Sequence[Transport], act: Callable[[int], _Result]) -> list[_Result]:
+    """Act on all nodes at once, each by its position; return the results in their order.
+
+    All come to their end, also where one fails. Raises: DetrainError with a line for each that failed.
+    """
+    outcomes = try_on_all(nodes, act)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, DetrainError)]
+    if failures:
+        kinds = {type(exc) for exc in failures}
+        kind = kinds.pop() if len(kinds) == 1 else DetrainError
+        raise kind("\n".join(dict.fromkeys(map(str, failures)))) from failures[0]
+    return [outcome for outcome in outcomes if not isinstance(outcome, DetrainError)]
+
+
+def try_on_all(
+    nodes: Sequence[Transport], act: Callable[[int], _Result], *, limit_s: float | None = None
+) -> list[_Result | DetrainError]:
+    """The same, with the failure of a node in its place. After ``limit_s`` the others are said not to have answered."""
+
+    def run(index: int) -> _Result:
+        with explained(nodes[index]):
+            return act(index)
+
+    work: list[Future[_Result]] = []
+    pool = ThreadPoolExecutor(max(1, len(nodes)), thread_name_prefix="detrain_nb job")
+    try:
+        work += [pool.submit(run, index) for index in range(len(nodes))]
+        if limit_s is None:
+            for node in nodes:
+                node.ask_meanwhile(work)
+        wait(work, limit_s)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    outcomes: list[_Result | DetrainError] = []
+    for future, node in zip(work, nodes):
+        try:
+            outcomes.append(future.result(0))
+        except TimeoutError:
+            outcomes.append(TransportError(f"{label(node)}: it did not answer within {limit_s or 0:g} s"))
+        except DetrainError as exc:  # anything else is our own fault
+            outcomes.append(exc)
+    return outcomes
+
+
+class _Arrivals:
+    """Talks that threads open; one that comes after all were closed is closed at once."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._is_closed = False
+        self._changing = threading.Lock()
+
+    def enter(self, talk: contextlib.AbstractContextManager[Talk]) -> Talk:
+        opened = talk.__enter__()
+        with self._changing:
+            if not self._is_closed:
+                self._stack.push(talk)
+                return opened
+        talk.__exit__(None, None, None)
+        raise TransportError("stopped")
+
+    def close(self) -> None:
+        with self._changing:
+            self._is_closed = True
+        self._stack.close()

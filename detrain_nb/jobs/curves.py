@@ -1,0 +1,111 @@
+"""What a job has logged, drawn as curves, or written for TensorBoard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import SpecError
+from ..guarded import make_users_folder
+from ..text import name_some, printable
+
+__all__ = ["plot", "write_tensorboard"]
+
+Curve = list[tuple[int, float, float]]  # step, time, value
+
+_NO_VALUES = {"step", "time", "rank", "run"}
+_MOST_PICTURES = 12
+_MOST_RANKS = 8  # that have a curve each
+_OUR_SUFFIX = ".detrain_nb"
+
+
+def plot(metrics: Iterable[Mapping[str, Any]], *names: str, axes: Sequence[Any] | None = None) -> Sequence[Any]:
+    """Draw a picture for each of ``names``, by default for the first that were logged, with a curve for each rank.
+
+    ``axes``: those to draw in, one for each name, or None for new ones; returns them.
+    Raises: SpecError where nothing of the name was logged, or matplotlib is not installed.
+    """
+    curves = _curves_of(metrics)
+    shown = _choose(curves, names)
+    places = _new_axes(len(shown)) if axes is None else axes
+    for name, place in zip(shown, places):
+        ranks = sorted(curves[name])
+        for rank in ranks[:_MOST_RANKS]:
+            steps, _, values = zip(*curves[name][rank])
+            place.plot(steps, values, label=f"rank {rank}", marker="." if len(steps) == 1 else "")
+        place.set_ylabel(name.replace("$", r"\$"))  # or it would be a formula
+        if len(ranks) > 1:
+            more = f"{len(ranks) - _MOST_RANKS} more ranks" if len(ranks) > _MOST_RANKS else None
+            place.legend(title=more, fontsize="small")
+    places[-1].set_xlabel("step")
+    return places
+
+
+def write_tensorboard(folder: str | Path, metrics: Iterable[Mapping[str, Any]]) -> list[Path]:
+    """Write a folder for each rank into ``folder``, in the place of what was written there before; return their files.
+
+    Raises: SpecError where nothing was logged, or torch or tensorboard is not installed; OSError.
+    """
+    curves = _curves_of(metrics)
+    _choose(curves, ())
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as exc:
+        missing = "torch" if (exc.name or "").partition(".")[0] == "torch" else "tensorboard"
+        raise SpecError(f"{missing} is not installed: pip install {missing}, or read job.metrics()") from exc
+    written: list[Path] = []
+    for rank in sorted({rank for of_name in curves.values() for rank in of_name}):
+        place = Path(folder).expanduser().absolute() / f"rank-{rank}"
+        make_users_folder(place)
+        for old in place.glob(f"events.out.tfevents.*{_OUR_SUFFIX}"):
+            old.unlink()
+        with SummaryWriter(str(place), filename_suffix=_OUR_SUFFIX) as writer:
+            for name, of_name in curves.items():
+                for step, at, value in of_name.get(rank, ()):
+                    writer.add_scalar(name, value, step, walltime=at)
+        written += place.glob(f"events.out.tfevents.*{_OUR_SUFFIX}")
+    return written
+
+
+def _new_axes(number: int) -> list[Any]:
+    try:
+        from matplotlib import pyplot
+    except ImportError as exc:
+        raise SpecError("matplotlib is not installed: pip install matplotlib, or read job.metrics()") from exc
+    size = (7, 0.6 + 2.2 * number)
+    return list(pyplot.subplots(number, 1, sharex=True, squeeze=False, figsize=size, layout="constrained")[1].flat)
+
+
+def _curves_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, Curve]]:
+    """By name and rank, by step. Of a step that was trained again, after a restart, the last value counts."""
+    found: dict[str, dict[int, dict[int, tuple[float, float]]]] = {}
+    for line in metrics:
+        for name, value in line.items():
+            if name not in _NO_VALUES and isinstance(value, (int, float)) and not isinstance(value, bool):
+                at = float(line.get("time") or 0.0)
+                steps = found.setdefault(printable(name), {}).setdefault(line["rank"], {})
+                if line["step"] not in steps or steps[line["step"]][0] <= at:
+                    steps[line["step"]] = at, _as_float(value)
+    return {
+        name: {rank: [(step, *steps[step]) for step in sorted(steps)] for rank, steps in ranks.items()}
+        for name, ranks in found.items()
+    }
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf if value > 0 else -math.inf
+
+
+def _choose(curves: Mapping[str, Mapping[int, Curve]], names: Sequence[str]) -> list[str]:
+    """Raises: SpecError."""
+    if not curves:
+        raise SpecError("no numbers were logged: call detrain_nb.log_metrics(step, loss=...) in the script")
+    for name in names:
+        if name not in curves:
+            raise SpecError(f"no {printable(name)!r} was logged: there is {name_some(list(curves), most=20)}")
+    return list(dict.fromkeys(names)) or list(curves)[:_MOST_PICTURES]

@@ -1,0 +1,107 @@
+"""One command on every node at once: what it prints is shown by node, and the worst exit status counts."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..copying.json_lines import Talk, Untrue, as_size
+from ..deploy.files import Stop, label
+from ..errors import DetrainError, SpecError
+from ..transport import Transport
+from .asking import talk_to, try_on_all
+from .following import LogLine
+from .report_checks import clean_line, read_number
+
+__all__ = ["Executed", "execute"]
+
+FAILED_HERE = 255  # as ssh says where it could not reach a host
+_MOST_PIECE_BYTES = 1 << 22
+_MOST_LINE_BYTES = 1 << 16
+_MOST_LINES = 1000  # wait to be shown
+_LOOK_GAP_S = 0.1
+
+
+@dataclass(frozen=True)
+class Executed:
+    """How a command has ended: its exit status, or why it could not be run, for each node."""
+
+    statuses: dict[str, int | DetrainError]
+
+    @property
+    def status(self) -> int:
+        """The worst: of a node on which it could not be run, 255; else the largest."""
+        return max(FAILED_HERE if isinstance(each, DetrainError) else each for each in self.statuses.values())
+
+
+def execute(
+    nodes: Sequence[Transport],
+    command: str,
+    *,
+    job: str | None = None,
+    timeout_s: float = 600.0,
+    on_line: Callable[[LogLine], object] | None = None,
+) -> Executed:
+    """Run a shell command on all nodes; in the folder and with the environment of ``job``, where one is named.
+
+    ``on_line`` is called in this thread. After ``timeout_s`` the command is ended there. Raises: SpecError.
+    """
+    if not command.strip() or "\0" in command:
+        raise SpecError("no command was given: write it after --")
+    if not 0 < timeout_s <= 1e6:
+        raise SpecError(f"timeout {timeout_s:g} s: give more than 0 and at most a million")
+    output, stop, several = _Output(), Stop(), len(nodes) > 1
+
+    def run(index: int) -> int:
+        with talk_to(nodes[index], stop=stop) as talk:
+            talk.say("exec", command=command, id=job, node_rank=index, timeout_s=timeout_s)
+            return output.take_all(talk, label(nodes[index]) if several else "")
+
+    pool = ThreadPoolExecutor(1, thread_name_prefix="detrain_nb exec")
+    try:
+        work = pool.submit(try_on_all, nodes, run)
+        while not (work.done() and output.lines.empty()):
+            with contextlib.suppress(queue.Empty):
+                line = output.lines.get(timeout=_LOOK_GAP_S)
+                if on_line:
+                    on_line(line)
+    except BaseException:
+        output.is_wanted = False
+        stop.ask()
+        stop.insist()  # the command ends with the talk
+        raise
+    finally:
+        pool.shutdown(wait=False)
+    return Executed({label(node): outcome for node, outcome in zip(nodes, work.result())})
+
+
+class _Output:
+    """What a command prints on all nodes, as lines that wait to be shown; a node waits meanwhile."""
+
+    def __init__(self) -> None:
+        self.lines: queue.Queue[LogLine] = queue.Queue(_MOST_LINES)
+        self.is_wanted = True
+
+    def take_all(self, talk: Talk, node: str) -> int:
+        """To the end of the command; returns its exit status. Raises: FilesError."""
+        rest = b""
+        while (said := talk.hear("output", "exit"))["type"] == "output":
+            size = as_size(said.get("size"))
+            if size > _MOST_PIECE_BYTES:
+                raise Untrue(f"a piece of {size:,} bytes came: {_MOST_PIECE_BYTES:,} is the most")
+            *whole, rest = (rest + b"".join(talk.read(size))).split(b"\n")
+            if len(rest) > _MOST_LINE_BYTES:
+                whole, rest = [*whole, rest], b""
+            self._put(node, whole)
+        self._put(node, [rest] if rest else [])
+        return read_number(said.get("status"), least=-255, most=255)
+
+    def _put(self, node: str, lines: list[bytes]) -> None:
+        for line in lines:
+            while self.is_wanted:
+                with contextlib.suppress(queue.Full):
+                    self.lines.put(LogLine(node, "", clean_line(line.decode(errors="replace"))), timeout=_LOOK_GAP_S)
+                    break

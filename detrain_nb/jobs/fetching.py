@@ -1,0 +1,226 @@
+"""What a job has made, from all its nodes into a folder: only below it, only what was asked for, each file whole."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..copying.json_lines import FilesError, Talk, Untrue, as_size, reason_of
+from ..deploy.files import OnProgress, Stop, label, on_every
+from ..errors import DetrainError, JobError, SpecError
+from ..node.job.files import fits
+from ..text import format_size, name_some
+from ..transport import Transport
+from .asking import on_all, talk_to
+from .report_checks import NodeFile, check_different, read_files
+
+__all__ = ["Fetched", "Place", "choose_places", "fetch"]
+
+OnSize = Callable[[int], object]
+_CHUNK_BYTES = 1 << 18
+_DIGEST_CHARS = 16  # of the name of a part
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What was fetched: ``files`` by their paths here; ``num_there`` of them were here already."""
+
+    folder: str
+    files: tuple[str, ...]
+    size_bytes: int
+    num_there: int = 0
+
+    def __str__(self) -> str:
+        there = f", {self.num_there} of them were here already" if self.num_there else ""
+        count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        return f"{count}, {format_size(self.size_bytes)}{there}: {name_some(self.files)} in {self.folder}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a file of a node goes."""
+
+    file: NodeFile
+    path: str  # below the folder here
+
+
+def fetch(
+    nodes: Sequence[Transport],
+    job: str,
+    patterns: Sequence[str],
+    folder: str | os.PathLike[str],
+    *,
+    on_progress: OnProgress | None = None,
+) -> Fetched:
+    """Fetch the artifacts that match one of ``patterns`` into ``folder``, which is made.
+
+    A file that is the same on several nodes comes once; others of the same name go into a folder with their node's
+    name. What came before a link broke does not come again. Raises: JobError where nothing matches, DetrainError.
+    """
+    root = Path(os.path.abspath(os.path.expanduser(folder)))
+    listed = on_all(nodes, lambda index: _list_files(nodes[index], index, job, patterns))
+    wanted = choose_places([label(node) for node in nodes], listed)
+    paths = sorted(each.path for of_node in wanted for each in of_node)
+    if not paths:
+        raise JobError(f"job {job} has no artifact that matches {name_some(list(patterns))}")
+    total = sum(each.file.size for of_node in wanted for each in of_node)
+    _check_room(root, total)
+    there: list[str] = []
+
+    def act(node: Transport, stop: Stop, tell: OnProgress) -> None:
+        index = nodes.index(node)
+        _fetch_of_node(node, index, job, wanted[index], root, there=there, stop=stop, tell=tell)
+
+    on_every(nodes, act, on_progress)
+    return Fetched(str(root), tuple(paths), total, len(there))
+
+
+def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) -> list[NodeFile]:
+    with talk_to(node) as talk:
+        talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns))
+        files: list[NodeFile] = []
+        has_more = True
+        while has_more:
+            said = talk.hear("files")
+            files = check_different([*files, *read_files(said)])
+            has_more = said.get("more") is True
+    unasked = next((file.name for file in files if not any(fits(file.name, each) for each in patterns)), None)
+    if unasked is not None:
+        raise DetrainError(f"{label(node)}: it offers {unasked}, which was not asked for")
+    return files
+
+
+def choose_places(names: Sequence[str], listed: Sequence[Sequence[NodeFile]]) -> list[list[Place]]:
+    """Where the files of each node go: one that others have as well, but not the same, below the node's name."""
+    digests: dict[str, set[str]] = {}
+    folders: set[str] = set()
+    for files in listed:
+        for file in files:
+            digests.setdefault(file.name, set()).add(file.digest)
+            parts = file.name.split("/")
+            folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts))}
+    taken: dict[str, str] = {}
+    chosen: list[list[Place]] = []
+    for name, files in zip(names, listed):
+        of_node: list[Place] = []
+        for file in files:
+            is_disputed = len(digests[file.name]) > 1 or file.name in folders
+            path = f"{name}/{file.name}" if is_disputed else file.name
+            while taken.get(path, file.digest) != file.digest:
+                path = f"{name}/{path}"
+            if path not in taken:
+                taken[path] = file.digest
+                of_node.append(Place(file, path))
+        chosen.append(of_node)
+    return chosen
+
+
+def _check_room(root: Path, total: int) -> None:
+    """Raises: SpecError where the disk has less room than the files take."""
+    above = next(folder for folder in (root, *root.parents) if folder.exists())
+    free = shutil.disk_usage(above).free
+    if total > free:
+        raise SpecError(
+            f"{format_size(total)} do not fit: {above} has {format_size(free)} free: name another folder with --to"
+        )
+
+
+def _fetch_of_node(
+    node: Transport,
+    index: int,
+    job: str,
+    wanted: Sequence[Place],
+    root: Path,
+    *,
+    there: list[str],
+    stop: Stop,
+    tell: OnProgress,
+) -> None:
+    total, done = sum(each.file.size for each in wanted), 0
+    if not wanted:
+        return
+    tell(0, 0, total)
+    with talk_to(node, stop=stop) as talk:
+        for number, each in enumerate(wanted, 1):
+            stop.check()
+            with _here():
+                path = _make_place(root, each.path)
+                if _is_same(path, each.file):
+                    there.append(each.path)
+                else:
+                    before = done
+
+                    def note(size: int, number: int = number, before: int = before) -> None:
+                        stop.check()
+                        tell(number - 1, before + size, total)
+
+                    _fetch_file(talk, job, index, each.file, path, note)
+            done += each.file.size
+            tell(number, done, total)
+
+
+def _fetch_file(talk: Talk, job: str, index: int, file: NodeFile, path: Path, note: OnSize) -> None:
+    part = path.with_name(f".{path.name[:100]}.{file.digest[:_DIGEST_CHARS]}.part")
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    with open(os.open(part, flags, 0o666), "r+b") as written:
+        digest, have = hashlib.sha256(), 0
+        if os.fstat(written.fileno()).st_size > file.size:
+            written.truncate(0)
+        while data := written.read(_CHUNK_BYTES):
+            digest.update(data)
+            have += len(data)
+        talk.say("read", id=job, node_rank=index, name=file.name, offset=have)
+        size = as_size(talk.hear("file").get("size"))
+        if have + size != file.size:
+            raise Untrue(f"{file.name} has changed meanwhile: fetch it again")
+        for data in talk.read(size):
+            written.write(data)
+            digest.update(data)
+            have += len(data)
+            note(have)
+    if digest.hexdigest() != file.digest:
+        part.unlink()
+        raise Untrue(f"{file.name}: what came is not what its digest says; fetch it again")
+    os.replace(part, path)
+
+
+def _make_place(root: Path, name: str) -> Path:
+    """Make the folders of a file below ``root``; through no link, so that nothing is written elsewhere."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root
+    for part in name.split("/")[:-1]:
+        folder = folder / part
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise FilesError(f"{folder} is no folder: {name} cannot be written below it")
+    path = root / name
+    if path.is_dir() and not path.is_symlink():
+        raise FilesError(f"{path} is a folder: {name} cannot be written there")
+    return path
+
+
+def _is_same(path: Path, file: NodeFile) -> bool:
+    try:
+        state = path.lstat()
+        if not stat.S_ISREG(state.st_mode) or state.st_size != file.size:
+            return False
+        with path.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest() == file.digest
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _here() -> Iterator[None]:
+    """What this machine's disk cannot do is not the node's fault."""
+    try:
+        yield
+    except OSError as exc:
+        raise FilesError(f"{exc.filename or 'this machine'}: {reason_of(exc)}") from exc

@@ -1,0 +1,261 @@
+"""The logs of all nodes, followed at once: a link that breaks is made again, and nothing is lost or said twice."""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..copying.json_lines import Refused, Talk, Untrue, as_size
+from ..deploy.files import Stop, label
+from ..errors import DetrainError, NodeLost
+from ..metrics import read_metrics_line
+from ..transport import Transport
+from .asking import talk_to
+from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reports
+
+__all__ = ["FollowedFile", "Follower", "LogLine", "Patience", "Wanted"]
+
+_MOST_PIECE_BYTES = 1 << 22
+_MOST_FILES = 8192  # of a node
+_MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
+_MOST_BATCHES = 64  # wait to be shown: a node waits meanwhile
+_LOOK_GAP_S = 0.2
+_RANK_OF = re.compile(r"(?:metrics/)?rank-([0-9]+)\.")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line of a job, clean of what controls a terminal. ``source``: a rank, "setup", "torchrun", or "" for ours.
+
+    ``node`` is empty where the job has one node.
+    """
+
+    node: str
+    source: str
+    text: str
+
+    def __str__(self) -> str:
+        where = ":".join(filter(None, (self.node, self.source)))
+        return f"[{where}] {self.text}" if where else self.text
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a node that does not answer is tried again, and how long between two tries."""
+
+    lost_after_s: float = 600.0
+    shortest_gap_s: float = 0.5
+    longest_gap_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which lines: of the nodes, by position, of the ranks, and whether of logs, of metrics or of neither."""
+
+    nodes: Collection[int] | None = None
+    rank: int | None = None
+    has_logs: bool = True
+    has_metrics: bool = False
+    is_once: bool = False  # what is there, and no more
+
+    def wants(self, name: str) -> bool:
+        rank = _RANK_OF.match(name)
+        if self.rank is not None and (rank is None or int(rank[1]) != self.rank):
+            return False
+        return self.has_metrics if name.startswith("metrics/") else self.has_logs
+
+    def order(self) -> dict[str, object]:
+        """What of it the node has to know, to send no more than that."""
+        return {"once": self.is_once, "rank": self.rank, "logs": self.has_logs, "metrics": self.has_metrics}
+
+
+@dataclass
+class FollowedFile:
+    """A file as far as it has come: its bytes come in pieces, some of them again, and leave it as lines."""
+
+    offset: int = 0
+    rest: bytearray = field(default_factory=bytearray)  # of a line that has not ended
+
+    def take(self, offset: int, data: bytes) -> list[str]:
+        """The lines that ``data``, which stands at ``offset``, completes."""
+        lines: list[str] = []
+        if offset > self.offset:
+            lines = [*self.end(), f"... {offset - self.offset:,} bytes were cut out here ..."]
+            self.offset = offset
+        data = data[self.offset - offset :]  # what has come already is left out
+        self.offset += len(data)
+        *whole, rest = (bytes(self.rest) + data).split(b"\n")
+        while len(rest) > _MOST_LINE_BYTES:
+            whole.append(rest[:_MOST_LINE_BYTES])
+            rest = rest[_MOST_LINE_BYTES:]
+        self.rest = bytearray(rest)
+        return lines + [_as_line(line) for line in whole]
+
+    def end(self) -> list[str]:
+        """What is left when no more comes."""
+        rest, self.rest = bytes(self.rest), bytearray()
+        return [_as_line(rest)] if rest else []
+
+
+def _as_line(data: bytes) -> str:
+    text = data.decode(errors="replace")
+    return text if text.isprintable() else clean_line(text)
+
+
+@dataclass
+class _NodeState:
+    files: dict[str, FollowedFile] = field(default_factory=dict)
+    report: NodeReport | None = None
+    failure: DetrainError | None = None
+    is_done: bool = False
+
+
+class Follower:
+    """Follow one job on all its nodes; ``run`` returns what each of them said at last.
+
+    ``on_line`` and ``on_metrics`` are called in the thread that calls ``run``; what they raise, an interrupt too, ends
+    it. The job goes on.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Transport],
+        job: str,
+        *,
+        wanted: Wanted | None = None,
+        on_line: Callable[[LogLine], object] | None = None,
+        on_metrics: Callable[[dict[str, Any]], object] | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self._nodes = nodes
+        self._job = job
+        self._wanted = wanted or Wanted()
+        self._on_line = on_line or (lambda line: None)
+        self._on_metrics = on_metrics or (lambda line: None)
+        self._patience = patience or Patience()
+        self._states = {
+            index: _NodeState()
+            for index in range(len(nodes))
+            if self._wanted.nodes is None or index in self._wanted.nodes
+        }
+        self._batches: queue.Queue[tuple[int, str, list[str]]] = queue.Queue(_MOST_BATCHES)
+        self._is_stopped = threading.Event()
+        self._stop = Stop()
+
+    def run(self, limit_s: float | None = None) -> dict[int, NodeReport | DetrainError]:
+        """Follow to the end of the job, or for ``limit_s``; returns a report or a failure for each node.
+
+        Raises: TimeoutError.
+        """
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        threads = [
+            threading.Thread(target=self._follow, args=(index,), name="detrain_nb follow", daemon=True)
+            for index in self._states
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads):
+                self._show_some()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"the job has not ended within {limit_s:g} s")
+            while not self._batches.empty():
+                self._show_some()
+        finally:
+            self._is_stopped.set()
+            self._stop.ask()
+            self._stop.insist()
+        return {index: self._outcome_of(index) for index in self._states}
+
+    def _outcome_of(self, index: int) -> NodeReport | DetrainError:
+        state = self._states[index]
+        if state.failure is not None:
+            return state.failure
+        return state.report or NodeLost(f"{label(self._nodes[index])}: it has said nothing of job {self._job}")
+
+    def _show_some(self) -> None:
+        try:
+            index, name, lines = self._batches.get(timeout=_LOOK_GAP_S)
+        except queue.Empty:
+            return
+        if name.startswith("metrics/"):
+            for line in lines:
+                if values := read_metrics_line(line):
+                    self._on_metrics(values)
+            return
+        node = label(self._nodes[index]) if len(self._nodes) > 1 else ""
+        source = name.removesuffix(".log").removeprefix("rank-")
+        for line in lines:
+            self._on_line(LogLine(node, source, line))
+
+    # ---- in a thread for each node
+
+    def _follow(self, index: int) -> None:
+        state = self._states[index]
+        heard_at, gap_s, has_told = time.monotonic(), self._patience.shortest_gap_s, False
+        while not self._is_stopped.is_set():
+            offsets = {name: file.offset for name, file in state.files.items()}
+            try:
+                with talk_to(self._nodes[index], stop=self._stop) as talk:
+                    if has_told:
+                        self._put(index, "", ["it answers again"])
+                    self._listen(index, talk)
+                break
+            except DetrainError as exc:
+                if isinstance(exc.__cause__, (Refused, Untrue)) or self._is_stopped.is_set():
+                    state.failure = exc
+                    break
+                if offsets != {name: file.offset for name, file in state.files.items()}:
+                    heard_at, gap_s, has_told = time.monotonic(), self._patience.shortest_gap_s, False
+                if time.monotonic() - heard_at > self._patience.lost_after_s:
+                    state.failure = NodeLost(str(exc))
+                    break
+                if not has_told:
+                    self._put(index, "", [f"the link broke, and is made again: {exc}"])
+                    has_told = True
+                self._is_stopped.wait(gap_s)
+                gap_s = min(2 * gap_s, self._patience.longest_gap_s)
+        for name, file in state.files.items():
+            self._put(index, name, file.end())
+        state.is_done = True
+
+    def _listen(self, index: int, talk: Talk) -> None:
+        """Raises: FilesError."""
+        state = self._states[index]
+        offsets = {name: file.offset for name, file in state.files.items()}
+        talk.say("follow", id=self._job, node_rank=index, offsets=offsets, **self._wanted.order())
+        while not self._is_stopped.is_set():
+            said = talk.hear("data", "status", "end", most_bytes=STATUS_BYTES)
+            if said["type"] == "end":
+                return
+            if said["type"] == "status":
+                state.report = next((each for each in read_reports(said) if each.node_rank == index), state.report)
+                continue
+            name, offset, size = (
+                check_log_name(said.get("name")),
+                as_size(said.get("offset")),
+                as_size(said.get("size")),
+            )
+            if size > _MOST_PIECE_BYTES:
+                raise Untrue(f"a piece of {size:,} bytes came: {_MOST_PIECE_BYTES:,} is the most")
+            data = b"".join(talk.read(size))
+            if name not in state.files and len(state.files) >= _MOST_FILES:
+                raise Untrue(f"more than {_MOST_FILES:,} files came")
+            file = state.files.setdefault(name, FollowedFile())
+            lines = file.take(offset, data)
+            if self._wanted.wants(name):
+                self._put(index, name, lines)
+
+    def _put(self, index: int, name: str, lines: list[str]) -> None:
+        """Hand lines over, which waits until there is room."""
+        while lines and not self._is_stopped.is_set():
+            try:
+                self._batches.put((index, name, lines), timeout=_LOOK_GAP_S)
+                return
+            except queue.Full:
+                continue

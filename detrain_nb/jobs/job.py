@@ -1,0 +1,296 @@
+"""One job, wherever it runs: asked, followed, stopped, fetched from. It goes on whatever becomes of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..copying.json_lines import Refused
+from ..deploy.chosen_nodes import transports_to
+from ..deploy.files import OnProgress, label
+from ..errors import DetrainError, JobError, SpecError
+from ..text import ShownAsText
+from ..transport import Transport
+from .asking import on_all, talk_to, try_on_all
+from .execution import Executed, execute
+from .fetching import Fetched, fetch
+from .following import Follower, LogLine, Patience, Wanted
+from .job_status import JobStatus, judge
+from .record import Changes, Record
+from .report_checks import STATUS_BYTES, NodeReport, read_reports
+
+if TYPE_CHECKING:
+    from ..spec import PipelineSpec
+    from ..spec.node import Node
+    from ..transport.ssh import AskPassphrase
+
+__all__ = ["Job", "JobLog", "OnLine", "note_down"]
+
+OnLine = Callable[[LogLine], object]
+_STATUS_LIMIT_S = 30.0
+_MOST_LINES = 1_000_000  # that are kept in memory
+
+
+@dataclass(frozen=True)
+class JobLog(ShownAsText):
+    """Lines of a job, by node and rank."""
+
+    lines: tuple[LogLine, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.lines))
+
+
+class Job(ShownAsText):
+    """A job that was submitted; ``find_job`` gives it back in any later process of this user on this machine."""
+
+    def __init__(
+        self,
+        job_id: str,
+        name: str,
+        nodes: Sequence[Node | Transport],
+        *,
+        record: Record,
+        ask_passphrase: AskPassphrase | None = None,
+    ) -> None:
+        """No ``nodes``: the job runs on this machine."""
+        self.id, self.name = job_id, name
+        self._nodes = tuple(nodes)
+        self._record = record
+        self._ask_passphrase = ask_passphrase
+        self._reached: list[Transport] = []
+
+    @property
+    def spec(self) -> PipelineSpec:
+        """What was submitted. Raises: SpecError where another release has written what this one cannot read."""
+        from ..spec import PipelineSpec
+
+        return PipelineSpec.from_dict(json.loads(self._record.get(self.id).spec))
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id}>"
+
+    def __str__(self) -> str:
+        row = self._record.get(self.id)
+        code = "" if row.exit_code is None else f", exit {row.exit_code}"
+        where = ", ".join(map(label, self._transports()))
+        return f"job {self.id}: {row.state}{code}, on {where}"
+
+    # ---- how it is
+
+    def status(self) -> JobStatus:
+        """Ask all nodes. One that does not answer is named in ``silent``."""
+        said = try_on_all(self._transports(), self._ask_node, limit_s=_STATUS_LIMIT_S)
+        return self._note(said)
+
+    def wait(self, timeout_s: float | None = None) -> JobStatus:
+        """Wait until the job is over; ``.check()`` of what is returned raises where it failed. Raises: TimeoutError."""
+        return self._follow(Wanted(has_logs=False), limit_s=timeout_s)
+
+    def show(self) -> JobStatus:
+        """The same as ``status``, for people."""
+        return self.status()
+
+    # ---- what it prints
+
+    def attach(self, on_line: OnLine = print, *, node: str | None = None, rank: int | None = None) -> JobStatus:
+        """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on."""
+        return self._follow(Wanted(self._positions(node), rank), on_line=on_line)
+
+    def logs(
+        self, *, node: str | None = None, rank: int | None = None, follow: bool = False, on_line: OnLine | None = None
+    ) -> JobLog:
+        """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
+
+        ``on_line`` gets each line as it comes, and none is kept then.
+        """
+        kept: list[LogLine] = []
+
+        def keep(line: LogLine) -> None:
+            if len(kept) >= _MOST_LINES:
+                raise JobError(f"job {self.id} has printed more than {_MOST_LINES:,} lines: give on_line, or one rank")
+            kept.append(line)
+
+        self._follow(Wanted(self._positions(node), rank, is_once=not follow), on_line=on_line or keep)
+        if not follow:
+            kept.sort(key=_place_of)
+        return JobLog(tuple(kept))
+
+    def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
+        """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
+        lines: list[dict[str, Any]] = []
+        self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=lines.append)
+        return sorted(lines, key=lambda line: (line["step"], line["rank"]))
+
+    def plot(self, *names: str) -> Any:
+        """Draw the curves of what was logged, with matplotlib; all of it, or that of ``names``."""
+        from .curves import plot
+
+        return plot(self.metrics(), *names)
+
+    # ---- what is done with it
+
+    def stop(self, *, grace_s: float = 10.0) -> JobStatus:
+        """End all its ranks: by SIGTERM, and after ``grace_s`` by SIGKILL. One that is over already stays as it is."""
+        if not 0 <= grace_s <= 3600:
+            raise SpecError(f"grace {grace_s:g} s: give 0 to 3600")
+
+        def stop(index: int) -> None:
+            with talk_to(self._transports()[index]) as talk:
+                talk.say("stop", id=self.id, node_rank=index, grace_s=grace_s)
+                talk.hear("stopped")
+
+        outcomes = try_on_all(self._transports(), stop)
+        failures = [each for each in outcomes if isinstance(each, DetrainError)]
+        status = self.status()
+        if failures and not status.is_over:
+            raise JobError("\n".join(map(str, failures)))
+        return status
+
+    def restart(
+        self, *, secrets: dict[str, str] | None = None, on_progress: Callable[[str], object] | None = None
+    ) -> Job:
+        """Submit the same spec again as a new job, which goes on from the last checkpoint; a running one is stopped.
+
+        Its source is what is there now. Raises: SpecError where a secret that it names is not set here.
+        """
+        from .submission import gather_secrets, submit
+
+        spec = self.spec
+        gather_secrets(spec, secrets)  # before anything is stopped
+        self.stop()
+        nodes = [node for node in self._nodes if isinstance(node, Transport)] or None
+        if spec.checkpoint is not None:
+            spec = spec.with_overrides({"checkpoint.resume": True})
+        return submit(
+            spec,
+            name=self.name,
+            secrets=secrets,
+            on_progress=on_progress,
+            nodes=nodes,
+            record=self._record,
+            ask_passphrase=self._ask_passphrase,
+        )
+
+    def fetch(
+        self,
+        pattern: str | Sequence[str] | None = None,
+        to: str | os.PathLike[str] = ".",
+        *,
+        anyway: bool = False,
+        on_progress: OnProgress | None = None,
+    ) -> Fetched:
+        """Fetch what it has made into the folder ``to``: what matches ``pattern``, by default the spec's ``artifacts``.
+
+        Raises: JobError where it is not over, or did not succeed; ``anyway`` fetches what there is.
+        """
+        status = self.status()
+        if not anyway and not (status.state == "ended" and status.exit_code == 0):
+            code = "" if status.exit_code is None else f" with {status.exit_code}"
+            raise JobError(
+                f"job {self.id} did not succeed, it is {status.state}{code}: fetch what there is with --anyway "
+                "(in Python anyway=True)"
+            )
+        patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
+        return fetch(self._transports(), self.id, patterns, to, on_progress=on_progress)
+
+    def execute(self, command: str, *, timeout_s: float = 600.0, on_line: OnLine | None = print) -> Executed:
+        """Run a shell command on all its nodes, in its folder and with its environment, but for its secrets."""
+        return execute(self._transports(), command, job=self.id, timeout_s=timeout_s, on_line=on_line)
+
+    def remove(self, *, anyway: bool = False) -> None:
+        """Remove its folders on all nodes, and what is known of it here; ``anyway`` also where a node does not answer.
+
+        Raises: JobError while it runs, DetrainError.
+        """
+
+        def remove(index: int) -> None:
+            with talk_to(self._transports()[index]) as talk:
+                talk.say("remove", id=self.id, node_rank=index)
+                talk.hear("removed")
+
+        status = self.status()
+        if not status.is_over and not (anyway and status.state == "unknown"):
+            raise JobError(f"job {self.id} is {status.state}: stop it first")
+        nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
+        on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
+        self._record.remove(self.id)
+
+    # ---- its nodes
+
+    def close(self) -> None:
+        """Leave its nodes; the job goes on. What is asked later connects anew."""
+        for transport in self._reached:
+            transport.leave()
+
+    def _transports(self) -> list[Transport]:
+        if not self._reached:
+            self._reached = transports_to(list(self._nodes) or None, ask_passphrase=self._ask_passphrase)
+        return self._reached
+
+    def _positions(self, node: str | None) -> list[int] | None:
+        if node is None:
+            return None
+        names = [label(each) for each in self._transports()]
+        if node in names:
+            return [names.index(node)]
+        if node.isdecimal() and int(node) < len(names):
+            return [int(node)]
+        raise SpecError(f"job {self.id} has no node {node!r}: there are {', '.join(names)}")
+
+    def _ask_node(self, index: int) -> NodeReport | None:
+        with talk_to(self._transports()[index]) as talk:
+            talk.say("status", ids=[self.id])
+            reports = read_reports(talk.hear("status", most_bytes=STATUS_BYTES))
+        return next((each for each in reports if (each.id, each.node_rank) == (self.id, index)), None)
+
+    def _follow(
+        self,
+        wanted: Wanted,
+        *,
+        on_line: OnLine | None = None,
+        on_metrics: Callable[[dict[str, Any]], object] | None = None,
+        limit_s: float | None = None,
+    ) -> JobStatus:
+        """Raises: DetrainError of a node that is asked for lines and has none."""
+        nodes = self._transports()
+        patience = Patience(lost_after_s=0) if wanted.is_once else None
+        follower = Follower(nodes, self.id, wanted=wanted, on_line=on_line, on_metrics=on_metrics, patience=patience)
+        said = follower.run(limit_s)
+        refused = [
+            each for each in said.values() if isinstance(each, DetrainError) and isinstance(each.__cause__, Refused)
+        ]
+        if refused and len(refused) == len(said):
+            raise JobError("\n".join(map(str, refused)))
+        if len(said) < len(nodes) or wanted.is_once:
+            return self.status()
+        return self._note([said[index] for index in range(len(nodes))])
+
+    def _note(self, said: Sequence[NodeReport | DetrainError | None]) -> JobStatus:
+        """Judge what the nodes say, and note it down."""
+        status = judge(self.id, self.name, {label(node): each for node, each in zip(self._transports(), said)})
+        if status.state != "unknown":
+            note_down(status, self._record)
+        return status
+
+
+def note_down(status: JobStatus, record: Record) -> None:
+    """Keep how a job is for who cannot ask its nodes."""
+    known: Changes = {
+        "state": status.state,
+        "exit_code": status.exit_code,
+        "started_at": status.started_at,
+        "ended_at": status.ended_at,
+    }
+    if status.metrics:
+        known["metrics"] = json.dumps(dict(status.metrics))
+    record.update(status.id, **known)
+
+
+def _place_of(line: LogLine) -> tuple[str, int, int]:
+    """setup, torchrun, then the ranks in their order."""
+    is_rank = line.source.isdecimal()
+    return line.node, 2 if is_rank else 1 if line.source == "torchrun" else 0, int(line.source) if is_rank else 0

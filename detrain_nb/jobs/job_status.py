@@ -1,0 +1,154 @@
+"""How a job is, made of what its nodes say."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..errors import DetrainError, JobFailed, behind_ours, quoted
+from ..text import ShownAsText
+from .report_checks import NodeReport
+
+__all__ = ["OVER", "JobStatus", "describe_age", "judge"]
+
+OVER = ("ended", "lost", "node restarted", "unreadable", "not started")
+_GONE = 1  # the exit status of a job that has left none
+
+
+@dataclass(frozen=True)
+class JobStatus(ShownAsText):
+    """One job: its state, and once it is over its exit code, 0 where all ranks succeeded.
+
+    ``reports`` has what each node said of its part, by name; ``silent`` why one has said nothing.
+    """
+
+    id: str
+    name: str
+    state: str
+    exit_code: int | None = None
+    reason: str = ""
+    failed_node: str = ""
+    failed_rank: int | None = None
+    last_lines: tuple[str, ...] = ()
+    started_at: float | None = None
+    ended_at: float | None = None
+    metrics: Mapping[str, int | float | str] | None = None
+    reports: Mapping[str, NodeReport] = field(default_factory=dict)
+    silent: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in OVER
+
+    @property
+    def exit_status(self) -> int:
+        """What a shell is told: the exit code of the job, 1 where it has none of its own."""
+        return _GONE if self.exit_code is None else self.exit_code
+
+    def check(self) -> JobStatus:
+        """Return it. Raises: JobFailed, with the rank and its last lines, where the job is over and did not succeed."""
+        if self.is_over and self.exit_code != 0:
+            raise JobFailed(self._failure())
+        return self
+
+    def __str__(self) -> str:
+        lines = [f"job {self.id}: {self._summary()}"]
+        for node, report in self.reports.items():
+            ranks = f", ranks {report.ranks[0]}-{report.ranks[-1]}" if len(report.ranks) > 1 else ""
+            code = "" if report.exit_code is None else f", exit {report.exit_code}"
+            restarts = f", {report.restarts} restarts" if report.restarts else ""
+            reason = f": {behind_ours(report.reason)}" if report.reason else ""
+            lines.append(f"  {node}: {report.state}{code}{ranks}{restarts}{reason}")
+        lines += [f"  {node}: no answer: {why}" for node, why in self.silent.items()]
+        if self.is_over and self.last_lines:
+            lines += [f"the last lines of rank {self.failed_rank}:", *map(quoted, self.last_lines)]
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
+        code = "" if self.exit_code is None else f", exit {self.exit_code}"
+        took = ""
+        if self.started_at is not None and self.ended_at is not None:
+            took = f" after {describe_seconds(self.ended_at - self.started_at)}"
+        return f"{self.state}{code}{took}"
+
+    def _failure(self) -> str:
+        rank = f" (rank {self.failed_rank} on {self.failed_node})" if self.failed_rank is not None else ""
+        why = f": {behind_ours(self.reason)}" if self.reason else ""
+        return "\n".join([f"job {self.id} {self._summary()}{rank}{why}", *map(quoted, self.last_lines)])
+
+
+def judge(job: str, name: str, said: Mapping[str, NodeReport | DetrainError | None]) -> JobStatus:
+    """Make one state of those of the nodes; None: a node knows no such job."""
+    reports = {node: each for node, each in said.items() if isinstance(each, NodeReport)}
+    silent = {node: str(each) for node, each in said.items() if isinstance(each, DetrainError)}
+    missing = {node: "it has no such job" for node, each in said.items() if each is None}
+    state = _state(reports, has_silent=bool(silent), has_missing=bool(missing))
+    first = _first_failed(reports)
+    failed = reports.get(first)
+    starts = [each.started_at for each in reports.values() if each.started_at is not None]
+    ends = [each.ended_at for each in reports.values() if each.ended_at is not None]
+    is_over = state in OVER
+    succeeded = bool(reports) and not missing and all(each.exit_code == 0 for each in reports.values())
+    return JobStatus(
+        id=job,
+        name=name,
+        state=state,
+        exit_code=(0 if succeeded else failed.exit_code if failed else None) if is_over else None,
+        reason=failed.reason if failed else "",
+        failed_node=first,
+        failed_rank=failed.failed_rank if failed else None,
+        last_lines=failed.last_lines if failed else (),
+        started_at=min(starts, default=None),
+        ended_at=max(ends, default=None) if is_over else None,
+        metrics=next((each.metrics for each in reports.values() if each.metrics), None),
+        reports=reports,
+        silent={**silent, **missing},
+    )
+
+
+def _state(reports: Mapping[str, NodeReport], *, has_silent: bool, has_missing: bool) -> str:
+    if not reports:
+        return "unknown" if has_silent else "not started"
+    states = {each.state for each in reports.values()}
+    going = [each.state for each in reports.values() if not each.is_over]
+    if going:
+        return "stopping" if "stopping" in going or len(going) < len(reports) else max(going)  # running, preparing
+    if has_silent:
+        return "unknown"
+    for state in ("node restarted", "lost", "unreadable"):
+        if state in states:
+            return state
+    return "lost" if has_missing else "ended"
+
+
+def _first_failed(reports: Mapping[str, NodeReport]) -> str:
+    """The node whose own rank failed, before those that ended as another node did; empty where none has failed."""
+
+    def order(node: str) -> tuple[bool, bool, float]:
+        report = reports[node]
+        return report.failed_rank is None, report.state == "ended", report.ended_at or math.inf
+
+    failed = [node for node, each in reports.items() if each.is_over and each.exit_code != 0]
+    return min(failed, key=order, default="")
+
+
+def describe_seconds(seconds: float) -> str:
+    """``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 days 4 h``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    units = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))
+    for (size, unit), (small, small_unit) in itertools.pairwise(units):
+        if whole >= size:
+            rest = whole % size // small
+            return f"{whole // size} {unit}" + (f" {rest} {small_unit}" if rest else "")
+    return f"{whole} s"
+
+
+def describe_age(at: float, *, now: float | None = None) -> str:
+    """How long ago it was, in words."""
+    seconds = (time.time() if now is None else now) - at
+    return "just now" if seconds < 2 else f"{describe_seconds(seconds)} ago"

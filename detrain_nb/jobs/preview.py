@@ -1,0 +1,98 @@
+"""What a submission would do: what runs where, and which files travel; no node is asked for it."""
+
+from __future__ import annotations
+
+import html
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..plan import Plan
+from ..text import format_size
+
+if TYPE_CHECKING:
+    from ..spec import PipelineSpec
+    from .source import ShippedSource
+
+__all__ = ["Submission", "preview"]
+
+_MOST_FILES = 20
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job that was not submitted. ``commands`` has the argv of each node, by its name."""
+
+    name: str
+    plan: Plan
+    commands: dict[str, list[str]]
+    files: tuple[tuple[str, int], ...]
+    setup: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files that would travel, were none of them there."""
+        return sum(size for _, size in self.files)
+
+    def __str__(self) -> str:
+        return "\n".join([f"job {self.name} would run", str(self.plan), *self._details()])
+
+    def _repr_html_(self) -> str:
+        details = html.escape("\n".join(self._details()))
+        return f"<p>job {html.escape(self.name)} would run</p>{self.plan._repr_html_()}<pre>{details}</pre>"
+
+    def _details(self) -> list[str]:
+        lines = [f"{node}: {shlex.join(argv)}" for node, argv in self.commands.items()]
+        lines += [f"setup on every node: {line}" for line in self.setup]
+        if self.secrets:
+            lines.append(f"secrets from the environment here: {', '.join(self.secrets)}")
+        count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        lines.append(f"{count}, {format_size(self.size_bytes)}, would travel, but for those that are there:")
+        lines += [f"  {name}  {format_size(size)}" for name, size in self.files[:_MOST_FILES]]
+        if len(self.files) > _MOST_FILES:
+            lines.append(f"  and {len(self.files) - _MOST_FILES} more")
+        return [*lines, *(f"warning: {warning}" for warning in self.warnings)]
+
+
+def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
+    """Say what submitting ``spec`` would do. Raises: SpecError."""
+    from ..launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
+
+    plan = spec.plan()
+    rendezvous = spec.rendezvous
+    kind = ELASTIC_BACKEND if rendezvous.is_elastic else JOB_BACKEND
+    first = spec.nodes[0].address or spec.nodes[0].host if len(plan.nodes) > 1 else "127.0.0.1"
+    meeting = Rendezvous(
+        kind,
+        rendezvous.id or spec.name,
+        (rendezvous.endpoint or first, rendezvous.port),
+        timeout_s=rendezvous.timeout_s,
+        max_restarts=rendezvous.max_restarts,
+    )
+    first_word, *words = *source.program, *spec.program_arguments(plan)
+    program = Program("module", tuple(words)) if first_word == "-m" else Program("script", (first_word, *words))
+    commands = {}
+    for node_rank, node in enumerate(plan.nodes):
+        python = spec.nodes[node_rank].python if spec.nodes else "python3"
+        launched = launch_job(
+            meeting,
+            program,
+            nodes=(rendezvous.min_nodes or len(plan.nodes), rendezvous.max_nodes or len(plan.nodes))
+            if rendezvous.is_elastic
+            else len(plan.nodes),
+            ranks=len(node.ranks),
+            node_rank=node_rank,
+            python=python,
+        )
+        commands[node.name or "this-machine"] = launched.argv
+    return Submission(
+        spec.name,
+        plan,
+        commands,
+        tuple((file.name, file.size) for file in source.files),
+        tuple(spec.source.setup),
+        tuple(spec.secrets),
+        tuple(str(each) for each in spec.check() if each.severity == "warning"),
+    )

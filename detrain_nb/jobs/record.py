@@ -1,0 +1,227 @@
+"""Which jobs were submitted from this machine, and what was last known of them: a file that outlives kernels.
+
+Several notebooks and shells use it at once: each call is one transaction, and none holds the file open between two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from .. import __version__
+from ..errors import JobError
+from ..guarded import can_others_write, describe, make_private_folder, state_folder
+from ..text import name_some, printable
+
+__all__ = ["Changes", "JobRow", "JobSummary", "Record"]
+
+_FILE_NAME = "jobs.sqlite"
+_BUSY_LIMIT_S = 10.0
+_LAST_CHARACTER = chr(0x10FFFF)  # sorts behind all that can follow
+# What each format adds to the one before; a file says which one it has. None of these is ever changed.
+_FORMATS: tuple[Sequence[str], ...] = (
+    (
+        """CREATE TABLE jobs (
+            id TEXT PRIMARY KEY, name TEXT NOT NULL, state TEXT NOT NULL, exit_code INTEGER,
+            submitted_at REAL NOT NULL, started_at REAL, ended_at REAL, world_size INTEGER,
+            metrics TEXT NOT NULL DEFAULT '', updated_at REAL NOT NULL, release TEXT NOT NULL,
+            spec_digest TEXT NOT NULL, nodes TEXT NOT NULL
+        )""",
+        # apart from the jobs, so that a list reads none; each is there once, however often it was submitted
+        "CREATE TABLE specs (digest TEXT PRIMARY KEY, spec TEXT NOT NULL)",
+        "CREATE INDEX jobs_by_time ON jobs (submitted_at)",
+        "CREATE INDEX jobs_by_name ON jobs (name, submitted_at)",
+        "CREATE INDEX jobs_by_spec ON jobs (spec_digest)",
+    ),
+)
+_SUMMARY = (
+    "jobs.id, name, state, exit_code, submitted_at, started_at, ended_at, world_size, metrics, updated_at, release"
+)
+_NEWEST = "ORDER BY submitted_at DESC, jobs.id DESC LIMIT"
+
+
+class Changes(TypedDict, total=False):
+    """What may be noted down of a job; None is not known. ``metrics``: the last ones, as JSON."""
+
+    state: str
+    exit_code: int | None
+    started_at: float | None
+    ended_at: float | None
+    world_size: int | None
+    metrics: str
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """A job as it was at ``updated_at``. Times are seconds of the epoch; ``metrics`` is JSON, or empty."""
+
+    id: str
+    name: str
+    state: str
+    exit_code: int | None
+    submitted_at: float
+    started_at: float | None
+    ended_at: float | None
+    world_size: int | None
+    metrics: str
+    updated_at: float
+    release: str
+
+
+@dataclass(frozen=True)
+class JobRow(JobSummary):
+    """All that is kept of a job; ``nodes`` and ``spec`` are the JSON that was given."""
+
+    nodes: str
+    spec: str
+    spec_digest: str
+
+
+class Record:
+    """The jobs of this user, in ``file``: by default where ``XDG_STATE_HOME`` says, else in ~/.local/state.
+
+    Each method raises JobError where the file cannot be used: others can write it, a newer release has written it, it
+    is damaged, or another process has held it for ``busy_limit_s``.
+    """
+
+    def __init__(self, file: Path | None = None, *, busy_limit_s: float = _BUSY_LIMIT_S) -> None:
+        self._file = file
+        self._busy_limit_s = busy_limit_s
+
+    def add(self, id: str, *, name: str, nodes: str, spec: str, state: str) -> None:
+        """Note down a job that is being submitted now. Raises: JobError for an id that is there."""
+        digest, now = hashlib.sha256(spec.encode()).hexdigest(), time.time()
+        with self._changing() as db:
+            if db.execute("SELECT 1 FROM jobs WHERE id = ?", (id,)).fetchone():
+                raise JobError(f"job {id} is there already: give another id")
+            db.execute("INSERT OR IGNORE INTO specs VALUES (?, ?)", (digest, spec))
+            db.execute(
+                "INSERT INTO jobs (id, name, state, submitted_at, updated_at, release, spec_digest, nodes) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (id, name, state, now, now, __version__, digest, nodes),
+            )
+
+    def update(self, id: str, **changes: Unpack[Changes]) -> None:
+        """Note down what is known now. A job that was removed meanwhile, by another process too, stays removed."""
+        if unknown := changes.keys() - Changes.__annotations__.keys():
+            raise TypeError(f"{min(unknown)!r} is not kept of a job")
+        columns = "".join(f"{name} = ?, " for name in changes)
+        with self._changing() as db:
+            db.execute(f"UPDATE jobs SET {columns}updated_at = ? WHERE id = ?", (*changes.values(), time.time(), id))
+
+    def get(self, wanted: str) -> JobRow:
+        """Return the job of an id, the newest of a name, or the one whose id begins so. Raises: JobError."""
+        shown = printable(wanted)[:80]
+        if not wanted or not wanted.isprintable():
+            raise JobError(f"{shown!r} is no job: give its id, what that begins with, or a name")
+        columns = f"SELECT {_SUMMARY}, nodes, spec, spec_digest FROM jobs JOIN specs ON digest = spec_digest WHERE"
+        with self._reading() as db:
+            for where in ("jobs.id = ?", "name = ?"):
+                if row := db.execute(f"{columns} {where} {_NEWEST} 1", (wanted,)).fetchone():
+                    return JobRow(*row)
+            between = wanted, wanted + _LAST_CHARACTER
+            rows = db.execute(f"{columns} jobs.id >= ? AND jobs.id < ? {_NEWEST} 5", between).fetchall()
+        if not rows:
+            raise JobError(f"no job {shown!r} was submitted from here: %job list shows those that were")
+        if len(rows) > 1:
+            raise JobError(
+                f"several jobs begin with {shown!r}: {name_some([row[0] for row in rows])}: give more of one"
+            )
+        return JobRow(*rows[0])
+
+    def summaries(
+        self, limit: int | None = None, *, state: str | None = None, name: str | None = None
+    ) -> list[JobSummary]:
+        """List the newest jobs first, those of one state or one name if that is given."""
+        given = {column: value for column, value in (("state", state), ("name", name)) if value is not None}
+        where = f"WHERE {' AND '.join(f'{column} = ?' for column in given)}" if given else ""
+        values = (*given.values(), -1 if limit is None else limit)
+        with self._reading() as db:
+            return [JobSummary(*row) for row in db.execute(f"SELECT {_SUMMARY} FROM jobs {where} {_NEWEST} ?", values)]
+
+    def remove(self, id: str) -> None:
+        """Forget a job, and its spec where no other has the same. One that is not there is no error."""
+        with self._changing() as db:
+            digest = db.execute("SELECT spec_digest FROM jobs WHERE id = ?", (id,)).fetchone() or ("",)
+            db.execute("DELETE FROM jobs WHERE id = ?", (id,))
+            is_used = "SELECT 1 FROM jobs WHERE spec_digest = digest"
+            db.execute(f"DELETE FROM specs WHERE digest = ? AND NOT EXISTS ({is_used})", digest)
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        """All that happens in it, or nothing of it."""
+        with self._reading() as db:
+            db.execute("BEGIN IMMEDIATE")  # not first to read: two who then wait for each other would both fail
+            with db:
+                yield db
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        file = self._file
+        try:
+            file = self._prepare()
+            db = sqlite3.connect(file, timeout=self._busy_limit_s, isolation_level=None)
+            try:
+                bring_up_to_date(db, file)
+                if hasattr(os, "getuid") and file.stat().st_mode & 0o077:
+                    file.chmod(0o600)
+                yield db
+            finally:
+                db.close()
+        except OSError as exc:
+            raise JobError(
+                f"the record of jobs cannot be used: {exc}, or set XDG_STATE_HOME to another folder"
+            ) from exc
+        except sqlite3.Error as exc:
+            raise JobError(f"the record of jobs {file} cannot be used: {_told(exc, self._busy_limit_s)}") from exc
+
+    def _prepare(self) -> Path:
+        """Where it is; it may not be there yet. Raises: OSError for one that is not this user's alone."""
+        file = self._file or state_folder() / _FILE_NAME
+        file = make_private_folder(file.parent) / file.name
+        # looked at by its name: who opened and closed the file would end the locks that other threads have on it
+        try:
+            state = file.lstat()
+        except FileNotFoundError:
+            return file
+        if not stat.S_ISREG(state.st_mode) or can_others_write(state, file):
+            raise PermissionError(f"{describe(file, state)} is not a file that only this user can write: move it away")
+        return file
+
+
+def bring_up_to_date(db: sqlite3.Connection, file: Path, formats: Sequence[Sequence[str]] = _FORMATS) -> None:
+    """Add what a file of an older release lacks. Raises: JobError for one of a newer release."""
+    if _format_of(db) == len(formats):
+        return
+    db.execute("BEGIN IMMEDIATE")
+    with db:
+        if (found := _format_of(db)) > len(formats):
+            raise JobError(
+                f"the record of jobs {file} is of a newer release: it has format {found}, and this one reads up to "
+                f"{len(formats)}: update detrain_nb, or set XDG_STATE_HOME to another folder"
+            )
+        for statements in formats[found:]:
+            for statement in statements:
+                db.execute(statement)
+        db.execute(f"PRAGMA user_version = {len(formats)}")
+
+
+def _format_of(db: sqlite3.Connection) -> int:
+    found: Any = db.execute("PRAGMA user_version").fetchone()
+    return int(found[0])
+
+
+def _told(error: sqlite3.Error, busy_limit_s: float) -> str:
+    if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
+        return f"another process has held it for {busy_limit_s:g} s: end that one, or try again"
+    if isinstance(error, sqlite3.OperationalError):  # a full disk, a file that is read-only
+        return str(error)
+    return f"{error}: move it away, and a new one is begun"

@@ -1,0 +1,219 @@
+"""What a node says of jobs, checked in one place: types, lengths, counts, names. It may say anything."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..copying.json_lines import Untrue, as_size, check_name, clean
+
+__all__ = [
+    "LOG_NAME",
+    "STATUS_BYTES",
+    "NodeFacts",
+    "NodeFile",
+    "NodeReport",
+    "check_different",
+    "check_log_name",
+    "clean_line",
+    "read_facts",
+    "read_files",
+    "read_number",
+    "read_port",
+    "read_report",
+    "read_reports",
+]
+
+STATUS_BYTES = 1 << 22
+STATES = ("preparing", "running", "stopping", "ended", "lost", "node restarted", "unreadable")
+LOG_NAME = re.compile(r"rank-[0-9]{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-[0-9]{1,6}\.jsonl")
+_MOST_JOBS = 10_000
+_MOST_RANKS = 1 << 16
+_MOST_LINES = 100
+_MOST_GPUS = 1024
+_MOST_METRICS = 32
+_MOST_WORD_CHARS = 80
+_MOST_FILES = 100_000
+_MOST_CHARS = 4096
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TERMINAL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")  # what moves or colours
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a node says of its part of a job. ``id`` and ``node_rank`` name the part."""
+
+    id: str
+    node_rank: int
+    state: str
+    name: str = ""
+    exit_code: int | None = None
+    reason: str = ""
+    failed_rank: int | None = None
+    last_lines: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    restarts: int = 0
+    started_at: float | None = None
+    ended_at: float | None = None
+    metrics: Mapping[str, int | float | str] | None = None  # the last
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("ended", "lost", "node restarted", "unreadable")
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node has; ``torch`` is empty where it is not installed."""
+
+    gpus: int
+    cpus: int
+    free_bytes: int
+    machine: str
+    torch: str
+
+
+@dataclass(frozen=True)
+class NodeFile:
+    """An artifact of a node."""
+
+    name: str
+    size: int
+    digest: str
+
+
+def read_reports(said: Mapping[str, Any]) -> list[NodeReport]:
+    """What stands in the answer to "status". Raises: Untrue."""
+    jobs = said.get("jobs")
+    if not isinstance(jobs, list) or len(jobs) > _MOST_JOBS:
+        raise Untrue("a list of jobs was expected")
+    return [read_report(job) for job in jobs]
+
+
+def read_report(said: object) -> NodeReport:
+    """One job's part on a node. Raises: Untrue."""
+    if not isinstance(said, dict):
+        raise Untrue("what is said of a job is no mapping")
+    state = said.get("state")
+    if state not in STATES:
+        raise Untrue(f"{clean(state)[:40]!r} is no state of a job")
+    failed = said.get("failed_rank")
+    exit_code = said.get("exit_code")
+    return NodeReport(
+        id=_text(said.get("id"), most=200),
+        node_rank=read_number(said.get("node_rank"), most=_MOST_RANKS),
+        state=state,
+        name=_text(said.get("name", ""), most=200),
+        exit_code=None if exit_code is None else read_number(exit_code, least=-255, most=255),
+        reason=_text(said.get("reason") or ""),
+        failed_rank=None if failed is None else read_number(failed, most=_MOST_RANKS),
+        last_lines=tuple(clean_line(_raw_text(line)) for line in _list(said.get("last_lines"), most=_MOST_LINES)),
+        ranks=tuple(_rank(each) for each in _list(said.get("ranks"), most=_MOST_RANKS)),
+        restarts=read_number(said.get("restarts", 0)),
+        started_at=_time(said.get("started_at")),
+        ended_at=_time(said.get("ended_at")),
+        metrics=_metrics(said.get("metrics")),
+    )
+
+
+def read_files(said: Mapping[str, Any]) -> list[NodeFile]:
+    """What stands in the answer to "artifacts": each name can only be one below a folder. Raises: Untrue."""
+    files: list[NodeFile] = []
+    for entry in _list(said.get("files"), most=_MOST_FILES):
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise Untrue("a file with its size and digest was expected")
+        name, size, digest = entry
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise Untrue(f"{clean(digest)[:80]!r} is no SHA-256")
+        files.append(NodeFile(check_name(name), as_size(size), digest))
+    return check_different(files)
+
+
+def check_different(files: list[NodeFile]) -> list[NodeFile]:
+    """All files that a node has told so far. Raises: Untrue where they are too many, or two have one name."""
+    if len(files) > _MOST_FILES:
+        raise Untrue(f"more than {_MOST_FILES:,} files came: ask for fewer by a pattern")
+    if len({file.name for file in files}) < len(files):
+        raise Untrue("a name stands twice among the files")
+    return files
+
+
+def read_facts(said: Mapping[str, Any]) -> NodeFacts:
+    """What a node says of itself. Raises: Untrue."""
+    return NodeFacts(
+        gpus=read_number(said.get("gpus"), most=_MOST_GPUS),
+        cpus=read_number(said.get("cpus"), most=1 << 20),
+        free_bytes=read_number(said.get("free_bytes")),
+        machine=_text(said.get("machine"), most=100),
+        torch=_text(said.get("torch"), most=100),
+    )
+
+
+def read_port(said: object) -> int:
+    """Raises: Untrue."""
+    return read_number(said, least=0, most=65535)
+
+
+def read_number(said: object, *, least: int = 0, most: int = 1 << 62) -> int:
+    """Raises: Untrue."""
+    if type(said) is not int or not least <= said <= most:  # a bool is an int
+        raise Untrue(f"{clean(said)[:40]!r}: a whole number from {least} to {most} was expected")
+    return said
+
+
+def check_log_name(said: object) -> str:
+    """The name of a file that can be followed. Raises: Untrue."""
+    if not isinstance(said, str) or not LOG_NAME.fullmatch(said):
+        raise Untrue(f"{clean(said)[:80]!r} is no log of a job")
+    return said
+
+
+def clean_line(line: str) -> str:
+    """A line that a rank printed, for a terminal or a page: tabs stay, colours and what moves a cursor do not."""
+    line = _TERMINAL.sub("", line.rstrip("\r").rpartition("\r")[2])
+    return "".join(char if char.isprintable() or char == "\t" else "?" for char in line)
+
+
+def _metrics(said: object) -> dict[str, int | float | str] | None:
+    """Numbers by name, and short texts; what is more than a list shows is left out."""
+    if said is None:
+        return None
+    if not isinstance(said, dict):
+        raise Untrue("metrics by name were expected")
+    named = [(clean(name)[:_MOST_WORD_CHARS], value) for name, value in said.items()][:_MOST_METRICS]
+    numbers = {name: value for name, value in named if type(value) in (int, float) and abs(value) < 1e300}
+    texts = {name: clean(value)[:_MOST_WORD_CHARS] for name, value in named if isinstance(value, str)}
+    return {**numbers, **texts}
+
+
+def _rank(said: object) -> int:
+    return read_number(said.get("rank") if isinstance(said, dict) else said, most=_MOST_RANKS)
+
+
+def _list(said: object, *, most: int) -> Sequence[Any]:
+    if said is None:
+        return ()
+    if not isinstance(said, list) or len(said) > most:
+        raise Untrue(f"a list of at most {most} was expected")
+    return said
+
+
+def _raw_text(said: object) -> str:
+    if not isinstance(said, str):
+        raise Untrue("a text was expected")
+    return said[:_MOST_CHARS]
+
+
+def _text(said: object, *, most: int = _MOST_CHARS) -> str:
+    return clean(_raw_text(said))[:most]
+
+
+def _time(said: object) -> float | None:
+    if said is None:
+        return None
+    if isinstance(said, bool) or not isinstance(said, (int, float)) or not math.isfinite(said) or not 0 <= said < 1e11:
+        raise Untrue(f"{clean(said)[:40]!r} is no time")
+    return float(said)

@@ -1,0 +1,135 @@
+"""The source of a job, sent to a node: what is there already stays, and a repository is fetched there.
+
+node/job/sources.py is the other end. What goes through a store (``s3://``, ``file://``) is put there once for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+
+from ..copying.json_lines import LINE_BYTES, Talk, Untrue, as_size
+from ..node.job.sources import FORMAT
+from ..storage import locate
+from .source import GitSource, ShippedSource, SourceFile, read_token
+
+__all__ = ["OnProgress", "ship"]
+
+OnProgress = Callable[[int, int], object]  # bytes done, bytes in all
+_CHUNK_BYTES = 1 << 18
+_INDEX_BYTES = 8  # of a file, in a list
+_DIGITS = frozenset("0123456789abcdef")
+_STORE_PREFIXES = ("AWS_", "FSSPEC_", "GOOGLE_", "AZURE_", "HF_")  # of variables that let a program into a store
+
+
+def ship(
+    talk: Talk,
+    source: ShippedSource,
+    *,
+    storage: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    on_progress: OnProgress | None = None,
+) -> str:
+    """Have a source on the node that ``talk`` leads to; returns its id there, which "prepare" names.
+
+    ``storage``: the URL of a folder that this machine can write and the nodes can read. ``environment`` are secrets:
+    the token of a repository, and what lets a node into the store; a token may also stand in this process' own.
+    It may run for several nodes at once. Raises: SpecError, DetrainError; FilesError with what the node says.
+    """
+    given = environment or {}
+    if source.git is not None:
+        return _ship_git(talk, source, source.git, {**os.environ, **given})
+    listed = [[file.name, file.size, file.sha256, file.is_executable] for file in source.files]
+    text = json.dumps({"format": FORMAT, "files": listed}).encode()
+    by_store: dict[str, object] = {}
+    if storage:
+        locate(storage)  # a URL that cannot be is said before any node is asked
+        lets_in = {name: value for name, value in given.items() if name.startswith(_STORE_PREFIXES)}
+        by_store = {"storage": storage, "environment": lets_in}
+    talk.say("source", of="files", size=len(text), **by_store)
+    talk.send(text)
+    said = talk.hear("need", most_bytes=LINE_BYTES + _INDEX_BYTES * len(listed))
+    wanted = _choose(source.files, said.get("indices"))
+    progress = _Progress(sum(file.size for file in wanted), on_progress)
+    if storage:
+        with source.lock:
+            _put_into_store(talk, storage, wanted, progress)
+        talk.say("stored")
+    else:
+        for file in wanted:
+            _send(talk, file, progress)
+    ready = talk.hear("ready").get("source")
+    if ready != hashlib.sha256(text).hexdigest():
+        raise Untrue("it has another source than was sent")
+    return str(ready)
+
+
+def _choose(files: tuple[SourceFile, ...], indices: object) -> list[SourceFile]:
+    """What the node wants, of what it was told of. Raises: Untrue."""
+    if not isinstance(indices, list) or len(indices) > len(files):
+        raise Untrue("it does not say which files it wants")
+    if any(as_size(index) >= len(files) for index in indices) or len(set(indices)) != len(indices):
+        raise Untrue("it wants a file that does not travel")
+    return [files[index] for index in indices]
+
+
+def _send(talk: Talk, file: SourceFile, progress: _Progress) -> None:
+    with file.open() as opened:
+        left = file.size
+        while left and (data := opened.read(min(left, _CHUNK_BYTES))):
+            talk.send(data)
+            left -= len(data)
+            progress.advance(len(data))
+    if left:
+        raise Untrue(f"{file.name} became shorter while it was sent: submit the job again")
+
+
+def _put_into_store(talk: Talk, storage: str, wanted: list[SourceFile], progress: _Progress) -> None:
+    """Put there what is not there yet."""
+    folder = locate(storage)
+    for file in wanted:
+        there = folder / file.sha256
+        if not there.exists():
+            with file.open() as opened:
+                there.write(opened.read())
+        talk.tick()
+        progress.advance(file.size)
+
+
+def _ship_git(talk: Talk, source: ShippedSource, git: GitSource, environment: Mapping[str, str]) -> str:
+    """The first node finds out which commit a branch is at; all others take that one."""
+    token = read_token(git, environment)
+    if not source.commit:
+        with source.lock:
+            if not source.commit:
+                ready, source.commit = _ask_git(talk, git, token, "")
+                return ready
+    ready, commit = _ask_git(talk, git, token, source.commit)
+    if commit != source.commit:
+        raise Untrue("it has another commit than was asked for")
+    return ready
+
+
+def _ask_git(talk: Talk, git: GitSource, token: str, commit: str) -> tuple[str, str]:
+    wanted = {"url": git.url, "ref": git.ref, "folder": git.folder, "ssh_key": git.ssh_key}
+    talk.say("source", of="git", **wanted, commit=commit, token=token)
+    said = talk.hear("ready")
+    return _as_digits(said.get("source"), (64,)), _as_digits(said.get("commit"), (40, 64))
+
+
+def _as_digits(said: object, lengths: tuple[int, ...]) -> str:
+    if not isinstance(said, str) or len(said) not in lengths or not _DIGITS.issuperset(said):
+        raise Untrue("what it says of the source is none")
+    return said
+
+
+class _Progress:
+    def __init__(self, total: int, on_progress: OnProgress | None) -> None:
+        self._done, self._total, self._on_progress = 0, total, on_progress
+
+    def advance(self, size: int) -> None:
+        self._done += size
+        if self._on_progress:
+            self._on_progress(self._done, self._total)

@@ -1,0 +1,315 @@
+"""What of a spec's source travels to the nodes of a job, and what its ranks run of it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from ..copying.json_lines import FilesError, Untrue, check_name, clean
+from ..copying.sender import open_regular
+from ..deploy.folder import NEVER_TRAVELS, list_folder
+from ..deploy.ignoring import OWN_FILE
+from ..deploy.private import is_private, why_kept
+from ..errors import DetrainError, SpecError
+from ..node.job.blobs import Blobs, sources_folder
+from ..node.job.git_program import GitAccess
+from ..node.job.git_source import fetch_parts, lay_out_part
+from ..spec.notebook import script_of_notebook
+from ..storage import Location, locate, named_errors
+from ..text import format_size, name_some
+
+if TYPE_CHECKING:
+    from ..spec import PipelineSpec
+    from ..spec.source import Git, Source
+
+__all__ = ["GitSource", "ShippedSource", "SourceFile", "plan_source", "read_token"]
+
+_LIMIT_BYTES = 500_000_000
+_SCRIPT_BYTES = 50_000_000
+_MOST_FILES = 50_000
+_CHUNK_BYTES = 1 << 20
+_AGAIN = "was changed while it was sent: submit the job again"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that travels. ``open`` gives it to read, and raises SpecError where it is not what it was any more."""
+
+    name: str
+    size: int
+    sha256: str
+    is_executable: bool
+    open: Callable[[], IO[bytes]] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class GitSource:
+    """A repository that each node fetches; ``token`` is the name of a variable of the environment here."""
+
+    url: str
+    ref: str
+    folder: str
+    token: str
+    ssh_key: str
+
+
+@dataclass
+class ShippedSource:
+    """What travels: ``files``, or a repository. ``program`` is what runs, in the folder that has them.
+
+    ``commit`` is found by the first node that fetches: the others take the same one. It is shared by the threads that
+    send it, which hold ``lock`` for what only one of them is to do.
+    """
+
+    program: tuple[str, ...]
+    files: tuple[SourceFile, ...] = ()
+    git: GitSource | None = None
+    notices: tuple[str, ...] = ()
+    commit: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def __str__(self) -> str:
+        if self.git:
+            ref = self.commit or self.git.ref or "its own branch"
+            return f"{self.git.url} at {ref}" + (f", folder {self.git.folder}" if self.git.folder else "")
+        return f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}, {format_size(self.size_bytes)}"
+
+
+def plan_source(
+    spec: PipelineSpec, *, environment: Mapping[str, str] | None = None, notebook_changed_at: float | None = None
+) -> ShippedSource:
+    """Find what of ``spec.source`` travels. A repository that is sent from here (bundle) is fetched now.
+
+    ``environment`` has the token of that one; by default it is this process' own. ``notebook_changed_at``: when the
+    notebook was changed last, where the front end knows.
+    Raises: SpecError for what is missing, is too much, or holds keys; DetrainError for a store that does not answer.
+    """
+    source = spec.source
+    if source.module is not None:
+        return ShippedSource(("-m", source.module))
+    if source.script is not None:
+        data = _read_script(source.script)
+        return _one_script(os.path.basename(source.script), data)
+    if source.script_text is not None:
+        return _one_script("script.py", source.script_text.encode())
+    if source.notebook is not None:
+        return _of_notebook(source.notebook, notebook_changed_at)
+    if source.git is not None:
+        return _of_git(source, source.git, os.environ if environment is None else environment)
+    assert source.path is not None
+    found = _of_url(source.path) if "://" in source.path else _of_folder(source.path)
+    return _with_entry(source, *found)
+
+
+def read_token(git: GitSource, environment: Mapping[str, str]) -> str:
+    """The token of a repository; empty where it needs none. Raises: SpecError where the variable is not set."""
+    if not git.token:
+        return ""
+    if not (token := environment.get(git.token)):
+        raise SpecError(f"source.git.token: {git.token} is not set here: set it to a token that may read {git.url}")
+    return token.strip()
+
+
+# ---- one script
+
+
+def _one_script(name: str, data: bytes, *notices: str) -> ShippedSource:
+    return ShippedSource((_check(name),), (_of_bytes(name, data),), notices=notices)
+
+
+def _read_script(path: str) -> bytes:
+    return locate(Path(path)).read(limit_bytes=_SCRIPT_BYTES)
+
+
+def _of_notebook(path: str, changed_at: float | None) -> ShippedSource:
+    try:
+        text = _read_script(path).decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise SpecError(f"{path}: is not UTF-8: save it from JupyterLab") from exc
+    notices = []
+    with contextlib.suppress(OSError):
+        if changed_at is not None and os.stat(os.path.expanduser(path)).st_mtime < changed_at:
+            notices.append(
+                f"{path} was changed since it was saved: the job runs what is saved: save it, and submit again"
+            )
+    name = os.path.splitext(os.path.basename(path))[0]
+    return _one_script(f"{name}.py", script_of_notebook(text, where=path).encode(), *notices)
+
+
+# ---- a folder
+
+
+def _with_entry(source: Source, files: list[SourceFile], kept: list[str]) -> ShippedSource:
+    entry = _check(source.entry or "")
+    if entry not in {file.name for file in files}:
+        why = "it stays here, as it may hold keys" if entry in kept else f"it is not there, or left out by {OWN_FILE}"
+        raise SpecError(f"source.entry {entry!r} does not travel with {source.path}: {why}")
+    notices = []
+    if kept:
+        notices.append(
+            f"these stay here, as they may hold keys: {name_some([clean(name)[:80] for name in kept], most=10)}: "
+            f"a line !NAME in {OWN_FILE} sends one that does not"
+        )
+    return ShippedSource((entry,), tuple(files), notices=tuple(notices))
+
+
+def _of_folder(path: str) -> tuple[list[SourceFile], list[str]]:
+    folder = os.path.abspath(os.path.expanduser(path))
+    if os.path.isdir(folder) and (reason := why_kept(folder)):
+        raise SpecError(reason)
+    top, kept = os.path.realpath(folder), list[str]()
+    listed = list_folder(folder, top=top, limit_bytes=_LIMIT_BYTES, most_entries=_MOST_FILES, kept=kept, way_out="")
+
+    def opener(name: str, size: int, sha256: str) -> Callable[[], IO[bytes]]:
+        return lambda: _open_unchanged(os.path.join(top, name), name, size, sha256)
+
+    return [
+        SourceFile(name, state.size, state.sha256, state.is_executable, opener(name, state.size, state.sha256))
+        for name, state in listed.items()
+    ], kept
+
+
+def _open_unchanged(path: str, name: str, size: int, sha256: str) -> IO[bytes]:
+    """What was listed, and nothing that others have put in its place: it is read before any of it is sent."""
+    try:
+        file = open_regular(os.path.realpath(path))
+    except OSError as exc:
+        raise SpecError(f"{name} {_AGAIN}") from exc
+    try:
+        digest = hashlib.sha256()
+        while data := file.read(_CHUNK_BYTES):
+            digest.update(data)
+        if file.tell() != size or digest.hexdigest() != sha256:
+            raise SpecError(f"{name} {_AGAIN}")
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _of_url(url: str) -> tuple[list[SourceFile], list[str]]:
+    """Each file is read here once: its digest is not known before."""
+    top = locate(url)
+    blobs, files, kept = _blobs_here(), list[SourceFile](), list[str]()
+    left = _LIMIT_BYTES
+    with named_errors(top.name, "listed"):
+        for path in _walk(top):
+            name = _check(path[len(top.path.rstrip("/")) + 1 :])
+            if not NEVER_TRAVELS.isdisjoint(name.lower().split("/")):
+                continue
+            if any(is_private(name[:end]) for end in (*_slashes(name), len(name))):
+                kept.append(name)
+                continue
+            if len(files) >= _MOST_FILES:
+                raise SpecError(f"{top.name} has more than {_MOST_FILES} files: name a smaller folder")
+            data = Location(f"{top.name.rstrip('/')}/{clean(name)}", path, top.files).read(limit_bytes=left)
+            left -= len(data)
+            files.append(_in_blobs(blobs, name, io.BytesIO(data), is_executable=False))
+    if not files and not kept:
+        raise SpecError(f"{top.name}: no such folder, or nothing is in it")
+    return files, kept
+
+
+def _walk(top: Location) -> Iterator[str]:
+    for _, _, found in top.files.walk(top.path, detail=True):
+        yield from sorted(info["name"] for info in found.values())
+
+
+def _slashes(name: str) -> Iterator[int]:
+    return (index for index, char in enumerate(name) if char == "/")
+
+
+# ---- a repository
+
+
+def _of_git(source: Source, git: Git, environment: Mapping[str, str]) -> ShippedSource:
+    wanted = GitSource(git.url, git.ref or "", git.folder or "", git.token or "", git.ssh_key or "")
+    entry = _check(source.entry or "")
+    if git.how == "clone":
+        return ShippedSource((entry,), git=wanted)
+    access = GitAccess(read_token(wanted, environment), wanted.ssh_key)
+    try:
+        cache = sources_folder()
+        parts = fetch_parts(cache, wanted.url, wanted.ref, folder=wanted.folder, access=access)
+        with tempfile.TemporaryDirectory(prefix=".bundle-", dir=cache) as folder:
+            for part in parts:
+                lay_out_part(cache, part, Path(folder))
+            files, skipped = _gather(Path(folder))
+    except FilesError as exc:
+        raise DetrainError(f"this machine: {exc}") from exc
+    if entry not in {file.name for file in files}:
+        raise SpecError(f"source.entry {entry!r} is not in {wanted.url} at commit {parts[0].commit[:12]}")
+    notices = (f"links that do not travel: {name_some(skipped)}",) if skipped else ()
+    return ShippedSource((entry,), tuple(files), notices=notices, commit=parts[0].commit)
+
+
+def _gather(folder: Path) -> tuple[list[SourceFile], list[str]]:
+    """All files below ``folder``; a link travels as the file that it leads to in there, as no other does."""
+    blobs, files, skipped = _blobs_here(), list[SourceFile](), list[str]()
+    top = os.path.join(os.path.realpath(folder), "")
+    for above, folders, names in os.walk(top):
+        skipped += [os.path.relpath(os.path.join(above, name), top) for name in folders if _is_link(above, name)]
+        for name in sorted(names):
+            path = os.path.realpath(os.path.join(above, name))
+            shown = os.path.relpath(os.path.join(above, name), top).replace(os.sep, "/")
+            if not path.startswith(top) or not os.path.isfile(path):
+                skipped.append(shown)
+                continue
+            with open_regular(path) as file:
+                is_executable = bool(os.fstat(file.fileno()).st_mode & 0o100)
+                files.append(_in_blobs(blobs, _check(shown), file, is_executable=is_executable))
+    return sorted(files, key=lambda file: file.name), [clean(name) for name in skipped]
+
+
+def _is_link(folder: str, name: str) -> bool:
+    return os.path.islink(os.path.join(folder, name))
+
+
+# ---- files
+
+
+def _check(name: str) -> str:
+    try:
+        return check_name(name)
+    except Untrue as exc:
+        raise SpecError(str(exc)) from exc
+
+
+def _of_bytes(name: str, data: bytes) -> SourceFile:
+    return SourceFile(name, len(data), hashlib.sha256(data).hexdigest(), False, lambda: io.BytesIO(data))
+
+
+def _blobs_here() -> Blobs:
+    try:
+        return Blobs(sources_folder() / "blobs")
+    except FilesError as exc:
+        raise DetrainError(f"this machine: {exc}") from exc
+
+
+def _in_blobs(blobs: Blobs, name: str, file: IO[bytes], *, is_executable: bool) -> SourceFile:
+    """Keep a file by its digest here, until it is sent."""
+    digest = hashlib.sha256()
+    while data := file.read(_CHUNK_BYTES):
+        digest.update(data)
+    size, sha256 = file.tell(), digest.hexdigest()
+    file.seek(0)
+    try:
+        if not blobs.has(sha256, size):
+            blobs.add(sha256, size, iter(lambda: file.read(_CHUNK_BYTES), b""))
+    except FilesError as exc:
+        raise DetrainError(f"this machine: {exc}") from exc
+    path = str(blobs.path(sha256))
+    return SourceFile(name, size, sha256, is_executable, lambda: _open_unchanged(path, name, size, sha256))

@@ -1,0 +1,52 @@
+"""Who submits a job of some name on this machine right now: a lock, which a process that is killed lets go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..agents import runtime_folder
+from ..errors import JobError
+from ..locks import take_lock
+
+__all__ = ["is_being_submitted", "submitting"]
+
+_FOLDER = ".submitting"
+
+
+@contextlib.contextmanager
+def submitting(name: str) -> Iterator[None]:
+    """No other process of this user and machine submits a job of that name meanwhile. Raises: JobError."""
+    if os.name != "posix":
+        yield
+        return
+    path = _lock_file(name)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    lock = take_lock(path, is_new=True)
+    if lock is None:
+        raise JobError(f"a job named {name!r} is being submitted by another process: wait for it, or give another name")
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def is_being_submitted(name: str) -> bool | None:
+    """Whether a process is at it; None where that is not known, as of one on another machine."""
+    if os.name != "posix":
+        return None
+    path = _lock_file(name)
+    try:
+        lock = take_lock(path)
+    except OSError:  # nobody on this machine ever has
+        return None
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
+def _lock_file(name: str) -> Path:
+    return runtime_folder() / _FOLDER / f"{name}.lock"

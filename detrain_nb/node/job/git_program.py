@@ -1,0 +1,269 @@
+"""git, run so that a repository decides nothing: no hooks, no filters, no questions, no configuration but ours.
+
+A token is in the environment of git alone; a helper that is part of its configuration hands it to the one host that it
+is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from ...copying.json_lines import FilesError, clean
+from ...plan.git_urls import GitUrl
+
+__all__ = ["GitAccess", "GitFailed", "GitLimits", "explain", "run_git"]
+
+_TOKEN = "DETRAIN_NB_GIT_TOKEN"
+_USERS = {"bitbucket.org": "x-token-auth"}  # whom a token without a user is of
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "GIT_SSL_CAINFO")
+_KEPT = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TEMP", "SYSTEMROOT", "SSH_AUTH_SOCK", *_PROXIES, *_CERTIFICATES)
+_OURS = {
+    "LC_ALL": "C",  # its words are read
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+    "GIT_ASKPASS": "",
+    "SSH_ASKPASS_REQUIRE": "never",
+    "GIT_LFS_SKIP_SMUDGE": "1",
+    "GIT_SSH_VARIANT": "ssh",
+}
+_SETTINGS = (
+    f"core.hooksPath={os.devnull}",
+    f"core.attributesFile={os.devnull}",
+    "core.fsmonitor=false",
+    "core.protectHFS=true",
+    "core.protectNTFS=true",
+    "core.autocrlf=false",
+    "credential.helper=",
+    "gc.auto=0",
+    "maintenance.auto=false",
+    "submodule.recurse=false",
+    "fetch.recurseSubmodules=false",
+    "protocol.ext.allow=never",
+    "filter.lfs.smudge=",
+    "filter.lfs.process=",
+    "filter.lfs.required=false",
+    "http.lowSpeedLimit=1000",
+    "http.lowSpeedTime=60",
+)
+_HELPER = '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n" {user} "$' + _TOKEN + '"; }; f'
+_SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ForwardAgent=no -o ConnectTimeout=30"
+_CHUNK_BYTES = 1 << 16
+_WORDS_BYTES = 1 << 14
+_LOOK_GAP_S = 0.2
+_END_LIMIT_S = 5.0
+
+_NOT_THERE = re.compile(r"couldn't find remote ref|not our ref|unadvertised object|no such remote ref", re.IGNORECASE)
+_NOT_LET_IN = re.compile(
+    r"could not read Username|Authentication failed|terminal prompts disabled|returned error: 40[13]|HTTP 40[13]|"
+    r"Permission denied|repository .* not found|returned error: 404|could not read Password|"
+    r"does not appear to be a git",
+    re.IGNORECASE,
+)
+_NOT_REACHED = re.compile(
+    r"Could not resolve|Failed to connect|Couldn't connect|Connection (?:timed out|refused|reset)|"
+    r"Network is unreachable|No route to host|Operation (?:timed out|too slow)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class GitLimits:
+    """What a repository may take."""
+
+    fetch_s: float = 1800.0
+    local_s: float = 300.0
+    output_bytes: int = 1 << 26
+    fetched_bytes: int = 8 << 30
+    laid_out_bytes: int = 32 << 30
+    files: int = 200_000
+    submodules: int = 64
+    depth: int = 4  # of submodules in one another
+
+
+@dataclass(frozen=True)
+class GitAccess:
+    """What lets git in: a token, which no repr shows, or the path of a private key where git runs."""
+
+    token: str = field(default="", repr=False)
+    ssh_key: str = ""
+
+
+class GitFailed(FilesError):
+    """git has ended with an error; ``said`` is its own words."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(said)
+        self.said = said
+
+    @property
+    def is_unknown_ref(self) -> bool:
+        return _NOT_THERE.search(self.said) is not None
+
+
+def run_git(
+    args: Sequence[str],
+    *,
+    cwd: str,
+    limits: GitLimits,
+    limit_s: float = 0.0,
+    url: GitUrl | None = None,
+    access: GitAccess | None = None,
+    may_redirect: bool = False,
+    env: dict[str, str] | None = None,
+    tick: Callable[[], object] = lambda: None,
+) -> bytes:
+    """Run git, and return what it prints. ``tick`` is called meanwhile, and may raise; no process is left then.
+
+    ``url`` is the only place that it may speak with; none without. Raises: GitFailed; FilesError when it takes too
+    long, prints too much, or is not installed.
+    """
+    access = access or GitAccess()
+    settings = [
+        *_SETTINGS,
+        f"http.followRedirects={'initial' if may_redirect else 'false'}",
+        *_credentials(url, access),
+    ]
+    command = ["git", *(word for each in settings for word in ("-c", each)), *args]
+    limit_s = limit_s or limits.local_s
+    try:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**_environment(url, access), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except FileNotFoundError as exc:
+        raise FilesError(
+            "git is not installed: install it, or have the repository sent from here (how: bundle)"
+        ) from exc
+    with _ended(process):
+        out, err = _Reader(process.stdout, limits.output_bytes), _Reader(process.stderr, _WORDS_BYTES, is_tail=True)
+        deadline = time.monotonic() + limit_s
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_GAP_S)
+                break
+            tick()
+            if out.is_too_much:
+                raise FilesError(
+                    f"git {args[0]} prints more than {limits.output_bytes} bytes: the repository is too large"
+                )
+            if time.monotonic() > deadline:
+                raise FilesError(f"git {args[0]} did not end within {limit_s:.0f} s")
+        out.join()
+        err.join()
+        if out.is_too_much:
+            raise FilesError(f"git {args[0]} prints more than {limits.output_bytes} bytes: the repository is too large")
+        if process.returncode:
+            said = bytes(err.data).decode(errors="replace")
+            raise GitFailed(said.replace(access.token, "***") if access.token else said)
+        return bytes(out.data)
+
+
+def _environment(url: GitUrl | None, access: GitAccess) -> dict[str, str]:
+    env = {name: os.environ[name] for name in _KEPT if name in os.environ} | _OURS
+    key = f" -o IdentitiesOnly=yes -i {shlex.quote(os.path.expanduser(access.ssh_key))}" if access.ssh_key else ""
+    env["GIT_SSH_COMMAND"] = _SSH + key
+    env["GIT_ALLOW_PROTOCOL"] = url.scheme if url else "none"  # which is none
+    if access.token:
+        env[_TOKEN] = access.token
+    return env
+
+
+def _credentials(url: GitUrl | None, access: GitAccess) -> list[str]:
+    if url is None or not access.token:
+        return []
+    user = _USERS.get(url.host, "x-access-token")
+    return [f"credential.{url.base}.helper={_HELPER.replace('{user}', user)}"]
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Nothing that git has started is left after the block."""
+    try:
+        yield
+    finally:
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+        process.wait(_END_LIMIT_S)
+
+
+class _Reader:
+    """Reads a pipe to its end, and keeps no more than ``most`` bytes: the first, or the last, of them."""
+
+    def __init__(self, pipe: IO[bytes] | None, most: int, *, is_tail: bool = False) -> None:
+        self.data = bytearray()
+        self.is_too_much = False
+        self._pipe, self._most, self._is_tail = pipe, most, is_tail
+        self._thread = threading.Thread(target=self._read, name="detrain_nb git", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(_END_LIMIT_S)
+
+    def _read(self) -> None:
+        assert self._pipe is not None
+        with self._pipe as pipe, contextlib.suppress(OSError, ValueError):
+            while data := os.read(pipe.fileno(), _CHUNK_BYTES):
+                if self._is_tail:
+                    self.data += data
+                    del self.data[: -self._most]
+                elif len(self.data) + len(data) > self._most:
+                    self.is_too_much = True
+                else:
+                    self.data += data
+
+
+def explain(exc: GitFailed, url: GitUrl, *, ref: str, access: GitAccess) -> FilesError:
+    """In words for the user: what of the repository is wrong, and what to do."""
+    where = f"git {clean(url.text)}"
+    if exc.is_unknown_ref:
+        return FilesError(
+            f"{where}: there is no branch, tag or commit {clean(ref)!r}: look at its name, and whether it was pushed"
+        )
+    if _NOT_REACHED.search(exc.said):
+        return FilesError(
+            f"{where} cannot be reached: {_last_line(exc.said)}; how: bundle has it fetched where you are"
+        )
+    if "Host key verification failed" in exc.said:
+        return FilesError(
+            f"{where}: the key of {url.host} is not in known_hosts: add it there, or use https and a token"
+        )
+    if _NOT_LET_IN.search(exc.said):
+        if access.token:
+            return FilesError(
+                f"{where} does not accept the token, or is not there: look whether it may read the repository"
+            )
+        if url.scheme == "ssh":
+            return FilesError(
+                f"{where} lets nobody in with the keys here: name one (ssh_key), or use https and a token"
+            )
+        return FilesError(
+            f"{where} is private, or is not there: name the environment variable that has a token for it (token)"
+        )
+    return FilesError(f"{where}: {_last_line(exc.said)}")
+
+
+def _last_line(said: str) -> str:
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    fatal = [line for line in lines if line.startswith(("fatal:", "error:"))]
+    return clean((fatal or lines or ["git said nothing"])[0][:300])

@@ -1,0 +1,283 @@
+"""A commit of a git repository, fetched into a mirror in our cache, and laid out as files, with its submodules."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...copying.json_lines import FilesError, check_name, clean
+from ...errors import SpecError
+from ...locks import take_lock
+from ...plan.git_urls import GitUrl, check_git_ref, parse_git_url, resolve_submodule
+from .blobs import touch
+from .git_program import GitAccess, GitFailed, GitLimits, explain, run_git
+
+__all__ = ["GitPart", "fetch_parts", "lay_out_part"]
+
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_MAYBE_COMMIT = re.compile(r"[0-9a-f]{4,64}")
+_MIRROR = re.compile(r"[0-9a-f]{32}")
+_ALL_REFS = ("+refs/heads/*:refs/detrain/heads/*", "+refs/tags/*:refs/detrain/tags/*")
+_WHOLE = "--depth=2147483647"  # git's word for all of it, whether the mirror is shallow or not
+_LOCK_LIMIT_S = 600.0
+_KEY = re.compile(r"submodule\.(.*)\.(path|url)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class GitPart:
+    """A commit, and where it is laid out: the ``folder`` of it (empty: all) at ``place`` (empty: the top)."""
+
+    mirror: str
+    commit: str
+    folder: str
+    place: str
+
+    @classmethod
+    def read(cls, said: object) -> GitPart:
+        """Check what was noted. Raises: FilesError."""
+        if not isinstance(said, list) or len(said) != 4 or not all(isinstance(each, str) for each in said):
+            raise FilesError("the note of a source is none")
+        mirror, commit, folder, place = said
+        if not _MIRROR.fullmatch(mirror) or not _COMMIT.fullmatch(commit):
+            raise FilesError("the note of a source is none")
+        for name in (folder, place):
+            if name:
+                check_name(name)
+        return cls(mirror, commit, folder, place)
+
+
+def fetch_parts(
+    cache: Path,
+    url: str,
+    ref: str,
+    *,
+    commit: str = "",
+    folder: str = "",
+    access: GitAccess | None = None,
+    limits: GitLimits | None = None,
+    tick: Callable[[], object] = lambda: None,
+) -> list[GitPart]:
+    """Fetch ``ref`` of a repository, and the submodules in ``folder``, into mirrors below ``cache``.
+
+    ``commit``: the one that is meant, where the name may have gone on meanwhile. The first part is the repository's.
+    Raises: FilesError with what is wrong, and what to do.
+    """
+    access = access or GitAccess()
+    try:
+        place, ref = parse_git_url(url), check_git_ref(ref)
+    except SpecError as exc:
+        raise FilesError(str(exc)) from exc
+    if commit and not _COMMIT.fullmatch(commit):
+        raise FilesError("what came is no commit")
+    if access.token and not place.hides_token:
+        raise FilesError(f"git {clean(url)}: a token is sent over https only, anybody on the way could read it")
+    if any(not char.isprintable() or char.isspace() for char in access.token):
+        raise FilesError(f"git {clean(url)}: the token has a space or a line's end in it: look at the variable")
+    if folder:
+        check_name(folder)
+    fetcher = _Fetcher(cache, access, limits or GitLimits(), tick)
+    found = fetcher.fetch(place, ref, may_redirect=True)
+    if commit and found != commit:
+        found = fetcher.fetch(place, commit, may_redirect=True)
+    fetcher.gather(place, found, folder, "", depth=0)
+    return fetcher.parts
+
+
+class _Fetcher:
+    """Fetches a repository and its submodules, all within the same limits."""
+
+    def __init__(self, cache: Path, access: GitAccess, limits: GitLimits, tick: Callable[[], object]) -> None:
+        self.parts: list[GitPart] = []
+        self._cache, self._access, self._limits, self._tick = cache, access, limits, tick
+        self._num_files = self._num_bytes = 0
+
+    def fetch(self, url: GitUrl, ref: str, *, may_redirect: bool = False) -> str:
+        """Have a branch, tag or commit in the mirror; returns the commit."""
+        mirror = self._mirror(url)
+        with _locked(mirror, self._tick):
+            if not (mirror / "HEAD").is_file():
+                self._git(mirror.parent, "init", "--quiet", "--bare", "--template=", str(mirror))
+            touch(mirror)
+            if _COMMIT.fullmatch(ref) and (known := self._find(mirror, ref)):
+                return known
+            try:
+                return self._fetch(url, mirror, ref, may_redirect=may_redirect)
+            except GitFailed as exc:
+                raise explain(exc, url, ref=ref, access=self._access) from exc
+
+    def _fetch(self, url: GitUrl, mirror: Path, ref: str, *, may_redirect: bool) -> str:
+        fresh = f"refs/detrain/new-{secrets.token_hex(8)}"
+        try:
+            self._fetch_refs(url, mirror, f"+{ref or 'HEAD'}:{fresh}", depth="--depth=1", may_redirect=may_redirect)
+        except GitFailed as exc:
+            if not exc.is_unknown_ref or not _MAYBE_COMMIT.fullmatch(ref):
+                raise
+            # a commit that a host gives to nobody by its number, or a part of its number
+            self._fetch_refs(url, mirror, *_ALL_REFS, depth=_WHOLE, may_redirect=may_redirect)
+            if known := self._find(mirror, ref):
+                return known
+            raise
+        commit = self._find(mirror, fresh)
+        if not commit:
+            raise FilesError(f"git {clean(url.text)}: {clean(ref)!r} is no commit")
+        # kept by its own name: git asks the host only for what is new since
+        self._git(mirror, "update-ref", f"refs/detrain/commits/{commit}", commit)
+        self._git(mirror, "update-ref", "-d", fresh)
+        return commit
+
+    def _fetch_refs(self, url: GitUrl, mirror: Path, *refs: str, depth: str, may_redirect: bool) -> None:
+        def look() -> None:
+            self._tick()
+            if _size_of(mirror) - before > self._limits.fetched_bytes:
+                raise FilesError(
+                    f"git {clean(url.text)} sends more than {self._limits.fetched_bytes} bytes: it is too large"
+                )
+
+        before = _size_of(mirror)
+        run_git(
+            ["fetch", "--quiet", "--force", "--no-tags", "--no-recurse-submodules", depth, "--", url.text, *refs],
+            cwd=str(mirror),
+            limits=self._limits,
+            limit_s=self._limits.fetch_s,
+            url=url,
+            access=self._access,
+            may_redirect=may_redirect,
+            tick=look,
+        )
+        look()  # it may have been quick
+
+    def gather(self, url: GitUrl, commit: str, folder: str, place: str, *, depth: int) -> None:
+        """Note what is laid out where, and fetch the submodules in it."""
+        mirror = self._mirror(url)
+        tree = f"{commit}:{folder}"
+        try:
+            listed = self._git(mirror, "ls-tree", "-r", "-z", "-l", "--full-tree", tree)
+        except GitFailed as exc:
+            raise FilesError(f"git {clean(url.text)}: commit {commit[:12]} has no folder {clean(folder)!r}") from exc
+        self.parts.append(GitPart(mirror.name, commit, folder, place))
+        modules = self._count(listed)
+        if len(self.parts) + len(modules) > self._limits.submodules or (modules and depth >= self._limits.depth):
+            raise FilesError(
+                f"git {clean(url.text)} has more than {self._limits.submodules} submodules, or more than "
+                f"{self._limits.depth} in one another"
+            )
+        urls = self._read_urls(mirror, commit) if modules else {}
+        for name, inner_commit in modules.items():
+            path = f"{folder}/{name}" if folder else name
+            if path not in urls:
+                continue  # git leaves such a folder empty, too
+            try:
+                inner = resolve_submodule(url, urls[path])
+            except SpecError as exc:
+                raise FilesError(f"git {clean(url.text)}: submodule {clean(path)!r}: {exc}") from exc
+            self.fetch(inner, inner_commit)
+            self.gather(inner, inner_commit, "", f"{place}/{name}" if place else name, depth=depth + 1)
+
+    def _count(self, listed: bytes) -> dict[str, str]:
+        """Add up what would be laid out; returns the commits of submodules by their place. Raises: FilesError."""
+        modules = {}
+        for line in listed.split(b"\0")[:-1]:
+            about, _, raw_name = line.partition(b"\t")
+            mode, _, commit, size = about.decode("ascii").split()
+            if mode == "160000":
+                modules[check_name(raw_name.decode("utf-8", "surrogateescape"))] = commit
+                continue
+            self._num_files += 1
+            self._num_bytes += int(size)
+        if self._num_files > self._limits.files or self._num_bytes > self._limits.laid_out_bytes:
+            raise FilesError(
+                f"the repository has {self._num_files} files of {self._num_bytes} bytes, more than "
+                f"{self._limits.files} or {self._limits.laid_out_bytes}: name a folder of it"
+            )
+        return modules
+
+    def _read_urls(self, mirror: Path, commit: str) -> dict[str, str]:
+        """What .gitmodules says: the URL by the path."""
+        with contextlib.suppress(GitFailed):
+            pattern = r"^submodule\..*\.(path|url)$"
+            listed = self._git(mirror, "config", "-z", "--blob", f"{commit}:.gitmodules", "--get-regexp", pattern)
+            found: dict[str, dict[str, str]] = {}
+            for line in listed.decode("utf-8", "surrogateescape").split("\0")[:-1]:
+                key, _, value = line.partition("\n")
+                if match := _KEY.fullmatch(key):
+                    found.setdefault(match[1], {})[match[2]] = value
+            return {each["path"]: each["url"] for each in found.values() if len(each) == 2}
+        return {}
+
+    def _find(self, mirror: Path, name: str) -> str:
+        """The commit of that name, if it is there."""
+        with contextlib.suppress(GitFailed):
+            said = self._git(mirror, "rev-parse", "--quiet", "--verify", "--end-of-options", f"{name}^{{commit}}")
+            return said.decode("ascii").split()[-1]
+        return ""
+
+    def _git(self, folder: Path, *args: str) -> bytes:
+        return run_git(args, cwd=str(folder), limits=self._limits, tick=self._tick)
+
+    def _mirror(self, url: GitUrl) -> Path:
+        """By all of its address: what one user may read is not another's."""
+        folder = self._cache / "git"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder / hashlib.sha256(url.text.encode()).hexdigest()[:32]
+
+
+def lay_out_part(
+    cache: Path,
+    part: GitPart,
+    target: Path,
+    *,
+    limits: GitLimits | None = None,
+    tick: Callable[[], object] = lambda: None,
+) -> None:
+    """Write the files of a commit into ``target``, as they are in it; no hook and no filter runs.
+
+    Raises: FilesError.
+    """
+    limits = limits or GitLimits()
+    mirror, place = cache / "git" / part.mirror, target / part.place
+    index = mirror / f"index-{secrets.token_hex(8)}"
+    env = {"GIT_DIR": str(mirror), "GIT_WORK_TREE": str(place), "GIT_INDEX_FILE": str(index)}
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for args in (["read-tree", f"{part.commit}:{part.folder}"], ["checkout-index", "--all", "--force", "--quiet"]):
+            run_git(args, cwd=str(place), limits=limits, env=env, tick=tick)
+    except GitFailed as exc:
+        raise FilesError(f"commit {part.commit[:12]} cannot be laid out: {clean(exc.said.strip()[-300:])}") from exc
+    except OSError as exc:
+        raise FilesError(f"{place} cannot be written: {exc.strerror or exc}") from exc
+    finally:
+        for left in (index, index.with_name(f"{index.name}.lock")):
+            left.unlink(missing_ok=True)
+
+
+def _size_of(mirror: Path) -> int:
+    """What its packs take, those that are coming among them."""
+    total = 0
+    for folder, _, files in os.walk(mirror / "objects"):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
+@contextlib.contextmanager
+def _locked(mirror: Path, tick: Callable[[], object]) -> Iterator[None]:
+    """One fetch into a mirror at a time."""
+    deadline = time.monotonic() + _LOCK_LIMIT_S
+    path = mirror.with_name(f"{mirror.name}.lock")
+    while (lock := take_lock(path, is_new=True)) is None:
+        if time.monotonic() > deadline:
+            raise FilesError(f"{path} is held by another job that fetches the same repository")
+        tick()
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        os.close(lock)

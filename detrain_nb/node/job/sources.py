@@ -1,0 +1,203 @@
+"""What a job is made of, as it comes to a node: files by digest, or a commit of a git repository.
+
+An order "source" brings it into our cache; `lay_out` writes it where the job runs. Its id is the digest of the list of
+all its files, or of its commits: the same source has the same one on every node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+from ...copying.json_lines import FilesError, Talk, Untrue, as_size, check_name, clean
+from ...copying.receiver import TreeWriter
+from .blobs import Blobs, remove_unused, sources_folder, touch
+from .git_program import GitAccess, GitLimits
+from .git_source import GitPart, fetch_parts, lay_out_part
+from .stored_blobs import read_stored
+
+__all__ = ["FORMAT", "LISTED_BYTES", "MOST_FILES", "handle_source", "lay_out"]
+
+FORMAT = 1
+MOST_FILES = 100_000
+LISTED_BYTES = 1 << 25  # the list of all files
+_ID = re.compile(r"[0-9a-f]{64}")
+_TEXT_CHARS = 4096
+_MOST_VARIABLES = 64
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_Listed = list[tuple[str, int, str, bool]]  # name, size, digest, whether it can be executed
+
+
+def handle_source(
+    talk: Talk, order: dict[str, Any], *, cache: Path | None = None, limits: GitLimits | None = None
+) -> None:
+    """Serve the order "source"; the answer is "ready" with the id. Raises: FilesError, Failed, Untrue."""
+    cache = cache or sources_folder()
+    kind = order.get("of")
+    if kind == "files":
+        _take_files(talk, order, cache)
+    elif kind == "git":
+        _take_git(talk, order, cache, limits)
+    else:
+        raise Untrue(f"{clean(kind)[:40]!r} is no kind of source: files or git")
+    remove_unused(cache, tick=talk.tick)
+
+
+def lay_out(source: object, target: Path, talk: Talk | None = None, *, cache: Path | None = None) -> None:
+    """Write all files of a source into the folder ``target``, which is made. ``talk`` is told that it goes on.
+
+    Raises: FilesError.
+    """
+    tick = talk.tick if talk else _no_tick
+    cache = cache or sources_folder()
+    noted = _read_note(cache, source)
+    if "parts" in noted:
+        for part in map(GitPart.read, noted["parts"]):
+            lay_out_part(cache, part, target, tick=tick)
+        return
+    blobs = Blobs(cache / "blobs")
+    with TreeWriter(str(target)) as writer:
+        for name, size, sha256, is_executable in _check_list(noted):
+            tick()
+            writer.add_file(name, size, 0o755 if is_executable else 0o644, blobs.read(sha256, size))
+
+
+def _no_tick() -> None:
+    """Nobody waits."""
+
+
+# ---- files by their digest
+
+
+def _take_files(talk: Talk, order: dict[str, Any], cache: Path) -> None:
+    size = as_size(order.get("size"))
+    if size > LISTED_BYTES:
+        raise Untrue(f"the list of files has {size} bytes, more than {LISTED_BYTES}")
+    text = b"".join(talk.read(size))
+    files = _check_list(_parse(text))
+    blobs = Blobs(cache / "blobs")
+    wanted: dict[str, int] = {}  # the first place of each file that is not here
+    seen: set[str] = set()
+    for index, (_, length, sha256, _) in enumerate(files):
+        talk.tick()
+        if sha256 not in seen and not blobs.has(sha256, length):
+            wanted[sha256] = index
+        seen.add(sha256)
+    where = order.get("storage")
+    missing = [files[index] for index in wanted.values()]
+    if where:  # it says first whether it can be read from here at all
+        reader = read_stored(_text(where), _read_variables(order), tick=talk.tick)
+        with reader:
+            talk.say("need", indices=list(wanted.values()))
+            talk.hear("stored")
+            reader.fetch([(sha256, length) for _, length, sha256, _ in missing], blobs, tick=talk.tick)
+    else:
+        talk.say("need", indices=list(wanted.values()))
+        talk.flush()
+        for _, length, sha256, _ in missing:
+            blobs.add(sha256, length, talk.read(length))
+    talk.say("ready", source=_write_note(cache, text))
+    talk.flush()
+
+
+def _check_list(noted: dict[str, Any]) -> _Listed:
+    """Raises: Untrue for what is no list of files, or has two files in one place."""
+    files = noted.get("files")
+    if noted.get("format") != FORMAT or not isinstance(files, list):
+        raise Untrue("what came is no list of files of this release")
+    if len(files) > MOST_FILES:
+        raise Untrue(f"{len(files)} files are more than {MOST_FILES}")
+    checked: _Listed = []
+    folders: set[str] = set()
+    for entry in files:
+        if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[2], str):
+            raise Untrue("what came is no list of files")
+        name = check_name(entry[0])
+        checked.append((name, as_size(entry[1]), entry[2], entry[3] is True))
+        if not _ID.fullmatch(entry[2]):
+            raise Untrue(f"{clean(name)[:80]!r} has no SHA-256")
+        while (name := name.rpartition("/")[0]) and name not in folders:
+            folders.add(name)
+    names = {name for name, *_ in checked}
+    if len(names) != len(checked) or names & folders:
+        raise Untrue("two files have the same name, or one that is a folder's")
+    return checked
+
+
+# ---- a commit
+
+
+def _take_git(talk: Talk, order: dict[str, Any], cache: Path, limits: GitLimits | None) -> None:
+    url, ref, commit, folder, token, ssh_key = (
+        _text(order.get(key, "")) for key in ("url", "ref", "commit", "folder", "token", "ssh_key")
+    )
+    access = GitAccess(token, ssh_key)
+    parts = fetch_parts(cache, url, ref, commit=commit, folder=folder, access=access, limits=limits, tick=talk.tick)
+    listed = [[part.mirror, part.commit, part.folder, part.place] for part in parts]
+    text = json.dumps({"format": FORMAT, "parts": listed}).encode()
+    talk.say("ready", source=_write_note(cache, text), commit=parts[0].commit)
+    talk.flush()
+
+
+# ---- what is noted of a source
+
+
+def _write_note(cache: Path, text: bytes) -> str:
+    source = hashlib.sha256(text).hexdigest()
+    folder = cache / "listed"
+    part = folder / f".part-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        part.write_bytes(text)
+        os.replace(part, folder / source)
+    except OSError as exc:
+        raise FilesError(f"{folder} cannot be written to: {exc.strerror or exc}") from exc
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+    return source
+
+
+def _read_note(cache: Path, source: object) -> dict[str, Any]:
+    """Raises: FilesError when there is no such source here."""
+    if not isinstance(source, str) or not _ID.fullmatch(source):
+        raise Untrue("what came is no id of a source")
+    path = cache / "listed" / source
+    try:
+        text = path.read_bytes()
+    except OSError as exc:
+        raise FilesError(f"the source of the job is not here any more: {exc.strerror}: submit the job again") from exc
+    if hashlib.sha256(text).hexdigest() != source:
+        raise FilesError(f"{path} was changed since it came: submit the job again")
+    touch(path)
+    return _parse(text)
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        noted = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise Untrue("what came is no list of files") from exc
+    if not isinstance(noted, dict):
+        raise Untrue("what came is no list of files")
+    return noted
+
+
+def _text(said: object) -> str:
+    if not isinstance(said, str) or len(said) > _TEXT_CHARS or "\0" in said:
+        raise Untrue("a text was expected")
+    return said
+
+
+def _read_variables(order: dict[str, Any]) -> dict[str, str]:
+    """Of the environment of the program that reads a store: what lets it in. Raises: Untrue."""
+    said = order.get("environment") or {}
+    if not isinstance(said, dict) or len(said) > _MOST_VARIABLES or not all(map(_VARIABLE.fullmatch, said)):
+        raise Untrue("the variables for the store are none")
+    return {name: _text(value) for name, value in said.items()}

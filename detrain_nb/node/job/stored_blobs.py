@@ -1,0 +1,141 @@
+"""Files of a job that come through a store, such as ``s3://``: read by a program of its own, since it needs libraries.
+
+Its environment alone has what lets it in. It says first whether it can open the store at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedReader
+from typing import cast
+
+from ...copying.json_lines import Failed, FilesError, Talk, as_size, clean
+from ...errors import DetrainError
+from ...guarded import RUN_MODULE
+from ..system.own_files import PACKAGE
+from .blobs import Blobs
+
+__all__ = ["main", "read_stored"]
+
+_CHUNK_BYTES = 1 << 20
+_ANSWER_LIMIT_S = 60.0
+_END_LIMIT_S = 5.0
+_WORDS_BYTES = 1 << 14
+
+
+class _StoreReader:
+    """The program at work; made by `read_stored`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], where: str) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._process, self._where = process, where
+        self._talk = Talk(cast(BufferedReader, process.stdout), process.stdin)
+        self._hung = threading.Timer(_ANSWER_LIMIT_S, process.kill)
+        self._hung.start()
+
+    def __enter__(self) -> _StoreReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the program."""
+        self._hung.cancel()
+        with contextlib.suppress(OSError):
+            self._process.kill()
+        self._process.wait(_END_LIMIT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def open(self) -> None:
+        """Raises: FilesError where the store cannot be opened: a library is missing, or its name is none."""
+        with self._explained():
+            self._talk.say("open", where=self._where)
+            self._talk.hear("opened")
+        self._hung.cancel()
+
+    def fetch(self, wanted: Sequence[tuple[str, int]], blobs: Blobs, *, tick: Callable[[], object]) -> None:
+        """Have all files. Raises: FilesError, also for one that is another there."""
+        for sha256, size in wanted:
+            with self._explained():
+                self._talk.say("read", name=sha256, size=size)
+                self._talk.hear("file")
+                blobs.add(sha256, size, self._ticking(size, tick))
+
+    def _ticking(self, size: int, tick: Callable[[], object]) -> Iterator[bytes]:
+        for data in self._talk.read(size):
+            tick()
+            yield data
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What goes wrong there is no word of the notebook's."""
+        try:
+            yield
+        except Failed as exc:
+            raise FilesError(f"the store cannot be read from this node: {exc}") from exc
+
+
+def read_stored(where: str, environment: Mapping[str, str], *, tick: Callable[[], object]) -> _StoreReader:
+    """Start the program that reads the store ``where``; it is ended by the block that uses it."""
+    above = os.path.dirname(PACKAGE)
+    kept = os.environ.get("PYTHONPATH")
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-X", "utf8", "-c", RUN_MODULE, __name__],
+            cwd="/",
+            env={**os.environ, **environment, "PYTHONPATH": f"{above}{os.pathsep}{kept}" if kept else above},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as exc:
+        raise FilesError(f"no process can be started to read {clean(where)}: {exc.strerror}") from exc
+    reader = _StoreReader(process, where)
+    try:
+        tick()
+        reader.open()
+    except BaseException:
+        reader.close()
+        raise
+    return reader
+
+
+def main() -> None:
+    """Open one store, and read what is asked for until nothing more is."""
+    from ...storage import locate
+
+    talk = Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer)
+    try:
+        where = talk.hear("open")["where"]
+        folder = locate(str(where))
+        talk.say("opened")
+        while True:
+            said = talk.hear("read")
+            size = as_size(said.get("size"))
+            file = folder / str(said.get("name"))
+            with file.open() as opened:
+                talk.say("file")
+                left = size
+                while left and (data := opened.read(min(left, _CHUNK_BYTES))):
+                    talk.send(data)
+                    left -= len(data)
+                if left:
+                    raise FilesError(f"{file.name} is shorter than it was said to be")
+    except (DetrainError, OSError, FilesError) as exc:
+        with contextlib.suppress(FilesError):
+            talk.say("failed", text=str(exc))
+            talk.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""WHO does what: which ranks run on which node and device, and what of a pipeline each has.
+
+Frozen dataclasses, arithmetic only: it runs in a notebook without torch, and on a node.
+"""
+
+from __future__ import annotations
+
+from .batch import Batch, split_batch
+from .choices import SCHEDULES
+from .mesh import AXES, DATA_AXES, Mesh, resolve_axes
+from .nodes import DEVICES, MOST_RANKS, NodeOffer, NodePlan, Plan, plan_nodes, plan_one_node
+from .picture import RankRow
+from .pipeline import plan_pipeline
+from .ranks import parse_ranks, split_names
+from .stages import StageLayout
+
+__all__ = [
+    "AXES",
+    "DATA_AXES",
+    "DEVICES",
+    "MOST_RANKS",
+    "SCHEDULES",
+    "Batch",
+    "Mesh",
+    "NodeOffer",
+    "NodePlan",
+    "Plan",
+    "RankRow",
+    "StageLayout",
+    "parse_ranks",
+    "plan_nodes",
+    "plan_one_node",
+    "plan_pipeline",
+    "resolve_axes",
+    "split_batch",
+    "split_names",
+]

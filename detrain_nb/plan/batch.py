@@ -1,0 +1,81 @@
+"""A global batch, dealt out to replicas and cut into microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import SpecError
+from .stages import StageLayout
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one step: ``replicas`` x ``microbatches`` x ``micro_size`` of them."""
+
+    replicas: int
+    microbatches: int
+    micro_size: int
+
+    @property
+    def replica_size(self) -> int:
+        """The samples that a replica sees, which is the batch size of its loader."""
+        return self.microbatches * self.micro_size
+
+    @property
+    def global_size(self) -> int:
+        return self.replicas * self.replica_size
+
+    def __str__(self) -> str:
+        factors = [(self.replicas, "replicas"), (self.microbatches, "microbatches"), (self.micro_size, "samples")]
+        parts = " x ".join(f"{count} {what}" for count, what in factors if count > 1)
+        return f"batch {self.global_size} = {parts}" if " x " in parts else f"batch {self.global_size}"
+
+
+def split_batch(
+    global_size: int,
+    *,
+    replicas: int = 1,
+    microbatches: int | None = None,
+    stages: StageLayout | None = None,
+    pipeline_ranks: int = 1,
+) -> Batch:
+    """Deal a batch out and cut it: by default into one microbatch, or, for a pipeline of ``stages``, as many as are
+    usual there; where these do not divide it, into the most below that do.
+
+    Raises: SpecError where it does not divide.
+    """
+    if global_size < 1:
+        raise SpecError(f"a batch of {global_size}: it has 1 sample or more")
+    size, rest = divmod(global_size, replicas)
+    if rest:
+        raise SpecError(
+            f"a batch of {global_size} does not divide by {replicas} replicas: give {_near(global_size, replicas)}"
+        )
+    num_stages = stages.num_stages(pipeline_ranks) if stages else 1
+    if microbatches is None:
+        microbatches = _most_that_divide(size, stages, num_stages, pipeline_ranks) if stages else 1
+    if stages:
+        stages.require_microbatches(microbatches, num_stages=num_stages)
+    elif microbatches < 1:
+        raise SpecError(f"{microbatches} microbatches: a batch is cut into 1 or more")
+    if size % microbatches:
+        cut = f"{replicas} replicas x {microbatches} microbatches" if replicas > 1 else f"{microbatches} microbatches"
+        near = _near(global_size, replicas * microbatches)
+        raise SpecError(
+            f"a batch of {global_size} does not divide by {cut}: give {near}, or a number of microbatches that {size} "
+            "divides by"
+        )
+    return Batch(replicas, microbatches, size // microbatches)
+
+
+def _most_that_divide(size: int, stages: StageLayout, num_stages: int, pipeline_ranks: int) -> int:
+    """The usual number where none does, or only so few that the pipeline would be empty: the error names it."""
+    usual = stages.num_microbatches(num_stages)
+    fitting = (count for count in range(usual, num_stages - 1, -1) if size % count == 0)
+    return next((count for count in fitting if stages.accepts(count, num_ranks=pipeline_ranks)), usual)
+
+
+def _near(size: int, divisor: int) -> str:
+    """The multiples below and above."""
+    below = size // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)

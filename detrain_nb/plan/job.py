@@ -1,0 +1,177 @@
+"""What a job's script knows of its spec: frozen dataclasses with the spec's names, every number resolved.
+
+    from detrain_nb import job_spec
+
+    job = job_spec()
+    print(job.training.epochs, job.parallelism.dp_shard)
+
+It needs Python 3.10 alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ..errors import SpecError
+from .batch import Batch
+from .choices import ActivationsKept, PrecisionName, SchedulerName, SyncAlgorithm
+from .fields import build, read_json, read_override, set_fields, split_overrides
+
+__all__ = [
+    "JOB_SPEC_VARIABLE",
+    "JobCheckpoint",
+    "JobData",
+    "JobModel",
+    "JobNode",
+    "JobParallelism",
+    "JobSpec",
+    "JobTraining",
+    "job_spec",
+]
+
+JOB_SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"  # names the file of the job's spec
+_SECTIONS = ("parallelism.", "training.", "data.", "model.", "checkpoint.")  # a script's command line may change these
+_FORMAT = 1
+_LIMIT_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class JobParallelism:
+    """The size of every axis of the mesh, none of them -1, and how the model is laid out over it."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    schedule: str = "1F1B"
+    microbatches: int | None = None
+    activations: ActivationsKept = "none"
+    compile: bool = False
+    precision: PrecisionName | None = None
+    algorithm: SyncAlgorithm = "sync"
+
+
+@dataclass(frozen=True)
+class JobTraining:
+    """How long, with what and how often; ``batch_size`` is that of all replicas together."""
+
+    epochs: int | None = None
+    steps: int | None = None
+    batch_size: int | None = None
+    learning_rate: float = 1e-3
+    optimizer: str = "adamw"
+    loss: str | None = None
+    scheduler: SchedulerName | None = None
+    warmup_steps: int = 0
+    clip: float | None = None
+    seed: int = 0
+    log_every: int = 10
+    evaluate_every: int | None = None
+    dev: bool = False
+
+
+@dataclass(frozen=True)
+class JobData:
+    """Where data is, in what form, and its parts."""
+
+    url: str
+    format: str | None = None
+    chunks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobModel:
+    """Where a model is, in what form, and its parts."""
+
+    url: str
+    format: str | None = None
+    chunks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobCheckpoint:
+    """Where checkpoints go, after how many steps each, and how many stay; ``keep`` None: all."""
+
+    url: str
+    interval: int | None = None
+    keep: int | None = 3
+    resume: bool = True
+    asynchronous: bool = False
+
+
+@dataclass(frozen=True)
+class JobNode:
+    """A node and its ranks; the name is empty for a job on the submitter's machine."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """The spec of a job, resolved."""
+
+    name: str
+    description: str = ""
+    world_size: int = 1
+    nodes: tuple[JobNode, ...] = ()
+    parallelism: JobParallelism = JobParallelism()
+    training: JobTraining = JobTraining()
+    batch: Batch | None = None
+    data: JobData | None = None
+    model: JobModel | None = None
+    checkpoint: JobCheckpoint | None = None
+    artifacts: tuple[str, ...] = ("*.pt", "*.safetensors", "artifacts/")
+
+    def on(self, nodes: Sequence[JobNode], *, batch: Batch | None) -> JobSpec:
+        """Return it for the ranks of ``nodes``."""
+        return replace(self, nodes=tuple(nodes), world_size=sum(len(node.ranks) for node in nodes), batch=batch)
+
+    def to_json(self) -> str:
+        """Write it as JSON, which ``from_json`` reads as an equal one."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "job spec") -> JobSpec:
+        """Read it from JSON; keys that a later release has are left out. Raises: SpecError."""
+        if len(text) > _LIMIT_BYTES:
+            raise SpecError(f"{where}: larger than {_LIMIT_BYTES // 1_000_000} MB: this is no job's spec")
+        data = read_json(text, where=where)
+        if not isinstance(data, Mapping) or data.get("format") != _FORMAT:
+            found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+            raise SpecError(f"{where}: has format {found!r}, this release reads format {_FORMAT}: submit the job anew")
+        return build(cls, data, where=where)
+
+    def with_overrides(self, words: Sequence[str]) -> JobSpec:
+        """Return it with what ``words`` of a command line say, as ``--training.epochs 2``; others are left alone.
+
+        Raises: SpecError.
+        """
+        found, _ = split_overrides(words, is_ours=lambda name: name.startswith(_SECTIONS))
+        values = {name: read_override(name, text, JobSpec, where="--") for name, text in found.items()}
+        return build(JobSpec, set_fields(asdict(self), values), where="--") if values else self
+
+
+def job_spec(argv: Sequence[str] | None = None) -> JobSpec:
+    """Read the spec of this job; ``--training.epochs 2`` on the command line wins over what it says.
+
+    ``argv``: the arguments, by default those of the script. What has no dot, or begins with no part of a spec, is the
+    script's own. Raises: SpecError.
+    """
+    path = os.environ.get(JOB_SPEC_VARIABLE)
+    if not path:
+        raise SpecError(
+            f"{JOB_SPEC_VARIABLE} is not set, so this process has no spec: submit the script as a job, or name there "
+            "the file of one"
+        )
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_LIMIT_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise SpecError(f"{JOB_SPEC_VARIABLE}={path!r} cannot be read: {exc}") from None
+    return JobSpec.from_json(text, where=path).with_overrides(sys.argv[1:] if argv is None else argv)

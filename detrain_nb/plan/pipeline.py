@@ -1,0 +1,48 @@
+"""The plan of a pipeline: ranks on nodes, laid out on a mesh, with a batch for each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from .batch import split_batch
+from .mesh import Mesh, resolve_axes
+from .nodes import NodeOffer, Plan, plan_nodes
+from .stages import StageLayout
+
+
+def plan_pipeline(
+    offers: Sequence[NodeOffer],
+    *,
+    device: str = "auto",
+    backend: str | None = None,
+    axes: Mapping[str, int],
+    batch_size: int | None = None,
+    microbatches: int | None = None,
+    schedule: str = "1F1B",
+) -> Plan:
+    """Number the ranks of the nodes, lay them out on ``axes``, and cut a batch of ``batch_size`` samples, all replicas
+    together. ``schedule`` is a name of ``SCHEDULES``; the stages of one in a file are not known here.
+
+    Raises: SpecError when the numbers do not fit; it says which, and what to change.
+    """
+    plan = plan_nodes(offers, device=device, backend=backend)
+    mesh = Mesh(resolve_axes(axes, plan.world_size, nodes=[offer.name for offer in offers]))
+    pipeline_ranks = mesh.axes.get("pp", 1)
+    layout = None if schedule.lower().endswith(".csv") else StageLayout(schedule)
+    stages: tuple[tuple[int, ...], ...] = ()
+    if layout and pipeline_ranks > 1:
+        count = layout.num_stages(pipeline_ranks)
+        stages = tuple(
+            layout.stages_of_rank(place, num_ranks=pipeline_ranks, num_stages=count) for place in range(pipeline_ranks)
+        )
+    batch = None
+    if batch_size is not None:
+        batch = split_batch(
+            batch_size,
+            replicas=mesh.replicas,
+            microbatches=microbatches,
+            stages=layout if stages else None,
+            pipeline_ranks=pipeline_ranks,
+        )
+    return replace(plan, mesh=mesh, batch=batch, stages=stages)

@@ -1,0 +1,119 @@
+"""What can be known of a spec before any node is asked: files that are missing, numbers that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..errors import SpecError
+from ..text import name_some
+from .findings import Finding, findings_of
+from .notebook import check_python, script_of_notebook
+from .pipeline_fields import PipelineFields
+from .planning import plan_spec
+from .source import Source
+
+_MOST_BYTES = 50_000_000
+
+
+def check_spec(spec: PipelineFields) -> list[Finding]:
+    """Return what is wrong with it, and what may be."""
+    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec)]
+
+
+def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
+    """A node that says neither ``ranks`` nor which GPUs has one rank for each GPU: how many, is not known here."""
+    try:
+        plan_spec(spec, gpus={})
+    except SpecError as exc:
+        field = "parallelism" if str(exc).startswith("mesh") else ""
+        open_nodes = [node.name for node in spec.nodes if node.devices == "auto" and node.ranks is None]
+        if open_nodes or not spec.nodes:
+            where = f"node{'s'[: len(open_nodes) > 1]} {name_some(open_nodes)}" if open_nodes else "this machine"
+            yield Finding(field, f"{exc}; unless {where} {'have' if len(open_nodes) > 1 else 'has'} GPUs", "warning")
+        else:
+            yield from findings_of(exc, field=field)
+
+
+def _check_source(source: Source) -> Iterator[Finding]:
+    for kind, look in _LOOKS.items():
+        try:
+            look(source)
+        except SpecError as exc:
+            yield Finding(f"source.{kind}", str(exc))
+    if source.git and source.git.token and source.git.url.startswith(("http://", "git://")):
+        yield Finding("source.git.url", "a token is sent, and nothing hides it on the way: give https://", "warning")
+
+
+def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
+    there = max(1, len(spec.nodes))
+    nodes = f"{there} node{'s' if there > 1 else ''}"
+    for field, count in (("min_nodes", spec.rendezvous.min_nodes), ("max_nodes", spec.rendezvous.max_nodes)):
+        if count is not None and count > there:
+            yield Finding(
+                f"rendezvous.{field}",
+                f"{count}, but the spec has {nodes}: add nodes or lower it",
+            )
+    if spec.rendezvous.is_elastic and spec.checkpoint is None:
+        yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")
+
+
+def _look_at_script(source: Source) -> None:
+    if source.script is not None:
+        check_python(_read(Path(source.script).expanduser()), where=source.script)
+
+
+def _look_at_text(source: Source) -> None:
+    if source.script_text is not None:
+        check_python(source.script_text, where="the text")
+
+
+def _look_at_notebook(source: Source) -> None:
+    if source.notebook is not None:
+        script_of_notebook(_read(Path(source.notebook).expanduser()), where=source.notebook)
+
+
+def _look_at_folder(source: Source) -> None:
+    if source.path is None or "://" in source.path:
+        return
+    folder = Path(source.path).expanduser()
+    if not folder.is_dir():
+        raise SpecError(f"{folder}: no such folder, looked for in {folder.absolute().parent}")
+    entry = folder / (source.entry or "")
+    check_python(_read(entry), where=str(entry))
+
+
+def _look_at_key(source: Source) -> None:
+    """The key is here where this machine clones; else it is on the nodes."""
+    git = source.git
+    if git and git.ssh_key and git.how == "bundle" and not Path(git.ssh_key).expanduser().is_file():
+        raise SpecError(f"ssh_key {git.ssh_key}: no such file")
+
+
+_LOOKS: dict[str, Callable[[Source], None]] = {
+    "script": _look_at_script,
+    "script_text": _look_at_text,
+    "notebook": _look_at_notebook,
+    "path": _look_at_folder,
+    "git": _look_at_key,
+}
+
+
+def _read(path: Path) -> str:
+    """Raises: SpecError."""
+    if path.exists() and not path.is_file():  # a pipe would keep us waiting
+        raise SpecError(f"{path}: is no file")
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file, looked for in {path.absolute().parent}") from None
+    except (OSError, ValueError) as exc:
+        raise SpecError(f"{path}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from None
+    if len(data) > _MOST_BYTES:
+        raise SpecError(f"{path}: larger than {_MOST_BYTES // 1_000_000} MB")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        line = data.count(b"\n", 0, exc.start) + 1
+        raise SpecError(f"{path}, line {line}: is not UTF-8: save the file as UTF-8") from None

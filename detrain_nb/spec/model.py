@@ -1,0 +1,76 @@
+"""What all models of a spec share: frozen, strict, and an error with one line for each field that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..errors import FieldError, FieldFault
+from ..plan.fields import nearest
+from ..text import printable
+
+# A secret may stand there, or it is long.
+_NOT_SHOWN = {"setup", "env", "arguments", "script_text", "secrets", "token", "url", "ref", "nodes"}
+_MOST_SHOWN = 60
+
+
+class SpecModel(BaseModel):
+    """A part of a spec; the description of a field says what to give, and the errors are made of it.
+
+    Raises: FieldError, a SpecError that has every fault.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True, allow_inf_nan=False)
+
+    if not TYPE_CHECKING:  # a type checker sees the fields
+
+        def __init__(self, /, **fields: Any) -> None:
+            try:
+                super().__init__(**fields)
+            except ValidationError as exc:
+                faults = [each for fault in exc.errors(include_url=False) for each in _read_fault(type(self), fault)]
+                raise FieldError(faults) from None
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return what is not as by default, as a document has it."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def describe_field(model: type[BaseModel], field: str) -> str:
+    """What to give for it."""
+    return model.model_fields[field].description or ""
+
+
+def show(value: object) -> str:
+    """Write a value for a message: on one line, cut where it is long."""
+    text = repr(value)  # which escapes what does not print
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldFault]:
+    """Say what is wrong with which field, and what to give. A field that is a model itself tells its own faults."""
+    loc, error = fault["loc"], fault.get("ctx", {}).get("error", "")
+    if not loc:
+        return [FieldFault("", f": {error}")]
+    field, path = str(loc[0]), _name_place(model, loc)
+    if isinstance(error, FieldError):
+        return [each.below(path) for each in error.faults]
+    if fault["type"] == "extra_forbidden":
+        return [FieldFault(path, f" is no field: {nearest(field, model.model_fields)}")]
+    if fault["type"] == "missing":
+        return [FieldFault(path, f" is missing: give {describe_field(model, field)}")]
+    value = "" if field in _NOT_SHOWN else f" {show(fault['input'])}"
+    return [FieldFault(path, f"{value}: {str(error) or f'give {describe_field(model, field)}'}")]
+
+
+def _name_place(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
+    """Of a list the position, of a table the key; the kinds that pydantic tried are none of the user's."""
+    field, *inner = loc
+    path = printable(str(field))[:_MOST_SHOWN]
+    if inner and isinstance(inner[0], int):
+        return f"{path}[{inner[0]}]"
+    if inner and field in model.model_fields and get_origin(model.model_fields[str(field)].annotation) is dict:
+        return f"{path}.{printable(str(inner[0]))[:_MOST_SHOWN]}"
+    return path

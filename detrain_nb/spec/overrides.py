@@ -1,0 +1,49 @@
+"""``--training.epochs 2`` on a command line: which field is meant, and what of its type was given."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..errors import SpecError
+from ..plan.fields import nearest, read_override, split_overrides
+from .nodes_file import parse_nodes
+
+
+def read_overrides(model: type[BaseModel], words: Sequence[str]) -> dict[str, Any]:
+    """Read ``--name value`` and ``--name=value`` of all ``words``; a name is a field, or has dots, as training.epochs.
+
+    Nodes are written as on any command line: ``--nodes gpu1,gpu2``. Lists have commas between their items, or are JSON;
+    ``--source.arguments`` is split as a shell splits it, and ``--source.setup`` is lines. Raises: SpecError.
+    """
+    found, others = split_overrides(words, is_ours=bool)
+    if others:
+        known = [name for name in model.model_fields if name == others[0].partition(".")[0]]
+        advice = f"write --{others[0]}" if known else f"give --field value: {nearest(others[0], model.model_fields)}"
+        raise SpecError(f"{others[0]!r} is no field to change: {advice}")
+    return {name: _read(model, name, text) for name, text in found.items()}
+
+
+def _read(model: type[BaseModel], name: str, text: str | None) -> Any:
+    if name in _WRITTEN and text is not None:
+        try:
+            return _WRITTEN[name](text)
+        except ValueError as exc:
+            raise SpecError(f"--{name}: {exc}") from None
+    return read_override(name, text, model, fields_of=_fields_of, where="--")
+
+
+def _fields_of(kind: Any) -> Mapping[str, Any] | None:
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return None
+    return {name: field.annotation for name, field in kind.model_fields.items()}
+
+
+_WRITTEN: dict[str, Callable[[str], Any]] = {
+    "nodes": lambda text: [node.to_fields() for node in parse_nodes(text)],
+    "source.arguments": shlex.split,
+    "source.setup": str,
+}

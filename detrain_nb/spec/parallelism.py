@@ -1,0 +1,60 @@
+"""How the ranks share the model: the axes of their mesh, and what is done along them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ..plan.choices import SCHEDULES, ActivationsKept, PrecisionName, ScheduleName, SyncAlgorithm
+from .model import SpecModel
+from .words import is_path, only
+
+_Axis = Annotated[int, Field(ge=-1, le=1 << 16)]
+_ScheduleFile = Annotated[str, only(lambda text: is_path(text) and text.endswith(".csv"))]
+_AXIS = "a number of ranks, 1 or more, or -1 for what is left"
+
+
+def _as_written(value: Any) -> Any:
+    """The name of a schedule as torch has it, however its letters are written."""
+    return next((name for name in SCHEDULES if isinstance(value, str) and name.lower() == value.lower()), value)
+
+
+class Parallelism(SpecModel):
+    """The mesh, from its outermost axis to the innermost, and how `parallelize` lays the model out over it."""
+
+    pp: _Axis = Field(default=1, description=f"{_AXIS}: pipeline stages")
+    dp_replicate: _Axis = Field(default=1, description=f"{_AXIS}: whole copies of the model")
+    dp_shard: _Axis = Field(default=-1, description=f"{_AXIS}: shards of parameters and optimizer state")
+    tp: _Axis = Field(default=1, description=f"{_AXIS}: parts of each layer")
+    schedule: Annotated[ScheduleName | _ScheduleFile, BeforeValidator(_as_written)] = Field(
+        default="1F1B", description=f"{', '.join(SCHEDULES)}, or a file *.csv: who runs which stage when"
+    )
+    microbatches: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+        default=None,
+        description="a whole number, 1 or more: the parts that a batch is cut into; none: what the schedule needs",
+    )
+    activations: ActivationsKept = Field(
+        default="none", description='"none", "selective" or "full": what is computed again in the backward pass'
+    )
+    compile: bool = Field(default=False, description="true or false: each block by torch.compile")
+    precision: PrecisionName | None = Field(default=None, description='"bf16" or "fp32": what is computed in')
+    algorithm: SyncAlgorithm = Field(default="sync", description='"sync": replicas agree in every step')
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        open_axes = [axis for axis, size in self.axes.items() if size == -1]
+        if zero := [axis for axis, size in self.axes.items() if size == 0]:
+            raise ValueError(f"{zero[0]} is 0: give {_AXIS}")
+        if len(open_axes) > 1:
+            raise ValueError(
+                f"{' and '.join(open_axes)} are both -1: only one axis has what is left, give the others a number"
+            )
+        if self.algorithm != "sync":
+            raise ValueError(f"algorithm {self.algorithm!r} is not available yet: give 'sync'")
+        return self
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The size of every axis; -1 is what is left."""
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}

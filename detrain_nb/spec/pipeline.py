@@ -1,0 +1,74 @@
+"""A whole pipeline as one document: read, written, changed, planned and checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from ..documents import read_document, write_document
+from ..errors import FieldError
+from ..plan import Plan
+from ..plan.fields import set_fields
+from ..plan.job import JobSpec
+from ..storage import shown
+from .checking import check_spec
+from .findings import Finding
+from .overrides import read_overrides
+from .pipeline_fields import PipelineFields
+from .planning import plan_spec, program_arguments, resolve_job
+
+
+class PipelineSpec(PipelineFields):
+    """What to run: frozen, and checked as a whole.
+
+    Raises: FieldError, a SpecError, with one line for each field that cannot be.
+    """
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Make it of what a document has; ``$schema``, by which editors complete it, is left out. Raises: SpecError."""
+        return cls(**{name: value for name, value in data.items() if name != "$schema"})
+
+    @classmethod
+    def load(cls, url: str | os.PathLike[str]) -> Self:
+        """Read it from a path or an fsspec URL, as JSON, TOML or YAML by the suffix. Raises: SpecError."""
+        try:
+            return cls.from_dict(read_document(url))
+        except FieldError as exc:
+            raise FieldError(exc.faults, where=shown(os.fspath(url))) from None
+
+    def save(self, url: str | os.PathLike[str]) -> None:
+        """Write it to a path or an fsspec URL, as JSON, TOML or YAML by the suffix. Raises: SpecError."""
+        write_document(url, self.to_dict())
+
+    @classmethod
+    def parse_overrides(cls, words: Sequence[str]) -> dict[str, Any]:
+        """Read ``--training.epochs 2 --nodes gpu1,gpu2`` as values for `with_overrides`. Raises: SpecError."""
+        return read_overrides(cls, words)
+
+    def with_overrides(self, values: Mapping[str, Any]) -> Self:
+        """Return it with other ``values`` of fields, as ``{"training.epochs": 2}``; what a field stands instead of, as
+        ``training.steps``, is left out then. Raises: SpecError.
+        """
+        return self.from_dict(set_fields(self.to_dict(), values)) if values else self
+
+    def plan(self, *, gpus: Mapping[str, int | Sequence[int]] | None = None) -> Plan:
+        """Return which rank is where, and what of the pipeline it has.
+
+        ``gpus``: how many there are on a node, by its name ("" for this machine where no node is named), or their
+        indices. A node that is not named has those that the spec asks for, else none. Raises: SpecError.
+        """
+        return plan_spec(self, gpus=gpus or {})
+
+    def check(self) -> list[Finding]:
+        """Return what is wrong with it, as far as that can be known without its nodes; an empty list is good."""
+        return check_spec(self)
+
+    def job_spec(self, plan: Plan) -> JobSpec:
+        """Return what the script reads with `detrain_nb.job_spec`."""
+        return resolve_job(self, plan)
+
+    def program_arguments(self, plan: Plan) -> tuple[str, ...]:
+        """Return the arguments of the script, in the style that the source says."""
+        return program_arguments(self, plan)

@@ -1,0 +1,100 @@
+"""The fields of a pipeline: what is run, on which nodes, how the model is shared, and what comes of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from .model import SpecModel
+from .node import Node
+from .nodes_file import find_twins
+from .parallelism import Parallelism
+from .places import Checkpoint, Data, Model, Rendezvous
+from .source import Source
+from .training import Training
+from .words import (
+    Variable,
+    Variables,
+    as_set_of,
+    as_tuple,
+    is_for_argv,
+    is_inside,
+    is_job_name,
+    is_one_line,
+    is_path,
+    only,
+)
+
+_OURS = re.compile(r"DETRAIN_NB_.*|TORCHELASTIC_.*|(?:LOCAL_|GROUP_|ROLE_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)")
+_MOST_NODES = 10_000
+
+
+def _check_nodes(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    if twins := find_twins(nodes):
+        raise ValueError("; ".join(twins))
+    return nodes
+
+
+def _check_variable(name: str) -> str:
+    if _OURS.fullmatch(name):
+        raise ValueError(f"{name} is set for every rank by torchrun or by us: give it another name")
+    return name
+
+
+_Env = dict[Annotated[Variable, AfterValidator(_check_variable)], Annotated[str, only(is_for_argv)]]
+
+
+class PipelineFields(SpecModel):
+    """What is written down of a pipeline, checked as a whole; `PipelineSpec` has it."""
+
+    name: Annotated[str, only(is_job_name)] = Field(
+        description="letters, digits and . _ -, at most 63, the first a letter or a digit"
+    )
+    description: Annotated[str, only(lambda text: is_one_line(text, allowed="\n\t") and len(text) <= 4000)] = Field(
+        default="", description="a text of at most 4000 characters, without control codes"
+    )
+    parallelism: Parallelism = Field(default=Parallelism(), description="a table: the axes pp, dp_replicate, ...")
+    training: Training = Field(default=Training(), description="a table: epochs or steps, batch_size, ...")
+    nodes: Annotated[
+        tuple[Node, ...], BeforeValidator(as_tuple), Field(max_length=_MOST_NODES), AfterValidator(_check_nodes)
+    ] = Field(default=(), description="a list of nodes, each with its host; none: this machine")
+    source: Source = Field(description="a table with one of script, script_text, notebook, git, path, module")
+    data: Data | None = Field(default=None, description="a table with the url of the data")
+    model: Model | None = Field(default=None, description="a table with the url of a model")
+    checkpoint: Checkpoint | None = Field(default=None, description="a table with the url of a folder")
+    artifacts: Annotated[tuple[Annotated[str, only(is_inside)], ...], BeforeValidator(as_set_of)] = Field(
+        default=("*.pt", "*.safetensors", "artifacts/"),
+        description='a list of patterns of files below the folder the ranks run in, as "*.pt", each once, without ..',
+    )
+    env: _Env = Field(default={}, description="a table of environment variables with texts; secrets stay out of it")
+    secrets: Annotated[Variables, AfterValidator(lambda names: tuple(map(_check_variable, names)))] = Field(
+        default=(), description="a list of names of environment variables, each once: values stay out of it"
+    )
+    image: Annotated[str, only(lambda text: is_path(text) and " " not in text)] | None = Field(
+        default=None, description="the name of a container image, for where jobs run in one"
+    )
+    rendezvous: Rendezvous = Field(default=Rendezvous(), description="a table: endpoint, port, timeout_s, ...")
+
+    @model_validator(mode="after")
+    def _check_style(self) -> Self:
+        if self.source.argument_style == "detrain" and self.training.steps is not None:
+            raise ValueError(
+                f"training.steps {self.training.steps}: the arguments of DeTrain have epochs alone: give "
+                'training.epochs, or source.argument_style "plain"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_variables(self) -> Self:
+        if both := [name for name in self.secrets if name in self.env]:
+            raise ValueError(f"{both[0]} stands in env and in secrets: leave it out of env, whose values are stored")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what is not as by default, as a document has it."""
+        fields = self.to_fields()
+        if self.nodes:
+            fields["nodes"] = [node.to_fields() for node in self.nodes]
+        return fields

@@ -1,0 +1,83 @@
+"""Where data, models and checkpoints are, and where the nodes of a job meet."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from .model import SpecModel
+from .node import is_address
+from .words import as_set_of, is_job_name, is_one_line, is_path, only
+
+Url = Annotated[str, only(lambda text: is_path(text) and len(text) <= 2000)]
+_Word = Annotated[str, only(lambda text: bool(text.strip()) and is_one_line(text) and len(text) <= 100)]
+_Chunks = Annotated[
+    tuple[Annotated[str, only(lambda text: bool(text) and is_one_line(text))], ...], BeforeValidator(as_set_of)
+]
+URL = "a path or an fsspec URL, as s3://bucket/folder, on one line; keys and passwords stay out of it"
+
+
+class _Stored(SpecModel):
+    url: Url = Field(description=URL)
+    format: _Word | None = Field(default=None, description="a word for how it is written, as parquet or safetensors")
+    chunks: _Chunks = Field(default=(), description="a list of the names of its parts, each once")
+
+
+class Data(_Stored):
+    """What is trained on."""
+
+
+class Model(_Stored):
+    """What is trained, where it is not made anew."""
+
+
+class Checkpoint(SpecModel):
+    """Where checkpoints go, how often, and whether a job goes on from them."""
+
+    url: Url = Field(description=URL)
+    interval: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="a whole number, 1 or more: steps between two; none: one at the end"
+    )
+    keep: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
+        default=3, description='a whole number, 1 or more: so many of the newest stay; or "all"'
+    )
+    resume: bool = Field(default=True, description="true or false: go on from the newest one that is there")
+    asynchronous: bool = Field(default=False, description="true or false: train on while one is written")
+
+
+class Rendezvous(SpecModel):
+    """How the nodes find each other, and how often a job begins anew when a rank or a node fails."""
+
+    id: Annotated[str, only(is_job_name)] | None = Field(
+        default=None, description="a name of letters, digits and . _ -, at most 63; none: the job's"
+    )
+    endpoint: Annotated[str, only(is_address)] | None = Field(
+        default=None, description="the address or host name at which the others reach the first node; none: found out"
+    )
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=0, description="a number from 1 to 65535; 0: the first node picks a free one"
+    )
+    timeout_s: Annotated[float, Field(ge=1, le=86400)] = Field(
+        default=600.0, description="seconds, 1 to 86400: within them all nodes come"
+    )
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=0, description="a whole number, 0 to 1000: how often all ranks begin anew when one fails"
+    )
+    min_nodes: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="a whole number, 1 or more: so many nodes suffice; none: all"
+    )
+    max_nodes: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="a whole number, 1 or more: there can be so many nodes; none: all"
+    )
+
+    @model_validator(mode="after")
+    def _check_range(self) -> Self:
+        if self.min_nodes is not None and self.max_nodes is not None and self.min_nodes > self.max_nodes:
+            raise ValueError(f"min_nodes {self.min_nodes} is more than max_nodes {self.max_nodes}: lower it")
+        return self
+
+    @property
+    def is_elastic(self) -> bool:
+        """Ranks may begin anew, or nodes be fewer than all."""
+        return self.max_restarts > 0 or self.min_nodes is not None or self.max_nodes is not None

@@ -1,0 +1,82 @@
+"""What a spec makes of its nodes: the plan of its ranks, the spec that a script reads, the arguments it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import SpecError
+from ..plan import NodeOffer, Plan, plan_pipeline
+from ..plan.fields import build
+from ..plan.job import JobNode, JobSpec
+from .pipeline_fields import PipelineFields
+
+_RANKS_HERE = 2  # on the CPU, where no node is named
+
+
+def plan_spec(spec: PipelineFields, *, gpus: Mapping[str, int | Sequence[int]]) -> Plan:
+    """Number the ranks; ``gpus`` are how many a node has, by its name, or their indices.
+
+    A node that it does not name has the GPUs that the spec asks for. Raises: SpecError.
+    """
+    names = [node.name for node in spec.nodes] or [""]
+    if unknown := [name for name in gpus if name not in names]:
+        raise SpecError(f"gpus are given of {unknown[0]!r}, which is no node: there are {', '.join(names)}")
+    found = {name: tuple(range(each)) if isinstance(each, int) else tuple(each) for name, each in gpus.items()}
+    offers = [
+        NodeOffer(
+            node.name,
+            found.get(node.name, node.devices if isinstance(node.devices, tuple) else ()),
+            devices=node.devices,
+            ranks=node.ranks,
+        )
+        for node in spec.nodes
+    ]
+    if not offers:
+        here = found.get("", ())
+        offers = [NodeOffer("", here, ranks=None if here else _RANKS_HERE)]
+    return plan_pipeline(
+        offers,
+        device="auto",
+        backend=None,
+        axes=spec.parallelism.axes,
+        batch_size=spec.training.batch_size,
+        microbatches=spec.parallelism.microbatches,
+        schedule=spec.parallelism.schedule,
+    )
+
+
+def resolve_job(spec: PipelineFields, plan: Plan) -> JobSpec:
+    """Return what a script reads with `job_spec`: the spec with every axis and batch size as a number."""
+    data: dict[str, Any] = spec.model_dump(
+        mode="json", include={"name", "description", "training", "data", "model", "checkpoint", "artifacts"}
+    )
+    if spec.training.dev:  # a few batches, and no checkpoint
+        data["checkpoint"] = None
+    if data["checkpoint"] and data["checkpoint"]["keep"] == "all":
+        data["checkpoint"]["keep"] = None
+    data["parallelism"] = spec.parallelism.model_dump(mode="json") | dict(plan.mesh.axes if plan.mesh else {})
+    if plan.batch:
+        data["parallelism"]["microbatches"] = plan.batch.microbatches
+    nodes = [JobNode(node.name, node.ranks) for node in plan.nodes]
+    return build(JobSpec, data, where="spec").on(nodes, batch=plan.batch)
+
+
+def program_arguments(spec: PipelineFields, plan: Plan) -> tuple[str, ...]:
+    """Return the arguments of the program; in the style of DeTrain its flags stand behind the user's.
+
+    ``--gpu`` has 1 for each rank on a GPU and 0 for the others, ``--batch_size`` is that of a replica, and
+    ``--split_size`` the number of microbatches, which its help calls the number of parts.
+    """
+    if spec.source.argument_style == "plain":
+        return spec.source.arguments
+    training = spec.training
+    flags: dict[str, Any] = {
+        "--gpu": "_".join(str(int(rank in plan.cuda_ranks)) for rank in range(plan.world_size)),
+        "--epochs": training.epochs,
+        "--batch_size": plan.batch.replica_size if plan.batch else None,
+        "--lr": training.learning_rate,
+        "--model_name": spec.name,
+        "--split_size": plan.batch.microbatches if plan.batch else spec.parallelism.microbatches,
+    }
+    return (*spec.source.arguments, *(f"{flag}={value}" for flag, value in flags.items() if value is not None))

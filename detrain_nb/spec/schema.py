@@ -1,0 +1,28 @@
+"""The JSON Schema of a spec, by which editors complete and check one: ``python -m detrain_nb.spec.schema`` writes it.
+
+A document names it with ``"$schema": "..."``, in YAML with ``# yaml-language-server: $schema=...``. It says less than
+the models do: what several fields have to do with each other, only they know.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .pipeline import PipelineSpec
+
+FILE = Path(__file__).with_name("pipeline.schema.json")
+
+
+def make_schema() -> str:
+    """Return the schema as the text of its file."""
+    schema = PipelineSpec.model_json_schema()
+    schema["properties"]["$schema"] = {"type": "string", "description": "the address or path of this schema"}
+    for model in (schema, *schema["$defs"].values()):  # of a docstring an editor shows what the class is
+        model["description"] = model["description"].partition("\n\n")[0]
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A pipeline of detrain_nb"}
+    return json.dumps({**head, **{name: schema[name] for name in schema if name not in head}}, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(make_schema(), encoding="utf-8")

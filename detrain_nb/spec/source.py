@@ -1,0 +1,95 @@
+"""What the ranks run: a script, the cells of a notebook, a repository, a folder or a module; with which arguments."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from ..plan.choices import ONE_OF, ArgumentStyle
+from ..plan.git_urls import check_git_ref, check_git_url
+from .model import SpecModel
+from .places import URL, Url
+from .words import Lines, Path, Variable, as_tuple, is_for_argv, is_inside, is_module, is_path, only
+
+_KINDS = tuple(name.removeprefix("source.") for group in ONE_OF for name in group if name.startswith("source."))
+_Inside = Annotated[str, only(is_inside)]
+_Argument = Annotated[str, only(is_for_argv)]
+_FOLDERS = ("git", "path")  # what has an entry
+
+
+class Git(SpecModel):
+    """A repository, at one branch, tag or commit of it."""
+
+    url: Annotated[str, AfterValidator(check_git_url)] = Field(
+        description="https://host/path, ssh://host/path, user@host:path or a path; no password in it"
+    )
+    ref: Annotated[str, AfterValidator(check_git_ref)] | None = Field(
+        default=None, description="a branch, a tag or a commit; none: the branch that the repository names"
+    )
+    token: Variable | None = Field(
+        default=None, description="the name of the environment variable that holds a token; never the token itself"
+    )
+    ssh_key: Path | None = Field(default=None, description="the path of a private key on the machine that clones")
+    folder: _Inside | None = Field(
+        default=None, description="a folder of the repository that the ranks run in; none: its top"
+    )
+    how: Literal["clone", "bundle"] = Field(
+        default="clone",
+        description='"clone": each node asks the git host; "bundle": this machine does, and the nodes get it from here',
+    )
+
+    @model_validator(mode="after")
+    def _check_key(self) -> Self:
+        if self.token is not None and self.ssh_key is not None:
+            raise ValueError("token and ssh_key are both given: leave out one")
+        return self
+
+
+class Source(SpecModel):
+    """Exactly one of `script`, `script_text`, `notebook`, `git`, `path` and `module`, and how it is called."""
+
+    script: Annotated[str, only(lambda text: is_path(text) and text.lower().endswith(".py"))] | None = Field(
+        default=None, description="the path of a Python file, *.py"
+    )
+    script_text: Annotated[str, only(lambda text: bool(text.strip()) and is_for_argv(text))] | None = Field(
+        default=None, description="the text of a Python script"
+    )
+    notebook: Annotated[str, only(lambda text: is_path(text) and text.lower().endswith(".ipynb"))] | None = Field(
+        default=None, description="the path of a saved notebook, *.ipynb, whose cells with the tag job are run"
+    )
+    git: Git | None = Field(default=None, description="a table with the url of a repository")
+    path: Url | None = Field(default=None, description=f"a folder: {URL}")
+    module: Annotated[str, only(is_module)] | None = Field(
+        default=None, description="the name of a module that is installed on the nodes, as package.train"
+    )
+    entry: Annotated[str, only(lambda text: is_inside(text) and text.lower().endswith(".py"))] | None = Field(
+        default=None, description="the Python file that is run, *.py, by its path in the folder of git or path"
+    )
+    arguments: Annotated[tuple[_Argument, ...], BeforeValidator(as_tuple)] = Field(
+        default=(), description="a list of texts without NUL"
+    )
+    argument_style: ArgumentStyle = Field(
+        default="plain",
+        description='"plain", or "detrain", which adds --gpu, --epochs, --batch_size, --lr, --model_name, --split_size',
+    )
+    setup: Lines = Field(
+        default=(), description="lines for a shell, run on every node before the ranks start, without control codes"
+    )
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are given" if given else "nothing says what to run"
+            raise ValueError(f"{found}: give exactly one of {', '.join(_KINDS)}")
+        if given[0] in _FOLDERS and self.entry is None:
+            raise ValueError(f"entry is missing: {given[0]} is a folder, so name the Python file of it that is run")
+        if given[0] not in _FOLDERS and self.entry is not None:
+            raise ValueError(f"entry {self.entry!r} stands beside {given[0]}, which is no folder: leave it out")
+        return self
+
+    @property
+    def kind(self) -> str:
+        """The name of the one field that says what is run."""
+        return next(kind for kind in _KINDS if getattr(self, kind) is not None)

@@ -1,0 +1,101 @@
+"""What a text in a spec may be: names, paths, lines; and how a list of such texts is read."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LIKE_RANKS = re.compile(r"[0-9_-]+|all")  # what plan.parse_ranks reads, and what looks like it
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
+_MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*){0,30}")
+
+
+def only(is_right: Callable[[str], object]) -> AfterValidator:
+    """Let a text pass for which ``is_right`` is true; the error is made of the field's description."""
+
+    def check(text: str) -> str:
+        if not is_right(text):
+            raise ValueError
+        return text
+
+    return AfterValidator(check)
+
+
+def is_node_name(text: str) -> bool:
+    """It is a name that no choice of ranks reads as."""
+    return is_job_name(text) and not _LIKE_RANKS.fullmatch(text.lower())
+
+
+def is_job_name(text: str) -> bool:
+    return bool(_NAME.fullmatch(text))
+
+
+def is_variable(text: str) -> bool:
+    """It is the name of an environment variable."""
+    return bool(_VARIABLE.fullmatch(text))
+
+
+def is_module(text: str) -> bool:
+    """It is the dotted name of a Python module."""
+    return bool(_MODULE.fullmatch(text)) and len(text) <= 250
+
+
+def is_path(text: str) -> bool:
+    """It goes into an argv: it may have spaces, but no control characters, and is no option."""
+    return bool(text.strip()) and not text.startswith("-") and is_one_line(text)
+
+
+def is_inside(text: str) -> bool:
+    """It is the path of something in a folder, and does not lead out of it."""
+    return is_path(text) and not text.startswith(("/", "~")) and "\\" not in text and ".." not in text.split("/")
+
+
+def is_one_line(text: str, *, allowed: str = "") -> bool:
+    """No control characters, no ends of lines, nothing that UTF-8 cannot write."""
+    return not any(unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"} for char in text if char not in allowed)
+
+
+def is_for_argv(text: str) -> bool:
+    """The system takes it as an argument or the value of a variable: no NUL, nothing that UTF-8 cannot write."""
+    return "\0" not in text and not any(unicodedata.category(char) == "Cs" for char in text)
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """A list, or a tuple, as files and Python have them."""
+    if not isinstance(value, list | tuple):
+        raise ValueError
+    return tuple(value)
+
+
+def as_set_of(value: Any) -> tuple[Any, ...]:
+    """A list in which everything stands once."""
+    items = as_tuple(value)
+    if len(set(map(repr, items))) < len(items):
+        raise ValueError
+    return items
+
+
+def as_lines(value: Any) -> tuple[str, ...]:
+    """Lines for a shell: one text, or a list of them; none that is empty at the begin and the end."""
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ValueError
+    lines = [line.removesuffix("\r") for text in texts for line in text.split("\n")]
+    if not all(is_one_line(line, allowed="\t") for line in lines):
+        raise ValueError
+    while lines and not lines[-1].strip():
+        lines.pop()
+    while lines and not lines[0].strip():
+        lines.pop(0)
+    return tuple(lines)
+
+
+Path = Annotated[str, only(is_path)]
+Lines = Annotated[tuple[str, ...], BeforeValidator(as_lines)]
+Variable = Annotated[str, only(is_variable)]
+Variables = Annotated[tuple[Variable, ...], BeforeValidator(as_set_of)]

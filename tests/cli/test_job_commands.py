@@ -1,0 +1,110 @@
+"""`detrain-nb jobs`, `detrain-nb run SPEC`: real jobs of two ranks on this machine, in a home of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from detrain_nb.cli.commands import main
+from detrain_nb.cli.job_commands import split_command
+
+LIMIT_S = 120.0
+SCRIPT = """
+import os, pathlib, sys
+from detrain_nb import job_spec
+print("rank", os.environ["RANK"], "epochs", job_spec().training.epochs)
+pathlib.Path("artifacts").mkdir(exist_ok=True)
+pathlib.Path(f"artifacts/{os.environ['RANK']}").write_text("made")
+sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "0" else 0)
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a spec, whose job exits with its argument."""
+    for name, folder in (("XDG_STATE_HOME", "state"), ("XDG_CACHE_HOME", "cache"), ("DETRAIN_NB_RUNTIME_DIR", "run")):
+        (tmp_path / folder).mkdir(mode=0o700)
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    file = tmp_path / "train.json"
+    source = {"script_text": SCRIPT, "arguments": ["0"]}
+    file.write_text(json.dumps({"name": "from-the-shell", "source": source, "training": {"epochs": 1}}))
+    yield file
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_spec_is_run_and_its_exit_status_returned(
+    spec: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["run", str(spec), "--training.epochs", "7"]) == 0
+    out, _ = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[0] rank 0 epochs 7", "[1] rank 1 epochs 7"]
+    assert main(["jobs", "list"]) == 0
+    assert "from-the-shell" in capfd.readouterr().out
+    assert main(["jobs", "logs", "from-the-shell", "--rank", "1"]) == 0
+    assert capfd.readouterr().out == "[1] rank 1 epochs 7\n"
+    assert main(["jobs", "fetch", "from-the-shell", "--to", str(tmp_path / "made")]) == 0
+    assert (tmp_path / "made/artifacts/1").read_text() == "made"
+    assert main(["jobs", "exec", "from-the-shell", "--", "cat artifacts/0; exit 4"]) == 4
+    assert "made" in capfd.readouterr().out
+    assert main(["jobs", "rm", "from-the-shell"]) == 0
+    assert main(["jobs", "show", "from-the-shell"]) == 1
+    assert "no job" in capfd.readouterr().err
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_job_that_fails_gives_its_status(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs", "submit", str(spec), "--follow", "--source.arguments=3", "--name", "fails"]) == 3
+    assert "exit 3" in capfd.readouterr().err
+
+
+def test_spec_is_checked_and_shown_dry(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs", "check", str(spec)]) == 0
+    assert main(["jobs", "submit", "--dry-run", str(spec), "--parallelism.pp", "2"]) == 0
+    assert "torch.distributed.run" in capfd.readouterr().out
+    assert main(["jobs", "submit", str(spec), "--parallelism.pq", "2"]) == 2
+    assert "parallelism.pq" in capfd.readouterr().err
+    assert main(["jobs", "list"]) == 0
+    assert "from-the-shell" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["jobs", "exec", "some"],
+        ["jobs", "exec", "--", "ls"],
+        ["jobs", "exec", "some", "--nodes", "gpu1", "--", "ls"],
+        ["jobs", "rm"],
+        ["jobs", "submit", "nowhere.yaml"],
+        ["run", "nowhere.toml"],
+        ["run", "nowhere.ipynb", "--training.epochs", "2"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_use_is_one_line(wrong: list[str], spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(wrong) == 2
+    out, err = capfd.readouterr()
+    assert not out
+    assert err.startswith("detrain-nb: ")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "wrong", [["jobs", "list", "--training.epochs", "2"], ["jobs", "list", "--", "ls"], ["jobs"]], ids=str
+)
+def test_what_a_command_does_not_take(wrong: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(wrong)
+    assert ended.value.code == 2
+    assert "usage" in capfd.readouterr().err
+
+
+def test_fields_and_command_are_told_apart() -> None:
+    argv = ["jobs", "submit", "--training.epochs", "2", "a.json", "--x.y=3", "--z.flag", "--", "ls", "--a.b"]
+    assert split_command(argv) == (
+        ["jobs", "submit", "a.json"],
+        {"training.epochs": "2", "x.y": "3", "z.flag": None},
+        ["ls", "--a.b"],
+    )

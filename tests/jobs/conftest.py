@@ -1,0 +1,23 @@
+"""Jobs on this machine, in a home of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the jobs of these tests are, and what is known of them."""
+    base = tmp_path_factory.mktemp("jobs")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, folder in (
+            ("XDG_STATE_HOME", "state"),
+            ("XDG_CACHE_HOME", "cache"),
+            ("DETRAIN_NB_RUNTIME_DIR", "run"),
+        ):
+            (base / folder).mkdir(mode=0o700)
+            patch.setenv(name, str(base / folder))
+        yield base

@@ -1,0 +1,34 @@
+"""Where the files of several nodes go here."""
+
+from __future__ import annotations
+
+from detrain_nb.jobs.fetching import choose_places
+from detrain_nb.jobs.report_checks import NodeFile
+
+ONE, OTHER = "1" * 64, "2" * 64
+
+
+def paths(*listed: list[NodeFile]) -> list[list[str]]:
+    return [[place.path for place in of_node] for of_node in choose_places(["a", "b"], listed)]
+
+
+def test_file_of_one_node_keeps_its_name() -> None:
+    assert paths([NodeFile("m.pt", 1, ONE)], [NodeFile("x/n.pt", 1, ONE)]) == [["m.pt"], ["x/n.pt"]]
+
+
+def test_same_file_on_two_nodes_comes_once() -> None:
+    assert paths([NodeFile("m.pt", 1, ONE)], [NodeFile("m.pt", 1, ONE)]) == [["m.pt"], []]
+
+
+def test_files_that_differ_go_below_their_nodes() -> None:
+    assert paths([NodeFile("m.pt", 1, ONE)], [NodeFile("m.pt", 1, OTHER)]) == [["a/m.pt"], ["b/m.pt"]]
+
+
+def test_file_that_is_a_folder_elsewhere_goes_below_its_node() -> None:
+    assert paths([NodeFile("x", 1, ONE)], [NodeFile("x/n", 1, ONE)]) == [["a/x"], ["x/n"]]
+
+
+def test_no_file_is_left_out_for_another_of_its_place() -> None:
+    first = [NodeFile("m", 1, ONE), NodeFile("a/m", 1, OTHER)]
+    places = [path for of_node in paths(first, [NodeFile("m", 1, OTHER)]) for path in of_node]
+    assert len(places) == len(set(places)) == 3

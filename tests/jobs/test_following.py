@@ -1,0 +1,48 @@
+"""A file that is followed loses nothing and says nothing twice, however its pieces come."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detrain_nb.jobs.following import FollowedFile, LogLine, Wanted
+
+LINES = st.lists(st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=30), max_size=20)
+
+
+@given(LINES, st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=40))
+def test_lines_come_once_in_order_whatever_is_sent_again(lines: list[str], pieces: list[tuple[int, int]]) -> None:
+    data = "".join(f"{line}\n" for line in lines).encode()
+    file, shown = FollowedFile(), []
+    for back, size in [*pieces, (0, len(data))]:
+        begin = max(0, file.offset - back)
+        shown += file.take(begin, data[begin : begin + size + back])
+    shown += file.end()
+    assert shown == lines
+    assert file.offset == len(data)
+
+
+def test_cut_is_said() -> None:
+    file = FollowedFile()
+    assert file.take(0, b"one\ntw") == ["one"]
+    assert file.take(1006, b"last\n") == ["tw", "... 1,000 bytes were cut out here ...", "last"]
+
+
+def test_very_long_line_comes_in_parts() -> None:
+    file = FollowedFile()
+    shown = file.take(0, b"x" * 1_000_000)
+    assert "".join([*shown, *file.end()]) == "x" * 1_000_000
+    assert max(map(len, shown)) <= 1 << 16
+
+
+def test_where_a_line_is_from() -> None:
+    assert str(LogLine("", "3", "text")) == "[3] text"
+    assert str(LogLine("gpu1", "3", "text")) == "[gpu1:3] text"
+    assert str(LogLine("gpu1", "", "text")) == "[gpu1] text"
+
+
+def test_what_is_wanted() -> None:
+    assert Wanted().wants("rank-1.log") and Wanted().wants("setup.log") and not Wanted().wants("metrics/rank-1.jsonl")
+    assert Wanted(rank=1).wants("rank-1.log") and not Wanted(rank=1).wants("rank-11.log")
+    assert not Wanted(rank=1).wants("setup.log")
+    assert Wanted(has_logs=False, has_metrics=True).wants("metrics/rank-1.jsonl")

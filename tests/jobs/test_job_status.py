@@ -1,0 +1,74 @@
+"""One state of a job is made of what its nodes say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from detrain_nb.errors import DetrainError, JobFailed, TransportError
+from detrain_nb.jobs.job_status import JobStatus, describe_seconds, judge
+from detrain_nb.jobs.report_checks import NodeReport
+
+SILENT = TransportError("b: it does not answer")
+
+
+def report(state: str, exit_code: int | None = None, node_rank: int = 0, **fields: Any) -> NodeReport:
+    return NodeReport("job", node_rank, state, exit_code=exit_code, **fields)
+
+
+def status(*said: NodeReport | DetrainError | None) -> JobStatus:
+    return judge("job", "name", dict(zip("abcd", said)))
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "exit_code"),
+    [
+        ([report("ended", 0)], "ended", 0),
+        ([report("ended", 3)], "ended", 3),
+        ([report("running"), report("running")], "running", None),
+        ([report("preparing"), report("running")], "running", None),
+        ([report("running"), report("stopping")], "stopping", None),
+        ([report("running"), report("ended", 1)], "stopping", None),
+        ([report("running"), SILENT], "running", None),
+        ([report("ended", 0), SILENT], "unknown", None),
+        ([SILENT], "unknown", None),
+        ([None], "not started", None),
+        ([report("ended", 0), None], "lost", None),
+        ([report("ended", 0), report("lost")], "lost", None),
+        ([report("lost"), report("node restarted")], "node restarted", None),
+        ([report("unreadable")], "unreadable", None),
+    ],
+)
+def test_state(said: list[NodeReport | DetrainError | None], state: str, exit_code: int | None) -> None:
+    found = status(*said)
+    assert (found.state, found.exit_code) == (state, exit_code)
+
+
+def test_node_whose_own_rank_failed_says_why() -> None:
+    followed = report("ended", 1, reason="node b failed", ended_at=1.0)
+    failed = report(
+        "ended", 3, failed_rank=2, last_lines=("ValueError: x",), reason="rank 2 exited with 3", ended_at=2.0
+    )
+    found = status(followed, failed)
+    assert (found.exit_code, found.failed_node, found.failed_rank) == (3, "b", 2)
+    with pytest.raises(JobFailed, match=r"exit 3.*rank 2 on b.*\n  \| ValueError: x"):
+        found.check()
+
+
+def test_success_is_no_failure() -> None:
+    found = status(report("ended", 0))
+    assert found.check() is found
+    assert found.exit_status == 0
+
+
+def test_silent_node_is_named() -> None:
+    assert "b: no answer: b: it does not answer" in str(status(report("running"), SILENT))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59, "59 s"), (60, "1 min"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (277_200, "3 days 5 h")],
+)
+def test_seconds_in_words(seconds: float, words: str) -> None:
+    assert describe_seconds(seconds) == words

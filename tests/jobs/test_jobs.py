@@ -1,0 +1,160 @@
+"""Real jobs of two ranks on this machine: submitted, followed, stopped, and what they made fetched."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from detrain_nb.errors import JobError, JobFailed, SpecError
+from detrain_nb.jobs import Job, JobStatus, LogLine, Submission, find_job, jobs, submit
+from detrain_nb.spec import PipelineSpec
+
+LIMIT_S = 120.0
+TRAIN = """
+import os, pathlib, sys
+import torch, torch.distributed as dist
+from detrain_nb import job_spec, log_metrics
+
+spec = job_spec()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+total = torch.tensor([float(rank)])
+dist.all_reduce(total)
+print(f"rank {rank} of {dist.get_world_size()}: {total.item()}, {spec.training.epochs} epochs, {sys.argv[1:]}")
+print("has the secret:", os.environ["A_SECRET"][::-1] == "2retnuh")
+for step in range(3):
+    log_metrics(step, loss=1.0 / (step + 1))
+pathlib.Path("artifacts").mkdir(exist_ok=True)
+pathlib.Path(f"artifacts/rank-{rank}.txt").write_text("x" * 1000 * (rank + 1))
+torch.save(total, "model.pt") if rank == 0 else None
+dist.destroy_process_group()
+"""
+
+
+def spec_of(script: str, **fields: object) -> PipelineSpec:
+    source = {"script_text": script, "arguments": ["it's", "$HOME"]}
+    return PipelineSpec.from_dict({"name": "tiny", "source": source, **fields})
+
+
+@pytest.fixture(scope="module")
+def done(home: Path) -> tuple[Job, JobStatus, list[LogLine]]:
+    """A job that has succeeded, and what was seen of it while it ran."""
+    lines: list[LogLine] = []
+    spec = spec_of(TRAIN, secrets=["A_SECRET"], training={"epochs": 2})
+    job = submit(spec, secrets={"A_SECRET": "hunter2"})
+    return job, job.attach(lines.append), lines
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_job_runs_on_all_ranks_and_its_lines_come(done: tuple[Job, JobStatus, list[LogLine]]) -> None:
+    _, status, lines = done
+    shown = sorted(map(str, lines))
+    assert (status.state, status.exit_code) == ("ended", 0), shown
+    for rank in range(2):
+        assert f"""[{rank}] rank {rank} of 2: 1.0, 2 epochs, ["it's", '$HOME']""" in shown
+        assert f"[{rank}] has the secret: True" in shown
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_logs_come_again_by_rank(done: tuple[Job, JobStatus, list[LogLine]]) -> None:
+    job, _, lines = done
+    again = find_job(job.id).logs(rank=1)
+    assert [line.text for line in again.lines] == [line.text for line in lines if line.source == "1"]
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_metrics_of_all_ranks(done: tuple[Job, JobStatus, list[LogLine]]) -> None:
+    found = [(line["step"], line["rank"], round(line["loss"], 3)) for line in done[0].metrics()]
+    assert found == [(step, rank, round(1 / (step + 1), 3)) for step in range(3) for rank in range(2)]
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_what_it_made_is_fetched(done: tuple[Job, JobStatus, list[LogLine]], tmp_path: Path) -> None:
+    fetched = done[0].fetch(to=tmp_path)
+    assert fetched.files == ("artifacts/rank-0.txt", "artifacts/rank-1.txt", "model.pt")
+    assert (tmp_path / "artifacts/rank-1.txt").read_text() == "x" * 2000
+    assert not list(tmp_path.rglob("*.part"))
+    assert done[0].fetch(to=tmp_path).num_there == 3
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_secret_is_stored_nowhere(done: tuple[Job, JobStatus, list[LogLine]], home: Path) -> None:
+    for file in home.rglob("*"):
+        if file.is_file():
+            assert b"hunter2" not in file.read_bytes(), file
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_job_is_known_by_name_and_listed(done: tuple[Job, JobStatus, list[LogLine]]) -> None:
+    job = done[0]
+    assert job.id in [row.id for row in jobs().rows]
+    assert job.id in str(jobs())
+    assert find_job("tiny").name == "tiny"
+    with pytest.raises(JobError, match="no job"):
+        find_job("nothing-of-that-name")
+
+
+def test_missing_secret_is_named(home: Path) -> None:
+    with pytest.raises(SpecError, match="NOT_SET_ANYWHERE"):
+        submit(spec_of("pass", secrets=["NOT_SET_ANYWHERE"]))
+
+
+def test_dry_run_says_what_would_run_and_starts_nothing(home: Path) -> None:
+    before = len(jobs())
+    told = submit(spec_of("print(1)"), dry_run=True)
+    assert isinstance(told, Submission)
+    assert "torch.distributed.run" in str(told) and "would travel" in str(told)
+    assert len(jobs()) == before
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_failed_job_says_which_rank_and_its_last_lines(home: Path, tmp_path: Path) -> None:
+    failing = "import os, sys\nprint('about to fail')\nif os.environ['RANK'] == '1': sys.exit(3)"
+    job = submit(spec_of(failing, name="failing"))
+    status = job.wait()
+    assert (status.state, status.exit_code, status.failed_rank) == ("ended", 3, 1)
+    with pytest.raises(JobFailed, match="about to fail"):
+        status.check()
+    with pytest.raises(JobError, match="did not succeed"):
+        job.fetch("*", tmp_path)
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_stopped_job_leaves_no_process(home: Path) -> None:
+    sleeping = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(1000)"
+    job = submit(spec_of(sleeping, name="sleeping"))
+    pids: list[int] = []
+
+    def note(line: LogLine) -> None:
+        if line.text.startswith("pid "):
+            pids.append(int(line.text.split()[1]))
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        job.attach(note)
+    assert job.status().state == "running"
+    with pytest.raises(JobError, match="runs already"):
+        submit(spec_of("pass", name="sleeping"))
+    with pytest.raises(JobError, match="stop it first"):
+        job.remove()
+    executed = job.execute("echo here; exit 5", on_line=None)
+    assert executed.status == 5
+    assert job.stop(grace_s=5).is_over
+    assert job.stop().is_over
+    _wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    job.remove()
+    with pytest.raises(JobError):
+        find_job(job.id)
+
+
+def _wait_until(is_so: object, limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.sched_yield()

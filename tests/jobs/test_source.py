@@ -1,0 +1,286 @@
+"""From a spec to the files in front of the ranks: every kind of source, planned here and laid out by a node's code."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from detrain_nb.copying.json_lines import FilesError, Talk, Untrue
+from detrain_nb.errors import DetrainError, SpecError
+from detrain_nb.jobs.shipping import ship
+from detrain_nb.jobs.source import ShippedSource, plan_source
+from detrain_nb.node.job.sources import lay_out
+from detrain_nb.spec import PipelineSpec
+
+from ..node.git_host import commit, git, git_host
+from ..node.source_talk import source_talk
+
+KEY = "AKIA-secret-of-a-test"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without anything; our cache is in it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
+    return home
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    """The cache of a node."""
+    return tmp_path / "node"
+
+
+def plan(**source: Any) -> ShippedSource:
+    return plan_source(PipelineSpec.from_dict({"name": "x", "source": source}))
+
+
+def arrive(source: ShippedSource, node: Path, *, at: str = "source", **options: Any) -> dict[str, bytes]:
+    """Ship and lay out; return the files."""
+    with source_talk(node) as talk:
+        found = ship(talk, source, **options)
+    target = node.parent / at
+    lay_out(found, target, cache=node)
+    return {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+
+
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+# ---- what runs, and what travels
+
+
+def test_script_travels_alone(tmp_path: Path, node: Path) -> None:
+    write(tmp_path / "a b", {"größe.py": "print(1)\n", "beside.py": "2"})
+    source = plan(script=str(tmp_path / "a b/größe.py"))
+    assert (source.program, str(source)) == (("größe.py",), "1 file, 9 B")
+    assert arrive(source, node) == {"größe.py": b"print(1)\n"}
+    with pytest.raises(DetrainError, match=r"gone\.py.*it is not there"):
+        plan(script=str(tmp_path / "gone.py"))
+
+
+def test_text_and_module(node: Path) -> None:
+    assert arrive(plan(script_text="print('ü')\n"), node) == {"script.py": "print('ü')\n".encode()}
+    source = plan(module="package.train")
+    assert (source.program, source.files) == (("-m", "package.train"), ())
+    assert arrive(source, node, at="nothing") == {}
+
+
+def test_tagged_cells_of_a_notebook_are_one_script(tmp_path: Path, node: Path) -> None:
+    cells = [
+        {"cell_type": "code", "metadata": {"tags": ["job"]}, "source": ["a = 1\n", "b = 2"]},
+        {"cell_type": "code", "metadata": {}, "source": "%matplotlib inline"},
+        {"cell_type": "markdown", "metadata": {"tags": ["job"]}, "source": "text"},
+        {"cell_type": "code", "metadata": {"tags": ["x", "job"]}, "source": "print(a + b)"},
+    ]
+    saved = tmp_path / "train.ipynb"
+    saved.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    spec = PipelineSpec.from_dict({"name": "x", "source": {"notebook": str(saved)}})
+    source = plan_source(spec, notebook_changed_at=saved.stat().st_mtime - 1)
+    assert source.program == ("train.py",) and not source.notices
+    script = arrive(source, node)["train.py"].decode()
+    said: list[object] = []
+    exec(script, {"print": said.append})
+    assert said == [3]
+    (notice,) = plan_source(spec, notebook_changed_at=saved.stat().st_mtime + 1).notices
+    assert "the job runs what is saved" in notice
+    saved.write_text(json.dumps({"cells": [], "nbformat": 4}))
+    with pytest.raises(SpecError, match="no code cell has the tag"):
+        plan_source(spec)
+
+
+def test_folder_travels_without_what_stays_here(tmp_path: Path, node: Path) -> None:
+    files = {
+        "train.py": "1",
+        "pkg/a b.py": "2",
+        "data/big.csv": "3",
+        ".gitignore": "data/\n",
+        ".env": "KEY=1",
+        "id_rsa": "key",
+        "__pycache__/x.pyc": "x",
+    }
+    folder = write(tmp_path / "project", files)
+    (folder / "train.py").chmod(0o755)
+    source = plan(path=str(folder), entry="train.py")
+    (notice,) = source.notices
+    assert "these stay here, as they may hold keys: .env, id_rsa" in notice
+    assert arrive(source, node) == {"train.py": b"1", "pkg/a b.py": b"2", ".gitignore": b"data/\n"}
+    assert os.access(tmp_path / "source/train.py", os.X_OK) and not os.access(tmp_path / "source/pkg/a b.py", os.X_OK)
+    for entry, said in {"data/x.py": "left out by .detrainignore", "gone.py": "it is not there"}.items():
+        with pytest.raises(SpecError, match=said):
+            plan(path=str(folder), entry=entry)
+    with pytest.raises(SpecError, match="is a home, or holds homes"):
+        plan(path="~", entry="train.py")
+
+
+def test_only_what_has_changed_travels(tmp_path: Path, node: Path) -> None:
+    folder = write(tmp_path / "project", {"train.py": "1", "other.py": "2" * 1000})
+    done: list[tuple[int, int]] = []
+
+    def arrive_again() -> tuple[int, int]:
+        done[:] = [(0, 0)]
+        arrive(plan(path=str(folder), entry="train.py"), node, on_progress=lambda *state: done.append(state))
+        return done[-1]
+
+    assert arrive_again() == (1001, 1001)
+    assert arrive_again() == (0, 0)
+    write(folder, {"train.py": "33"})
+    assert arrive_again() == (2, 2)
+
+
+def test_file_that_others_put_in_the_place_of_one_is_not_sent(tmp_path: Path, node: Path) -> None:
+    folder = write(tmp_path / "project", {"train.py": "1", "other.py": "222"})
+    secret = tmp_path / "secret"
+    secret.write_text("333")
+    source = plan(path=str(folder), entry="train.py")
+    (folder / "other.py").unlink()
+    (folder / "other.py").symlink_to(secret)
+    with source_talk(node) as talk, pytest.raises(SpecError, match=r"other\.py was changed while it was sent"):
+        ship(talk, source)
+    assert not any(path.read_bytes() == b"333" for path in (node / "blobs").rglob("*") if path.is_file())
+
+
+def test_folder_at_a_url(node: Path) -> None:
+    files = MemoryFileSystem()
+    files.store.clear()
+    for name, data in {"train.py": b"1", "pkg/x.py": b"2", ".ssh/id_rsa": b"key", "pkg/.git/config": b"x"}.items():
+        files.pipe_file(f"/project/{name}", data)
+    source = plan(path="memory://project", entry="train.py")
+    assert arrive(source, node) == {"train.py": b"1", "pkg/x.py": b"2"}
+    assert ".ssh/id_rsa" in source.notices[0]
+    with pytest.raises(SpecError, match="no such folder"):
+        plan(path="memory://gone", entry="train.py")
+    files.store.clear()
+
+
+# ---- a node that says what is not so
+
+
+@pytest.mark.parametrize("indices", [None, [2], [0, 0], [-1], ["0"], [0, 1, 0, 1], [True], 7])
+def test_node_gets_no_file_that_does_not_travel(indices: object) -> None:
+    import socket
+    import threading
+
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20)
+
+    def lie() -> None:
+        with theirs, theirs.makefile("rb") as reader, theirs.makefile("wb") as writer:
+            reader.readline()
+            writer.write(json.dumps({"type": "need", "indices": indices}).encode() + b"\n")
+            writer.flush()
+            reader.read()
+
+    thread = threading.Thread(target=lie)
+    thread.start()
+    with ours, ours.makefile("rb") as reader, ours.makefile("wb") as writer:
+        with pytest.raises(Untrue):
+            ship(Talk(reader, writer), plan(script_text="print(1)"))
+        ours.shutdown(socket.SHUT_RDWR)
+    thread.join(20)
+
+
+# ---- git
+
+
+def test_repository_is_cloned_there_or_sent_from_here(
+    tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = write(
+        tmp_path / "work", {"train.py": "print(1)", "sub/main.py": "print(2)", ".env": "in git, so it travels"}
+    )
+    (work / "link.py").symlink_to("train.py")
+    (work / "leads_out").symlink_to("/etc/hostname")
+    first = commit(work, {})
+    wanted = {"ref": "main", "token": "GIT_TOKEN"}
+    with git_host(tmp_path / "host", token="t0ken") as host:
+        where = {"url": host.publish(work, "x.git"), **wanted}
+        cloned = plan(git=where, entry="train.py")
+        with source_talk(node) as talk, pytest.raises(SpecError, match="GIT_TOKEN is not set here"):
+            ship(talk, cloned)
+        with pytest.raises(SpecError, match="GIT_TOKEN is not set here"):
+            plan(git={**where, "how": "bundle"}, entry="train.py")
+        monkeypatch.setenv("GIT_TOKEN", "wrong")
+        with pytest.raises(DetrainError, match="this machine: git .* does not accept the token"):
+            plan(git={**where, "how": "bundle"}, entry="train.py")
+        with source_talk(node) as talk, pytest.raises(FilesError, match="does not accept the token"):
+            ship(talk, cloned)
+        monkeypatch.setenv("GIT_TOKEN", "t0ken")
+        there = arrive(cloned, node, at="cloned")
+        assert cloned.commit == first and there["train.py"] == b"print(1)"
+        bundled = plan(git={**where, "how": "bundle"}, entry="train.py")
+        commit(work, {"train.py": "print(3)"})
+        host.publish(work, "x.git")
+        assert arrive(cloned, node.with_name("second"), at="second") == there  # the branch has gone on
+        assert plan(git={**where, "how": "bundle", "folder": "sub"}, entry="main.py").files[0].size == 8
+    assert bundled.commit == first and bundled.notices == ("links that do not travel: leads_out",)
+    del there["leads_out"]
+    assert arrive(bundled, node, at="bundled") == there
+    assert "t0ken" not in repr((cloned, bundled))
+
+
+# ---- a store between
+
+
+def test_files_go_through_a_folder_that_all_can_read(tmp_path: Path, node: Path) -> None:
+    folder = write(tmp_path / "project", {"train.py": "1", "other.py": "2" * 1000})
+    source, store = plan(path=str(folder), entry="train.py"), tmp_path / "store"
+    files = arrive(source, node, storage=f"file://{store}")
+    assert files == {"train.py": b"1", "other.py": b"2" * 1000}
+    assert sorted(os.listdir(store)) == sorted(file.sha256 for file in source.files)
+    second = node.with_name("second")
+    for path in store.iterdir():
+        path.write_bytes(b"x" * path.stat().st_size)  # what others have made of it is not run
+    with source_talk(second) as talk, pytest.raises(FilesError, match="another than it was said to be"):
+        ship(talk, source, storage=f"file://{store}")
+    with source_talk(second) as talk, pytest.raises(SpecError, match="is unknown|refused"):
+        ship(talk, source, storage="sftp://host/x")
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """One of moto's S3, on loopback."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    address, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{address}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": KEY,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    files = s3fs.S3FileSystem()
+    files.mkdir("jobs")
+    yield "s3://jobs/sources"
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+def test_files_go_through_s3(bucket: str, tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = plan(script_text="print(1)")
+    given = {"AWS_SECRET_ACCESS_KEY": KEY, "OTHER": "x"}
+    assert arrive(source, node, storage=bucket, environment=given) == {"script.py": b"print(1)"}
+    for path in node.rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes()
+    broken = write(tmp_path / "broken", {"s3fs.py": "raise ImportError('no s3fs here')\n"})
+    monkeypatch.setenv("PYTHONPATH", str(broken))
+    with source_talk(node) as talk, pytest.raises(FilesError, match="cannot be read from this node: .*s3fs"):
+        ship(talk, source, storage=bucket)

@@ -1,0 +1,45 @@
+"""A talk with what serves the order "source" on a node, in a thread of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from detrain_nb.copying.json_lines import Failed, FilesError, Talk
+from detrain_nb.node.job.git_program import GitLimits
+from detrain_nb.node.job.sources import handle_source
+
+
+@contextlib.contextmanager
+def source_talk(cache: Path, *, limits: GitLimits | None = None, limit_s: float = 20.0) -> Iterator[Talk]:
+    """Serve orders until one fails, as the service of jobs does; ``cache`` is made."""
+    cache.mkdir(parents=True, exist_ok=True)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(limit_s)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError), theirs, theirs.makefile("rb") as reader, theirs.makefile("wb") as writer:
+            talk = Talk(reader, writer)
+            try:
+                while order := talk.hear("source"):
+                    handle_source(talk, order, cache=cache, limits=limits)
+            except Failed:
+                pass
+            except FilesError as exc:
+                talk.say("failed", text=str(exc))
+                talk.flush()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with ours.makefile("rb") as reader, ours.makefile("wb") as writer:
+            yield Talk(reader, writer)
+    finally:
+        with contextlib.suppress(OSError):
+            ours.shutdown(socket.SHUT_RDWR)
+        ours.close()
+        thread.join(limit_s)
+        assert not thread.is_alive()

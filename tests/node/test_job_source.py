@@ -1,0 +1,366 @@
+"""The source of a job on a node: files by digest, and commits of a real git host on loopback that wants a token."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detrain_nb.copying.json_lines import Failed, FilesError, Talk
+from detrain_nb.node.job.blobs import Blobs, remove_unused
+from detrain_nb.node.job.git_program import GitLimits
+from detrain_nb.node.job.sources import lay_out
+
+from .git_host import GitHost, commit, git, git_host
+from .source_talk import source_talk
+
+TOKEN = "tok-3n-s3cret"
+MONTHS_S = 60 * 86400
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def ship(talk: Talk, given: Mapping[str, bytes], *, executable: str = "", **changed: Any) -> tuple[str, list[int]]:
+    """Send files as the notebook does; ``changed`` is said instead. Returns the id, and what the node wanted."""
+    listed = [[name, len(data), hashlib.sha256(data).hexdigest(), name == executable] for name, data in given.items()]
+    text = json.dumps({"format": 1, "files": listed, **changed}).encode()
+    talk.say("source", of="files", size=len(text))
+    talk.send(text)
+    wanted = talk.hear("need")["indices"]
+    for index in wanted:
+        talk.send(list(given.values())[index])
+    talk.flush()
+    return talk.hear("ready")["source"], wanted
+
+
+def ask_git(talk: Talk, url: str, ref: str = "main", **fields: str) -> dict[str, Any]:
+    talk.say("source", of="git", url=url, ref=ref, **fields)
+    return talk.hear("ready")
+
+
+def read_all(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# ---- files by their digest
+
+
+def test_files_come_once_and_are_laid_out_as_they_were(cache: Path, tmp_path: Path) -> None:
+    files = {
+        "train.py": b"print(1)\n",
+        "a/b c/größe $(x).txt": b"\0" * 300_000,
+        "empty": b"",
+        "again.py": b"print(1)\n",
+    }
+    with source_talk(cache) as talk:
+        source, wanted = ship(talk, files, executable="train.py")
+        assert wanted == [0, 1, 2]  # the same contents once
+        assert ship(talk, files, executable="train.py") == (source, [])
+        changed, wanted = ship(talk, {**files, "train.py": b"print(2)\n"})
+        assert wanted == [0] and changed != source
+    lay_out(source, tmp_path / "job/source", cache=cache)
+    assert read_all(tmp_path / "job/source") == files
+    modes = {name: os.access(tmp_path / "job/source" / name, os.X_OK) for name in files}
+    assert [name for name, is_executable in modes.items() if is_executable] == ["train.py"]
+    (tmp_path / "job/source/train.py").write_text("changed by a rank")
+    lay_out(source, tmp_path / "other", cache=cache)
+    assert (tmp_path / "other/train.py").read_bytes() == files["train.py"]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a//b", "", ".", "a\nb", "a\0b", "x/" * 200 + "x", 7])
+def test_name_that_leads_elsewhere_is_refused(cache: Path, name: object) -> None:
+    with source_talk(cache) as talk, pytest.raises(Failed):
+        ship(talk, {}, files=[[name, 0, hashlib.sha256(b"").hexdigest(), False]])
+    assert not list(cache.rglob("listed/*"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"format": 2},
+        {"files": 3},
+        {"files": [["a", 1]]},
+        {"files": [["a", -1, "0" * 64, False]]},
+        {"files": [["a", 1, "../../x", False]]},
+        {"files": [["a", 1 << 61, "0" * 64, False]]},
+        {"files": [["a", 0, "0" * 64, False], ["a", 0, "1" * 64, False]]},
+        {"files": [["a", 0, "0" * 64, False], ["a/b", 0, "1" * 64, False]]},
+    ],
+)
+def test_list_that_is_none_is_refused(cache: Path, changed: dict[str, Any]) -> None:
+    with source_talk(cache) as talk, pytest.raises(Failed):
+        ship(talk, {"x": b"1"}, **changed)
+        talk.hear("ready")
+    assert not list(cache.rglob("listed/*"))
+
+
+def test_file_that_is_another_than_was_said_is_refused(cache: Path) -> None:
+    with source_talk(cache) as talk, pytest.raises(Failed, match="another than it was said to be"):
+        ship(talk, {"x": b"real"}, files=[["x", 4, "0" * 64, False]])
+    assert not [path for path in (cache / "blobs").rglob("*") if path.is_file()]
+
+
+def test_list_without_end_is_refused_before_it_is_read(cache: Path) -> None:
+    with source_talk(cache) as talk:
+        talk.say("source", of="files", size=1 << 40)
+        with pytest.raises(Failed, match="more than"):
+            talk.hear("need")
+
+
+def test_file_that_a_disk_has_changed_is_not_run_and_comes_anew(cache: Path, tmp_path: Path) -> None:
+    with source_talk(cache) as talk:
+        source, _ = ship(talk, {"x.py": b"one"})
+        path = Blobs(cache / "blobs").path(hashlib.sha256(b"one").hexdigest())
+        path.write_bytes(b"two")
+        with pytest.raises(FilesError, match="was changed since it came"):
+            lay_out(source, tmp_path / "source", cache=cache)
+        assert not (tmp_path / "source/x.py").exists()
+        assert ship(talk, {"x.py": b"one"}) == (source, [0])
+    lay_out(source, tmp_path / "source", cache=cache)
+    (cache / "listed" / source).write_text("{}")
+    with pytest.raises(FilesError, match="was changed"):
+        lay_out(source, tmp_path / "third", cache=cache)
+
+
+@pytest.mark.parametrize("source", ["0" * 64, "../x", "", None, 3])
+def test_source_that_is_not_here_is_said(cache: Path, tmp_path: Path, source: object) -> None:
+    with pytest.raises(FilesError):
+        lay_out(source, tmp_path / "source", cache=cache)
+
+
+def test_what_nobody_used_for_a_month_goes(cache: Path) -> None:
+    with source_talk(cache) as talk:
+        ship(talk, {"old": b"old", "new": b"new"})
+    old = Blobs(cache / "blobs").path(hashlib.sha256(b"old").hexdigest())
+    broken_off = old.parent / ".part-1"
+    broken_off.touch()
+    for path in (old, broken_off, cache / ".cleaned"):
+        os.utime(path, (time.time() - MONTHS_S,) * 2)
+    assert remove_unused(cache) == 2 and not old.exists()
+    assert Blobs(cache / "blobs").has(hashlib.sha256(b"new").hexdigest(), 3)
+    os.utime(cache / ".cleaned", (time.time() - MONTHS_S,) * 2)
+    with source_talk(cache) as talk:
+        assert ship(talk, {"old": b"old", "new": b"new"})[1] == [0]
+
+
+# ---- git
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GitHost]:
+    """It wants a token."""
+    with git_host(tmp_path_factory.mktemp("host"), token=TOKEN) as running:
+        yield running
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A repository with two commits; hooks and filters of its own, which must not run."""
+    work = tmp_path / "work"
+    commit(work, {"train.py": "print(1)\n", "sub/main.py": "print('sub')\n", "größe.txt": "ü"})
+    git("tag", "v1", at=work)
+    (work / "train.py").chmod(0o755)
+    commit(work, {"train.py": "print(2)\n", ".gitattributes": "*.bin filter=lfs\n", "x.bin": "version lfs\n"})
+    return work
+
+
+def test_commit_comes_with_a_token_that_stands_nowhere(host: GitHost, work: Path, cache: Path, tmp_path: Path) -> None:
+    url = host.publish(work, "one.git")
+    seen: list[str] = []
+    is_done = threading.Event()
+
+    def watch() -> None:
+        """Everything that any process has in its command line meanwhile."""
+        while not is_done.is_set():
+            for process in Path("/proc").iterdir():
+                try:
+                    seen.append((process / "cmdline").read_text(errors="replace") if process.name.isdigit() else "")
+                except OSError:
+                    pass
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with source_talk(cache) as talk:
+            said = ask_git(talk, url, token=TOKEN)
+    finally:
+        is_done.set()
+        watcher.join()
+    assert said["commit"] == git("rev-parse", "HEAD", at=work)
+    assert any("fetch" in line and url in line for line in seen) and not any(TOKEN in line for line in seen)
+    lay_out(said["source"], tmp_path / "source", cache=cache)
+    assert (tmp_path / "source/train.py").read_text() == "print(2)\n" and os.access(
+        tmp_path / "source/train.py", os.X_OK
+    )
+    assert read_all(tmp_path / "source")["größe.txt"] == "ü".encode()
+    assert not (tmp_path / "source/.git").exists()
+    for folder in (cache, tmp_path / "source"):
+        for name, data in read_all(folder).items():
+            assert TOKEN.encode() not in data, name
+
+
+def test_ref_is_a_branch_a_tag_or_a_commit_also_in_part(host: GitHost, work: Path, cache: Path, tmp_path: Path) -> None:
+    url = host.publish(work, "refs.git")
+    first, last = git("rev-parse", "v1", at=work), git("rev-parse", "main", at=work)
+    with source_talk(cache) as talk:
+        refs = {"main": last, "": last, "v1": first, "refs/heads/main": last, first: first, first[:10]: first}
+        found = {ref: ask_git(talk, url, ref, token=TOKEN) for ref in refs}
+        assert {ref: said["commit"] for ref, said in found.items()} == refs
+        assert len({said["source"] for said in found.values()}) == 2
+        asked = len(host.asked)
+        assert ask_git(talk, url, first, token=TOKEN)["commit"] == first
+        assert len(host.asked) == asked  # it is here
+        commit(work, {"new.py": "3"})
+        host.publish(work, "refs.git")
+        newest = git("rev-parse", "main", at=work)
+        assert ask_git(talk, url, commit=last, token=TOKEN)["commit"] == last  # the branch has gone on
+        assert ask_git(talk, url, token=TOKEN)["commit"] == newest
+    lay_out(found["v1"]["source"], tmp_path / "v1", cache=cache)
+    assert (tmp_path / "v1/train.py").read_text() == "print(1)\n"
+
+
+def test_folder_of_a_repository_is_laid_out_alone(host: GitHost, work: Path, cache: Path, tmp_path: Path) -> None:
+    url = host.publish(work, "folder.git")
+    with source_talk(cache) as talk:
+        source = ask_git(talk, url, folder="sub", token=TOKEN)["source"]
+    lay_out(source, tmp_path / "source", cache=cache)
+    assert read_all(tmp_path / "source") == {"main.py": b"print('sub')\n"}
+    with source_talk(cache) as talk, pytest.raises(Failed, match="has no folder 'gone'"):
+        ask_git(talk, url, folder="gone", token=TOKEN)
+    with source_talk(cache) as talk, pytest.raises(Failed, match="leads out"):
+        ask_git(talk, url, folder="../x", token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"ref": "no-such"}, "there is no branch, tag or commit 'no-such'"),
+        ({"ref": "0" * 40}, "there is no branch, tag or commit"),
+        ({"ref": "abcdef0"}, "there is no branch, tag or commit 'abcdef0'"),
+        ({"token": ""}, "is private, or is not there: name the environment variable"),
+        ({"token": "wrong"}, "does not accept the token"),
+        ({"token": "two\nlines"}, "has a space or a line's end"),
+        ({"ref": "--upload-pack=x"}, "can be no branch"),
+        ({"url": "ext::sh -c 'touch /tmp/x'"}, "git url"),
+        ({"url": "--config=x"}, "begins with -"),
+        ({"url": "http://h.example/x"}, "a token is sent over https only"),
+        ({"url": "http://127.0.0.1:1/x"}, "cannot be reached: .*how: bundle"),
+    ],
+)
+def test_what_cannot_be_fetched_is_said(
+    host: GitHost, work: Path, cache: Path, fields: dict[str, str], said: str
+) -> None:
+    url = host.url("wrong.git") if (host.root / "wrong.git").exists() else host.publish(work, "wrong.git")
+    with source_talk(cache) as talk, pytest.raises(Failed, match=said) as caught:
+        ask_git(talk, **{"url": url, "ref": "main", "token": TOKEN, **fields})
+    assert TOKEN not in str(caught.value)
+
+
+def test_no_hook_and_no_filter_runs(host: GitHost, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the user's own configuration, nor such as a broken mirror has."""
+    ran = tmp_path / "ran"
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    for name in ("post-checkout", "reference-transaction", "post-index-change", "pre-auto-gc"):
+        (hooks / name).write_text(f"#!/bin/sh\ntouch {ran}\n")
+        (hooks / name).chmod(0o755)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / ".gitconfig").write_text(
+        f"[core]\n hooksPath = {hooks}\n fsmonitor = {hooks}/post-checkout\n"
+        f'[filter "lfs"]\n smudge = touch {ran}\n required = true\n'
+    )
+    monkeypatch.setenv("HOME", str(home))
+    cache = tmp_path / "cache"
+    url = host.publish(work, "hooks.git")
+    with source_talk(cache) as talk:
+        source = ask_git(talk, url, token=TOKEN)["source"]
+    assert not list(cache.glob("git/*/hooks"))
+    (mirror,) = cache.glob("git/*/HEAD")
+    (mirror.parent / "hooks").symlink_to(hooks)
+    lay_out(source, tmp_path / "source", cache=cache)
+    assert (tmp_path / "source/x.bin").read_text() == "version lfs\n" and not ran.exists()
+
+
+def add_submodule(work: Path, url: str, inner: Path, *, at: str = "lib/inner") -> None:
+    git("submodule", "--quiet", "add", "--", str(inner), at, at=work)
+    git("config", "-f", ".gitmodules", f"submodule.{at}.url", url, at=work)
+    commit(work, {})
+
+
+def test_submodule_of_the_same_host_comes_with_it(host: GitHost, work: Path, cache: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    commit(inner, {"inner.py": "print('inner')\n"})
+    host.publish(inner, "inner.git")
+    add_submodule(work, "../inner.git", inner)
+    commit(inner, {"inner.py": "newer than what is meant"})
+    host.publish(inner, "inner.git")
+    url = host.publish(work, "outer.git")
+    with source_talk(cache) as talk:
+        source = ask_git(talk, url, token=TOKEN)["source"]
+    lay_out(source, tmp_path / "source", cache=cache)
+    assert (tmp_path / "source/lib/inner/inner.py").read_text() == "print('inner')\n"
+    with source_talk(cache) as talk:
+        source = ask_git(talk, url, folder="sub", token=TOKEN)["source"]  # it is not in that folder
+    lay_out(source, tmp_path / "sub", cache=cache)
+    assert read_all(tmp_path / "sub") == {"main.py": b"print('sub')\n"}
+
+
+@pytest.mark.parametrize("elsewhere", ["other host", "path", "ext", "option"])
+def test_submodule_of_another_host_is_refused(
+    host: GitHost, work: Path, cache: Path, tmp_path: Path, elsewhere: str
+) -> None:
+    inner = tmp_path / "inner"
+    commit(inner, {"inner.py": "x"})
+    ran = tmp_path / "ran"
+    with git_host(tmp_path / "other") as other:
+        urls = {
+            "other host": other.publish(inner, "inner.git"),
+            "path": str(inner),
+            "option": f"--upload-pack=touch {ran}",
+        }
+        add_submodule(work, urls.get(elsewhere, f"ext::sh -c touch% {ran}"), inner)
+        url = host.publish(work, f"bad-{elsewhere[:3]}.git")
+        with (
+            source_talk(cache) as talk,
+            pytest.raises(Failed, match=r"submodule 'lib/inner': (a submodule comes|git url)"),
+        ):
+            ask_git(talk, url, token=TOKEN)
+        assert not other.asked and not ran.exists()
+
+
+def test_repository_that_is_too_large_is_refused(host: GitHost, work: Path, cache: Path) -> None:
+    (work / "zeros").write_bytes(b"\0" * 5_000_000)
+    commit(work, {})
+    url = host.publish(work, "large.git")
+    for limits, said in {
+        GitLimits(laid_out_bytes=1_000_000): "the repository has .* more than",
+        GitLimits(files=3): "the repository has .* more than 3",
+        GitLimits(output_bytes=10): "prints more than 10 bytes",
+        GitLimits(fetched_bytes=100): "sends more than 100 bytes",
+    }.items():
+        with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match=said):
+            ask_git(talk, url, token=TOKEN)
+        cache = cache.with_name(f"{cache.name}-")
+
+
+def test_host_that_never_answers_is_not_waited_for(cache: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.git"
+        with source_talk(cache, limits=GitLimits(fetch_s=1.0)) as talk:
+            with pytest.raises(Failed, match="did not end within 1 s"):
+                ask_git(talk, url)
+    left = subprocess.run(["pgrep", "-f", url], capture_output=True, text=True).stdout
+    assert not left, left

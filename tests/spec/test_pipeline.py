@@ -1,0 +1,402 @@
+"""Specs of pipelines: what is refused, with the field and what to give; and that a document holds all of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detrain_nb.documents import format_document, parse_document
+from detrain_nb.errors import FieldError, SpecError
+from detrain_nb.spec import Node, PipelineSpec, Source, Training, worst
+from detrain_nb.spec.schema import FILE, make_schema
+
+
+def _spec(**fields: Any) -> PipelineSpec:
+    return PipelineSpec(**{"name": "mnist", "source": {"script_text": "print(1)"}, **fields})
+
+
+def test_name_and_source_are_a_spec_for_this_machine() -> None:
+    spec = _spec()
+    assert spec.to_dict() == {"name": "mnist", "source": {"script_text": "print(1)"}}
+    assert spec.plan().world_size == 2
+    assert spec.plan(gpus={"": 3}).device == "cuda"
+    assert spec.check() == []
+
+
+REFUSED = {
+    "name": ({"name": "a b"}, "name 'a b': give letters, digits"),
+    "a number in a part": ({"training": {"epochs": 0}}, "training.epochs 0: give a whole number, 1 or more: passes"),
+    "a kind": ({"training": {"epochs": "2"}}, "training.epochs '2': give a whole number"),
+    "a truth that is none": ({"training": {"dev": 1}}, "training.dev 1: give true or false"),
+    "a seed of 33 bits": ({"training": {"seed": 1 << 32}}, "training.seed 4294967296: give a whole number of 32 bits"),
+    "no number": ({"training": {"clip": float("nan")}}, "training.clip nan: give a number above 0"),
+    "both of two": ({"training": {"epochs": 1, "steps": 2}}, "training: epochs 1 and steps 2 are both given: leave"),
+    "too long a warm-up": ({"training": {"steps": 2, "warmup_steps": 3}}, "training: warmup_steps 3 is more than"),
+    "an unknown field": ({"training": {"epoch": 1}}, "training.epoch is no field: did you mean 'epochs'"),
+    "an unknown field at the top": ({"trainning": {}}, "trainning is no field: did you mean 'training'"),
+    "a field far from any": ({"zzz": 1}, "zzz is no field: there are name, description, parallelism"),
+    "no table": ({"training": 3}, "training 3: give a table"),
+    "a field of a node": ({"nodes": [{"host": "a"}, {"host": "b", "port": 0}]}, "nodes[1].port 0: give a number"),
+    "a node's unknown field": ({"nodes": [{"host": "a", "prt": 1}]}, "nodes[0].prt is no field: did you mean 'port'"),
+    "twins": ({"nodes": [{"host": "a"}, {"host": "a", "port": 3}]}, "nodes: nodes 1 and 2 have the same name 'a'"),
+    "a set of nodes": ({"nodes": {"a": 1}}, "nodes: give a list of nodes"),
+    "two open axes": ({"parallelism": {"pp": -1}}, "parallelism: pp and dp_shard are both -1: only one axis"),
+    "an axis of 0": ({"parallelism": {"tp": 0}}, "parallelism: tp is 0: give a number of ranks"),
+    "what is not there yet": (
+        {"parallelism": {"algorithm": "diloco"}},
+        "parallelism: algorithm 'diloco' is not",
+    ),
+    "a schedule": ({"parallelism": {"schedule": "2F2B"}}, "parallelism.schedule '2F2B': give GPipe, 1F1B"),
+    "no source": ({"source": {}}, "source: nothing says what to run: give exactly one of script, script_text"),
+    "two sources": ({"source": {"script": "a.py", "module": "b"}}, "source: script and module are given: give exactly"),
+    "a folder without entry": ({"source": {"path": "x"}}, "source: entry is missing: path is a folder"),
+    "an entry beside a script": ({"source": {"script": "a.py", "entry": "b.py"}}, "source: entry 'b.py' stands beside"),
+    "an entry outside": ({"source": {"path": "x", "entry": "../a.py"}}, "source.entry '../a.py': give the Python file"),
+    "a script of another kind": ({"source": {"script": "a.sh"}}, "source.script 'a.sh': give the path of a Python"),
+    "an argument": ({"source": {"script": "a.py", "arguments": ["a", 1]}}, "source.arguments[1]: give a list of texts"),
+    "a NUL": ({"source": {"script": "a.py", "arguments": ["a\0"]}}, "source.arguments[0]: give a list of texts"),
+    "artifacts outside": ({"artifacts": ["/etc/*"]}, "artifacts[0] '/etc/*': give a list of patterns"),
+    "artifacts above": ({"artifacts": ["a/../../b"]}, "artifacts[0] 'a/../../b': give a list of patterns"),
+    "a variable of torchrun": ({"env": {"MASTER_ADDR": "x"}}, "env.MASTER_ADDR: MASTER_ADDR is set for every rank"),
+    "a variable of ours": ({"secrets": ["DETRAIN_NB_JOB_KEY"]}, "secrets: DETRAIN_NB_JOB_KEY is set for every rank"),
+    "no variable": ({"env": {"A B": "x"}}, "env.A B: give a table of environment variables"),
+    "a secret in env": ({"env": {"T": "x"}, "secrets": ["T"]}, "T stands in env and in secrets: leave it out of env"),
+    "a port": ({"rendezvous": {"port": 65536}}, "rendezvous.port 65536: give a number from 1 to 65535"),
+    "an address of all": ({"rendezvous": {"endpoint": "0.0.0.0"}}, "rendezvous.endpoint '0.0.0.0': give the address"),
+    "a range": ({"rendezvous": {"min_nodes": 3, "max_nodes": 2}}, "rendezvous: min_nodes 3 is more than max_nodes 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_in_one_line_with_its_field(case: str) -> None:
+    fields, start = REFUSED[case]
+    with pytest.raises(FieldError) as caught:
+        _spec(**fields)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(start)
+    assert caught.value.__suppress_context__  # a traceback does not show pydantic's own error
+
+
+def test_every_fault_has_its_line_and_its_field() -> None:
+    with pytest.raises(FieldError) as caught:
+        PipelineSpec(
+            training={"epochs": 0, "lr": 1}, nodes=[{"host": "a b"}], source={"git": {"url": "-x", "how": "x"}}
+        )
+    assert [fault.path for fault in caught.value.faults] == [
+        "name",
+        "training.epochs",
+        "training.lr",
+        "nodes[0].host",
+        "source.git.url",
+        "source.git.how",
+    ]
+    assert len(str(caught.value).splitlines()) == 6
+
+
+def test_part_alone_says_its_faults_without_the_whole() -> None:
+    with pytest.raises(FieldError, match=r"^epochs 0: give "):
+        Training(epochs=0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"source": {"git": {"url": "https://alice:s3cret@host/x"}, "entry": "a.py"}},
+        {"source": {"git": {"url": "https://s3cret@host/x"}, "entry": "a.py"}},
+        {"source": {"git": {"url": "https://host/x", "token": "s3cret-token"}, "entry": "a.py"}},
+        {"source": {"script": "a.py", "arguments": ["--key=s3cret\0"]}},
+        {"source": {"script": "a.py", "setup": "export A=s3cret\0"}},
+        {"secrets": ["A=s3cret"]},
+        {"env": {"A": "s3cret\0"}},
+        {"data": {"url": "-s3://key:s3cret@bucket"}},
+    ],
+)
+def test_no_error_repeats_a_secret(fields: dict[str, Any]) -> None:
+    with pytest.raises(FieldError) as caught:
+        _spec(**fields)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_spec_is_frozen() -> None:
+    spec = _spec(training={"epochs": 1})
+    with pytest.raises(ValueError, match="frozen"):
+        spec.name = "other"
+    with pytest.raises(ValueError, match="frozen"):
+        spec.training.epochs = 2
+
+
+# Plans
+
+
+def test_mesh_that_does_not_fit_says_ranks_and_nodes() -> None:
+    spec = _spec(parallelism={"pp": 2, "tp": 4}, nodes=[{"host": "a", "ranks": 2}, {"host": "b", "ranks": 2}])
+    with pytest.raises(
+        SpecError, match=r"^mesh pp=2 x tp=4 needs 8 ranks but nodes a, b offer 4: add nodes or lower tp"
+    ):
+        spec.plan()
+    assert [(each.field, each.severity) for each in spec.check()] == [("parallelism", "error")]
+
+
+def test_node_that_may_have_gpus_makes_a_misfit_a_warning() -> None:
+    spec = _spec(parallelism={"tp": 8}, nodes=[{"host": "a"}, {"host": "b", "ranks": 4}])
+    (finding,) = spec.check()
+    assert finding.severity == "warning"
+    assert str(finding).endswith("but nodes a, b offer 5: add nodes or lower tp; unless node a has GPUs")
+    assert spec.plan(gpus={"a": 4, "b": 4}).world_size == 8
+    assert _spec(parallelism={"tp": 8}).check()[0].severity == "warning"
+
+
+def test_plan_has_gpus_that_the_spec_asks_for_or_that_were_found() -> None:
+    spec = _spec(nodes=[Node(host="a", devices=[1, 3]), Node(host="b"), Node(host="c", devices="cpu", ranks=3)])
+    plan = spec.plan()
+    assert [(node.name, node.device, node.gpus, node.ranks) for node in plan.nodes] == [
+        ("a", "cuda", (1, 3), (0, 1)),
+        ("b", "cpu", None, (2,)),
+        ("c", "cpu", None, (3, 4, 5)),
+    ]
+    assert spec.plan(gpus={"a": 4, "b": [0, 2]}).nodes[1].gpus == (0, 2)
+    with pytest.raises(SpecError, match="node a has no GPU 3"):
+        spec.plan(gpus={"a": 2})
+    with pytest.raises(SpecError, match="gpus are given of 'd', which is no node: there are a, b, c"):
+        spec.plan(gpus={"d": 2})
+
+
+def test_script_reads_a_spec_without_open_numbers() -> None:
+    spec = _spec(
+        parallelism={"pp": 2},
+        training={"batch_size": 64, "epochs": 2},
+        nodes=[{"host": "a", "ranks": 2}, {"host": "b", "ranks": 2}],
+        checkpoint={"url": "runs", "keep": "all"},
+    )
+    job = spec.job_spec(spec.plan())
+    assert (job.world_size, job.parallelism.pp, job.parallelism.dp_shard) == (4, 2, 2)
+    assert [(node.name, node.ranks) for node in job.nodes] == [("a", (0, 1)), ("b", (2, 3))]
+    assert job.batch and job.batch.replica_size == 32 and job.batch.microbatches == job.parallelism.microbatches
+    assert job.checkpoint and job.checkpoint.keep is None
+    assert spec.with_overrides({"training.dev": True}).job_spec(spec.plan()).checkpoint is None
+
+
+def test_arguments_in_the_style_of_detrain_stand_behind_the_users() -> None:
+    source = {"script": "main.py", "arguments": ["--samples", "10"], "argument_style": "detrain"}
+    spec = _spec(
+        source=source,
+        training={"epochs": 3, "batch_size": 40, "learning_rate": 0.01},
+        parallelism={"pp": 3},
+        nodes=[{"host": "a", "devices": "cpu"}, {"host": "b", "devices": [0, 1]}],
+    )
+    assert spec.program_arguments(spec.plan()) == (
+        "--samples",
+        "10",
+        "--gpu=0_1_1",
+        "--epochs=3",
+        "--batch_size=40",
+        "--lr=0.01",
+        "--model_name=mnist",
+        "--split_size=5",
+    )
+    with pytest.raises(SpecError, match=r"^training\.steps 5: the arguments of DeTrain have epochs alone"):
+        spec.with_overrides({"training.steps": 5})
+
+
+# Findings
+
+
+def _notebook(*cells: tuple[str, list[str]]) -> str:
+    written = [{"cell_type": "code", "source": text, "metadata": {"tags": tags}} for text, tags in cells]
+    return json.dumps({"cells": written, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+
+
+FOUND = {
+    "no script": ({"script": "gone.py"}, "source.script: ", "gone.py: no such file, looked for in "),
+    "no Python": ({"script": "bad.py"}, "source.script: ", "bad.py, line 2: is not Python: "),
+    "a text": ({"script_text": "a b"}, "source.script_text: ", "the text, line 1: is not Python"),
+    "a folder": ({"script": "folder.py"}, "source.script: ", "folder.py: is no file"),
+    "Latin": ({"script": "latin.py"}, "source.script: ", "latin.py, line 1: is not UTF-8"),
+    "no folder": ({"path": "gone", "entry": "a.py"}, "source.path: ", "gone: no such folder"),
+    "no entry": ({"path": ".", "entry": "gone.py"}, "source.path: ", "gone.py: no such file"),
+    "no notebook": ({"notebook": "bad.ipynb"}, "source.notebook: ", "bad.ipynb: is no notebook: save it"),
+    "no tag": ({"notebook": "plain.ipynb"}, "source.notebook: ", "plain.ipynb: no code cell has the tag 'job'"),
+    "a magic": (
+        {"notebook": "magic.ipynb"},
+        "source.notebook: ",
+        "magic.ipynb, cell 2, line 1: is not Python: a ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_is_wrong_with_a_source_is_found_without_a_node(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text("a = 1\nb = (\n")
+    (tmp_path / "latin.py").write_bytes(b"# \xe4\n")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "bad.ipynb").write_text("[" * 100_000)
+    (tmp_path / "plain.ipynb").write_text(_notebook(("a = 1", [])))
+    (tmp_path / "magic.ipynb").write_text(_notebook(("a = 1", ["job"]), ("%matplotlib inline", ["job"])))
+    source, field, text = FOUND[case]
+    (finding,) = _spec(source=source).check()
+    assert str(finding).startswith(field) and text in str(finding)
+    assert worst([finding]) == "error"
+
+
+def test_warnings_do_not_stop_a_job() -> None:
+    git = {"url": "http://git.example/x", "token": "TOKEN"}
+    spec = _spec(source={"git": git, "entry": "a.py"}, rendezvous={"max_restarts": 1})
+    assert [each.field for each in spec.check()] == ["source.git.url", "checkpoint"]
+    assert worst(spec.check()) == "warning"
+
+
+def test_more_nodes_than_the_spec_has_are_an_error() -> None:
+    (finding, _) = _spec(rendezvous={"max_nodes": 2}, nodes=[{"host": "a"}]).check()
+    assert str(finding) == "rendezvous.max_nodes: 2, but the spec has 1 node: add nodes or lower it"
+
+
+# Overrides
+
+
+def test_words_of_a_command_line_win_over_the_spec() -> None:
+    spec = _spec(training={"epochs": 3}, nodes=[{"host": "x"}])
+    words = "--training.steps 5 --training.dev --nodes gpu1,bob@gpu2:2222 --parallelism.tp=2 --data.chunks a,b"
+    more = ["--data.url", "s3://b/x", "--source.arguments=--a 'b c'", "--env.A", "1", "--checkpoint.url=c"]
+    changed = spec.with_overrides(PipelineSpec.parse_overrides([*words.split(), *more, "--checkpoint.keep", "all"]))
+    assert changed.to_dict() == {
+        "name": "mnist",
+        "training": {"steps": 5, "dev": True},
+        "parallelism": {"tp": 2},
+        "nodes": [{"host": "gpu1"}, {"host": "gpu2", "user": "bob", "port": 2222}],
+        "source": {"script_text": "print(1)", "arguments": ["--a", "b c"]},
+        "data": {"url": "s3://b/x", "chunks": ["a", "b"]},
+        "checkpoint": {"url": "c", "keep": "all"},
+        "env": {"A": "1"},
+    }
+    assert spec.training.epochs == 3  # it is frozen
+    assert spec.with_overrides({"source.module": "a.b"}).source == Source(module="a.b")
+    assert spec.with_overrides({}) is spec
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--training.epoch 2", "'--training.epoch' is no field: did you mean 'epochs'"),
+        ("--trainin.epochs 2", "'--trainin.epochs' is no field: did you mean 'training'"),
+        ("--training.epochs x", "--training.epochs 'x': give a whole number"),
+        ("--training.epochs 1e3", "--training.epochs '1e3': give a whole number"),
+        ("--training.clip inf", "--training.clip 'inf': give a number"),
+        ("--training.epochs", "--training.epochs: no value, give a whole number or none"),
+        ("--training 3", "training 3: give a table"),
+        ("--training.epochs.x 3", "'--training.epochs.x' is no field: training.epochs has none"),
+        ("--nodes a,a", "--nodes: nodes 'a,a': nodes 1 and 2 have the same name"),
+        ("training.epochs 2", "'training.epochs' is no field to change: write --training.epochs"),
+        ("spec.toml", "'spec.toml' is no field to change: give --field value"),
+        ("--training.epochs 0", "training.epochs 0: give a whole number, 1 or more"),
+    ],
+)
+def test_word_that_cannot_be_is_refused_with_what_to_write(words: str, complaint: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        _spec().with_overrides(PipelineSpec.parse_overrides(words.split()))
+    assert str(caught.value).startswith(complaint)
+
+
+# Documents
+
+
+@pytest.mark.parametrize("suffix", ["json", "toml", "yaml"])
+def test_saved_spec_is_loaded_as_it_was(suffix: str, tmp_path: Path) -> None:
+    spec = _spec(description="two\nlines", nodes=[Node(host="::1", memory_gb=8, relative_speed=0.5), Node(host="b")])
+    path = tmp_path / f"spec.{suffix}"
+    spec.save(path)
+    assert PipelineSpec.load(path) == PipelineSpec.load(f"file://{path}") == spec
+
+
+def test_file_says_where_its_faults_are(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("name: x\nsource: {script: a.py}\ntraining: {epoch: 2, epochs: true}\n")
+    with pytest.raises(FieldError) as caught:
+        PipelineSpec.load(path)
+    assert str(caught.value).splitlines() == [
+        f"{path}: training.epochs True: give a whole number, 1 or more: passes over the data",
+        f"{path}: training.epoch is no field: did you mean 'epochs'",
+    ]
+    path.write_text("name: x\nsource: [\n")
+    with pytest.raises(SpecError, match=r"spec\.yaml.*line 3"):
+        PipelineSpec.load(path)
+
+
+LINE = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=20)
+WORD = LINE.filter(lambda text: bool(text.strip()) and not text.startswith("-"))
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
+COUNT = st.integers(1, 10**9)
+ABOVE_0 = st.floats(min_value=1e-12, max_value=1e12)
+SIZE = st.integers(1, 4)
+VARIABLE = st.from_regex(r"X[A-Za-z0-9_]{0,8}", fullmatch=True)
+PLACE = st.fixed_dictionaries({"url": WORD}, optional={"format": WORD, "chunks": st.lists(WORD, unique=True)})
+SOURCES = st.one_of(
+    st.fixed_dictionaries({"script_text": TEXT.map(lambda text: f"# {text}")}),
+    st.fixed_dictionaries({"script": WORD.map(lambda text: f"{text}.py")}),
+    st.fixed_dictionaries(
+        {"git": st.fixed_dictionaries({"url": st.just("git@host:a/b")}, optional={"how": st.just("bundle")})}
+    ).map(lambda fields: {**fields, "entry": "train.py"}),
+)
+SPECS = st.fixed_dictionaries(
+    {"name": st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,10}", fullmatch=True), "source": SOURCES},
+    optional={
+        "description": LINE,
+        "parallelism": st.fixed_dictionaries({}, optional={"pp": SIZE, "tp": SIZE, "compile": st.booleans()}),
+        "training": st.fixed_dictionaries(
+            {},
+            optional={
+                "epochs": COUNT,
+                "learning_rate": ABOVE_0,
+                "seed": st.integers(0, (1 << 32) - 1),
+                "scheduler": st.sampled_from(["cosine", "wsd"]),
+                "dev": st.booleans(),
+            },
+        ),
+        "nodes": st.lists(st.sampled_from(["a", "b", "c"]).map(lambda host: {"host": host}), unique_by=str),
+        "data": PLACE,
+        "model": PLACE,
+        "checkpoint": st.fixed_dictionaries({"url": WORD}, optional={"keep": COUNT | st.just("all")}),
+        "env": st.dictionaries(VARIABLE, TEXT, max_size=3),
+        "secrets": st.lists(VARIABLE.map(lambda name: f"S{name}"), unique=True, max_size=3),
+        "rendezvous": st.fixed_dictionaries({}, optional={"timeout_s": st.floats(1, 86400), "port": SIZE}),
+    },
+)
+
+
+@given(SPECS, st.sampled_from([".json", ".toml", ".yaml"]))
+def test_every_format_holds_every_spec(data: dict[str, Any], suffix: str) -> None:
+    spec = PipelineSpec.from_dict(data)
+    assert PipelineSpec.from_dict(parse_document(format_document(spec.to_dict(), suffix), suffix)) == spec
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | LINE,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(LINE, inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from([*PipelineSpec.model_fields, "x"])
+
+
+@given(st.dictionaries(FIELDS, JSON | st.dictionaries(st.sampled_from(["git", "url", "epochs", "x"]), JSON)))
+def test_whatever_a_document_holds_is_a_spec_or_faults_with_fields(data: dict[str, Any]) -> None:
+    try:
+        PipelineSpec.from_dict(data)
+    except FieldError as exc:
+        assert exc.faults and all(str(fault).isprintable() for fault in exc.faults)
+
+
+def test_schema_is_that_of_the_models() -> None:
+    assert FILE.read_text(encoding="utf-8") == make_schema(), "run python -m detrain_nb.spec.schema"
+
+
+def test_document_may_name_its_schema() -> None:
+    spec = _spec()
+    assert PipelineSpec.from_dict({"$schema": "x.json", **spec.to_dict()}) == spec
+    assert json.loads(make_schema())["properties"]["$schema"]["type"] == "string"
