@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +121,11 @@ def test_no_file_but_an_artifact_is_read(failed: Ran, name: str) -> None:
 
 def test_command_runs_where_the_ranks_did(failed: Ran) -> None:
     with talk_here() as talk:
-        talk.say("exec", command="echo out >&2; ls out; exit 7", id=failed.order.id, timeout_s=20)
+        talk.say("exec", command="echo $FROM_ORDER >&2; ls out; exit 7", id=failed.order.id, timeout_s=20)
         printed = b""
         while (said := talk.hear("output", "exit"))["type"] == "output":
             printed += b"".join(talk.read(said["size"]))
-        assert (printed, said["status"]) == (b"out\nmodel-0.pt\nmodel-1.pt\n", 7)
+        assert (printed, said["status"]) == (b"c\nmodel-0.pt\nmodel-1.pt\n", 7)
 
 
 def test_command_that_takes_too_long_is_ended_with_what_it_started(jobs_folder: Path) -> None:
@@ -248,3 +248,25 @@ def test_order_that_cannot_be_is_refused_and_the_service_goes_on(
         talk.say("status", ids=None)
         assert isinstance(talk.hear("status")["jobs"], list)
     assert sorted(jobs_folder.glob("*")) == before
+
+
+_OF_TWO = "import os, sys, time; sys.exit(5) if os.environ['RANK'] == '1' else time.sleep(100)"
+
+
+@pytest.mark.slow
+def test_node_that_fails_ends_the_other_which_says_so(jobs_folder: Path) -> None:
+    common: dict[str, Any] = {"nodes": ("a", "b"), "world_size": 2, "interface": "lo"}
+    orders = [make_order(_OF_TWO, name="two", node_rank=rank, ranks=(rank,), **common) for rank in (0, 1)]
+    orders[1] = replace(orders[1], id=orders[0].id)
+    with talk_here() as first, talk_here() as second:
+        port = prepare(first, orders[0])
+        assert prepare(second, orders[1]) == 0
+        for talk in (first, second):
+            talk.say("launch", store=["127.0.0.1", port], key="")
+            talk.hear("launched")
+        jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in zip(orders, (first, second))]
+        assert [job["reason"] for job in jobs] == ["node b failed: rank 1 ended with 5", "rank 1 exited with 5"]
+        assert (jobs[1]["exit_code"], jobs[1]["failed_rank"], jobs[0]["failed_rank"]) == (5, 1, None)
+        assert jobs[0]["exit_code"]
+        first.say("status", ids=[orders[0].id])
+        assert [job["node_rank"] for job in first.hear("status")["jobs"]] == [0, 1]
