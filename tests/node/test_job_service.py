@@ -16,7 +16,7 @@ import pytest
 from detrain_nb.copying.json_lines import Failed
 from detrain_nb.errors import DetrainError
 from detrain_nb.node.job.folders import machine_id
-from detrain_nb.node.job.order import JobOrder
+from detrain_nb.node.job.order import JobOrder, JobRendezvous
 
 from .jobs_here import Followed, launch, make_order, own_folders, prepare, status_of, talk_here
 
@@ -270,3 +270,47 @@ def test_node_that_fails_ends_the_other_which_says_so(jobs_folder: Path) -> None
         assert jobs[0]["exit_code"]
         first.say("status", ids=[orders[0].id])
         assert [job["node_rank"] for job in first.hear("status")["jobs"]] == [0, 1]
+
+
+_PRINTS = """
+for number in range(50_000):
+    print(f"{number:06d} {'x' * 60}")
+"""
+
+
+@pytest.mark.slow
+def test_output_of_ranks_that_print_as_fast_as_they_can_is_followed_whole(jobs_folder: Path) -> None:
+    order = make_order(_PRINTS, ranks=(0, 1, 2, 3), world_size=4)
+    with talk_here() as talk:
+        launch(talk, order)
+        followed = Followed(order).begin(talk).to_end(talk)
+        assert (followed.job["exit_code"], followed.job["reason"]) == (0, "")
+        for rank in range(4):
+            lines = followed.data[f"rank-{rank}.log"].decode().splitlines()
+            assert [int(line[:6]) for line in lines] == list(range(50_000))
+
+
+_RESTARTS = """
+import os, pathlib, sys
+done = pathlib.Path(f"done-{os.environ['RANK']}")
+print("begins with", done.exists(), "restart", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if os.environ["RANK"] == "1" and not done.exists():
+    done.touch()
+    os.kill(os.getpid(), 9)
+done.touch()
+"""
+
+
+@pytest.mark.slow
+def test_rank_of_an_elastic_job_that_is_killed_is_started_again(jobs_folder: Path) -> None:
+    rendezvous = JobRendezvous(kind="elastic", max_restarts=2, timeout_s=30)
+    order = make_order(_RESTARTS, ranks=(0, 1), world_size=2, interface="lo", rendezvous=rendezvous)
+    with talk_here() as talk:
+        port = prepare(talk, order)
+        talk.say("launch", store=["127.0.0.1", port], key="ab" * 32)
+        talk.hear("launched")
+        followed = Followed(order).begin(talk).to_end(talk)
+    assert (followed.job["state"], followed.job["exit_code"], followed.job["restarts"]) == ("ended", 0, 1), (
+        followed.data
+    )
+    assert followed.data["rank-1.log"] == b"begins with False restart 0\nbegins with True restart 1\n"
