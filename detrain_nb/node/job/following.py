@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import Talk, as_size, check_name
-from .folders import METRICS_NAME, SETUP_LOG, STREAM_NAME, TORCHRUN_LOG, find_job_folder
+from .folders import METRICS_NAME, STREAM_NAME, find_job_folder
 from .last_metrics import last_metrics
 from .log_file import read_log
 from .order import JobError, check_id, check_number
@@ -54,15 +54,14 @@ def _send_more(talk: Talk, folder: Path, name: str, offsets: dict[str, int]) -> 
     return bool(data)
 
 
-def _list_streams(folder: Path) -> Iterator[str]:
-    yield from (SETUP_LOG, TORCHRUN_LOG)
-    for inner in ("", METRICS_NAME):
+def _list_streams(folder: Path) -> list[str]:
+    """What the job prints to by now: ranks in their order, then what they log."""
+    found: list[str] = []
+    for prefix in ("", f"{METRICS_NAME}/"):
         with contextlib.suppress(OSError):
-            names = sorted(os.listdir(folder / inner), key=lambda name: (len(name), name))
-            paths = [f"{inner}/{name}" if inner else name for name in names]
-            yield from (
-                path for path in paths if path.startswith(("rank-", "metrics/")) and STREAM_NAME.fullmatch(path)
-            )
+            names = sorted(os.listdir(folder / prefix), key=lambda name: (len(name), name))
+            found += [prefix + name for name in names if STREAM_NAME.fullmatch(prefix + name)]
+    return found
 
 
 def _read_wishes(said: dict[str, Any]) -> Callable[[str], bool]:
