@@ -30,6 +30,7 @@ class Submission:
     setup: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    repository: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -48,6 +49,8 @@ class Submission:
         lines += [f"setup on every node: {line}" for line in self.setup]
         if self.secrets:
             lines.append(f"secrets from the environment here: {', '.join(self.secrets)}")
+        if self.repository:
+            return [*lines, f"every node fetches {self.repository}", *(f"warning: {each}" for each in self.warnings)]
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         lines.append(f"{count}, {format_size(self.size_bytes)}, would travel, but for those that are there:")
         lines += [f"  {name}  {format_size(size)}" for name, size in self.files[:_MOST_FILES]]
@@ -95,4 +98,5 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
         tuple(spec.source.setup),
         tuple(spec.secrets),
         (*(str(each) for each in spec.check() if each.severity == "warning"), *source.notices),
+        "" if source.git is None else str(source),
     )

@@ -168,6 +168,8 @@ class _Submitting:
             job, name=self.spec.name, nodes=listed, spec=json.dumps(self.spec.to_dict()), state="submitting"
         )
         try:
+            for notice in self.source.notices:
+                self._say(f"note: {notice}")
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
             with talks_to(self._transports) as talks:
                 facts = on_all(self._transports, lambda index: _ask_facts(talks[index]))
@@ -175,10 +177,7 @@ class _Submitting:
                 plan = self._plan(facts)
                 self.record.update(job, world_size=plan.world_size)
                 self._say("sending what has changed of the source")
-                ready = on_all(
-                    self._transports,
-                    lambda index: ship(talks[index], self.source, storage=self.storage, environment=secrets),
-                )
+                ready = on_all(self._transports, lambda index: self._ship(talks[index], secrets))
                 orders = self._orders(job, plan)
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
@@ -224,6 +223,10 @@ class _Submitting:
     def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
         """Raises: SpecError where the nodes have not what the spec wants."""
         return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
+
+    def _ship(self, talk: Talk, secrets: Mapping[str, str]) -> str:
+        environment = {**(self.given or {}), **secrets}
+        return ship(talk, self.source, storage=self.storage, environment=environment)
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
         """What each node is to run; the port of the store is not known yet."""

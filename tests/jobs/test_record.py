@@ -111,6 +111,13 @@ def test_record_holds_what_a_dict_would(
     assert all(record.get(id).spec == json.dumps(id) for id in held)
 
 
+def test_job_is_noted_down_with_its_spec_or_not_at_all(record: Record, file: Path) -> None:
+    with pytest.raises(JobError, match=r"NOT NULL constraint failed: jobs\.nodes"):
+        record.add("a", name="a", nodes=None, spec="of a", state="submitting")  # type: ignore[arg-type]
+    with closing(sqlite3.connect(file)) as db:
+        assert db.execute("SELECT * FROM specs").fetchall() == []
+
+
 # ---- several processes
 
 
@@ -136,7 +143,7 @@ def start_writer(file: Path, name: str, count: int) -> subprocess.Popen[str]:
 
 def test_two_notebooks_and_a_shell_write_at_once(file: Path) -> None:
     """The file is not there yet: they also make it at once."""
-    writers = [start_writer(file, name, 25) for name in "abc"]
+    writers = [start_writer(file, name, 15) for name in "abc"]
     try:
         said = [writer.communicate(timeout=LIMIT_S)[0].split() for writer in writers]
     finally:
@@ -144,7 +151,7 @@ def test_two_notebooks_and_a_shell_write_at_once(file: Path) -> None:
             writer.kill()
     assert [writer.returncode for writer in writers] == [0, 0, 0]
     rows = {row.id: row for row in Record(file).summaries()}
-    assert sorted(rows) == sorted(id for ids in said for id in ids) and len(rows) == 75
+    assert sorted(rows) == sorted(id for ids in said for id in ids) and len(rows) == 45
     assert all(row.state == "running" and row.world_size == int(id[2:]) for id, row in rows.items())
 
 

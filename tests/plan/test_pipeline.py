@@ -90,7 +90,7 @@ def test_stages_are_those_that_torch_runs() -> None:
         ((2,), {"batch": 4, "microbatches": 0}, "0 microbatches: a batch is cut into 1 or more"),
         (
             (4,),
-            {"pp": 4, "batch": 8, "microbatches": 2},
+            {"pp": 4, "microbatches": 2},
             "1F1B needs at least as many microbatches as stages: 2 are fewer than 4",
         ),
         ((2,), {"schedule": "2F2B"}, "there is no schedule '2F2B': choose one of GPipe, 1F1B"),
