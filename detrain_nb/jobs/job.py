@@ -96,16 +96,24 @@ class Job(ShownAsText):
 
     # ---- what it prints
 
-    def attach(self, on_line: OnLine = print, *, node: str | None = None, rank: int | None = None) -> JobStatus:
+    def attach(
+        self, on_line: OnLine = print, *, node: str | None = None, rank: int | None = None, torchrun: bool = False
+    ) -> JobStatus:
         """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on."""
-        return self._follow(Wanted(self._positions(node), rank), on_line=on_line)
+        return self._follow(Wanted(self._positions(node), rank, has_torchrun=torchrun), on_line=on_line)
 
     def logs(
-        self, *, node: str | None = None, rank: int | None = None, follow: bool = False, on_line: OnLine | None = None
+        self,
+        *,
+        node: str | None = None,
+        rank: int | None = None,
+        torchrun: bool = False,
+        follow: bool = False,
+        on_line: OnLine | None = None,
     ) -> JobLog:
         """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
 
-        ``on_line`` gets each line as it comes, and none is kept then.
+        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then.
         """
         kept: list[LogLine] = []
 
@@ -114,7 +122,8 @@ class Job(ShownAsText):
                 raise JobError(f"job {self.id} has printed more than {_MOST_LINES:,} lines: give on_line, or one rank")
             kept.append(line)
 
-        self._follow(Wanted(self._positions(node), rank, is_once=not follow), on_line=on_line or keep)
+        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
+        self._follow(wanted, on_line=on_line or keep)
         if not follow:
             kept.sort(key=_place_of)
         return JobLog(tuple(kept))
