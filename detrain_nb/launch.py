@@ -197,7 +197,7 @@ def _write_options(
     """What torchrun must know of the nodes."""
     address, port = rendezvous.endpoint
     conf = {"timeout": round(rendezvous.timeout_s)}
-    if rendezvous.kind == ELASTIC_BACKEND:
+    if rendezvous.kind in (ELASTIC_BACKEND, "c10d"):
         conf = {"join_timeout": conf["timeout"], "is_host": int(node_rank == 0)}
     if rendezvous.kind in (JOB_BACKEND, ELASTIC_BACKEND):
         conf["silence"] = round(rendezvous.silence_s)
