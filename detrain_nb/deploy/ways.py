@@ -19,7 +19,7 @@ from ..transport import Transport
 from .files import OnProgress, Patience, Stop, label, on_every, open_talk
 from .node_facts import choose_address
 
-__all__ = ["ADVICE", "address_beside", "check_ways", "settle_here"]
+__all__ = ["ADVICE", "address_beside", "check_ways", "settle_addresses"]
 
 ADVICE = f"put a host first that all nodes reach, and leave {THIS_MACHINE} out"
 _BETWEEN_HOSTS = "a firewall between them has to let TCP through, on all ports above 1023"
@@ -30,15 +30,25 @@ _LONGEST_FAULT = 200
 _TOKEN_BYTES = 16
 
 
-def settle_here(transports: Sequence[Transport]) -> None:
-    """Give this machine its address beside the others, which have been reached. Raises: LaunchError."""
+def settle_addresses(transports: Sequence[Transport]) -> None:
+    """See that the nodes, which have all been reached, can be reached by each other: before anything is launched.
+
+    Where this machine is one of several it gets its ``address`` and ``interface`` now, and all ways are gone once.
+    Raises: LaunchError where one would be reached at an address that means another machine elsewhere, or is not.
+    """
     others = [transport.address for transport in transports if not transport.is_this_machine]
-    for transport in transports:
-        if transport.is_this_machine and others:
-            try:
-                transport.address, transport.interface = address_beside(others[0], transport.node)
-            except LaunchError as exc:
-                raise LaunchError(f"{label(transport)}: {exc}") from exc
+    here = [transport for transport in transports if transport.is_this_machine]
+    for transport in here if others else ():
+        try:
+            transport.address, transport.interface = address_beside(others[0], transport.node)
+        except LaunchError as exc:
+            raise LaunchError(f"{label(transport)}: {exc}") from exc
+    addresses = [transport.address for transport in transports]
+    local = [label(transport) for transport in transports if transport.address.startswith("127.")]
+    if local and len(local) < len(transports):
+        raise LaunchError(f"the other nodes cannot reach {local[0]} at a loopback address: name an address of its own")
+    if here and others:
+        check_ways(transports, addresses)
 
 
 def address_beside(other: str, node: Node | None = None) -> tuple[str, str]:
