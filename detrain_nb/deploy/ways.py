@@ -6,6 +6,7 @@ or a firewall keeps them from reaching it. So nothing is launched there before e
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import socket
 import threading
@@ -44,7 +45,7 @@ def settle_addresses(transports: Sequence[Transport]) -> None:
         except LaunchError as exc:
             raise LaunchError(f"{label(transport)}: {exc}") from exc
     addresses = [transport.address for transport in transports]
-    local = [label(transport) for transport in transports if transport.address.startswith("127.")]
+    local = [label(transport) for transport in transports if ipaddress.ip_address(transport.address).is_loopback]
     if local and len(local) < len(transports):
         raise LaunchError(f"the other nodes cannot reach {local[0]} at a loopback address: name an address of its own")
     if here and others:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from detrain_nb import Session
+from detrain_nb.agents import is_running
 from detrain_nb.deploy.known import known_sessions
 from detrain_nb.errors import LaunchError, RankError, RankLost, SpecError
 from detrain_nb.spec import Node
@@ -43,7 +44,8 @@ def test_localhost_alone_is_a_named_node_on_the_loopback(processes: Processes, t
         assert session.run_cell(_SUM, ranks="me").values == {0: 3.0, 1: 3.0}
         assert session.run_cell(_STORE).values[0] == ("127.0.0.1", "lo")
         assert session.run_cell("os.getcwd()").values[0] == str(workdir)
-        assert [node.name for node in known_sessions()["alone"].nodes] == ["me"]
+        known = known_sessions()["alone"]
+        assert [node.name for node in known.nodes] == ["me"] and is_running(known.pid)
         session.detach()
         with Session.attach("alone") as again:
             assert again.ranks.node_names == {0: "me", 1: "me"}
