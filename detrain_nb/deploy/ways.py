@@ -20,7 +20,7 @@ from ..transport import Transport
 from .files import OnProgress, Patience, Stop, label, on_every, open_talk
 from .node_facts import choose_address
 
-__all__ = ["ADVICE", "address_beside", "check_ways", "settle_addresses"]
+__all__ = ["ADVICE", "address_beside", "check_ways", "settle_addresses", "settle_here"]
 
 ADVICE = f"put a host first that all nodes reach, and leave {THIS_MACHINE} out"
 _BETWEEN_HOSTS = "a firewall between them has to let TCP through, on all ports above 1023"
@@ -37,19 +37,24 @@ def settle_addresses(transports: Sequence[Transport]) -> None:
     Where this machine is one of several it gets its ``address`` and ``interface`` now, and all ways are gone once.
     Raises: LaunchError where one would be reached at an address that means another machine elsewhere, or is not.
     """
-    others = [transport.address for transport in transports if not transport.is_this_machine]
-    here = [transport for transport in transports if transport.is_this_machine]
-    for transport in here if others else ():
-        try:
-            transport.address, transport.interface = address_beside(others[0], transport.node)
-        except LaunchError as exc:
-            raise LaunchError(f"{label(transport)}: {exc}") from exc
+    settle_here(transports)
     addresses = [transport.address for transport in transports]
-    local = [label(transport) for transport in transports if ipaddress.ip_address(transport.address).is_loopback]
+    local = [label(each) for each in transports if ipaddress.ip_address(each.address).is_loopback]
     if local and len(local) < len(transports):
         raise LaunchError(f"the other nodes cannot reach {local[0]} at a loopback address: name an address of its own")
-    if here and others:
+    if len(transports) > 1 and any(transport.is_this_machine for transport in transports):
         check_ways(transports, addresses)
+
+
+def settle_here(transports: Sequence[Transport]) -> None:
+    """Give this machine its address beside the others, which have been reached. Raises: LaunchError."""
+    others = [transport.address for transport in transports if not transport.is_this_machine]
+    for transport in transports:
+        if transport.is_this_machine and others:
+            try:
+                transport.address, transport.interface = address_beside(others[0], transport.node)
+            except LaunchError as exc:
+                raise LaunchError(f"{label(transport)}: {exc}") from exc
 
 
 def address_beside(other: str, node: Node | None = None) -> tuple[str, str]:
