@@ -37,7 +37,10 @@ class _Node:
     folder: Path
 
     def wait(self) -> int:
-        return self.process.wait(_LIMIT_S)
+        try:
+            return self.process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"torchrun has not ended: {self.log}")
 
     @property
     def log(self) -> str:
@@ -343,15 +346,12 @@ class _Memory:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
-        self.changed = threading.Condition()
         self.answers = threading.Event()
         self.answers.set()
 
     def set(self, key: str, value: str) -> None:
         self.answers.wait()
-        with self.changed:
-            self.values[key] = value.encode()
-            self.changed.notify_all()
+        self.values[key] = value.encode()
 
     def set_first(self, key: str, value: str) -> None:
         if key not in self.values:
@@ -360,11 +360,6 @@ class _Memory:
     def get(self, key: str) -> bytes | None:
         self.answers.wait()
         return self.values.get(key)
-
-    def wait(self, key: str, limit_s: float) -> bool:
-        self.answers.wait()
-        with self.changed:
-            return self.changed.wait_for(lambda: key in self.values, limit_s)
 
 
 _Watches = Callable[..., tuple[Watch, "_Ended"]]
