@@ -162,7 +162,7 @@ def test_a_node_that_fails_ends_the_others_which_name_it(job: _Job) -> None:
     failing = job.start(1, "raise SystemExit(3)")
     assert failing.wait() == 1
     assert waiting.wait() == 1, waiting.log
-    assert waiting.reason == "node b failed: rank 1 ended with 3"
+    assert waiting.reason == "node b failed: rank 1 exited with 3"
     assert f"detrain_nb: {waiting.reason}\n" in waiting.log
 
 
@@ -222,7 +222,7 @@ print("done", "DETRAIN_NB_JOB_KEY" in os.environ, flush=True)
 
 @pytest.fixture
 def elastic_job(job: _Job) -> _Job:
-    job.rendezvous = replace(job.rendezvous, kind="detrain-elastic", max_restarts=2, silence_s=6)
+    job.rendezvous = replace(job.rendezvous, kind="detrain-elastic", max_restarts=2)
     return job
 
 

@@ -111,7 +111,7 @@ def tell_others(watch: Watch, node_rank: int, error: BaseException | None) -> No
         watch.tell_done()
     elif isinstance(error, ChildFailedError):
         rank, failure = error.get_first_failure()
-        how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with {failure.exitcode}"
+        how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
         watch.tell_end(f"{watch.name(node_rank)} failed: rank {rank} {how}")
     else:
         watch.tell_end(f"{watch.name(node_rank)} failed: {type(error).__name__}: {error}")
