@@ -99,7 +99,7 @@ class PipeTransport(BootstrappedNode[PipeConnection]):
     """A node that is this machine, in a home of its own."""
 
     def __init__(self, name: str, home: Path) -> None:
-        super().__init__(Node(host="pipe.test", name=name, python=sys.executable))
+        super().__init__(Node(host=name, name=name, python=sys.executable))
         self.home = home
 
     def _connect(self) -> PipeConnection:
