@@ -22,10 +22,10 @@ from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
 from ..plan import Plan
 from ..transport import Transport
-from .asking import on_all, talks_to, try_on_all
+from .asking import ask_facts, on_all, talks_to, try_on_all
 from .noting import running_job
 from .record import Record
-from .report_checks import NodeFacts, read_facts, read_port
+from .report_checks import NodeFacts, read_port
 from .shipping import ship
 from .source import ShippedSource
 from .submitting import submitting
@@ -144,7 +144,7 @@ class _Starting:
                 self._say(f"note: {notice}")
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
             with talks_to(self._transports) as talks:
-                facts = on_all(self._transports, lambda index: _ask_facts(talks[index]))
+                facts = on_all(self._transports, lambda index: ask_facts(talks[index]))
                 self._check_together(facts)
                 plan = self._plan(facts)
                 self.record.update(job, world_size=plan.world_size)
@@ -280,11 +280,6 @@ class _Starting:
 
 def _make_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{random.token_hex(2)}"
-
-
-def _ask_facts(talk: Talk) -> NodeFacts:
-    talk.say("facts")
-    return read_facts(talk.hear("facts"))
 
 
 def _check_same_torch(nodes: Sequence[Transport], facts: Sequence[NodeFacts]) -> None:
